@@ -333,7 +333,7 @@ class Adapter:
         bias: Tensor | None,
         rank: SupportsIndex,
         alpha: SupportsFloat | SupportsIndex,
-        dropout: SupportsFloat | SupportsIndex = 0.0,
+        dropout: SupportsFloat | SupportsIndex = ...,
         rslora: bool = False,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -499,7 +499,7 @@ class AdapterSet:
         /,
         path: str | bytes | PathLike[str] | PathLike[bytes],
         format: str | None = None,
-        metadata: dict[str, str] | None = None,
+        metadata: dict[str, str] | None = ...,
         dtype: DType | str | None = None,
     ) -> list[str]:
         """
@@ -532,20 +532,20 @@ class AdapterSet:
 @final
 class AutoencoderKL(Model):
     """
-    The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
+    The autoencoder between images and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
     `from_pretrained`.
     """
     def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
         """
-        The pictures of latents.
+        The images of latents.
 
         Args:
             latent: latents, (B, 4, h, w), not scaled.
-            tile_size: decode larger pictures in tiles of so many pixels, which overlap by a quarter, their seams blended (512
-                is usual): memory no longer grows with the picture.
+            tile_size: decode larger images in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+                is usual): memory no longer grows with the image.
 
         Returns:
-            Pictures, (B, 3, h * downscale, w * downscale), values about -1 to 1.
+            Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.
 
         Raises:
             ShapeError: if the latents do not fit the model.
@@ -553,24 +553,24 @@ class AutoencoderKL(Model):
     @property
     def downscale(self, /) -> int:
         """
-        Pixels along one side of a picture for each of the latents.
+        Pixels along one side of an image for each of the latents.
         """
     def encode(
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
     ) -> tuple[Tensor, Tensor]:
         """
-        The distribution of a picture's latents.
+        The distribution of an image's latents.
 
         Args:
-            image: pictures, (B, 3, H, W), values -1 to 1.
-            tile_size: encode larger pictures in tiles of so many pixels, which overlap by a quarter (512 is usual);
+            image: images, (B, 3, H, W), values -1 to 1.
+            tile_size: encode larger images in tiles of so many pixels, which overlap by a quarter (512 is usual);
                 near seams the result differs a little.
 
         Returns:
             Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
 
         Raises:
-            ShapeError: if the picture does not fit the model.
+            ShapeError: if the image does not fit the model.
         """
     @property
     def scaling_factor(self, /) -> float:
@@ -732,7 +732,7 @@ class CheckpointFacts:
     @property
     def factor(self, /) -> int | None:
         """
-        Pixels along one side of a picture for each of the latents, if there is an autoencoder.
+        Pixels along one side of an image for each of the latents, if there is an autoencoder.
         """
     @property
     def model(self, /) -> str | None:
@@ -752,7 +752,7 @@ class CheckpointFacts:
     @property
     def resolution(self, /) -> int | None:
         """
-        Height and width in pixels of the pictures that the model was made for, if it makes some.
+        Height and width in pixels of the images that the model was made for, if it makes some.
         """
     @property
     def zero_snr(self, /) -> bool:
@@ -831,15 +831,15 @@ class DiffusionObjective:
         schedule: NoiseSchedule,
         *,
         timesteps: str = "uniform",
-        logit_mean: SupportsFloat | SupportsIndex = 0.0,
-        logit_std: SupportsFloat | SupportsIndex = 1.0,
-        shift: SupportsFloat | SupportsIndex = 1.0,
+        logit_mean: SupportsFloat | SupportsIndex = ...,
+        logit_std: SupportsFloat | SupportsIndex = ...,
+        shift: SupportsFloat | SupportsIndex = ...,
         min_timestep: SupportsIndex = 0,
         max_timestep: SupportsIndex | None = None,
-        min_snr_gamma: SupportsFloat | SupportsIndex | None = None,
-        noise_offset: SupportsFloat | SupportsIndex = 0.0,
+        min_snr_gamma: SupportsFloat | SupportsIndex | None = ...,
+        noise_offset: SupportsFloat | SupportsIndex = ...,
         loss: str = "mse",
-        huber_delta: SupportsFloat | SupportsIndex = 0.1,
+        huber_delta: SupportsFloat | SupportsIndex = ...,
         huber_schedule: str = "constant",
         device: str = "cpu",
     ) -> DiffusionObjective: ...
@@ -924,12 +924,12 @@ class DiffusionObjective:
 @final
 class DigitsTransformer(Model):
     """
-    The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
+    The demo's image generator: a flow-matching diffusion transformer over images of handwritten digits.
 
     The constructor makes a fresh model whose parameters are trainable; `from_pretrained` loads a frozen one.
 
     Args:
-        sample_size: height and width of a picture in pixels.
+        sample_size: height and width of an image in pixels.
         patch_size: height and width of the square that becomes one token.
         num_layers: number of blocks.
         num_attention_heads: heads of each attention.
@@ -943,11 +943,11 @@ class DigitsTransformer(Model):
     """
     def __call__(self, /, sample: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
         """
-        The velocity `noise - picture` of flow matching.
+        The velocity `noise - image` of flow matching.
 
         Args:
-            sample: pictures under noise, (B, 1, H, W), values about -1 to 1.
-            timestep: noise levels from 0 (picture) to 1000 (noise), (B,).
+            sample: images under noise, (B, 1, H, W), values about -1 to 1.
+            timestep: noise levels from 0 (image) to 1000 (noise), (B,).
             class_labels: the class of each, (B,), i64 or u32.
 
         Returns:
@@ -989,11 +989,7 @@ class EMA:
     def __enter__(self, /) -> EMA: ...
     def __exit__(self, /, *exception: object) -> None: ...
     def __new__(
-        cls,
-        /,
-        adapter: AdapterSet,
-        decay: SupportsFloat | SupportsIndex = 0.999,
-        warmup: bool = True,
+        cls, /, adapter: AdapterSet, decay: SupportsFloat | SupportsIndex = ..., warmup: bool = True
     ) -> EMA: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1058,7 +1054,7 @@ class FlowMatching:
         ArgumentError: if the distribution is unknown or the shift is not above 0.
     """
     def __new__(
-        cls, /, distribution: str = "uniform", shift: SupportsFloat | SupportsIndex = 1.0
+        cls, /, distribution: str = "uniform", shift: SupportsFloat | SupportsIndex = ...
     ) -> FlowMatching: ...
     def euler_step(
         self,
@@ -1228,9 +1224,9 @@ class GradScaler:
     def __new__(
         cls,
         /,
-        init_scale: SupportsFloat | SupportsIndex = 65536.0,
-        growth_factor: SupportsFloat | SupportsIndex = 2.0,
-        backoff_factor: SupportsFloat | SupportsIndex = 0.5,
+        init_scale: SupportsFloat | SupportsIndex = ...,
+        growth_factor: SupportsFloat | SupportsIndex = ...,
+        backoff_factor: SupportsFloat | SupportsIndex = ...,
         growth_interval: SupportsIndex = 2000,
         enabled: bool = True,
     ) -> GradScaler: ...
@@ -1361,14 +1357,14 @@ class LoraConfig:
         cls,
         /,
         r: SupportsIndex = 8,
-        lora_alpha: SupportsFloat | SupportsIndex = 8.0,
+        lora_alpha: SupportsFloat | SupportsIndex = ...,
         target_modules: str | Sequence[str] | None = None,
         exclude_modules: str | Sequence[str] | None = None,
-        lora_dropout: SupportsFloat | SupportsIndex = 0.0,
+        lora_dropout: SupportsFloat | SupportsIndex = ...,
         use_dora: bool = False,
         use_rslora: bool = False,
         rank_pattern: dict[str, SupportsIndex] | None = None,
-        alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = None,
+        alpha_pattern: dict[str, SupportsFloat | SupportsIndex] | None = ...,
         adapter: str = "lora",
         wd_on_output: bool = True,
         decompose_both: bool = False,
@@ -1555,7 +1551,7 @@ class Model:
         self,
         /,
         path: str | bytes | PathLike[str] | PathLike[bytes],
-        scale: SupportsFloat | SupportsIndex = 1.0,
+        scale: SupportsFloat | SupportsIndex = ...,
     ) -> AdapterSet:
         """
         Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
@@ -1624,8 +1620,8 @@ class NoiseSchedule:
         cls,
         /,
         beta_schedule: str = "scaled_linear",
-        beta_start: SupportsFloat | SupportsIndex = 0.00085,
-        beta_end: SupportsFloat | SupportsIndex = 0.012,
+        beta_start: SupportsFloat | SupportsIndex = ...,
+        beta_end: SupportsFloat | SupportsIndex = ...,
         num_train_timesteps: SupportsIndex = 1000,
         prediction_type: str = "epsilon",
         rescale_betas_zero_snr: bool = False,
@@ -1829,7 +1825,7 @@ class PartFacts:
         Args:
             config: which layers get adapters, and of what rank.
             policy: "none", "full" or "selective" checkpointing.
-            height: of the latents or the picture that the model sees.
+            height: of the latents or the image that the model sees.
             width: likewise.
             tokens: of the text.
 
@@ -2073,9 +2069,9 @@ class Schedule:
         warmup_steps: SupportsIndex = 0,
         total_steps: SupportsIndex = 0,
         *,
-        num_cycles: SupportsFloat | SupportsIndex = 0.5,
-        end: SupportsFloat | SupportsIndex = 0.0,
-        power: SupportsFloat | SupportsIndex = 1.0,
+        num_cycles: SupportsFloat | SupportsIndex = ...,
+        end: SupportsFloat | SupportsIndex = ...,
+        power: SupportsFloat | SupportsIndex = ...,
     ) -> Schedule: ...
     def factor(self, /, step: SupportsIndex) -> float:
         """
@@ -2237,8 +2233,8 @@ class Tensor:
     def clamp(
         self,
         /,
-        min: SupportsFloat | SupportsIndex | None = None,
-        max: SupportsFloat | SupportsIndex | None = None,
+        min: SupportsFloat | SupportsIndex | None = ...,
+        max: SupportsFloat | SupportsIndex | None = ...,
     ) -> Tensor:
         """
         Each element limited to [min, max]; outside, the gradient is 0.
@@ -2695,7 +2691,7 @@ class Tensor:
         dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
         keepdim: bool = False,
         *,
-        correction: SupportsFloat | SupportsIndex = 1.0,
+        correction: SupportsFloat | SupportsIndex = ...,
     ) -> Tensor:
         """
         The variance: squared deviations from the mean, summed and divided by `n - correction`.
@@ -2841,7 +2837,7 @@ def add_layer_norm(
     normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = 1e-5,
+    eps: SupportsFloat | SupportsIndex = ...,
 ) -> tuple[Tensor, Tensor]:
     """
     input + residual, and `layer_norm` of that sum: the step between two layers of a transformer block, one kernel on CUDA.
@@ -2947,7 +2943,7 @@ def classifier_free_guidance(
 def clip_grad_norm_(
     parameters: Iterable[Var] | Mapping[str, Var],
     max_norm: SupportsFloat | SupportsIndex,
-    norm_type: SupportsFloat | SupportsIndex = 2.0,
+    norm_type: SupportsFloat | SupportsIndex = ...,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """
@@ -3006,7 +3002,7 @@ def cross_entropy(
     *,
     ignore_index: SupportsIndex = -100,
     reduction: str = "mean",
-    label_smoothing: SupportsFloat | SupportsIndex = 0.0,
+    label_smoothing: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
     The cross-entropy of logits and class ids.
@@ -3100,7 +3096,7 @@ def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
         What the function returns.
     """
 
-def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = 0.5, training: bool = True) -> Tensor:
+def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: bool = True) -> Tensor:
     """
     Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
 
@@ -3242,9 +3238,9 @@ def grad(
 def gradcheck(
     function: Callable[..., Any],
     inputs: Tensor | Sequence[Tensor],
-    eps: SupportsFloat | SupportsIndex = 1e-6,
-    atol: SupportsFloat | SupportsIndex = 1e-5,
-    rtol: SupportsFloat | SupportsIndex = 1e-3,
+    eps: SupportsFloat | SupportsIndex = ...,
+    atol: SupportsFloat | SupportsIndex = ...,
+    rtol: SupportsFloat | SupportsIndex = ...,
 ) -> bool:
     """
     Check the gradient of `function` at `inputs` against central differences in f64:
@@ -3271,7 +3267,7 @@ def group_norm(
     num_groups: SupportsIndex,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = 1e-5,
+    eps: SupportsFloat | SupportsIndex = ...,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -3296,7 +3292,7 @@ def group_norm_silu(
     num_groups: SupportsIndex,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = 1e-5,
+    eps: SupportsFloat | SupportsIndex = ...,
     *,
     channels_last: bool = False,
 ) -> Tensor:
@@ -3320,7 +3316,7 @@ def huber_loss(
     input: Tensor,
     target: Tensor,
     reduction: str = "mean",
-    delta: SupportsFloat | SupportsIndex = 1.0,
+    delta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
     The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
@@ -3395,7 +3391,7 @@ def layer_norm(
     normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = 1e-5,
+    eps: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
     Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
@@ -3502,7 +3498,7 @@ def manual_seed(seed: SupportsIndex) -> None:
     """
 
 def modulated_layer_norm(
-    input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = 1e-6
+    input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = ...
 ) -> Tensor:
     """
     Layer normalisation of the last dimension, times 1 + scale, plus shift, both given for each example: adaLN of diffusion
@@ -3590,7 +3586,7 @@ def prepare_adapters(
     path: str | bytes | PathLike[str] | PathLike[bytes],
     adapters: SupportsGetItem[int, AdapterSet],
     format: str | None = None,
-    metadata: dict[str, str] | None = None,
+    metadata: dict[str, str] | None = ...,
     dtype: DType | str | None = None,
 ) -> AdapterFile:
     """
@@ -3671,7 +3667,7 @@ def rms_norm(
     input: Tensor,
     normalized_shape: SupportsIndex | Sequence[SupportsIndex],
     weight: Tensor | None = None,
-    eps: SupportsFloat | SupportsIndex = 1e-6,
+    eps: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
     Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
@@ -3693,7 +3689,7 @@ def rms_norm_rope(
     cos: Tensor,
     sin: Tensor,
     interleaved: bool = False,
-    eps: SupportsFloat | SupportsIndex = 1e-6,
+    eps: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
     `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of Flux and Qwen3.
@@ -3733,7 +3729,7 @@ def save_adapters(
     path: str | bytes | PathLike[str] | PathLike[bytes],
     adapters: SupportsGetItem[int, AdapterSet],
     format: str | None = None,
-    metadata: dict[str, str] | None = None,
+    metadata: dict[str, str] | None = ...,
     dtype: DType | str | None = None,
 ) -> list[str]:
     """
@@ -3778,7 +3774,7 @@ def save_checkpoint(
 def save_file(
     tensors: dict[str, Tensor],
     path: str | bytes | PathLike[str] | PathLike[bytes],
-    metadata: dict[str, str] | None = None,
+    metadata: dict[str, str] | None = ...,
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.
@@ -3805,7 +3801,7 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     *,
     is_causal: bool = False,
-    scale: SupportsFloat | SupportsIndex | None = None,
+    scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
     softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
@@ -3868,7 +3864,7 @@ def smooth_l1_loss(
     input: Tensor,
     target: Tensor,
     reduction: str = "mean",
-    beta: SupportsFloat | SupportsIndex = 1.0,
+    beta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
     The Huber loss divided by its threshold, torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083).

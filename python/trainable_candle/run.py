@@ -48,16 +48,16 @@ LOCK: Final = ".lock"
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What `train_adapter` leaves behind in memory."""
+    """The result of `train_adapter` in memory."""
 
     task: Task
     """The model with the adapters on it, as they were written: averaged if an average is kept."""
     adapter: Adapters
     output: Path
     step: int
-    """Optimizer steps taken, earlier parts of a resumed run included."""
+    """Optimizer steps, including those before a resume."""
     completed: bool
-    """Whether the last step was reached; only then the adapter file is written."""
+    """Whether the last step was reached; the adapter file is written only then."""
     stopped_by: signal.Signals | None
     """The signal that ended the run, if one did."""
 
@@ -96,7 +96,7 @@ def train_adapter(
     placement = choose(config.device, config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
     check_settings(config)
-    # Before anything is read: there must be such a device.
+    # Before anything is read, so that a missing device is reported at once.
     limit = memory_limit(config)
     weights = families.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
@@ -119,7 +119,7 @@ def train_adapter(
     require_fit(estimate, config, limit, lambda other: task.estimate(other, data, limit))
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
-        # Another run may have been there in the meantime.
+        # Another run may have used the folder in the meantime.
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
         bar = [ProgressBar()] if progress else []
@@ -151,7 +151,7 @@ def _train(
     if config.epochs is not None:
         config = _in_steps(config, prepared.train, task.noun, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
-    # How much there was to prepare must not matter for what follows.
+    # Training must not depend on how many random numbers the preparation drew.
     tc.manual_seed(config.seed)
     adapters = task.attach()
     if config.initial_adapter and start is None:
@@ -182,7 +182,7 @@ def _train(
 
 
 class _Session:
-    """What belongs to one run besides the logs: who averages, validates, draws and saves."""
+    """The averages, validation, previews and saves of one run."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _Session:
         self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.adapter_file))
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
-        """The loop over all of this."""
+        """The training loop with all of these."""
         config = self._config
         optimizer = make_optimizer(config, self._adapters.groups(config))
         return Trainer(
@@ -248,7 +248,7 @@ class _Session:
         )
 
     def adapter_file(self, path: Path, step: int) -> AdapterFile:
-        """The adapters as they are, for a file that is written later."""
+        """A snapshot of the adapters, for a file that is written later."""
         metadata = training_metadata(self._config, step, len(self._train))
         return self._task.adapter_file(self._adapters, path, metadata)
 
@@ -272,7 +272,7 @@ class _Session:
             report(f"previews: {output / SAMPLES}")
 
     def finish(self) -> None:
-        """Leave the model as its adapter files have it."""
+        """Leave the model with the parameters of its adapter files."""
         self._adapters.set_training(False)
         if self._average is not None:
             self._average.keep()
@@ -282,7 +282,7 @@ _KOHYA_PRECISIONS = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
 
 
 def training_metadata(config: TrainConfig, step: int, images: int) -> dict[str, str]:
-    """What the header of an adapter file says about its training, under kohya's names."""
+    """The training metadata of an adapter file's header, under kohya's names."""
     side = config.resolution
     facts = {
         "ss_output_name": Path(config.output).name,
@@ -303,7 +303,7 @@ def training_metadata(config: TrainConfig, step: int, images: int) -> dict[str, 
         "ss_seed": config.seed,
         "ss_training_comment": config.trigger,
     }
-    # Names of files may hold bytes that are no text.
+    # Names of files may contain bytes that are not valid text.
     texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
     return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
 
@@ -318,7 +318,7 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
 def _in_steps(
     config: TrainConfig, data: Prepared[Any], noun: str, report: Callable[[str], None]
 ) -> TrainConfig:
-    """The settings with the number of steps that their epochs take."""
+    """The settings with the number of steps of their epochs."""
     epochs = config.epochs or 0
     batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / config.gradient_accumulation))
@@ -345,7 +345,7 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
 
 
 def _make_writable(folder: Path) -> None:
-    """Make a folder, and complain now rather than after a model has been loaded."""
+    """Make a folder; raises now rather than after a model has been loaded."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))

@@ -254,7 +254,7 @@ REFUSED = {
     ),
     "load": (
         "states = opt.state_dict()\n    def more(): opt.load_state_dict(states)",
-        "the states of an optimizer",
+        "the hyper-parameters of an optimizer",
     ),
     "keep": (
         "kept = []\n    def more(): kept.append(x * 2)",

@@ -125,10 +125,10 @@ def memory_limit(config: TrainConfig) -> float:
 
 
 def require_memory(what: str, needed: float, limit: float) -> None:
-    """Check that there is memory for pictures.
+    """Check that there is memory for images.
 
     Args:
-        what: is drawn, `4 pictures of 64x64 px` for example.
+        what: is drawn, `4 images of 64x64 px` for example.
         needed: bytes, about.
         limit: bytes that there are.
 

@@ -1,4 +1,4 @@
-"""What happens beside the training itself: callbacks, one method an event."""
+"""Callbacks of the training loop, one method per event."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Callback:
         """After every optimizer step."""
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """When a callback has measured something at the present step (`Trainer.report`)."""
+        """When a callback has reported metrics of the current step (`Trainer.report`)."""
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """When a checkpoint begins: what is put into `folder` becomes a part of it.
+        """When a checkpoint begins; files in `folder` become part of it.
 
         Its own files are written in the background meanwhile. What takes long to write is copied
         here (`tc.snapshot`) and handed to `trainer.write_later`. The folder gets its final name
@@ -36,10 +36,10 @@ class Callback:
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
-        """When the trainer has taken over the checkpoint in `folder`."""
+        """When the trainer has loaded the checkpoint in `folder`."""
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:
-        """At the end, also of a run that was stopped or failed."""
+        """At the end, even if the run was stopped or failed."""
 
 
 class ProgressBar(Callback):
@@ -55,7 +55,7 @@ class ProgressBar(Callback):
         self._loss = math.nan
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Open the bar where the run stands."""
+        """Open the bar at the current step."""
         from tqdm import tqdm  # noqa: PLC0415 - only those who look at a bar wait for it
 
         self._bar = tqdm(

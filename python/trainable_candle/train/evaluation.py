@@ -1,4 +1,4 @@
-"""What happens between steps with the adapter as it will be used: validation, previews, saves."""
+"""Validation, previews and saves between steps, with the adapter as it will be used."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEP_NAME: Final = re.compile(r"adapter-step\d+\.safetensors")
 
 @contextmanager
 def evaluated(adapters: Adapters, average: AdapterAverage | None) -> Iterator[None]:
-    """Within this context there is no dropout and no tape, and averages stand for the parameters.
+    """A context without dropout and tape, in which averages replace the parameters.
 
     Args:
         adapters: those in training.
@@ -51,7 +51,7 @@ def evaluated(adapters: Adapters, average: AdapterAverage | None) -> Iterator[No
 
 
 class Validation(Callback):
-    """Measures the loss on data that is not trained on, and keeps the best adapter.
+    """Measures the loss on validation data, and keeps the best adapter.
 
     There is one measurement before the first step and one after the last.
 
@@ -80,12 +80,12 @@ class Validation(Callback):
         self._facts = facts
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Measure the model as it was."""
+        """Measure the initial model."""
         if trainer.step == 0:
             self._measure(trainer)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Measure, if it is time to."""
+        """Measure if the step is due."""
         if report.step % self._every and report.step != trainer.steps:
             return
         loss = self._measure(trainer)
@@ -104,13 +104,13 @@ class Validation(Callback):
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """Keep which step was the best."""
+        """Save the number of the best step."""
         if self.best_step:
             best = json.dumps({"step": self.best_step, "loss": self.best_loss})
             trainer.write_later(partial(write_atomically, folder / _BEST_STATE, best))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Take over which step was the best."""
+        """Restore the number of the best step."""
         path = folder / _BEST_STATE
         if not path.exists():
             return
@@ -122,7 +122,7 @@ class Validation(Callback):
 
 
 class Previews(Callback):
-    """Makes a preview again and again, each in a file of its own.
+    """Makes previews at intervals, each in its own file.
 
     There is one before the first step and one after the last.
 
@@ -149,12 +149,12 @@ class Previews(Callback):
         self._report = report
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Show the model as it was."""
+        """Draw a preview of the initial model."""
         if trainer.step == 0:
             self._show(0)
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
-        """Show the model, if it is time to."""
+        """Draw a preview if the step is due."""
         if report.step % self._every == 0 or report.step == trainer.steps:
             self._show(report.step)
 
@@ -163,7 +163,7 @@ class Previews(Callback):
             with self._evaluated():
                 self._preview(self._folder / f"step-{step:06d}")
         except NonFiniteError as error:
-            # The training may recover, and checks its own numbers.
+            # The training may recover; it checks loss and gradients itself.
             self._report(f"no preview of step {step}: {error}")
 
 

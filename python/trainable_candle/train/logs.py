@@ -1,4 +1,4 @@
-"""Logs of a run: CSV, JSON lines, TensorBoard. Each goes on where a resumed run does."""
+"""Logs of a run: CSV, JSON lines, TensorBoard. A resumed run continues them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CsvLog(Callback):
         self._every = every
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Keep the lines up to the step that the run stands at."""
+        """Keep the lines up to the step that the run resumes from."""
         kept = [row for row in read_log(self.path) if int(row["step"]) <= trainer.step]
         lines = [",".join(self.COLUMNS), *(",".join(row[c] for c in self.COLUMNS) for row in kept)]
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
@@ -59,7 +59,7 @@ class JsonLog(Callback):
         self._every = every
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Keep the lines up to the step that the run stands at; of a new run, none."""
+        """Keep the lines up to the step that the run resumes from; a new run keeps none."""
         kept = [row for row in read_json_log(self.path) if row["step"] <= trainer.step]
         lines = [json.dumps(row) for row in kept] if trainer.step else []
         write_atomically(self.path, "".join(f"{line}\n" for line in lines))
@@ -107,7 +107,7 @@ class TensorBoardLog(Callback):
         self._writer: Any = None
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Open the log; TensorBoard forgets the points after the step that the run stands at."""
+        """Open the log; TensorBoard drops the points after the step that the run resumes from."""
         if not trainer.step and self._folder.is_dir():
             for stale in self._folder.glob("events.out.tfevents.*"):
                 stale.unlink()
@@ -140,7 +140,7 @@ def read_log(path: Path) -> list[dict[str, str]]:
 
 
 def read_json_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `JsonLog`, oldest first, without what is none of its lines."""
+    """The lines of a `JsonLog`, oldest first; anything else in the file is skipped."""
     rows = []
     for line in _whole_lines(path):
         try:

@@ -34,7 +34,7 @@ class Saver:
         more: Callable[[Path], None],
         then: Callable[[], None],
     ) -> None:
-        """Begin a checkpoint, after the one before is there.
+        """Begin a checkpoint, once the previous one is complete.
 
         Args:
             folder: where it will be.
@@ -58,24 +58,24 @@ class Saver:
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Do `job` after what was begun; raises as `check`."""
+        """Run `job` after the jobs begun so far; raises as `check`."""
         self.check()
         self._writer.submit(job)
 
     def check(self) -> None:
-        """Raise the error of what could not be written, without waiting.
+        """Raise the error of a failed write, without waiting.
 
         Raises:
-            OSError: it could not; the older checkpoints are as they were.
+            OSError: a write failed; older checkpoints are intact.
         """
         self._discarding(self._writer.check)
 
     def wait(self) -> None:
-        """Wait until all is written; raises as `check`."""
+        """Wait until everything is written; raises as `check`."""
         self._discarding(self._writer.wait)
 
     def settle(self) -> None:
-        """Wait until nothing is written any more; errors are not reported."""
+        """Wait until no write is in progress; errors are not reported."""
         with suppress(Exception):
             self.wait()
 
@@ -83,7 +83,7 @@ class Saver:
         try:
             wait()
         except Exception:
-            # No job is done after one that failed: nothing writes there any more.
+            # No job runs after a failed one: nothing writes to the folder any more.
             if self._draft is not None:
                 self._draft.discard()
             raise

@@ -15,13 +15,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::TensorId;
 
+use crate::capture::Version;
 use crate::memory::SavedBytes;
 use crate::raw::Raw;
 use crate::rng;
 use crate::tape::{
     Backward, BackwardContext, Cost, Inputs, Leaf, Node, OpInfo, Saved, flags, set_grad_enabled, set_recording,
 };
-use crate::tensor::{Tensor, Version};
+use crate::tensor::Tensor;
 use crate::{Error, Result};
 
 /// What a checkpoint saves between the forward and the backward pass.
@@ -52,8 +53,8 @@ impl std::str::FromStr for Policy {
     }
 }
 
-/// What ends a checkpointed function that has recomputed all that is needed. It passes the function as an error, with `?`, and
-/// never leaves [`backward`](crate::Tensor::backward).
+/// Ends a checkpointed function once all needed values are recomputed. It propagates through the function as an error, with `?`,
+/// and never leaves [`backward`](crate::Tensor::backward).
 #[derive(Debug, thiserror::Error)]
 #[error("checkpoint: recomputation is complete")]
 pub struct Complete;
@@ -108,7 +109,7 @@ fn keep_input(tensor: &Tensor) -> Saved {
     if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
 }
 
-/// How an input was made. Operations hold variables and save what others have made, so a replay's inputs must be alike.
+/// The origin of an input. Operations hold variables but save computed values, so a recomputation's inputs must be of the same kind.
 #[derive(Clone, Copy)]
 enum Origin {
     Constant,
@@ -128,13 +129,13 @@ impl Origin {
     fn node(self, raw: &Raw) -> Option<Node> {
         match self {
             Self::Constant => None,
-            Self::Variable => Some(Node::leaf_node(Leaf::new(raw.shape().clone(), raw.dtype()))),
+            Self::Variable => Some(Node::leaf_node(Leaf::of(raw))),
             Self::Computed => Some(Node::op_node("checkpoint", Inputs::new(), Box::new(MadeElsewhere))),
         }
     }
 }
 
-/// Of an input that operations outside the function have made. Gradients flow through the nodes of the first run.
+/// The backward of an input that was computed outside the function. Gradients flow through the nodes of the first run.
 struct MadeElsewhere;
 
 impl Backward for MadeElsewhere {
@@ -179,7 +180,7 @@ impl Kept {
         Self { name, results, bytes }
     }
 
-    /// The last operation of a replay runs only for what it saves: of other results the shape is enough.
+    /// The last operation of a replay runs only for the values it saves; of other results the shape is enough.
     fn forget_all_but(&mut self, saved: &[TensorId]) {
         for result in &mut self.results {
             if !saved.contains(&result.id()) {
@@ -264,7 +265,7 @@ impl Region {
         let Some(Recorder::Replay(replaying)) = scope.leave() else { return Err(nondeterministic()) };
         match outcome {
             _ if draws_differ => return Err(nondeterministic()),
-            // Complete is complete, also if the function put an error of its own around ours.
+            // The recomputation is complete even if the function has wrapped the error.
             _ if replaying.values.len() == expected => {}
             Ok(_) => return Err(nondeterministic()),
             Err(error) => return Err(error),

@@ -1,6 +1,6 @@
 //! Copies of a variable's values in another dtype, for computing in it.
 //!
-//! An f32 variable under bf16 compute would be cast at every use. Its copy is made once and written anew when the variable
+//! An f32 variable under bf16 compute would be cast at every use. Its copy is allocated once and updated when the variable
 //! has changed; the storage stays the same, so that a captured graph can read it.
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::DType;
 use smallvec::SmallVec;
 
+use crate::capture::{Follower, Version};
 use crate::raw::{Raw, check_allocation_on};
 use crate::{Result, compute};
 
@@ -15,14 +16,14 @@ use crate::{Result, compute};
 #[derive(Default)]
 pub(crate) struct Copies {
     entries: SmallVec<[Entry; 1]>,
-    /// Where they lie if the variable is part of a flat buffer.
+    /// The vectors that contain them, and their offset there, if the variable is part of a flat buffer.
     part: Option<(Arc<FlatCopies>, usize)>,
 }
 
 struct Entry {
     raw: Raw,
     /// The version of the variable whose values it has.
-    version: u64,
+    follower: Follower,
 }
 
 impl Copies {
@@ -32,8 +33,8 @@ impl Copies {
     }
 
     /// The copy in `dtype`, brought up to date with `values` of that version.
-    pub(crate) fn get(&mut self, dtype: DType, values: &Raw, version: u64) -> Result<Raw> {
-        if let Some(entry) = self.entries.iter_mut().find(|entry| entry.raw.dtype() == dtype) {
+    pub(crate) fn get(&mut self, dtype: DType, values: &Raw, version: &Arc<Version>) -> Result<Raw> {
+        if let Some(entry) = self.entries.iter().find(|entry| entry.raw.dtype() == dtype) {
             entry.update(values, version)?;
             return Ok(entry.raw.clone());
         }
@@ -46,39 +47,41 @@ impl Copies {
             }
             None => compute::contiguous(&compute::cast(values, dtype)?)?,
         };
-        self.entries.push(Entry { raw: raw.clone(), version });
+        let entry = Entry { raw: raw.clone(), follower: Follower::default() };
+        entry.follower.follow(version);
+        self.entries.push(entry);
         Ok(raw)
     }
 
     /// Brings all copies up to date.
-    pub(crate) fn update(&mut self, values: &Raw, version: u64) -> Result<()> {
-        self.entries.iter_mut().try_for_each(|entry| entry.update(values, version))
+    pub(crate) fn update(&self, values: &Raw, version: &Arc<Version>) -> Result<()> {
+        self.entries.iter().try_for_each(|entry| entry.update(values, version))
     }
 
-    /// The first copy, which a change of the variable may write as well.
+    /// The first copy, which a kernel that changes the variable may write too.
     pub(crate) fn first(&self) -> Option<Raw> {
         self.entries.first().map(|entry| entry.raw.clone())
     }
 
     /// Mark [`first`](Self::first) as written with the values of that version.
-    pub(crate) fn first_is_current(&mut self, version: u64) {
-        if let Some(entry) = self.entries.first_mut() {
-            entry.version = version;
+    pub(crate) fn first_is_current(&self, version: &Arc<Version>) {
+        if let Some(entry) = self.entries.first() {
+            entry.follower.follow(version);
         }
     }
 }
 
 impl Entry {
-    fn update(&mut self, values: &Raw, version: u64) -> Result<()> {
-        if self.version != version {
+    fn update(&self, values: &Raw, version: &Arc<Version>) -> Result<()> {
+        if !self.follower.is_at(version) {
             compute::copy_into(&self.raw, values)?;
-            self.version = version;
+            self.follower.follow(version);
         }
         Ok(())
     }
 }
 
-/// The copies of a flat buffer's variables, one vector for each dtype, made when the first one is asked for.
+/// The copies of a flat buffer's variables, one vector per dtype, allocated when the first copy is requested.
 pub(crate) struct FlatCopies {
     len: usize,
     vectors: Mutex<SmallVec<[Raw; 1]>>,

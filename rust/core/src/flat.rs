@@ -21,7 +21,7 @@ pub struct FlatBuffer {
 }
 
 impl FlatBuffer {
-    /// Copy `values` (of one dtype and device) behind one another; each becomes a variable.
+    /// Copy `values` (of one dtype and device) into consecutive places; each becomes a variable.
     ///
     /// # Errors
     /// [`Error::Argument`] without values, [`Error::DType`] or [`Error::Device`] if they disagree,
@@ -68,7 +68,7 @@ impl FlatBuffer {
         &self.vars
     }
 
-    /// Where each variable lies in the vectors.
+    /// The range of each variable in the vectors.
     pub fn ranges(&self) -> &[Range<usize>] {
         &self.ranges
     }
@@ -89,9 +89,9 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
     compute::zeros(&[n], dtype, device)
 }
 
-/// The gradients of variables where they lie.
+/// The gradients of variables, not copied.
 pub struct Gradients {
-    /// Those in flat buffers, neighbours as one vector.
+    /// Gradients in flat buffers; adjacent ones as one vector.
     pub vectors: Vec<Raw>,
     /// The variables whose gradients are tensors of their own.
     pub loose: Vec<Var>,
@@ -109,7 +109,7 @@ impl Gradients {
     }
 }
 
-/// Parts of vectors, neighbours as one.
+/// Parts of vectors; adjacent ones joined.
 fn joined(parts: impl Iterator<Item = (Raw, Range<usize>)>) -> Result<Vec<Raw>> {
     let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
     for (vector, part) in parts.filter(|(_, part)| !part.is_empty()) {
@@ -125,7 +125,7 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
     storage_identity(a).0 == storage_identity(b).0
 }
 
-/// Clear the gradients of `vars`; neighbours in a flat buffer are cleared together.
+/// Clear the gradients of `vars`; adjacent ones in a flat buffer with one fill.
 ///
 /// # Errors
 /// If a buffer cannot be written.
@@ -137,13 +137,13 @@ pub fn zero_grads(vars: &[Var]) -> Result<()> {
     Ok(())
 }
 
-/// Clear the gradients of `vars` whose parts of flat buffers are zeroed already.
+/// Mark the gradients of `vars` as cleared; the caller has zeroed their parts of flat buffers.
 pub fn forget_grads(vars: &[Var]) {
     vars.iter().for_each(|var| var.leaf().is_cleared());
 }
 
-/// Let those of `vars` that are not part of a flat buffer collect their gradients in a vector too, one for each dtype: their
-/// gradients then keep their place, and a norm or a fill of all is one pass.
+/// Give those of `vars` that are not in a flat buffer a common vector for their gradients, one per dtype. The storage of the
+/// gradients is then fixed, and a norm or a fill of all of them is one operation.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the vectors do not fit.

@@ -1,4 +1,4 @@
-//! Products of matrices that are asked for together, and how exact they are to be.
+//! Matrix products that are requested together, and their precision.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ pub struct LowRankTerm {
     pub hidden: Raw,
 }
 
-/// One of many products that are independent of one another.
+/// One of several independent products.
 pub struct Product {
     /// The left operand.
     pub a: Raw,
@@ -67,8 +67,8 @@ pub enum MatmulPrecision {
 
 static TF32: AtomicBool = AtomicBool::new(false);
 
-/// Choose how products of f32 matrices are computed on CUDA devices from now on; in f32 unless this is called. Graphs
-/// that are captured keep their choice. It affects neither other dtypes nor the CPU.
+/// Choose how products of f32 matrices are computed on CUDA devices from now on; the default is f32. Captured graphs keep
+/// the precision that they were recorded with. Other dtypes and the CPU are not affected.
 pub fn set_float32_matmul_precision(precision: MatmulPrecision) {
     TF32.store(precision == MatmulPrecision::High, Ordering::Relaxed);
 }
@@ -82,9 +82,9 @@ thread_local! {
     static PAIRS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Do the work of a function with f32 as sums of two bf16 numbers where this thread queues forward passes of convolutions, linear
-/// layers and attention of wide heads on a CUDA device: on tensor cores, with 16 bits of each factor and sums in f32. Elsewhere f32
-/// stays what it is.
+/// Run a function with f32 operands split into sums of two bf16 numbers, for forward passes of convolutions, linear layers and
+/// attention of wide heads that this thread queues on a CUDA device: tensor cores then multiply 16 bits of each factor and sum in
+/// f32. Other operations compute in f32 as usual.
 pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
     struct Restored(bool);
     impl Drop for Restored {

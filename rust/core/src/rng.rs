@@ -8,6 +8,7 @@
 
 mod purpose;
 mod scope;
+pub(crate) mod state;
 
 use candle_core::{DType, Device, Shape};
 
@@ -18,15 +19,7 @@ use crate::{Error, Result};
 pub use purpose::Purpose;
 pub(crate) use scope::{Draw, Noting, Replay, advance};
 pub use scope::{Stream, manual_seed, set_state, state};
-
-/// Seed and position of a generator; restoring it repeats the draws that followed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct State {
-    /// The seed.
-    pub seed: u64,
-    /// Blocks of four 32-bit numbers drawn so far.
-    pub offset: u64,
-}
+pub use state::State;
 
 /// The constants of Philox4x32: multipliers, and what the key grows by each round.
 const M0: u64 = 0xD251_1F53;

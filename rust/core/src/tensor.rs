@@ -1,27 +1,13 @@
 //! [`Tensor`]: an immutable value that may be part of the tape.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, NdArray, Shape};
 
+use crate::capture::{self, Version};
 use crate::raw::{self, Raw};
 use crate::tape::Node;
-use crate::{Error, Result, capture};
-
-/// Counts the in-place changes of a variable's storage, so that a backward pass can tell that a value it saved is gone.
-#[derive(Debug, Default)]
-pub(crate) struct Version(AtomicU64);
-
-impl Version {
-    pub(crate) fn get(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn bump(&self) {
-        self.0.fetch_add(1, Ordering::AcqRel);
-    }
-}
+use crate::{Error, Result};
 
 /// A value of the computation: a candle tensor and, where a gradient is wanted, its place on the tape.
 ///

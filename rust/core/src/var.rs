@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, NdArray, Shape};
 
+use crate::capture::{Follower, Version};
 use crate::raw::{self, Raw};
 use crate::tape::{Leaf, Node};
-use crate::tensor::{Tensor, Version};
-use crate::{Error, Result, capture, compute};
+use crate::tensor::Tensor;
+use crate::{Error, Result, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
@@ -50,7 +51,7 @@ impl Var {
         Self::adopt(Tensor::randn(mean, std, shape, dtype, device)?.raw)
     }
 
-    /// A variable over `storage`, whose only other owner may be the flat buffer that it is a view of.
+    /// A variable over `storage`; only the flat buffer that it is a view of may share that.
     pub(crate) fn adopt(storage: Raw) -> Result<Self> {
         if !raw::is_float(storage.dtype()) {
             return Err(Error::dtype(
@@ -58,7 +59,7 @@ impl Var {
                 format!("a variable must be floating point, found {}; convert it first", storage.dtype().as_str()),
             ));
         }
-        let node = Node::leaf_node(Leaf::new(storage.shape().clone(), storage.dtype()));
+        let node = Node::leaf_node(Leaf::of(&storage));
         Ok(Self(Tensor { raw: storage, node: Some(Arc::new(node)), version: Some(Arc::new(Version::default())) }))
     }
 
@@ -83,23 +84,29 @@ impl Var {
         self.0.node.as_ref().and_then(|n| n.leaf()).expect("a variable is a leaf")
     }
 
-    /// The value has changed in place. On CUDA, where a captured graph may read the copies, they follow at once; on the CPU
-    /// when they are used next.
-    fn changed(&self) -> Result<()> {
-        if let Some(version) = &self.0.version {
-            version.bump();
-            capture::changed(version);
-        }
-        if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.version()) }
+    fn counter(&self) -> &Arc<Version> {
+        // `adopt` is the only constructor and always makes one.
+        self.0.version.as_ref().expect("a variable has a version")
     }
 
-    /// The value in `dtype`: a copy that the variable keeps and that is cast anew only after the variable has changed. Its
+    /// The value has changed in place.
+    fn changed(&self) -> Result<()> {
+        self.counter().bump();
+        self.update_copies()
+    }
+
+    /// On CUDA, where a captured graph may read the copies, they follow at once; on the CPU when they are used next.
+    fn update_copies(&self) -> Result<()> {
+        if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.counter()) }
+    }
+
+    /// The value in `dtype`: a copy that the variable keeps, and that is cast again only after the variable has changed. Its
     /// storage stays the same.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if it does not fit, [`Error::DType`] if `dtype` is not floating point.
     pub(crate) fn copy_in(&self, dtype: DType) -> Result<Raw> {
-        self.leaf().copies().get(dtype, &self.0.raw, self.version())
+        self.leaf().copies().get(dtype, &self.0.raw, self.counter())
     }
 
     /// The copy for computing in another dtype ([`Tensor::compute_copy`]), if there is one, for an update that writes it together
@@ -108,21 +115,20 @@ impl Var {
         self.leaf().copies().first()
     }
 
-    /// Say that the value was changed in place, and [`copy_storage`](Self::copy_storage) with it.
+    /// Note that the value and its [`copy_storage`](Self::copy_storage) were changed in place.
     ///
     /// # Errors
     /// If another copy cannot be written.
     pub fn changed_with_copy(&self) -> Result<()> {
-        self.leaf().copies().first_is_current(self.version() + 1);
-        let var = self.clone();
-        capture::after_replay(move || var.leaf().copies().first_is_current(var.version()));
-        self.changed()
+        self.counter().bump();
+        self.leaf().copies().first_is_current(self.counter());
+        self.update_copies()
     }
 
     /// The accumulated gradient, if there is one.
     ///
     /// # Panics
-    /// If there is no memory for a copy of a gradient that lies in a flat buffer;
+    /// If there is no memory for a copy of a gradient that is in a flat buffer;
     /// [`try_grad`](Self::try_grad) returns the error.
     pub fn grad(&self) -> Option<Tensor> {
         self.try_grad().unwrap_or_else(|error| panic!("{error}"))
@@ -131,7 +137,7 @@ impl Var {
     /// The accumulated gradient, if there is one.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if there is no memory for a copy of a gradient that lies in a flat
+    /// [`Error::OutOfMemory`] if there is no memory for a copy of a gradient that is in a flat
     /// buffer; [`Error::Device`] if the device fails.
     pub fn try_grad(&self) -> Result<Option<Tensor>> {
         Ok(self.leaf().grad()?.map(Tensor::constant))
@@ -151,7 +157,7 @@ impl Var {
         self.leaf().replace(&grad.raw)
     }
 
-    /// The gradient where it lies: a view of the flat buffer if there is one. For kernels that only read it; a later
+    /// The gradient, not copied: a view of the flat buffer if there is one. For kernels that only read it; a later
     /// backward pass changes it.
     pub fn grad_storage(&self) -> Option<Raw> {
         self.leaf().grad_storage()
@@ -199,7 +205,17 @@ impl Var {
 
     /// How often the value was changed in place.
     pub fn version(&self) -> u64 {
-        self.0.version.as_ref().map_or(0, |v| v.get())
+        self.counter().get()
+    }
+
+    /// Whether what `follower` stands for is made from the present value.
+    pub fn is_followed_by(&self, follower: &Follower) -> bool {
+        follower.is_at(self.counter())
+    }
+
+    /// What `follower` stands for has just been made from the present value, or changed together with it.
+    pub fn set_followed_by(&self, follower: &Follower) {
+        follower.follow(self.counter());
     }
 
     /// A number that identifies the variable in this process.

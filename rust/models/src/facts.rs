@@ -1,4 +1,4 @@
-//! What a checkpoint is, told from its headers and configurations alone; what a plan to fine-tune it takes.
+//! The contents of a checkpoint, from its headers and configurations alone, and the memory that fine-tuning it takes.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,11 +19,11 @@ use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
 use crate::registry::{self, Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// What a checkpoint is.
+/// The contents of a checkpoint.
 pub struct Facts {
-    /// The pipeline that all parts are of; none for a model alone that is part of several or of none.
+    /// The pipeline of all parts; None for a single model that is part of several pipelines or of none.
     pub pipeline: Option<&'static Pipeline>,
-    /// Its models by the names of their folders; a model that stands alone has an empty name.
+    /// Its models by the names of their folders; a single model has an empty name.
     pub parts: BTreeMap<String, PartFacts>,
     /// `epsilon` or `v_prediction`: as a scheduler's configuration says, or in one file the tensor `v_pred`, as `ComfyUI` reads it.
     pub prediction_type: Option<String>,
@@ -46,7 +46,7 @@ pub struct PartFacts {
 }
 
 impl Facts {
-    /// Height and width in pixels of the pictures that the denoiser was made for.
+    /// Height and width in pixels of the images that the denoiser was made for.
     pub fn resolution(&self) -> Option<usize> {
         let denoiser =
             self.parts.values().find(|part| part.place.is_some_and(|place| place.part.role == Role::Denoiser))?;
@@ -54,7 +54,7 @@ impl Facts {
         Some(side * self.factor().or(denoiser.place.map(|place| place.pipeline.pixels))?)
     }
 
-    /// Pixels along one side of a picture for each of the latents, if there is an autoencoder.
+    /// Pixels along one side of an image for each of the latents, if there is an autoencoder.
     pub fn factor(&self) -> Option<usize> {
         let levels = |part: &PartFacts| part.config().get("block_out_channels")?.as_array().map(Vec::len);
         let coder =
@@ -108,9 +108,9 @@ impl PartFacts {
     }
 }
 
-/// What is at `path`: a pipeline's folder, an original checkpoint in one file, or a model alone. Headers and configurations are read, no
-/// weights. With `pipeline`, or in a folder whose `model_index.json` names one, all of its parts must be there, or in `others`: folders
-/// and files of single models, each of which must hold one that is missing at `path`.
+/// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and configurations,
+/// no weights. With `pipeline`, or in a folder whose `model_index.json` names one, each of its parts must be at `path` or in `others`:
+/// folders and files of single models, each of which must hold a part that is missing at `path`.
 ///
 /// # Errors
 /// [`Error::Io`] if there is nothing, [`Error::WeightsFormat`] if a file is damaged, or a part is missing, [`Error::Config`] if a
@@ -139,7 +139,7 @@ pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathB
     Ok(Facts { pipeline, parts, prediction_type, zero_snr })
 }
 
-/// The parts of a pipeline at `path`, which must all be there or in `others`; what the latter hold is taken first.
+/// The parts of a pipeline, each at `path` or in `others`, which take precedence.
 fn parts_of(
     (path, is_folder): (&Path, bool),
     others: &[PathBuf],
@@ -164,9 +164,9 @@ fn parts_of(
                 })?;
                 found.insert(name.to_owned(), PartFacts { place: Some(place), ..facts });
             }
-            // There is but one place to look at.
+            // There is only one place to look.
             Err(error) if name.is_empty() => return Err(error),
-            // A folder that is there, but damaged, is no other model's.
+            // A damaged folder is reported; no other model is looked for in its place.
             Err(error) if is_folder && is_there => return Err(error),
             Ok(_) | Err(_) => missing.push(name),
         }
@@ -216,7 +216,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
     Ok(found)
 }
 
-/// What is said of a folder without some parts of a pipeline.
+/// The error for a folder without some parts of a pipeline.
 fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
     let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
@@ -226,7 +226,7 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
     Error::weights(path, text)
 }
 
-/// What is said of a file without some parts of a pipeline.
+/// The error for a file without some parts of a pipeline.
 fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
     let names = TensorFile::open(path)?.names();
     let like = pipelines::recognised(&names).map_or_else(String::new, |what| format!("; it looks like {what}"));
@@ -234,7 +234,7 @@ fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result
     Ok(Error::weights(path, text))
 }
 
-/// What the configuration of a pipeline's scheduler says.
+/// The facts in the configuration of a pipeline's scheduler.
 fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
     let config = path.join("scheduler").join("scheduler_config.json");
     if !config.is_file() {
@@ -245,7 +245,7 @@ fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
     Ok((prediction, map.get("rescale_betas_zero_snr").and_then(Value::as_bool).unwrap_or(false)))
 }
 
-/// What tensors without values say in a file.
+/// The facts that a file marks by tensors without values.
 fn marked(path: &Path) -> Result<(Option<String>, bool)> {
     let names = TensorFile::open(path)?.names();
     let there = |mark: &str| names.iter().any(|name| name == mark);
@@ -265,16 +265,16 @@ pub fn adapted_parts(path: &Path, pipeline: &'static Pipeline) -> Result<Vec<&'s
     Ok(denoisers.chain(others).map(|place| place.part.subfolder).collect())
 }
 
-/// What adapters on some layers take.
+/// The memory that adapters on some layers take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Numbers that the parameters consist of; masters, gradients and averages have 4 bytes for each.
+    /// Elements of the parameters; masters, gradients and averages take 4 bytes for each.
     pub parameters: usize,
     /// Bytes of the optimizer's states.
     pub state_bytes: usize,
 }
 
-/// What `config` takes on `layers`, given by the shapes of their weights in files, with an optimizer.
+/// The memory that `config` takes on `layers`, given by the shapes of their weights in files, with an optimizer.
 ///
 /// # Errors
 /// [`Error::Config`] if a value is out of range, or no optimizer or adapter has the name.

@@ -1,8 +1,8 @@
-//! How much the tape keeps of a forward pass, told from the layers alone: each block says it beside its forward.
+//! How many values the tape keeps of a forward pass, computed from the layers alone: each block declares its share beside its forward.
 //!
-//! A frozen layer keeps nothing. An adapter keeps its input and what is between its factors; a norm, a product or an activation keeps
-//! what its backward reads, if a gradient passes through. Running the forward on weights without memory would count the same, but
-//! takes seconds for SDXL, as every weight is read.
+//! A frozen layer keeps nothing. An adapter keeps its input and the product between its factors. A norm, a product or an activation
+//! keeps what its backward reads, if a gradient passes through it. Running the forward on weights without memory would count the
+//! same, but takes seconds for SDXL, because it reads every weight.
 
 use std::collections::HashMap;
 
@@ -16,7 +16,7 @@ use crate::registry::Model;
 /// The sizes of one sample that a forward pass is estimated for.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleSize {
-    /// Height of the latents or the picture that the model sees.
+    /// Height of the latents or the image that the model sees.
     pub height: usize,
     /// Its width.
     pub width: usize,
@@ -30,17 +30,17 @@ pub struct Saved {
     /// The ranks of the adapted layers.
     ranks: HashMap<*const (), usize>,
     policy: Policy,
-    /// Whether a gradient reaches what comes.
+    /// Whether a gradient reaches the following layers.
     reached: bool,
-    /// Values that are kept to the end of the forward pass.
+    /// Values that are kept until the forward pass ends.
     held: usize,
-    /// The most values that backward computes again at a time.
+    /// The most values that the backward pass recomputes at a time.
     again: usize,
-    /// The block at hand.
+    /// The current block.
     block: Block,
-    /// Values of the blocks that full checkpointing computes again together.
+    /// Values of the blocks that full checkpointing recomputes together.
     together: usize,
-    /// Whether their input is counted.
+    /// Whether the input of those blocks is counted.
     is_entered: bool,
 }
 
@@ -74,7 +74,7 @@ impl Saved {
         Ok(saved.held + saved.again)
     }
 
-    /// What is not checkpointed.
+    /// A part outside checkpoints.
     pub fn outside(&mut self, add: impl FnOnce(&mut Self)) {
         add(self);
         let Block { kept, again } = std::mem::take(&mut self.block);
@@ -82,8 +82,8 @@ impl Saved {
         self.again = self.again.max(again);
     }
 
-    /// A block that is checkpointed as one. `enters` values of its inputs only it needs; with `goes_on`, full checkpointing computes it
-    /// again together with the block before.
+    /// A block under one checkpoint. `enters` counts the values of inputs that only this block needs; with `goes_on`, full
+    /// checkpointing recomputes it together with the previous block.
     pub fn block(&mut self, enters: usize, goes_on: bool, add: impl FnOnce(&mut Self)) {
         if self.policy != Policy::Full {
             return self.outside(add);
@@ -112,17 +112,17 @@ impl Saved {
         self.layers(&[Layer::Linear(layer)], (inputs, positions), false);
     }
 
-    /// A linear layer whose input comes from a norm or an activation, which selective checkpointing computes again.
+    /// A linear layer whose input comes from a norm or an activation, which selective checkpointing recomputes.
     pub fn cheap_linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Linear(layer)], (inputs, positions), true);
     }
 
-    /// As [`linear`](Self::linear), a convolution.
+    /// As [`linear`](Self::linear), for a convolution.
     pub fn conv(&mut self, layer: &Conv2d<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), false);
     }
 
-    /// As [`cheap_linear`](Self::cheap_linear), a convolution.
+    /// As [`cheap_linear`](Self::cheap_linear), for a convolution.
     pub fn cheap_conv(&mut self, layer: &Conv2d<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
     }
@@ -143,7 +143,7 @@ impl Saved {
     }
 }
 
-/// A layer by its place in memory.
+/// A layer, identified by its address.
 const fn key(layer: Layer<'_>) -> *const () {
     match layer {
         Layer::Linear(linear) => std::ptr::from_ref(linear).cast(),

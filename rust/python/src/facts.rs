@@ -29,9 +29,9 @@ pub struct CheckpointFacts {
     model: Option<&'static str>,
     /// The models by the names of their folders; a model that stands alone has an empty name.
     parts: BTreeMap<String, Py<PartFacts>>,
-    /// Height and width in pixels of the pictures that the model was made for, if it makes some.
+    /// Height and width in pixels of the images that the model was made for, if it makes some.
     resolution: Option<usize>,
-    /// Pixels along one side of a picture for each of the latents, if there is an autoencoder.
+    /// Pixels along one side of an image for each of the latents, if there is an autoencoder.
     factor: Option<usize>,
     /// "epsilon" or "v_prediction", if the files say it.
     prediction_type: Option<String>,
@@ -107,7 +107,7 @@ impl PartFacts {
     /// Args:
     ///     config: which layers get adapters, and of what rank.
     ///     policy: "none", "full" or "selective" checkpointing.
-    ///     height: of the latents or the picture that the model sees.
+    ///     height: of the latents or the image that the model sees.
     ///     width: likewise.
     ///     tokens: of the text.
     ///

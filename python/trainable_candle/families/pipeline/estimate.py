@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from trainable_candle.data.kept import MEMORY_LIMIT
 from trainable_candle.data.pixels import AHEAD
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from trainable_candle import LoraConfig
     from trainable_candle.data import Dataset
     from trainable_candle.families.pipeline.facts import Facts
-    from trainable_candle.families.pipeline.family import PipelineFamily
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Split
 
@@ -37,8 +36,35 @@ _TEXT_PARTS: Final = 16
 """Rows of tokens that a GPU encodes at once."""
 
 
+class Sizes(Protocol):
+    """What the estimate needs to know of a family."""
+
+    component: ClassVar[str]
+    targets: ClassVar[tuple[str, ...]]
+    text_tokens: ClassVar[int]
+    dtype: str | None
+
+    @property
+    def facts(self) -> Facts:
+        """What the headers of the checkpoint say."""
+
+    @property
+    def text_values(self) -> int:
+        """Numbers that are kept of a caption."""
+
+    @property
+    def text_working_values(self) -> int:
+        """Numbers that the encoders hold for a caption while it is encoded, at most."""
+
+    def predicting_values(self, latents: int) -> int:
+        """Numbers that the denoiser holds without a tape for an image of so many latents."""
+
+    def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
+        """The adapters of the text encoder `part`."""
+
+
 def estimate(
-    family: PipelineFamily[Any], config: TrainConfig, data: Split[Dataset], limit: float = math.inf
+    family: Sizes, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
 ) -> Estimate:
     """From the configuration of the denoiser and the headers of the files.
 
@@ -144,7 +170,7 @@ def _working(facts: Facts) -> int:
     return 4 * facts.vae_width * _ENCODER_IMAGES
 
 
-def sampling_bytes(family: PipelineFamily[Any], size: tuple[int, int], count: int) -> int:
+def sampling_bytes(family: Sizes, size: tuple[int, int], count: int) -> int:
     """About what drawing pictures one after the other takes besides the runtime.
 
     Args:

@@ -1,10 +1,12 @@
 """Models that generate images from noise: everything that their families share.
 
-A `LatentFamily` says what sets its models apart; `LatentTask` trains any of them and draws with it.
+A `LatentModel` says what sets a model apart, a `LatentFamily` what `--model` finds; `LatentTask`
+trains any of them and draws with it.
 """
 
 from trainable_candle.tasks.latent.drawing import SampleOptions
 from trainable_candle.tasks.latent.family import LatentFamily
+from trainable_candle.tasks.latent.model import LatentModel
 from trainable_candle.tasks.latent.task import LatentTask
 
-__all__ = ["LatentFamily", "LatentTask", "SampleOptions"]
+__all__ = ["LatentFamily", "LatentModel", "LatentTask", "SampleOptions"]

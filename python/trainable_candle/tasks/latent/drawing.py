@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,27 +21,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trainable_candle import Tensor
-    from trainable_candle.tasks.latent.family import LatentFamily
+    from trainable_candle.tasks.latent.model import LatentModel
     from trainable_candle.train.sampler import ConditionedModel
 
     Features = Callable[[Sequence[str]], Mapping[str, Tensor]]
-
-
-class Stepper(Protocol):
-    """A way from noise to latents, step by step; `tc.train.Sampler` is one."""
-
-    @property
-    def timesteps(self) -> list[float]:
-        """The model's time at each step."""
-
-    def init_noise(self, noise: Tensor, /) -> Tensor:
-        """What the way starts from, given standard normal numbers."""
-
-    def scale_input(self, x: Tensor, i: int, /) -> Tensor:
-        """The sample of step `i` as the model wants to see it."""
-
-    def step(self, model_output: Tensor, i: int, x: Tensor, /) -> Tensor:
-        """The sample of step `i + 1`."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 @tc.no_grad()
 def draw(
-    family: LatentFamily,
+    family: LatentModel,
     prompts: Sequence[str],
     options: SampleOptions,
     features: Features,
@@ -169,7 +152,7 @@ def _noise(seed: int, shape: tuple[int, ...], device: str) -> Tensor:
     return noise
 
 
-def _graphs(family: LatentFamily) -> PassGraphs:
+def _graphs(family: LatentModel) -> PassGraphs:
     """The model, from `sample`, `times` and conditions: on a GPU as a CUDA graph."""
 
     def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:

@@ -52,6 +52,23 @@ class Objective(Protocol):
         """
 
 
+class Stepper(Protocol):
+    """Goes from noise to latents, step by step; `tc.train.Sampler` is one."""
+
+    @property
+    def timesteps(self) -> list[float]:
+        """The model's time at each step."""
+
+    def init_noise(self, noise: Tensor, /) -> Tensor:
+        """The first sample, from standard normal numbers."""
+
+    def scale_input(self, x: Tensor, i: int, /) -> Tensor:
+        """The sample of step `i` in the scale that the model expects."""
+
+    def step(self, model_output: Tensor, i: int, x: Tensor, /) -> Tensor:
+        """The sample of step `i + 1`."""
+
+
 class NoiseObjective:
     """Prediction of the noise, or of the velocity, on a schedule of discrete timesteps.
 

@@ -1,4 +1,4 @@
-"""A data set as a model is trained on it: latents under noise, and what is said of them."""
+"""A data set as a model is trained on it: noised latents, and the features of their captions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
     from trainable_candle.data import Batch, Dataset, DatasetBatches, LatentCache
-    from trainable_candle.tasks.latent.family import LatentFamily
+    from trainable_candle.tasks.latent.model import LatentModel
     from trainable_candle.tasks.latent.texts import Texts
     from trainable_candle.train.trainer import Inputs
 
 
 class PreparedLatents:
-    """A data set whose latents can be had, and the loss of a model on it.
+    """The encoded latents of a data set, and the loss of a model on them.
 
     Args:
         family: the model.
         dataset: the images.
-        latents: what is kept of them, in host memory.
+        latents: their encoded latents, in host memory.
         texts: from captions to features.
     """
 
     def __init__(
-        self, family: LatentFamily, dataset: Dataset, latents: LatentCache, texts: Texts
+        self, family: LatentModel, dataset: Dataset, latents: LatentCache, texts: Texts
     ) -> None:
         self._family = family
         # Noise is put on latents in host memory; predictions are on the device.
@@ -48,7 +48,7 @@ class PreparedLatents:
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """What the loss needs; what is random of each sample by its number, drawn on the host."""
+        """What the loss needs; random numbers depend on each sample's number, drawn on the host."""
         kept = self._latents.batch(batch)
         seed = self._dataset.seed
         latents = self._family.coder.latents(
@@ -60,7 +60,7 @@ class PreparedLatents:
         return made
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The loss on what `inputs` made of a batch."""
+        """The loss for the result of `inputs`."""
         sample = inputs["sample"]
         conditions: Mapping[str, Tensor] = inputs
         if self._texts.features is not None:
@@ -77,7 +77,7 @@ class PreparedLatents:
         return {"validation_loss": loss}
 
     def validation_loss(self) -> float:
-        """The mean loss, every image with the same noises and levels at every call."""
+        """The mean loss; an image has the same noise and levels at every call."""
         family = self._family
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
         repeats = max(1, -(-family.validation_examples // len(self)))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainable_candle.models import Model
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.estimate import Estimate
-    from trainable_candle.tasks.latent.family import LatentFamily
+    from trainable_candle.tasks.latent.model import LatentModel
 
 
 class LatentTask:
@@ -54,7 +54,7 @@ class LatentTask:
     repeats: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
 
-    def __init__(self, family: LatentFamily) -> None:
+    def __init__(self, family: LatentModel) -> None:
         self.family = family
         self._side: int | None = None
         self._adapted: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
     from trainable_candle.data import Dataset
-    from trainable_candle.tasks.latent.family import LatentFamily
+    from trainable_candle.tasks.latent.model import LatentModel
     from trainable_candle.tasks.task import Split
 
 
@@ -23,28 +23,28 @@ class Texts:
     """Maps captions to text features."""
 
     inputs: Callable[[Sequence[str]], Mapping[str, Tensor]]
-    """What is made of captions outside of the step."""
+    """From captions to the inputs of a step: features, or tokens for `features`."""
     features: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
-    """From that and the size of the batch to features, within the step; None if they are made
-    outside."""
+    """From tokens and the size of the batch to features, within the step; None if `inputs` are
+    features already."""
 
 
 def prepare_texts(
-    family: LatentFamily,
+    family: LatentModel,
     data: Split[Dataset],
     prompts: Sequence[str],
     report: Callable[[str], None],
 ) -> tuple[Texts, dict[str, dict[str, Tensor]]]:
-    """How captions become features; encoders that do not change are dropped when they have served.
+    """How captions become features; frozen encoders are dropped once their features are cached.
 
     Args:
         family: the model.
         data: whose captions.
-        prompts: texts whose features will be needed without the encoders.
+        prompts: texts whose features are needed after the encoders are gone.
         report: gets a line where features are cached.
 
     Returns:
-        The way, and the features of the prompts if the encoders are gone.
+        The mapping, and the features of the prompts if the encoders are gone.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: the encoders cannot be read.

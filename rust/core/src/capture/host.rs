@@ -3,15 +3,17 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{after_replay, has_changed, is_changed, note_advance, note_change, note_dependency, refuse_change};
+use super::effects::{
+    after_replay, has_changed, is_changed, note_advance, note_change, note_dependency, refuse_change,
+};
 use crate::Result;
 
-/// State of the host that queued work depends on, or that each call of a function changes. A replay of a CUDA graph
-/// repeats the device's work only. This type handles the host's part, so that owners of such state need not know of graphs:
+/// Host state that queued work depends on, or that each call of a function changes. A replay of a CUDA graph repeats the
+/// device's work only; this type handles the host's part, so that owners of such state need not know of graphs:
 ///
-/// - what [`read`](Self::read) has given to a function that is recorded is a part of the record: if it is another later, the record is
-///   dropped, and the function is called and recorded anew; if the function itself has changed it, it cannot be recorded;
-/// - [`set`](Self::set) is refused within a function that is recorded;
+/// - A value that [`read`](Self::read) returns while a function is recorded becomes part of the record. If the value is different at a
+///   later call, the function runs eagerly and is recorded again. A function that changes a value it has read cannot be recorded.
+/// - [`set`](Self::set) returns an error while a function is recorded.
 /// - [`advance`](Self::advance) is repeated by every replay, and undone if the recording fails.
 ///
 /// Clones are the same state.
@@ -47,7 +49,7 @@ impl<T: Clone + Send + 'static> HostState<T> {
         Self(Arc::new(Inner { name, value: Mutex::new(value) }))
     }
 
-    /// The value for use on the host only: no queued work may depend on it.
+    /// The value, for use on the host only: queued work must not depend on it.
     pub fn get(&self) -> T {
         self.value().clone()
     }
@@ -62,7 +64,8 @@ impl<T: Clone + Send + 'static> HostState<T> {
         Ok(())
     }
 
-    /// Changes the value, as every call of the function does that is recorded, if one is. What the function queues must follow by itself.
+    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work must not depend on the value, or must
+    /// compute it on the device.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
         note_advance(self.key());
@@ -70,12 +73,15 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.value()));
     }
 
-    /// Whether the function that is recorded has changed the value already.
-    pub fn has_changed(&self) -> bool {
-        has_changed(self.key())
+    /// For work that a function may do once a call, since it depends on how often the value was advanced.
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device) if the function that is recorded has changed the value; `what` says what it does.
+    pub fn refuse_repetition(&self, what: &'static str) -> Result<()> {
+        if has_changed(self.key()) { refuse_change(what) } else { Ok(()) }
     }
 
-    /// Changes the value within a call that leaves it as it was: unlike [`advance`](Self::advance) it is not repeated.
+    /// Changes the value within a call that restores it before it ends: unlike [`advance`](Self::advance), replays do not repeat it.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let (state, before) = (self.clone(), self.get());
         note_change(self.key(), move || *state.value() = before);
@@ -88,11 +94,11 @@ impl<T: Clone + Send + 'static> HostState<T> {
 }
 
 impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
-    /// The value, on which the work depends that is queued next.
+    /// The value, for work that is queued next and depends on it.
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
-            // The function has made it what it is, and does so in each call.
+            // The function itself has set it, and does so in each call.
             return value;
         }
         let (known, state) = (value.clone(), self.clone());

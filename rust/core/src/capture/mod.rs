@@ -1,349 +1,40 @@
 //! Effects of a captured function on the host, which replays of its graph repeat.
 //!
-//! A CUDA graph repeats the device's work only. That a gradient is there afterwards, or that a variable was changed in place, is known
-//! on the host: a capture records such effects, and a replay repeats them. Other state of the host is a [`HostState`]. Work that
-//! the device must do before every call is registered with [`before_replay`].
+//! A CUDA graph repeats the device's work only. What a call changes on the host, a capture notes and a replay repeats; what a
+//! replay could not repeat is an error while a function is recorded. No owner of such state has to remember this: each kind of
+//! state has a type here, whose value is out of reach but through methods that note what they do.
+//!
+//! | state | type |
+//! |---|---|
+//! | a value that queued work depends on, or that each call changes | [`HostState`] |
+//! | a value that no captured function may change | [`Fixed`] |
+//! | a gradient: whether there is one, and where | `GradientSlot` |
+//! | how often a variable was changed in place | `Version` |
+//! | what was made from a variable's value, and whether it is up to date | [`Follower`] |
+//! | where a random generator stands | `Generator` |
+//!
+//! Work that the device must do before every call is registered with [`before_replay`].
 
+mod effects;
+mod fixed;
+mod generator;
 mod host;
+mod slot;
+mod version;
 
-use std::cell::{Cell, RefCell};
-use std::sync::Arc;
-
-use crate::tape::GradientCell;
-use crate::tensor::Version;
-use crate::{Error, Result, Tensor};
-
+pub use effects::{before_replay, is_capturing, is_running, refuse};
+pub use fixed::Fixed;
 pub use host::HostState;
+pub use version::Follower;
+
+pub(crate) use effects::Place;
+#[cfg_attr(not(feature = "cuda"), allow(unused_imports, reason = "graphs exist on CUDA alone"))]
+pub(crate) use effects::{Effects, Run};
+pub(crate) use generator::Generator;
+pub(crate) use slot::{GradientSlot, Settle};
+pub(crate) use version::Version;
 
 pub use crate::cuda::Captured;
 
 /// A function of tensors that can be captured.
-pub type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Phase {
-    Off,
-    /// The eager run before a capture.
-    Eager,
-    Capturing,
-}
-
-type Before = Box<dyn Fn() -> Result<()> + Send + Sync>;
-type After = Box<dyn Fn() + Send + Sync>;
-type Undo = Box<dyn FnOnce() + Send>;
-
-/// What the recorded work depends on, and whether it is still as it was.
-struct Dependency {
-    name: &'static str,
-    is_same: Box<dyn Fn() -> bool + Send>,
-}
-
-/// What a run of a function did on the host.
-#[derive(Default)]
-pub(crate) struct Effects {
-    gradients: Vec<GradientCell>,
-    /// Whether each of them was there afterwards.
-    filled: Vec<bool>,
-    /// Gradients that were read before the run had changed them, and where they were then, if there were any.
-    observed: Vec<(GradientCell, Option<usize>)>,
-    versions: Vec<Arc<Version>>,
-    before: Vec<Before>,
-    after: Vec<After>,
-    depends: Vec<Dependency>,
-    /// What takes the changes of a recording back that fails, by the state that they change.
-    undo: Vec<(usize, Undo)>,
-    /// The states that end otherwise than they began.
-    advanced: Vec<usize>,
-    /// Whether the random generator was set, which replays would not repeat.
-    pub(crate) has_seeded: bool,
-}
-
-thread_local! {
-    static PHASE: Cell<Phase> = const { Cell::new(Phase::Off) };
-    static EFFECTS: RefCell<Effects> = RefCell::default();
-}
-
-/// Whether a function is being captured on this thread: work is queued for later, and nothing can be read back.
-pub fn is_capturing() -> bool {
-    PHASE.get() == Phase::Capturing
-}
-
-/// Whether a captured function is running on this thread, to be recorded or before that.
-pub fn is_running() -> bool {
-    PHASE.get() != Phase::Off
-}
-
-/// Have `work` done before every later call of the captured function that runs on this thread, outside of its graph: values that the graph
-/// reads may have been changed since. Also before the call that records it, if the one before it asks for it. Does nothing elsewhere.
-pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
-    if PHASE.get() != Phase::Off {
-        EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
-    }
-}
-
-/// Have `effect`, which the function that is captured on this thread has just had, again after every replay of its graph. Does nothing
-/// elsewhere.
-pub fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
-    if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| effects.after.push(Box::new(effect)));
-    }
-}
-
-/// A change of the host's state, which replays would not repeat.
-///
-/// # Errors
-/// [`Error::Device`] if a function is being captured on this thread.
-pub fn refuse_change(what: &'static str) -> Result<()> {
-    if !is_capturing() {
-        return Ok(());
-    }
-    Err(Error::device(
-        "capture",
-        format!("the function changes {what}, which replays would not; change it between calls"),
-    ))
-}
-
-/// A change of the state `key`, which was as `undo` makes it.
-fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
-    if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| {
-            if !effects.undo.iter().any(|&(known, _)| known == key) {
-                effects.undo.push((key, Box::new(undo)));
-            }
-        });
-    }
-}
-
-/// Whether the function that is captured on this thread has changed the state `key`.
-fn has_changed(key: usize) -> bool {
-    is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
-}
-
-/// The state `key` changes with each call.
-fn note_advance(key: usize) {
-    if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
-    }
-}
-
-/// Whether the state `key` is what the function that is captured on this thread has made it, in this call as in any.
-fn is_changed(key: usize) -> bool {
-    has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
-}
-
-fn note_dependency(name: &'static str, is_same: impl Fn() -> bool + Send + 'static) {
-    if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| effects.depends.push(Dependency { name, is_same: Box::new(is_same) }));
-    }
-}
-
-/// An operation that a graph cannot hold.
-///
-/// # Errors
-/// [`Error::Device`] if a function is being captured on this thread.
-pub fn refuse(op: &'static str) -> Result<()> {
-    if !is_capturing() {
-        return Ok(());
-    }
-    Err(Error::device(
-        op,
-        "values are not known inside a captured function, so nothing can read them or wait for them there; return the tensor and \
-         read it after the call",
-    ))
-}
-
-/// A run of a function on this thread, whose effects are noted until this is dropped.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
-pub(crate) struct Run(());
-
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
-impl Run {
-    /// # Errors
-    /// [`Error::Device`] if another run is under way on this thread.
-    pub(crate) fn begin(capturing: bool) -> Result<Self> {
-        if PHASE.get() != Phase::Off {
-            return Err(Error::device("capture", "a captured function is running"));
-        }
-        EFFECTS.take();
-        PHASE.set(if capturing { Phase::Capturing } else { Phase::Eager });
-        Ok(Self(()))
-    }
-
-    /// What the run did.
-    pub(crate) fn finish(self) -> Effects {
-        let mut effects = EFFECTS.take();
-        effects.filled = effects.gradients.iter().map(GradientCell::is_filled).collect();
-        effects
-    }
-}
-
-impl Drop for Run {
-    fn drop(&mut self) {
-        PHASE.set(Phase::Off);
-        drop(EFFECTS.take());
-    }
-}
-
-/// A gradient is about to change.
-pub(crate) fn touch(gradient: impl FnOnce() -> GradientCell) {
-    if PHASE.get() == Phase::Off {
-        return;
-    }
-    let gradient = gradient();
-    EFFECTS.with_borrow_mut(|effects| {
-        if !effects.gradients.iter().any(|known| known.is_same(&gradient)) {
-            effects.gradients.push(gradient);
-        }
-    });
-}
-
-/// A gradient is read where it is, or is missed.
-pub(crate) fn observe(gradient: impl FnOnce() -> GradientCell, place: impl FnOnce() -> Option<usize>) {
-    if !is_capturing() {
-        return;
-    }
-    let gradient = gradient();
-    EFFECTS.with_borrow_mut(|effects| {
-        let mut known = effects.gradients.iter().chain(effects.observed.iter().map(|(known, _)| known));
-        if !known.any(|known| known.is_same(&gradient)) {
-            effects.observed.push((gradient, place()));
-        }
-    });
-}
-
-/// The random generator is set to another place.
-pub(crate) fn seeded() {
-    if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| effects.has_seeded = true);
-    }
-}
-
-/// A variable was changed in place.
-pub(crate) fn changed(version: &Arc<Version>) {
-    if is_capturing() {
-        EFFECTS.with_borrow_mut(|effects| {
-            if !effects.versions.iter().any(|known| Arc::ptr_eq(known, version)) {
-                effects.versions.push(version.clone());
-            }
-        });
-    }
-}
-
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
-impl Effects {
-    /// Give every gradient that was touched storage that stays, so that each replay finds it where the capture did. Whether one had none.
-    pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
-        let mut has_moved = false;
-        for gradient in &self.gradients {
-            has_moved |= gradient.settle()?;
-        }
-        self.filled = self.gradients.iter().map(GradientCell::is_filled).collect();
-        Ok(has_moved)
-    }
-
-    /// After a capture that failed, and so has changed no values: gradients are there as they were when they were settled.
-    pub(crate) fn restore_gradients(&self) {
-        for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
-            gradient.set_filled(filled);
-        }
-    }
-
-    /// Whether a replay would do what a call does no longer.
-    pub(crate) fn is_stale(&self) -> bool {
-        self.stale().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
-    }
-
-    /// The state that the recorded work depends on and that is another now, if there is one.
-    pub(crate) fn stale(&self) -> Option<&'static str> {
-        self.depends.iter().find(|known| !(known.is_same)()).map(|known| known.name)
-    }
-
-    /// The recording has succeeded: its changes stay.
-    pub(crate) fn commit(&mut self) {
-        self.undo.clear();
-    }
-
-    pub(crate) fn before(&self) -> Result<()> {
-        self.before.iter().try_for_each(|check| check())
-    }
-
-    pub(crate) fn after(&self) {
-        self.restore_gradients();
-        self.versions.iter().for_each(|version| version.bump());
-        self.after.iter().for_each(|effect| effect());
-    }
-}
-
-impl Drop for Effects {
-    fn drop(&mut self) {
-        self.undo.drain(..).for_each(|(_, undo)| undo());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{Device, Var};
-
-    fn value(var: &Var) -> f64 {
-        var.grad().map_or(f64::NAN, |grad| grad.item().unwrap())
-    }
-
-    #[test]
-    fn a_replay_repeats_what_the_host_knows() {
-        let x = Var::new(2f32, &Device::Cpu).unwrap();
-        let step = || {
-            x.zero_grad()?;
-            (x.as_tensor() * x.as_tensor())?.backward()?;
-            x.set(&Tensor::new(3f32, &Device::Cpu)?)
-        };
-        let run = Run::begin(false).unwrap();
-        step().unwrap();
-        let mut first = run.finish();
-        assert_eq!(first.gradients.len(), 1);
-        assert!(first.settle_gradients().unwrap());
-        assert!(!first.settle_gradients().unwrap());
-        assert_eq!(value(&x), 4.0);
-        let storage = x.grad_storage().unwrap();
-
-        let run = Run::begin(true).unwrap();
-        assert!(is_capturing() && Run::begin(false).is_err());
-        step().unwrap();
-        let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
-        after_replay({
-            let count = count.clone();
-            move || {
-                count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            }
-        });
-        before_replay(|| Err(Error::argument("test", "refused")));
-        assert!(!EFFECTS.with_borrow(|effects| effects.has_seeded));
-        crate::rng::set_state(crate::rng::state());
-        let effects = run.finish();
-        assert!(effects.has_seeded);
-        assert!(!is_capturing());
-        let same = crate::raw::storage_identity(&x.grad_storage().unwrap()) == crate::raw::storage_identity(&storage);
-        assert!(same, "the gradient stays where it is");
-
-        let version = x.version();
-        x.zero_grad().unwrap();
-        assert!(x.grad().is_none());
-        assert!(effects.before().is_err());
-        effects.after();
-        assert_eq!((x.version(), count.load(std::sync::atomic::Ordering::Relaxed)), (version + 1, 1));
-        // On the CPU nothing was replayed: the gradient counts as there, and is what zero_grad() left.
-        assert_eq!(value(&x), 0.0);
-    }
-
-    #[test]
-    fn reading_is_refused_while_capturing() {
-        let run = Run::begin(true).unwrap();
-        let message = refuse("item").unwrap_err().to_string();
-        assert!(message.starts_with("item: values are not known inside a captured function"), "{message}");
-        drop(run);
-        assert!(refuse("item").is_ok());
-        before_replay(|| Ok(()));
-        after_replay(|| ());
-        assert!(EFFECTS.take().after.is_empty());
-    }
-}
+pub type Function = Box<dyn Fn(&[crate::Tensor]) -> crate::Result<Vec<crate::Tensor>> + Send + Sync>;

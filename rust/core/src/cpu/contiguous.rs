@@ -6,8 +6,7 @@ use std::mem::MaybeUninit;
 use candle_core::{DType, Layout, Shape, WithDType};
 
 use super::access::{elements, read1};
-use super::map::GRAIN;
-use super::pool::{SharedMut, par_chunks_mut, par_ranges};
+use super::pool::{GRAIN, SharedMut, par_chunks_mut, par_ranges};
 use super::strided::{Axis, View, collapse};
 use crate::raw::check_allocation;
 use crate::{Raw, Result};

@@ -3,8 +3,7 @@
 //! Blocks of fixed size are folded on several threads, then their results in the same way, until one is left. So the
 //! error of a sum grows with the logarithm of the number of blocks, and results do not depend on the number of threads.
 
-use super::map::GRAIN;
-use super::pool::{SharedMut, par_ranges};
+use super::pool::{GRAIN, SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 
 /// Columns summed side by side; their running sums stay in the first-level cache.

@@ -6,8 +6,8 @@ use candle_core::{CpuStorage, DType, Layout};
 
 use super::access::{Operand, elements, write1, write2};
 use super::elem::{Elem, Stored};
-use super::map::{GRAIN, convert};
-use super::pool::{SharedMut, par_ranges};
+use super::map::convert;
+use super::pool::{GRAIN, SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 use super::strided::{BLOCK, Blocks, View, collapse, for_each_run};
 use crate::{Error, Raw, Result, dispatch_float};
@@ -81,7 +81,7 @@ pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     const OP: &str = "lerp_in_place";
     check_dims(OP, dst, src)?;
     check_weight(OP, weight)?;
-    let weight = crate::raw::to_vec::<f64>(weight)?[0];
+    let weight = weight.flatten_all()?.to_vec1::<f64>()?[0];
     dispatch_float!(dst.dtype(), OP, D => dispatch_float!(src.dtype(), OP, S => {
         write2(OP, dst, src, |dst, layout, src| {
             update_from::<D, S>(dst, layout, src, &|dst, src| lerp_slice(dst, src, weight))

@@ -9,7 +9,7 @@ use candle_core::{CpuStorage, DType, Shape};
 use super::access::{Operand, elements, read1, read2, read3};
 use super::contiguous::untransposed;
 use super::elem::Elem;
-use super::pool::par_chunks_mut;
+use super::pool::{GRAIN, par_chunks_mut};
 use super::simd::{Real, dispatch};
 use super::strided::{BLOCK, Blocks, Dims, View, broadcast_dims};
 use crate::raw::check_allocation;
@@ -17,9 +17,6 @@ use crate::{Error, Raw, Result, dispatch_float};
 
 /// The name in errors of operands that an operation has not checked in its own name.
 const OP: &str = "elementwise operation";
-
-/// Elements that one thread takes at a time.
-pub(super) const GRAIN: usize = 32 * 1024;
 
 /// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.
 pub trait Unary {

@@ -11,6 +11,7 @@ pub mod elem;
 mod fold;
 pub mod gemm;
 pub(crate) mod inplace;
+mod lane;
 pub(crate) mod map;
 pub mod pool;
 pub(crate) mod reduce;

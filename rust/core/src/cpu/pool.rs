@@ -14,6 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, TryLockError};
 
 use crate::{Error, Result};
 
+/// Elements that one thread takes at a time.
+pub(super) const GRAIN: usize = 32 * 1024;
+
 /// Number of threads of the pool; 0 until it is first asked for.
 static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 

@@ -6,7 +6,7 @@ use std::ops::{Add, AddAssign, Div, DivAssign, Mul, MulAssign, Neg, Sub, SubAssi
 use std::sync::LazyLock;
 
 use super::approx;
-use super::gemm::Lane;
+use super::lane::Lane;
 
 /// Runs `f` compiled for the widest instruction set that this processor has: AVX-512, AVX2 with FMA, NEON, or the
 /// baseline of the target.

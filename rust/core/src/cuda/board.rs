@@ -3,15 +3,16 @@
 //! A kernel cannot raise an error, and waiting for it to check would stall the queue. So it lowers a counter of its operation to the
 //! position of the id, and the next synchronization of the device reads the counters and returns the error.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DriverError, result};
+use trainable_candle_cuda::kernels::{Element, Mut};
+use trainable_candle_cuda::structs::Address;
 
-use super::gpu::driver_error;
-use super::launch::{Address, Element, Mut};
-use crate::{Error, Result, capture};
+use super::error::driver_error;
+use crate::capture::HostState;
+use crate::{Error, Result};
 
 /// Counters: more than there are operations that take ids.
 const PLACES: usize = 16;
@@ -23,7 +24,7 @@ pub struct Board {
     /// The operations that have a counter, in their order.
     names: Mutex<Vec<&'static str>>,
     /// Whether a kernel may have written since the last check.
-    is_used: Arc<AtomicBool>,
+    is_used: HostState<bool>,
 }
 
 impl Board {
@@ -31,7 +32,8 @@ impl Board {
         // SAFETY: they are set below.
         let counters = unsafe { device.alloc::<u64>(PLACES) }?;
         let stream = device.cuda_stream();
-        let board = Self { stream, counters, names: Mutex::default(), is_used: Arc::default() };
+        let is_used = HostState::new("whether a kernel may have noted an id out of range", false);
+        let board = Self { stream, counters, names: Mutex::default(), is_used };
         board.clear().map_err(|error| driver_error("cuda", error))?;
         Ok(board)
     }
@@ -48,9 +50,7 @@ impl Board {
 
     /// The counter of an operation, for a kernel that is about to be queued.
     pub fn place(&self, op: &'static str) -> Mut {
-        self.is_used.store(true, Ordering::Relaxed);
-        let is_used = self.is_used.clone();
-        capture::after_replay(move || is_used.store(true, Ordering::Relaxed));
+        self.is_used.advance(|is_used| *is_used = true);
         let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
         let place = names.iter().position(|&name| name == op).unwrap_or_else(|| {
             names.push(op);
@@ -64,7 +64,7 @@ impl Board {
     /// # Errors
     /// [`Error::Index`] if one has.
     pub fn check(&self) -> Result<()> {
-        if !self.is_used.swap(false, Ordering::Relaxed) {
+        if !self.is_used.change(std::mem::take) {
             return Ok(());
         }
         let read = || {

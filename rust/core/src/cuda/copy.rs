@@ -6,7 +6,8 @@ use trainable_candle_cuda::kernels::copy::{
     ACCUMULATE, COPY, COPY_BYTES, Copy as CopyArguments, FILL, Fill, LERP, Lerp, SCALE_IN_PLACE,
 };
 
-use super::gpu::{Gpu, driver_error};
+use super::error::driver_error;
+use super::gpu::Gpu;
 use super::launch::{Const, Kernel, Mut, address, empty, input, same_device, suffix, suffixes};
 use super::strided::{Member, strided};
 use crate::cpu::inplace::check_weight;

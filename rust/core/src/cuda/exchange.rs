@@ -7,9 +7,10 @@ use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 use candle_core::{DType, Device, Layout, Shape};
 
 use super::copy::copy_bytes;
-use super::gpu::{Gpu, driver_error};
-use super::graph::is_capturing_anywhere;
+use super::error::driver_error;
+use super::gpu::Gpu;
 use super::launch::{self, empty};
+use super::recorder::is_capturing_anywhere;
 use super::strided::Member;
 use crate::{Raw, Result, capture};
 
@@ -46,7 +47,7 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
     }
 }
 
-/// Have another library's stream wait until all that is queued here is done.
+/// Make another library's stream wait until all work queued here is done.
 ///
 /// # Safety
 /// `consumer` is a stream of the device, or 1 or 2 for its default streams.
@@ -78,7 +79,7 @@ pub fn released(tensor: Raw, consumer: Option<usize>) {
     }
 }
 
-/// Have our stream wait for a consumer's.
+/// Make the device's stream wait for a consumer's.
 fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
     const LEGACY: usize = 1;
     let gpu = Gpu::of_device(OP, device)?;
@@ -86,16 +87,16 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
     let wait = || {
         context.bind_to_thread()?;
         match consumer {
-            // SAFETY: this default stream is always there.
+            // SAFETY: the default stream always exists.
             Some(LEGACY) => unsafe { order(LEGACY as CUstream, gpu.stream().cu_stream()) },
-            // Another stream may be gone by now.
+            // Any other stream may have been destroyed.
             _ => context.synchronize(),
         }
     };
     wait().map_err(|error| driver_error(OP, error))
 }
 
-/// A copy of values that another library holds, which are ready for our stream. Returns when they have been read.
+/// A copy of another library's values, which are ready for the device's stream. Returns once they have been read.
 ///
 /// # Safety
 /// Every element that `dims` and `strides` (in elements) reach from `address` is readable on the device.

@@ -12,7 +12,8 @@ use candle_core::cuda_backend::cudarc::cublas::sys::{
 };
 
 use super::copy::contiguous;
-use super::gpu::{Gpu, check_blas, driver_error};
+use super::error::{check_blas, driver_error};
+use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
 use super::profile::measured;
 use crate::cpu::gemm::batch::{Plan, check_result_dtype};

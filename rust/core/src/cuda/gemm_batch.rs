@@ -10,8 +10,9 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use trainable_candle_cuda::kernels::addresses::{WRITE_ADDRESSES, WriteAddresses};
 use trainable_candle_cuda::structs::Addresses;
 
+use super::error::{check_blas, driver_error};
 use super::gemm::{Matrix, compute_type, data_type, matmul_accumulate, product as product_of};
-use super::gpu::{Gpu, check_blas, driver_error};
+use super::gpu::Gpu;
 use super::launch::{Address, Element, Mut, Shape, address, empty, same_device};
 use super::profile::measured;
 use crate::cpu::gemm::batch::{Plan, check_destination, check_result_dtype};

@@ -1,40 +1,24 @@
 //! Products with a bias by cuBLASLt, which adds it where it writes the result.
 
 use std::ffi::c_void;
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
-use rustc_hash::FxHashMap;
 
 use super::copy::contiguous;
+use super::error::driver_error;
 use super::gemm::Matrix;
-use super::gpu::{Gpu, driver_error};
+use super::gpu::Gpu;
 use super::launch::{Address, address, empty, same_device};
+use super::product_calls::{Call, Key, Layout, Owned};
 use super::profile::measured;
 use crate::cpu::gemm::batch::Plan;
 use crate::product::{MatmulPrecision, float32_matmul_precision};
 use crate::{Error, Raw, Result};
 
 const OP: &str = "linear";
-
-/// The calls found so far, each with the algorithm that cuBLASLt recommends for it. None for what it does not do.
-#[derive(Default)]
-pub struct Products(Mutex<FxHashMap<Key, Option<Call>>>);
-
-/// What an algorithm depends on.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    dtype: DType,
-    is_tf32: bool,
-    /// m, n, k.
-    sizes: [usize; 3],
-    /// Of the operands in cuBLAS' order: whether they lie transposed, and the distance of their columns.
-    operands: [(bool, i64); 2],
-    /// Largest powers of two up to 256 that divide the addresses of the operands, and of result and bias.
-    alignments: [u32; 3],
-}
 
 /// y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; nothing if cuBLASLt does not take the operands.
 ///
@@ -61,7 +45,7 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
         alignments: [a, b, to | bias_at].map(|address| 1 << address.trailing_zeros().min(8)),
     };
     gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
-    let mut known = gpu.products().0.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
     let call = match known.entry(key) {
         std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
         std::collections::hash_map::Entry::Vacant(entry) => entry.insert(Call::find(gpu, &key)?),
@@ -80,29 +64,6 @@ fn check(outcome: std::result::Result<(), result::CublasError>) -> Result<()> {
 fn failed(error: result::CublasError) -> Error {
     Error::device(OP, format!("cuBLASLt reports {:?}", error.0))
 }
-
-/// A description that cuBLASLt has allocated, and how it is freed.
-struct Owned<T: Copy>(T, unsafe fn(T) -> std::result::Result<(), result::CublasError>);
-
-impl<T: Copy> Drop for Owned<T> {
-    fn drop(&mut self) {
-        // SAFETY: made by the function that goes with this one, and not used any more. It cannot fail for a valid one.
-        let _ = unsafe { self.1(self.0) };
-    }
-}
-
-type Layout = Owned<sys::cublasLtMatrixLayout_t>;
-
-/// A product that cuBLASLt knows how to compute.
-struct Call {
-    description: Owned<sys::cublasLtMatmulDesc_t>,
-    /// Of the operands and of the result.
-    layouts: [Layout; 3],
-    algorithm: sys::cublasLtMatmulAlgo_t,
-}
-
-// SAFETY: descriptions are memory of the host; a lock is held while they are used.
-unsafe impl Send for Call {}
 
 impl Call {
     /// None if cuBLASLt has no algorithm.

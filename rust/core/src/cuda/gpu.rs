@@ -1,24 +1,21 @@
 //! CUDA devices: one state each, with the functions found so far and the handle of cuBLAS.
 
-use std::error::Error as StdError;
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use candle_core::backend::BackendDevice;
+use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as blas};
-use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute_enum as Attribute, CUresult};
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaContext, CudaModule, CudaSlice, CudaStream, DevicePtr, DriverError,
-};
-use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::cuda_backend::{CudaError, DeviceId};
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
 use candle_core::{CudaDevice, Device, DeviceLocation};
-use rustc_hash::FxHashMap;
-use trainable_candle_cuda::kernels::Module;
+use trainable_candle_cuda::structs::Address;
 
 use super::board::Board;
-use super::gemm_bias::Products;
-use super::launch::{Address, Arguments, Function, Kernel, Loaded};
+use super::error::{check_blas, driver_error};
+use super::loader::Loader;
+use super::product_calls::ProductCalls;
+use super::recorder;
 use crate::{Error, Raw, Result};
 
 /// The size of cuBLAS' workspace that NVIDIA recommends for the Hopper generation.
@@ -29,19 +26,15 @@ pub struct Gpu {
     device: CudaDevice,
     stream: Arc<CudaStream>,
     blas: Arc<CudaBlas>,
-    modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
-    functions: RwLock<FxHashMap<Name, Loaded>>,
+    loader: Loader,
     /// Compute capability 9.0, whose own instructions some modules use.
     is_hopper: bool,
     multiprocessors: usize,
     board: Board,
-    products: Products,
+    product_calls: ProductCalls,
     /// cuBLAS and cuBLASLt work in it, one after the other.
     workspace: CudaSlice<u8>,
 }
-
-/// A function: its module, its name and the dtypes at the end of it.
-type Name = (&'static str, &'static str, &'static [&'static str]);
 
 /// The devices in use. They stay until the process ends: tensors may outlive every other owner.
 static GPUS: RwLock<Vec<(DeviceId, &'static Gpu)>> = RwLock::new(Vec::new());
@@ -111,13 +104,12 @@ impl Gpu {
         Ok(Box::leak(Box::new(Self {
             device,
             board,
+            loader: Loader::new(stream.clone()),
             stream,
             blas,
-            modules: RwLock::default(),
-            functions: RwLock::default(),
             is_hopper,
             multiprocessors,
-            products: Products::default(),
+            product_calls: ProductCalls::default(),
             workspace,
         })))
     }
@@ -142,7 +134,7 @@ impl Gpu {
                 "found a tensor on the CPU, expected one on a CUDA device; move it with to()",
             ));
         };
-        super::graph::check_thread(op)?;
+        recorder::check_thread(op)?;
         if let Some(gpu) = known(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
@@ -173,9 +165,14 @@ impl Gpu {
         &self.blas
     }
 
-    /// The products with a bias that have been met.
-    pub(super) const fn products(&self) -> &Products {
-        &self.products
+    /// How cuBLASLt computes the products with a bias that have been met.
+    pub(super) const fn product_calls(&self) -> &ProductCalls {
+        &self.product_calls
+    }
+
+    /// Its kernels.
+    pub(super) const fn loader(&self) -> &Loader {
+        &self.loader
     }
 
     /// Address and size of what libraries may use for themselves.
@@ -203,88 +200,5 @@ impl Gpu {
             DeviceLocation::Cuda { gpu_id } => gpu_id,
             _ => usize::MAX,
         }
-    }
-
-    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; found once.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if there is none or the driver cannot load it.
-    pub fn function<A: Arguments>(&self, kernel: &Kernel<A>, dtypes: &'static [&'static str]) -> Result<Function<A>> {
-        let key = (kernel.module.name, kernel.name, dtypes);
-        if let Some(loaded) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
-            return Ok(Function::new(loaded.clone()));
-        }
-        let mut full = kernel.name.to_owned();
-        for dtype in dtypes {
-            full.push('_');
-            full.push_str(dtype);
-        }
-        let missing = |reason: &dyn std::fmt::Display| {
-            let module = kernel.module.name;
-            Error::device("cuda", format!("the module {module} has no function {full} for this GPU ({reason})"))
-        };
-        let variant = kernel.variants.iter().find(|variant| variant.dtypes == dtypes);
-        let variant = variant.ok_or_else(|| missing(&"there is none for these dtypes"))?;
-        let found = self.module(kernel.module)?.load_function(&full).map_err(|error| missing(&error))?;
-        let loaded = Loaded::new(found, &full, variant.pointers);
-        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, loaded.clone());
-        Ok(Function::new(loaded))
-    }
-
-    /// As [`function`](Self::function), for the kernel `<name><end>` that takes the arguments `A`.
-    ///
-    /// # Errors
-    /// As [`function`](Self::function).
-    pub fn named<A: Arguments>(&self, name: &str, end: &str, dtypes: &'static [&'static str]) -> Result<Function<A>> {
-        let kernel = A::KERNELS.iter().find(|kernel| kernel.name.strip_suffix(end) == Some(name));
-        let missing =
-            || Error::device("cuda", format!("no kernel {name}{end} takes these arguments; please report this"));
-        self.function(kernel.ok_or_else(missing)?, dtypes)
-    }
-
-    fn module(&self, module: &Module) -> Result<Arc<CudaModule>> {
-        if let Some(loaded) = self.modules.read().unwrap_or_else(PoisonError::into_inner).get(module.name) {
-            return Ok(loaded.clone());
-        }
-        let image = Ptx::from_binary(module.image.to_vec());
-        let loaded = self.stream.context().load_module(image).map_err(|error| {
-            Error::device("cuda", format!("the driver cannot load the module {} for this GPU ({error})", module.name))
-        })?;
-        self.modules.write().unwrap_or_else(PoisonError::into_inner).insert(module.name, loaded.clone());
-        Ok(loaded)
-    }
-}
-
-/// The driver's error as the library's.
-#[cold]
-pub(super) fn driver_error(op: &'static str, error: DriverError) -> Error {
-    if error.0 == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-        return Error::OutOfMemory {
-            op,
-            message: "the GPU has no memory left; use a smaller batch, checkpointing, or an 8-bit optimizer".to_owned(),
-        };
-    }
-    if error.0 == CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED {
-        return Error::device(op, "this cannot be a part of a captured function; do it before or after the call");
-    }
-    Error::device(op, format!("the NVIDIA driver reports: {error}"))
-}
-
-pub(super) fn check_blas(status: blas::cublasStatus_t) -> Result<()> {
-    if status == blas::cublasStatus_t::CUBLAS_STATUS_SUCCESS {
-        return Ok(());
-    }
-    Err(Error::device("matmul", format!("cuBLAS reports {status:?}")))
-}
-
-/// Candle's CUDA error as the library's.
-#[cold]
-pub(crate) fn from_candle(error: Box<dyn StdError + Send + Sync>) -> Error {
-    match error.downcast::<CudaError>() {
-        Ok(error) => match *error {
-            CudaError::Cuda(error) => driver_error("cuda", error),
-            other => Error::device("cuda", other.to_string()),
-        },
-        Err(other) => Error::device("cuda", other.to_string()),
     }
 }

@@ -2,18 +2,21 @@
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
-use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaSlice, DevicePtr, DeviceRepr, result};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, result};
 use candle_core::cuda_backend::{CudaStorage, CudaStorageSlice};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Layout, Storage};
 pub use trainable_candle_cuda::kernels::{Arguments, Const, Element, Kernel, Mut};
 pub use trainable_candle_cuda::structs::Address;
 
-use super::gpu::{Gpu, driver_error};
+use super::error::driver_error;
+use super::gpu::Gpu;
+use super::loader::Loaded;
+use super::memory::allocate;
 use super::profile::measured;
+use super::recorder;
 use crate::{Error, Raw, Result};
 
 /// The dynamic shared memory that a function may use without asking.
@@ -23,15 +26,6 @@ const COMMON_SHARED_MEMORY: u32 = 48 << 10;
 pub struct Function<A> {
     loaded: Loaded,
     takes: PhantomData<fn(A)>,
-}
-
-/// A kernel for some dtypes as the driver knows it.
-#[derive(Clone)]
-pub(super) struct Loaded {
-    function: CudaFunction,
-    name: Arc<str>,
-    /// Its pointers: their names, and what lies there.
-    pointers: &'static [(&'static str, Element)],
 }
 
 /// How many blocks, threads in a block, and bytes of dynamic shared memory in a block.
@@ -87,12 +81,28 @@ impl Shape {
     }
 }
 
-impl<A: Arguments> Function<A> {
-    /// Of a variant of a kernel that takes `A`.
-    pub(super) const fn new(loaded: Loaded) -> Self {
-        Self { loaded, takes: PhantomData }
+impl Gpu {
+    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; found once.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is none or the driver cannot load it.
+    pub fn function<A: Arguments>(&self, kernel: &Kernel<A>, dtypes: &'static [&'static str]) -> Result<Function<A>> {
+        Ok(Function { loaded: self.loader().find(kernel, dtypes)?, takes: PhantomData })
     }
 
+    /// As [`function`](Self::function), for the kernel `<name><end>` that takes the arguments `A`.
+    ///
+    /// # Errors
+    /// As [`function`](Self::function).
+    pub fn named<A: Arguments>(&self, name: &str, end: &str, dtypes: &'static [&'static str]) -> Result<Function<A>> {
+        let kernel = A::KERNELS.iter().find(|kernel| kernel.name.strip_suffix(end) == Some(name));
+        let missing =
+            || Error::device("cuda", format!("no kernel {name}{end} takes these arguments; please report this"));
+        self.function(kernel.ok_or_else(missing)?, dtypes)
+    }
+}
+
+impl<A: Arguments> Function<A> {
     /// Queue the kernel.
     ///
     /// # Safety
@@ -110,10 +120,6 @@ impl<A: Arguments> Function<A> {
 }
 
 impl Loaded {
-    pub(super) fn new(function: CudaFunction, name: &str, pointers: &'static [(&'static str, Element)]) -> Self {
-        Self { function, name: name.into(), pointers }
-    }
-
     /// # Safety
     /// `arguments` point to the kernel's parameters, in order and of their types; the memory that they name is valid for what the
     /// kernel does with it.
@@ -171,7 +177,7 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
         CudaStorageSlice::F64(slice) => start(slice, layout),
         _ => return Err(Error::dtype(op, format!("dtype {} is not supported on CUDA", tensor.dtype().as_str()))),
     };
-    super::graph::hold(tensor, address);
+    recorder::hold(tensor, address);
     Ok(address)
 }
 
@@ -248,26 +254,6 @@ pub fn count32(op: &'static str, size: usize) -> Result<u32> {
         .map_err(|_| Error::shape(op, format!("a dimension of {size} elements is more than CUDA kernels take")))
 }
 
-/// The number of elements in a storage.
-pub fn storage_len(storage: &CudaStorage) -> usize {
-    match &storage.slice {
-        CudaStorageSlice::U8(slice) => slice.len(),
-        CudaStorageSlice::U32(slice) => slice.len(),
-        CudaStorageSlice::I16(slice) => slice.len(),
-        CudaStorageSlice::I32(slice) => slice.len(),
-        CudaStorageSlice::I64(slice) => slice.len(),
-        CudaStorageSlice::BF16(slice) => slice.len(),
-        CudaStorageSlice::F16(slice) => slice.len(),
-        CudaStorageSlice::F32(slice) => slice.len(),
-        CudaStorageSlice::F64(slice) => slice.len(),
-        CudaStorageSlice::F8E4M3(slice) => slice.len(),
-        CudaStorageSlice::F6E2M3(slice)
-        | CudaStorageSlice::F6E3M2(slice)
-        | CudaStorageSlice::F4(slice)
-        | CudaStorageSlice::F8E8M0(slice) => slice.len(),
-    }
-}
-
 /// A new tensor whose values are not set yet.
 ///
 /// # Errors
@@ -278,7 +264,7 @@ pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Resul
     macro_rules! storage {
         ($($variant:ident $t:ty;)*) => {
             match dtype {
-                $(DType::$variant => CudaStorageSlice::$variant(super::memory::allocate::<$t>(op, gpu, count, dims)?),)*
+                $(DType::$variant => CudaStorageSlice::$variant(allocate::<$t>(op, gpu, count, dims)?),)*
                 other => return Err(Error::dtype(op, format!("dtype {} is not supported on CUDA", other.as_str()))),
             }
         };

@@ -1,4 +1,4 @@
-//! The low-rank products of adapted linear maps, where one kernel takes them.
+//! The low-rank products of adapted linear maps that one kernel can compute.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::low_rank::{
@@ -17,14 +17,14 @@ const OP: &str = "low_rank";
 const MOST_TERMS: usize = 4;
 /// Rows of a block.
 const ROWS: usize = 16;
-/// Elements of input and dst, of one term. Beyond that memory's speed counts more than launches, and cuBLAS reads the factors less often:
-/// on an H200 the kernel is ahead at 4096 rows of 640 + 640 elements, and behind at 4096 rows of 1280 + 1280.
+/// The most elements of input and dst of one term. Above that, memory bandwidth matters more than launches, and cuBLAS reads the
+/// factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096 rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
-/// What sizes of features are multiples of, and what addresses and distances of rows are, in bytes.
+/// Feature sizes, addresses and distances of rows must be multiples of this, in bytes.
 const STEP: usize = 32;
 const ALIGNMENT: usize = 16;
 
-/// How the factors lie.
+/// The layout of the factors.
 #[derive(Clone, Copy, PartialEq)]
 enum Direction {
     /// As (rank, inner) and (outer, rank).
@@ -33,7 +33,7 @@ enum Direction {
     Backward,
 }
 
-/// Compute all terms in one launch. False, and nothing is done, if the kernel does not take them.
+/// Compute all terms in one launch. Returns false, without an effect, if the kernel does not support them.
 ///
 /// # Errors
 /// [`Error::Device`](crate::Error::Device) if they are on different devices.
@@ -51,13 +51,13 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
         let is_aligned = [input, down, up, hidden, dst_at].iter().all(|at| at.is_multiple_of(ALIGNMENT as Address));
         let is_apart = operands.iter().all(|operand| storage_identity(operand).0 != storage_identity(dst).0);
         let is_alike = self::sizes(term, dst) == Some((direction, sizes)) && term.input.dtype() == first.input.dtype();
-        // Backward, the terms add to one matrix.
+        // In the backward pass, the terms add to one matrix.
         let is_shared = dst_at == shared;
         if !is_aligned || !is_apart || !is_alike || (direction == Direction::Backward && !is_shared) {
             return Ok(false);
         }
     }
-    // Forward, they run side by side, so each needs columns of its own. Factors that lie transposed look so in a backward pass too.
+    // In the forward pass they run concurrently, so each needs its own columns. Transposed factors look like a backward pass.
     let columns = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
     let mut places: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
     places.sort_unstable();
@@ -78,7 +78,7 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     let layers = if direction == Direction::Forward { sizes.terms } else { 1 };
     let blocks = (sizes.rows as usize).div_ceil(ROWS);
     let warps: u32 = if first.hidden.dims()[1] == 64 { 8 } else { 16 };
-    // Each share of the columns computes the hidden values again, which is cheap beside an idle multiprocessor.
+    // Each block of columns recomputes the hidden values, which costs less than idle multiprocessors.
     let most = (sizes.outer as usize).div_ceil(warps as usize * STEP);
     let shares = (gpu.multiprocessors() / (blocks * layers as usize)).clamp(1, most);
     let shape = Shape { grid: [blocks as u32, shares as u32, layers], block: [32 * warps, 1, 1], shared: 0 };
@@ -87,7 +87,7 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     Ok(true)
 }
 
-/// The sizes of a term; nothing if the kernel does not take its matrices.
+/// The sizes of a term, or None if the kernel does not support its matrices.
 fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSizes)> {
     let product::LowRankTerm { input, down, up, hidden } = term;
     let dtype = input.dtype();
@@ -124,7 +124,7 @@ fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSi
     Some((direction, sizes))
 }
 
-/// The distance of the rows of a matrix whose columns lie side by side, if they are aligned.
+/// The distance of the rows of a matrix with contiguous columns, if they are aligned.
 fn row_distance(strides: &[usize]) -> Option<u32> {
     let elements = ALIGNMENT / DType::BF16.size_in_bytes();
     match strides {

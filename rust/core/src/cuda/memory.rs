@@ -1,16 +1,14 @@
 //! Memory of CUDA devices from the allocator of the crate `trainable-candle-cuda`, and the error when it runs out.
 
+use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::sys::CUresult;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr, DriverError};
-use candle_core::{Device, WithDType};
-use trainable_candle_cuda::download;
-use trainable_candle_cuda::memory::{self, Status};
+use trainable_candle_cuda::memory;
 
-use super::copy::contiguous;
-use super::gpu::{Gpu, driver_error};
-use super::launch::address;
-use crate::device::MemoryStats;
-use crate::{Error, Raw, Result, capture};
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
+use crate::device::stats::MemoryStats;
+use crate::{Error, Result, capture};
 
 /// Memory for `count` elements, not set.
 pub(super) fn allocate<T: DeviceRepr>(
@@ -55,12 +53,6 @@ fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> E
         gib(bytes as u64)
     );
     Error::OutOfMemory { op, message }
-}
-
-/// A status of the driver as the library's error.
-#[cold]
-pub(super) fn status_error(op: &'static str, status: Status) -> Error {
-    Error::device(op, format!("the NVIDIA driver reports error {}", status.0))
 }
 
 fn stats(gpu: &Gpu) -> std::result::Result<MemoryStats, DriverError> {
@@ -123,35 +115,4 @@ pub fn synchronize(device: &Device) -> Result<()> {
     capture::refuse(OP)?;
     gpu.stream().synchronize().map_err(|error| driver_error(OP, error))?;
     gpu.board().check()
-}
-
-/// The elements of a tensor in row-major order, on the host: those alone are moved. `T` is the type of its dtype. Waits for the device.
-///
-/// # Errors
-/// [`Error::Device`] if it is not on a CUDA device, the driver refuses, or `T` is not its type; [`Error::Index`] if a kernel met an id
-/// out of range.
-pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
-    const OP: &str = "to_cpu";
-    let gpu = Gpu::of(OP, x)?;
-    if x.dtype() != T::DTYPE {
-        let (found, expected) = (x.dtype().as_str(), T::DTYPE.as_str());
-        return Err(Error::dtype(OP, format!("found {found}, expected {expected}")));
-    }
-    let dense = contiguous(x)?;
-    let count = dense.elem_count();
-    let mut values: Vec<T> = Vec::with_capacity(count);
-    // Without elements there is storage all the same, which nothing has written.
-    if count > 0 {
-        let from = address(OP, &dense)?;
-        gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
-        // SAFETY: both have `count` elements of a plain number; all of them are written.
-        unsafe {
-            let to = values.as_mut_ptr().cast();
-            download::download(to, from, count * size_of::<T>(), gpu.stream().cu_stream().cast())
-                .map_err(|status| status_error(OP, status))?;
-            values.set_len(count);
-        }
-    }
-    gpu.board().check()?;
-    Ok(values)
 }

@@ -8,7 +8,9 @@
 
 mod board;
 mod copy;
+mod download;
 mod elementwise;
+mod error;
 pub mod exchange;
 mod gemm;
 mod gemm_batch;
@@ -16,11 +18,15 @@ mod gemm_bias;
 mod gpu;
 mod graph;
 pub mod launch;
+mod loader;
 mod low_rank;
 mod memory;
+mod product_calls;
 pub(crate) mod profile;
 mod random;
+mod recorder;
 mod reduce;
+mod storage;
 mod strided;
 pub(crate) mod tensor_map;
 
@@ -38,7 +44,8 @@ pub use memory::{empty_cache, memory_stats, reset_peak_memory_stats, synchronize
 pub use random::{normal, uniform};
 pub use reduce::{argmax, cumsum, max, mean, min, sum};
 
-pub(crate) use gpu::from_candle;
-pub(crate) use graph::generator;
-pub(crate) use launch::{empty, storage_len};
-pub(crate) use memory::download;
+pub(crate) use download::download;
+pub(crate) use error::from_candle;
+pub(crate) use launch::empty;
+pub(crate) use recorder::generator;
+pub(crate) use storage::storage_len;

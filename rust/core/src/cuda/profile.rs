@@ -13,15 +13,16 @@ use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUevent, CUevent_flags};
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 
-use super::gpu::{Gpu, driver_error};
-use crate::device::KernelTime;
+use super::error::driver_error;
+use super::gpu::Gpu;
+use crate::device::stats::KernelTime;
 use crate::{Error, Result, capture};
 
 const OP: &str = "profile";
-/// Launches in a turn: with their events, fewer than a stream takes before it lets the host wait.
-const TURN: usize = 128;
-/// How long the GPU is held back at most. Queueing a turn takes less; who waits for the GPU meanwhile, waits no longer than this.
-const PATIENCE: Duration = Duration::from_millis(20);
+/// Launches in a batch: with their events, fewer than a stream accepts before it blocks the host.
+const BATCH: usize = 128;
+/// The longest that the GPU pauses for the host. Queueing a batch takes less; a thread that waits for the GPU waits no longer than this.
+const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 /// Whether a profile is being made, to be asked at each launch.
 static IS_ON: AtomicBool = AtomicBool::new(false);
@@ -77,7 +78,7 @@ impl Gate {
             // SAFETY: `close` has given a share of the gate away, to this one call.
             let gate = unsafe { Arc::from_raw(gate.cast_const().cast::<Gate>()) };
             let is_open = gate.is_open.lock().unwrap_or_else(PoisonError::into_inner);
-            drop(gate.opened.wait_timeout_while(is_open, PATIENCE, |is_open| !*is_open));
+            drop(gate.opened.wait_timeout_while(is_open, LONGEST_PAUSE, |is_open| !*is_open));
         }
         let gate = Arc::new(Self::default());
         let share = Arc::into_raw(gate.clone()).cast_mut().cast();
@@ -164,7 +165,7 @@ pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce(
     let before = mark()?;
     let result = queue()?;
     profile.launches.push((name(), before, mark()?));
-    if profile.launches.len().is_multiple_of(TURN) {
+    if profile.launches.len().is_multiple_of(BATCH) {
         let next = Gate::close(gpu).map_err(|error| driver_error(OP, error))?;
         std::mem::replace(&mut profile.gate, next).open();
     }

@@ -4,9 +4,9 @@ use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::random::{NORMAL, Normal, UNIFORM, Uniform};
 
 use super::gpu::Gpu;
-use super::graph::generator;
 use super::launch::{Arguments, Const, Kernel, Mut, Shape, empty, output};
-use crate::rng::State;
+use super::recorder::generator;
+use crate::rng::state::State;
 use crate::{Raw, Result};
 
 /// `low + (high - low) u` in f32, where u is what the generator draws from `start` on.

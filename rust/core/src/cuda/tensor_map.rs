@@ -10,10 +10,9 @@ use candle_core::cuda_backend::cudarc::driver::sys::{
     CUtensorMapInterleave_enum as Interleave, CUtensorMapL2promotion_enum as Promotion,
     CUtensorMapSwizzle_enum as Swizzle, cuTensorMapEncodeIm2col, cuTensorMapEncodeTiled,
 };
-use trainable_candle_cuda::structs::TensorMap;
+use trainable_candle_cuda::structs::{Address, TensorMap};
 
-use super::gpu::driver_error;
-use super::launch::Address;
+use super::error::driver_error;
 use crate::Result;
 
 /// How the copy engine walks over the pixels of an image; pairs are (height, width).

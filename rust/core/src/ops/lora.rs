@@ -13,11 +13,11 @@ use candle_core::DType;
 
 use super::case::{Case, Entry};
 use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
-use super::low_rank::{LowRankBackward, LowRanks};
+use super::low_rank::{LowRankBackward, LowRanks, operand};
 use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
 use crate::raw::own_copy;
-use crate::tape::{Backward, BackwardContext, OpInfo, Saved, Saver, record_with_aux};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 
 static LORA: OpInfo = OpInfo::expensive("lora_linear");
@@ -57,20 +57,6 @@ fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> 
         return Ok(());
     }
     same_kind(op, x, name, tensor)
-}
-
-/// A trained tensor in the dtype that is computed in, off the tape: a variable's own copy.
-pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
-    match Var::of(tensor) {
-        _ if tensor.dtype() == dtype => Ok(tensor.detach()),
-        Some(var) => Ok(Tensor { raw: var.copy_in(dtype)?, node: None, version: tensor.version.clone() }),
-        None => Ok(Tensor::constant(compute::cast(&tensor.raw, dtype)?)),
-    }
-}
-
-/// Keeps what [`operand`] gave for `tensor`: parameters are held, what operations have made is saved.
-pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
-    if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
 
 /// Check that the base, which is no input on the tape, needs no gradient.

@@ -7,13 +7,26 @@ use candle_core::{DType, Shape};
 use smallvec::SmallVec;
 
 use super::linear::as_matrix;
-use super::lora::{keep, operand};
 use crate::compute::LowRankTerm;
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, Saved, Saver};
-use crate::{Result, Tensor, compute};
+use crate::{Result, Tensor, Var, compute};
 
 const OP: &str = "low_rank";
+
+/// A trained tensor in the dtype that is computed in, off the tape: a variable's own copy.
+pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
+    match Var::of(tensor) {
+        _ if tensor.dtype() == dtype => Ok(tensor.detach()),
+        Some(var) => Ok(Tensor { raw: var.copy_in(dtype)?, node: None, version: tensor.version.clone() }),
+        None => Ok(Tensor::constant(compute::cast(&tensor.raw, dtype)?)),
+    }
+}
+
+/// Keeps what [`operand`] gave for `tensor`: parameters are held, what operations have made is saved.
+pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
+    if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
+}
 
 /// Column ranges of one adapted layer in the joint matrices.
 #[derive(Clone, Copy)]

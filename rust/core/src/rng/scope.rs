@@ -7,10 +7,10 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::sync::{Mutex, PoisonError};
 
-use super::State;
-use crate::capture;
+use super::state::State;
+use crate::capture::Generator;
 
-static GENERATOR: Mutex<State> = Mutex::new(State { seed: 0x7261_6e64_6f6d, offset: 0 });
+static GENERATOR: Mutex<Generator<State>> = Mutex::new(Generator::initial(State { seed: 0x7261_6e64_6f6d, offset: 0 }));
 
 /// Blocks that were drawn, and where.
 #[derive(Clone, Copy, Debug)]
@@ -20,7 +20,7 @@ pub(crate) struct Draw {
 }
 
 enum Scope {
-    Stream(State),
+    Stream(Generator<State>),
     /// What is drawn is noted.
     Noting(Vec<Draw>),
     Replay(Repeated),
@@ -28,25 +28,17 @@ enum Scope {
 
 struct Repeated {
     draws: std::vec::IntoIter<Draw>,
-    position: State,
+    position: Generator<State>,
     has_differed: bool,
 }
 
 impl Repeated {
     fn take(&mut self, blocks: u64) -> State {
         match self.draws.next() {
-            Some(draw) if draw.blocks == blocks => self.position = draw.start,
+            Some(draw) if draw.blocks == blocks => self.position = Generator::initial(draw.start),
             _ => self.has_differed = true,
         }
-        self.position.take(blocks)
-    }
-}
-
-impl State {
-    fn take(&mut self, blocks: u64) -> Self {
-        let start = *self;
-        self.offset = self.offset.wrapping_add(blocks);
-        start
+        self.position.draw(|state| state.take(blocks))
     }
 }
 
@@ -60,9 +52,9 @@ fn source(scopes: &[Scope]) -> Option<usize> {
 }
 
 /// Do something with the place that draws come from.
-fn place<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut State) -> T) -> T {
+fn place<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut Generator<State>) -> T) -> T {
     match scope {
-        Some(Scope::Stream(state)) => visit(state),
+        Some(Scope::Stream(generator)) => visit(generator),
         Some(Scope::Replay(repeated)) => visit(&mut repeated.position),
         Some(Scope::Noting(_)) | None => visit(&mut GENERATOR.lock().unwrap_or_else(PoisonError::into_inner)),
     }
@@ -77,16 +69,15 @@ pub fn manual_seed(seed: u64) {
 pub fn state() -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
-        place(source.map(|at| &mut scopes[at]), |state| *state)
+        place(source.map(|at| &mut scopes[at]), |generator| generator.get())
     })
 }
 
 /// Continue from `state`.
 pub fn set_state(state: State) {
-    capture::seeded();
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
-        place(source.map(|at| &mut scopes[at]), |place| *place = state);
+        place(source.map(|at| &mut scopes[at]), |generator| generator.set(state));
     });
 }
 
@@ -96,7 +87,7 @@ pub(crate) fn advance(blocks: u64) -> State {
         let source = source(scopes);
         let start = match source.map(|at| &mut scopes[at]) {
             Some(Scope::Replay(repeated)) => repeated.take(blocks),
-            scope => place(scope, |state| state.take(blocks)),
+            scope => place(scope, |generator| generator.draw(|state| state.take(blocks))),
         };
         for scope in &mut scopes[source.map_or(0, |at| at + 1)..] {
             if let Scope::Noting(draws) = scope {
@@ -144,8 +135,7 @@ pub struct Stream(#[allow(dead_code, reason = "for its end")] Guard);
 impl Stream {
     /// A generator that begins at `start`; see [`State::of`].
     pub fn enter(start: State) -> Self {
-        capture::seeded();
-        Self(Guard::enter(Scope::Stream(start)))
+        Self(Guard::enter(Scope::Stream(Generator::at(start))))
     }
 }
 
@@ -171,7 +161,11 @@ pub(crate) struct Replay(Guard);
 impl Replay {
     pub(crate) fn begin(draws: Vec<Draw>) -> Self {
         let position = draws.first().map_or_else(state, |draw| draw.start);
-        Self(Guard::enter(Scope::Replay(Repeated { draws: draws.into_iter(), position, has_differed: false })))
+        Self(Guard::enter(Scope::Replay(Repeated {
+            draws: draws.into_iter(),
+            position: Generator::initial(position),
+            has_differed: false,
+        })))
     }
 
     /// Whether something else was drawn than before.

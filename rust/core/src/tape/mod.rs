@@ -4,6 +4,7 @@
 //! any depth run and drop; a saved variable that was changed in place is an error, never a wrong gradient.
 
 pub(crate) mod backward;
+mod leaf;
 mod mode;
 mod node;
 mod record;
@@ -15,6 +16,7 @@ pub use node::Backward;
 pub use record::{Cost, OpInfo, Saver, record, record_no_backward, record_view, record_with_aux};
 pub use saved::Saved;
 
+pub(crate) use leaf::Leaf;
 pub(crate) use mode::{flags, set_recording};
-pub(crate) use node::{GradientCell, Inputs, Leaf, Node};
+pub(crate) use node::{Inputs, Node};
 pub(crate) use record::Aux;

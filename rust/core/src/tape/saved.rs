@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use crate::capture::Version;
 use crate::checkpoint::Region;
 use crate::memory::SavedBytes;
 use crate::raw::Raw;
-use crate::tensor::{Tensor, Version};
+use crate::tensor::Tensor;
 use crate::{Error, Result};
 
 /// A value that a backward pass will read.

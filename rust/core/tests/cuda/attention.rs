@@ -48,7 +48,7 @@ const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) 
     Shape { model, queries, keys: None, heads, width, is_causal: false, is_packed: true }
 }
 
-/// What the models compute for one picture. A head's result does not depend on how many there are, except that the gradients of keys are
+/// What the models compute for one image. A head's result does not depend on how many there are, except that the gradients of keys are
 /// made in parts and summed if few heads would leave the GPU idle. Where all heads would take the reference long, there are as many as
 /// it takes for one part, which is what all have.
 const SHAPES: [Shape; 9] = [

@@ -16,7 +16,7 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Computed, not learned, or of the picture's side.
+/// Computed, not learned, or of the image's side.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }

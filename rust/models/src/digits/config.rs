@@ -12,11 +12,11 @@ use crate::pretrained::Configuration;
 pub struct DigitsConfig {
     /// The class of the model.
     pub _class_name: String,
-    /// Height and width of a picture in pixels; a multiple of `patch_size`.
+    /// Height and width of an image in pixels; a multiple of `patch_size`.
     pub sample_size: usize,
     /// Height and width of the square that becomes one token.
     pub patch_size: usize,
-    /// Channels of a picture.
+    /// Channels of an image.
     pub in_channels: usize,
     /// Number of blocks.
     pub num_layers: usize,
@@ -68,7 +68,7 @@ impl DigitsConfig {
         self.num_attention_heads * self.attention_head_dim
     }
 
-    /// Patches along one side of a picture.
+    /// Patches along one side of an image.
     pub const fn grid(&self) -> usize {
         self.sample_size / self.patch_size
     }

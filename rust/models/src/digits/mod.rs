@@ -1,5 +1,5 @@
 //! The demo's image generator: a flow-matching diffusion transformer (DiT, Peebles & Xie 2022, arXiv:2212.09748) over
-//! pictures of handwritten digits, small enough to ship in the package and to fine-tune in seconds on a CPU.
+//! images of handwritten digits, small enough to ship in the package and to fine-tune in seconds on a CPU.
 //!
 //! Its layers carry diffusers' names, so that adapters target it as they do the large models.
 

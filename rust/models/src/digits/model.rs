@@ -14,7 +14,7 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original, OwnNames}
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A class-conditional diffusion transformer for small pictures. It predicts the velocity `noise - picture` of flow matching.
+/// A class-conditional diffusion transformer for small images. It predicts the velocity `noise - image` of flow matching.
 pub struct DigitsTransformer {
     config: DigitsConfig,
     patch_embed: Linear<Tensor>,
@@ -73,7 +73,7 @@ impl DigitsTransformer {
         &self.config
     }
 
-    /// The velocity at `sample (B, C, H, W)` (pixels in -1..1 under noise), at `timestep (B)` from 0 (picture) to 1000 (noise), for
+    /// The velocity at `sample (B, C, H, W)` (pixels in -1..1 under noise), at `timestep (B)` from 0 (image) to 1000 (noise), for
     /// `class_labels (B)` (i64 or u32). The result has the shape of `sample` and the dtype of the weights.
     ///
     /// # Errors

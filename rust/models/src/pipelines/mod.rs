@@ -35,7 +35,7 @@ pub struct Pipeline {
     pub class_names: &'static [&'static str],
     /// What other tools call its base model, if they know it.
     pub base: Option<BaseModel>,
-    /// Pixels along one side of a picture for each unit of the denoiser's `sample_size`.
+    /// Pixels along one side of an image for each unit of the denoiser's `sample_size`.
     pub pixels: usize,
     /// Its models, the one that is fine-tuned first.
     pub parts: &'static [Part],
@@ -46,7 +46,7 @@ pub struct Pipeline {
 pub enum Role {
     /// It predicts noise or velocity, and is fine-tuned.
     Denoiser,
-    /// From pictures to latents and back.
+    /// From images to latents and back.
     Autoencoder,
     /// From token ids to features.
     TextEncoder,

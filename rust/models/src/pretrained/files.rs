@@ -15,7 +15,7 @@ const HALF: &str = "fp16";
 const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
 
 /// The weight files in `folder`: one file or its shards, of the plain variant or of the half-precision one (`*.fp16.safetensors`).
-/// Where both are there, `half` says which.
+/// `half` chooses if both exist.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`] if there are none or shards are missing, [`Error::Io`] if the folder cannot be read.
@@ -36,7 +36,7 @@ pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
     ))
 }
 
-/// Refuse a checkpoint that is a pickle by its name, whatever lies beside it.
+/// Return an error for a checkpoint whose name is a pickle's, whatever other files its folder has.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`] saying why, and what to do.
@@ -54,7 +54,7 @@ pub(super) fn refuse_pickle(path: &Path) -> Result<()> {
     ))
 }
 
-/// Refuse the first pickle of a folder that holds no safetensors files.
+/// Return an error for the first pickle of a folder without safetensors files.
 ///
 /// # Errors
 /// As [`refuse_pickle`]; [`Error::Io`] if the folder cannot be read.
@@ -84,7 +84,7 @@ fn files_in(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf
     Ok(files)
 }
 
-/// The files of one variant, if it is there.
+/// The files of one variant, if it exists.
 fn variant_in(folder: &Path, stem: &str, variant: Option<&str>) -> Result<Option<Vec<PathBuf>>> {
     let dotted = variant.map(|v| format!(".{v}")).unwrap_or_default();
     let whole = folder.join(format!("{stem}{dotted}.safetensors"));
@@ -110,7 +110,7 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     let text = std::fs::read_to_string(index).map_err(|e| Error::io(index, e))?;
     let parsed: Index = serde_json::from_str(&text).map_err(|e| Error::weights(index, format!("no index: {e}")))?;
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
-    // An index says which files of its own folder to read, and nothing else.
+    // An index may name only files of its own folder.
     if let Some(name) = names.iter().find(|name| name.contains(['/', '\\'])) {
         return Err(Error::weights(index, format!("\"{name}\" is no file name; shards lie beside their index")));
     }

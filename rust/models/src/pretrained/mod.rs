@@ -26,13 +26,13 @@ use crate::pipelines::{self, Pipeline, Place};
 use crate::registry::{Model, ModelKind};
 
 pub(crate) const CONFIG: &str = "config.json";
-/// What a pipeline's folder says that it is.
+/// The file in which a pipeline's folder names its class.
 pub(crate) const INDEX: &str = "model_index.json";
 
 /// The choice where a path could mean several models.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// The kind of model; without it the one that the files say, or that is fine-tuned.
+    /// The kind of model; None for the one that the files name, or else the one that is fine-tuned.
     pub kind: Option<&'static ModelKind>,
     /// The model's folder in a pipeline's; of an original checkpoint, the model that the folder would hold.
     pub subfolder: Option<String>,
@@ -42,7 +42,7 @@ pub struct Choice {
     pub config: Option<PathBuf>,
     /// Prefer half-precision files (`*.fp16.safetensors`) where both are there.
     pub half: bool,
-    /// Whether the model is f32 although half precision is asked for or stored, in place of what its configuration says.
+    /// Whether the model is f32 even if half precision is requested or stored; None for what its configuration says.
     pub force_upcast: Option<bool>,
     /// How many of the first layers to load, of a model that can do with a part.
     pub layers: Option<usize>,
@@ -127,8 +127,8 @@ impl Pretrained {
         Ok(Self { config, original, ..Self::new(path, model, choice, vec![path.to_path_buf()]) })
     }
 
-    /// Where the model stands in a pipeline: as the file says that it is in, the pipeline's `model_index.json`, or the configuration
-    /// of the model.
+    /// The model's place in a pipeline: from the file that contains it, the pipeline's `model_index.json`, or the model's own
+    /// configuration.
     pub fn place(&self) -> Option<Place> {
         if let Some((place, _)) = self.original {
             return Some(place);
@@ -145,7 +145,7 @@ impl Pretrained {
             .or_else(|| Place::by_configuration(self.model, &read_json(&folder.join(CONFIG)).ok()?))
     }
 
-    /// What other tools call `model`, loaded from these files, and its layers in adapter files.
+    /// The names that other tools give `model`, loaded from these files, and its layers in adapter files.
     pub fn adapter_names(&self, model: &dyn Model) -> PartNames {
         self.place().map_or_else(PartNames::default, |place| place.names(model))
     }
@@ -165,7 +165,7 @@ impl Pretrained {
         self.config.as_deref()
     }
 
-    /// How the model's keys are written in an original checkpoint; none in a folder.
+    /// How the model's keys are written in an original checkpoint; None in a folder.
     pub fn original(&self) -> Option<Original> {
         self.original.map(|(_, original)| original)
     }
@@ -216,7 +216,7 @@ impl Pretrained {
                 let subfolder = place.part.subfolder;
                 let written = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(subfolder).join(CONFIG);
-                // Any may be another model's: what does not fit is as if it were not there.
+                // Any of them may belong to another model: those that do not fit are ignored.
                 let given = written.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
                 let places = std::iter::once(place).chain(pipelines::places(self.model));
                 let published = places.map(|place| (place.part.published)());
@@ -232,8 +232,8 @@ impl Pretrained {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
 
-    /// Build a frozen model of these weights, each of which must be asked for. They are read one at a time and converted on the
-    /// way to `dtype`, or to the one that most of them are stored in: beside the model, memory holds its largest parameter at most.
+    /// Build a frozen model of these weights, which must use all of them. They are read one at a time and converted to `dtype`, or to
+    /// the dtype of most stored weights: besides the model, memory holds at most its largest parameter.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`] and
@@ -253,7 +253,7 @@ impl Pretrained {
         }
         let files = WeightFiles::open(&self.weights)?;
         let layout = layout(&files);
-        // A model computes in one dtype, also if its file mixes some.
+        // A model computes in one dtype, even if its file mixes several.
         let dtype = dtype.or_else(|| files.common_dtype(layout.prefix()));
         let mut source = Source::stored(StoredWeights { files, layout, dtype, device: device.clone() });
         let in_file = |error| match error {

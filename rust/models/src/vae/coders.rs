@@ -62,7 +62,7 @@ impl Module for Level<Upsample> {
     }
 }
 
-/// Pictures to the moments of their latents, both channels-last.
+/// Images to the moments of their latents, both channels-last.
 pub(super) struct Encoder {
     conv_in: Conv2d<Tensor>,
     down_blocks: Vec<Level<Downsample>>,
@@ -120,7 +120,7 @@ impl Module for Encoder {
     }
 }
 
-/// Latents to pictures, both channels-last.
+/// Latents to images, both channels-last.
 pub(super) struct Decoder {
     conv_in: Conv2d<Tensor>,
     mid_block: MidBlock,

@@ -10,9 +10,9 @@ use crate::pretrained::Configuration;
 /// `config.json` of an autoencoder as diffusers writes it (`AutoencoderKL`). The default is SDXL's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VaeConfig {
-    /// Channels of a picture.
+    /// Channels of an image.
     pub in_channels: usize,
-    /// Channels of a decoded picture.
+    /// Channels of a decoded image.
     pub out_channels: usize,
     /// Channels of each level, the widest image first. Each level but the last halves the size.
     pub block_out_channels: Vec<usize>,
@@ -22,7 +22,7 @@ pub struct VaeConfig {
     pub latent_channels: usize,
     /// Groups of the group norms.
     pub norm_num_groups: usize,
-    /// Height and width of the pictures it was made for.
+    /// Height and width of the images it was made for.
     pub sample_size: usize,
     /// The input of a diffusion model is (latent - shift_factor) · scaling_factor.
     pub scaling_factor: f64,
@@ -154,7 +154,7 @@ impl VaeConfig {
         if self.latent_norm_eps.is_some() { AutoencoderKL::NORMED_CLASS_NAME } else { AutoencoderKL::CLASS_NAME }
     }
 
-    /// Pixels along one side of a picture for each of the latents.
+    /// Pixels along one side of an image for each of the latents.
     pub fn downscale(&self) -> usize {
         1 << (self.block_out_channels.len() - 1)
     }

@@ -1,4 +1,4 @@
-//! The autoencoder: pictures to the distribution of their latents, latents to pictures.
+//! The autoencoder: images to the distribution of their latents, latents to images.
 
 use serde_json::{Map, Value};
 use trainable_candle_core::compute::with_bf16_pairs;
@@ -94,9 +94,9 @@ impl AutoencoderKL {
         Ok((mean, logvar.clamp(Some(LOGVAR.0), Some(LOGVAR.1))?))
     }
 
-    /// The picture of `latent (B, C, h, w)`, which is not scaled: (B, 3, h · downscale, w · downscale), values about -1 to 1. With
-    /// `tile_size`, a picture larger than that many pixels is decoded in tiles of that size which overlap by a quarter, their
-    /// seams blended: memory no longer grows with the picture.
+    /// The image of `latent (B, C, h, w)`, which is not scaled: (B, 3, h · downscale, w · downscale), values about -1 to 1. With
+    /// `tile_size`, an image larger than that many pixels is decoded in tiles of that size which overlap by a quarter, their
+    /// seams blended: memory no longer grows with the image.
     ///
     /// # Errors
     /// [`Error::Shape`] if the latent does not fit the model, [`Error::Argument`] if tiles are too small.

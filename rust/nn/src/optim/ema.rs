@@ -1,6 +1,6 @@
 //! The exponential moving average of an adapter's parameters.
 
-use trainable_candle_core::capture::{HostState, before_replay, is_capturing, refuse_change};
+use trainable_candle_core::capture::{Fixed, HostState, before_replay, is_capturing};
 use trainable_candle_core::compute::{copy_into, fill, lerp_in_place, zeros};
 use trainable_candle_core::raw::{Raw, check_allocation_on, host_copy, own_copy};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
@@ -37,7 +37,7 @@ pub struct EMA {
     updates: HostState<u64>,
     is_swapped_in: HostState<bool>,
     /// The variables' own values while the averages replace them.
-    trained: Option<Raw>,
+    trained: Fixed<Option<Raw>>,
 }
 
 impl EMAConfig {
@@ -70,7 +70,7 @@ impl EMA {
             buffer: buffer.clone(),
             updates: HostState::new("how often averages were updated", 0),
             is_swapped_in: HostState::new("whether averages are in the place of parameters", false),
-            trained: None,
+            trained: Fixed::new("which of averages and parameters are in place", None),
         })
     }
 
@@ -106,9 +106,7 @@ impl EMA {
                 "update() found the averages in the place of the parameters; swap_out() first",
             ));
         }
-        if self.updates.has_changed() {
-            refuse_change("averages twice in a call, each time with another decay")?;
-        }
+        self.updates.refuse_repetition("averages twice in a call, each time with another decay")?;
         let set_weight = {
             let (config, weight, updates) = (self.config, self.weight.clone(), self.updates.clone());
             move || fill(&weight, 1.0 - config.decay_after(updates.get()))
@@ -131,14 +129,14 @@ impl EMA {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages in the place of the parameters already"));
         }
-        refuse_change("which of averages and parameters are in place")?;
+        let place = self.trained.get_mut()?;
         check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
         let trained = own_copy(self.buffer.data())?;
-        if let Err(error) = self.overwrite(&self.average) {
-            self.overwrite(&trained)?;
+        if let Err(error) = overwrite(&self.buffer, &self.average) {
+            overwrite(&self.buffer, &trained)?;
             return Err(error);
         }
-        self.trained = Some(trained);
+        *place = Some(trained);
         self.is_swapped_in.set(true)
     }
 
@@ -147,18 +145,13 @@ impl EMA {
     /// # Errors
     /// [`Error::Argument`] if the averages do not replace the variables.
     pub fn swap_out(&mut self) -> Result<()> {
-        let Some(trained) = &self.trained else {
+        let Some(trained) = Option::clone(&self.trained) else {
             return Err(Error::argument(OP, "swap_out() found the parameters in their place; swap_in() first"));
         };
-        refuse_change("which of averages and parameters are in place")?;
-        self.overwrite(trained)?;
-        self.trained = None;
+        let place = self.trained.get_mut()?;
+        overwrite(&self.buffer, &trained)?;
+        *place = None;
         self.is_swapped_in.set(false)
-    }
-
-    fn overwrite(&self, values: &Raw) -> Result<()> {
-        copy_into(self.buffer.data(), values)?;
-        self.buffer.vars().iter().try_for_each(|var| var.update_in_place(|_| Ok(())))
     }
 
     /// A copy of the state, on the CPU: `INDEX.average` for the variable with that index, and `updates` (i64).
@@ -222,6 +215,11 @@ impl EMA {
         };
         self.buffer.ranges().iter().zip(self.buffer.vars()).map(view).collect()
     }
+}
+
+fn overwrite(buffer: &FlatBuffer, values: &Raw) -> Result<()> {
+    copy_into(buffer.data(), values)?;
+    buffer.vars().iter().try_for_each(|var| var.update_in_place(|_| Ok(())))
 }
 
 fn key(index: usize) -> String {

@@ -205,7 +205,8 @@ impl Prodigy {
     /// One pass over the variables that have a gradient and a learning rate.
     fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, dlr: f64) -> Result<()> {
         for group in &mut self.stepper.groups {
-            (group.config.d, group.config.dlr) = (self.d, dlr);
+            let pass = group.config.get_mut()?;
+            (pass.d, pass.dlr) = (self.d, dlr);
         }
         let mut items = self.stepper.items(wanted);
         items.retain(|item| item.config.config.lr > 0.0);

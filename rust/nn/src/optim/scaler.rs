@@ -1,7 +1,7 @@
 //! Dynamic loss scaling for f16, as `torch.amp.GradScaler`.
 
 use rustc_hash::FxHashMap;
-use trainable_candle_core::capture::{HostState, refuse_change};
+use trainable_candle_core::capture::{Fixed, HostState};
 use trainable_candle_core::raw::{is_float, own_copy};
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
@@ -42,7 +42,8 @@ impl Default for GradScalerConfig {
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    state: State,
+    /// A captured function finds it on the device.
+    state: Fixed<State>,
     /// By optimizer, since the last update.
     stages: HostState<FxHashMap<u64, Stage>>,
 }
@@ -93,7 +94,9 @@ impl GradScaler {
         if growth_interval == 0 {
             return wrong("growth_interval", growth_interval.to_string(), "at least 1");
         }
-        Ok(Self { config, state: State::Host(init_scale, 0), stages: stages(FxHashMap::default()) })
+        let state =
+            Fixed::new("where the loss scale is, which its first use brings to the device", State::Host(init_scale, 0));
+        Ok(Self { config, state, stages: stages(FxHashMap::default()) })
     }
 
     /// The current scale; 1 if not enabled. Waits for a CUDA device.
@@ -113,7 +116,7 @@ impl GradScaler {
     }
 
     fn read(&self) -> Result<(f64, u64)> {
-        match &self.state {
+        match &*self.state {
             State::Host(scale, growth_tracker) => Ok((*scale, *growth_tracker)),
             State::Device(state) => state.read(),
         }
@@ -121,15 +124,14 @@ impl GradScaler {
 
     /// The state on a CUDA device, brought there at the first call.
     fn on_device(&mut self, device: &Device) -> Result<LossScale> {
-        match &self.state {
-            State::Host(scale, growth_tracker) => {
-                refuse_change("where the loss scale lies, which its first use brings to the device")?;
-                let state = LossScale::new(device, *scale, *growth_tracker)?;
-                self.state = State::Device(state.clone());
-                Ok(state)
-            }
-            State::Device(state) => Ok(state.clone()),
+        if let State::Device(state) = &*self.state {
+            return Ok(state.clone());
         }
+        let (scale, growth_tracker) = self.read()?;
+        let place = self.state.get_mut()?;
+        let state = LossScale::new(device, scale, growth_tracker)?;
+        *place = State::Device(state.clone());
+        Ok(state)
     }
 
     /// The loss times the scale.
@@ -237,7 +239,7 @@ impl GradScaler {
             return Err(Error::argument(OP, "update() needs a step() before it, found none since the last update()"));
         }
         let norms: Vec<Tensor> = self.stages.change(std::mem::take).into_values().map(|stage| stage.norm).collect();
-        if let State::Device(state) = &self.state {
+        if let State::Device(state) = &*self.state {
             let device = state.scale()?.device().clone();
             // A sum of norms is finite if all are: they are far from the largest f64.
             let mut sum: Option<Tensor> = None;
@@ -255,7 +257,7 @@ impl GradScaler {
         }
         let (mut scale, mut growth_tracker) = self.read()?;
         if found_inf {
-            self.state = State::Host(scale * self.config.backoff_factor, 0);
+            *self.state.get_mut()? = State::Host(scale * self.config.backoff_factor, 0);
             return Ok(());
         }
         growth_tracker += 1;
@@ -267,7 +269,7 @@ impl GradScaler {
             }
             growth_tracker = 0;
         }
-        self.state = State::Host(scale, growth_tracker);
+        *self.state.get_mut()? = State::Host(scale, growth_tracker);
         Ok(())
     }
 
@@ -279,9 +281,9 @@ impl GradScaler {
         if !(scale.is_finite() && scale > 0.0) {
             return Err(Error::argument(OP, format!("found scale {scale}, expected a number above 0")));
         }
-        match &mut self.state {
+        match &*self.state {
             State::Device(state) => state.set(scale, growth_tracker)?,
-            State::Host(..) => self.state = State::Host(scale, growth_tracker),
+            State::Host(..) => *self.state.get_mut()? = State::Host(scale, growth_tracker),
         }
         Ok(())
     }

@@ -96,6 +96,7 @@ impl Slots {
 #[cfg(test)]
 mod tests {
     use smallvec::SmallVec;
+    use trainable_candle_core::capture::Fixed;
     use trainable_candle_core::{DType, Device};
 
     use super::super::state::Parameter;
@@ -104,7 +105,10 @@ mod tests {
     fn groups(steps: &[&[u64]]) -> Vec<Group<()>> {
         let var = || Var::zeros(3, DType::F32, &Device::Cpu).unwrap();
         let parameter = |&step: &u64| Parameter { step, states: SmallVec::new(), ..Parameter::new(var()) };
-        let group = |steps: &&[u64]| Group { config: (), parameters: steps.iter().map(parameter).collect() };
+        let group = |steps: &&[u64]| Group {
+            config: Fixed::new("the configuration", ()),
+            parameters: steps.iter().map(parameter).collect(),
+        };
         steps.iter().map(group).collect()
     }
 

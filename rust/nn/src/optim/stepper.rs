@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashSet;
-use trainable_candle_core::capture::refuse_change;
+use trainable_candle_core::capture::Fixed;
 use trainable_candle_core::flat::{collect_grads, zero_grads};
 use trainable_candle_core::{Error, GradStore, Result, Tensor, Var};
 
@@ -146,7 +146,7 @@ pub struct Stepper<R: Rule> {
 }
 
 pub(super) struct Group<C> {
-    pub(super) config: C,
+    pub(super) config: Fixed<C>,
     pub(super) parameters: Vec<Parameter>,
 }
 
@@ -199,7 +199,7 @@ impl<R: Rule> Stepper<R> {
         let groups = groups
             .into_iter()
             .map(|group| Group {
-                config: group.config,
+                config: Fixed::new("the hyper-parameters of an optimizer", group.config),
                 parameters: group.params.into_iter().map(Parameter::new).collect(),
             })
             .collect();
@@ -208,7 +208,7 @@ impl<R: Rule> Stepper<R> {
 
     /// The hyper-parameters of each group.
     pub fn configs(&self) -> impl Iterator<Item = &R::Config> {
-        self.groups.iter().map(|group| &group.config)
+        self.groups.iter().map(|group| &*group.config)
     }
 
     /// Changes the hyper-parameters of one group.
@@ -230,11 +230,11 @@ impl<R: Rule> Stepper<R> {
 
     /// Takes over hyper-parameters that were checked, on the device too.
     fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
-        refuse_change("the hyper-parameters of an optimizer")?;
+        let place = self.groups[index].config.get_mut()?;
         if let Some(device) = &self.device {
             device.configure::<R>(index, &config)?;
         }
-        self.group_mut(index)?.config = config;
+        *place = config;
         Ok(())
     }
 
@@ -274,7 +274,7 @@ impl<R: Rule> Stepper<R> {
         for Group { config, parameters } in &mut self.groups {
             for parameter in parameters.iter_mut().filter(|p| wanted(&p.var)) {
                 if let Some(grad) = parameter.var.grad_storage() {
-                    items.push(Item { parameter, config, grad });
+                    items.push(Item { parameter, config: &**config, grad });
                 }
             }
         }
@@ -304,11 +304,11 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn group_lrs(&self) -> Vec<f64> {
-        self.groups.iter().map(|group| *R::lr(&mut group.config.clone())).collect()
+        self.groups.iter().map(|group| *R::lr(&mut R::Config::clone(&group.config))).collect()
     }
 
     fn set_group_lr(&mut self, group: usize, lr: f64) -> Result<()> {
-        let mut config = self.group_mut(group)?.config.clone();
+        let mut config = R::Config::clone(&self.group_mut(group)?.config);
         *R::lr(&mut config) = lr;
         R::validate(&config)?;
         self.configure(group, config)
@@ -334,15 +334,14 @@ impl<R: Rule> Optimizer for Stepper<R> {
             state::from_dict(R::NAME, &parameters, &specs, self.groups.len(), states)?
         };
         let configs = self.groups.iter().zip(&lrs).map(|(group, &lr)| {
-            let mut config = group.config.clone();
+            let mut config = R::Config::clone(&group.config);
             *R::lr(&mut config) = lr;
             R::validate(&config).map(|()| config)
         });
         let configs = configs.collect::<Result<Vec<_>>>()?;
-        refuse_change("the states of an optimizer")?;
         let mut parameters = parameters.into_iter();
         for (group, config) in self.groups.iter_mut().zip(configs) {
-            group.config = config;
+            *group.config.get_mut()? = config;
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
         // Otherwise the first step brings them there.

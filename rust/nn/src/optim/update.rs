@@ -44,7 +44,7 @@ struct Bucket<'a, C> {
 /// Checks that the optimizer can update a variable of that dtype, on that device.
 pub(super) fn check_var<R: Rule>(var: &Var) -> Result<()> {
     if !var.device().is_cpu() && R::KERNELS.is_none() {
-        let message = "has no CUDA form; use SGD, Adam, AdamW, Lion, Adam8bit, AdamW8bit or Lion8bit there";
+        let message = "has no CUDA form; keep its variables on the CPU, or use one that has, such as AdamW";
         return Err(Error::device(R::NAME, message));
     }
     match var.dtype() {

@@ -14,12 +14,12 @@ use crate::device;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The demo's image generator: a flow-matching diffusion transformer over pictures of handwritten digits.
+/// The demo's image generator: a flow-matching diffusion transformer over images of handwritten digits.
 ///
 /// The constructor makes a fresh model whose parameters are trainable; `from_pretrained` loads a frozen one.
 ///
 /// Args:
-///     sample_size: height and width of a picture in pixels.
+///     sample_size: height and width of an image in pixels.
 ///     patch_size: height and width of the square that becomes one token.
 ///     num_layers: number of blocks.
 ///     num_attention_heads: heads of each attention.
@@ -67,11 +67,11 @@ impl DigitsTransformer {
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
-    /// The velocity `noise - picture` of flow matching.
+    /// The velocity `noise - image` of flow matching.
     ///
     /// Args:
-    ///     sample: pictures under noise, (B, 1, H, W), values about -1 to 1.
-    ///     timestep: noise levels from 0 (picture) to 1000 (noise), (B,).
+    ///     sample: images under noise, (B, 1, H, W), values about -1 to 1.
+    ///     timestep: noise levels from 0 (image) to 1000 (noise), (B,).
     ///     class_labels: the class of each, (B,), i64 or u32.
     ///
     /// Returns:

@@ -12,7 +12,7 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The autoencoder between pictures and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
+/// The autoencoder between images and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
 /// `from_pretrained`.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct AutoencoderKL(Arc<models::AutoencoderKL>);
@@ -33,24 +33,24 @@ impl AutoencoderKL {
         self.0.config().shift_factor.unwrap_or(0.0)
     }
 
-    /// Pixels along one side of a picture for each of the latents.
+    /// Pixels along one side of an image for each of the latents.
     #[getter]
     fn downscale(&self) -> usize {
         self.0.config().downscale()
     }
 
-    /// The distribution of a picture's latents.
+    /// The distribution of an image's latents.
     ///
     /// Args:
-    ///     image: pictures, (B, 3, H, W), values -1 to 1.
-    ///     tile_size: encode larger pictures in tiles of so many pixels, which overlap by a quarter (512 is usual);
+    ///     image: images, (B, 3, H, W), values -1 to 1.
+    ///     tile_size: encode larger images in tiles of so many pixels, which overlap by a quarter (512 is usual);
     ///         near seams the result differs a little.
     ///
     /// Returns:
     ///     Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
     ///
     /// Raises:
-    ///     ShapeError: if the picture does not fit the model.
+    ///     ShapeError: if the image does not fit the model.
     #[pyo3(signature = (image, *, tile_size=None))]
     fn encode(
         &self,
@@ -65,15 +65,15 @@ impl AutoencoderKL {
         Ok((Tensor(mean), Tensor(logvar)))
     }
 
-    /// The pictures of latents.
+    /// The images of latents.
     ///
     /// Args:
     ///     latent: latents, (B, 4, h, w), not scaled.
-    ///     tile_size: decode larger pictures in tiles of so many pixels, which overlap by a quarter, their seams blended (512
-    ///         is usual): memory no longer grows with the picture.
+    ///     tile_size: decode larger images in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+    ///         is usual): memory no longer grows with the image.
     ///
     /// Returns:
-    ///     Pictures, (B, 3, h * downscale, w * downscale), values about -1 to 1.
+    ///     Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.
     ///
     /// Raises:
     ///     ShapeError: if the latents do not fit the model.

@@ -15,7 +15,6 @@ mod pack;
 mod thin;
 
 pub use batch::{matmul, matmul_accumulate, product, write_products};
-pub use kernel::Lane;
 
 pub(crate) use block::with_scratch;
 pub(crate) use kernel::{Broadcast, Run, Target, Tile, TileShape};

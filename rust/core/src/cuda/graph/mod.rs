@@ -1,15 +1,16 @@
 //! CUDA graphs of functions: all work that a function queues, launched at once.
 //!
-//! The first call of a captured function runs it as it is: memory, kernels and optimizer states come to be. The second records it and
-//! replays the record, and each later call copies new inputs in and replays. Every call counts: a training loop is where it would be
-//! without a graph, to the bit. If the function makes gradients that are not parts of a flat buffer, these get a fixed place after the
-//! first call, the second is as the first, and the third records.
+//! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer states. The
+//! second call records the function and replays the record; each later call copies new inputs in and replays. Every call counts:
+//! training computes the same bits as without a graph. If the function creates gradients outside flat buffers, these move to fixed
+//! storage after the first call, the second call runs eagerly again, and the third records.
 //!
-//! Temporaries of graphs lie in memory of their own, which all graphs of a device share, since one runs after the other; what
-//! a call returns is a copy, and a function that keeps more of what it has made is refused. What lies outside and is read or written is kept alive. Random draws take the place of the
-//! generator from device memory and advance it by what the function draws. Values that the function makes on the CPU are constants
-//! of the graph; one that changes from call to call is refused, and so is reading a value. State of the host that the work depends on
-//! ([`HostState`](crate::capture::HostState)) makes a graph stale when it changes: the function then runs and is recorded anew.
+//! All graphs of a device share one pool of memory for temporaries, because they run one after the other. A call returns copies; a
+//! function that keeps any other tensor it has created is an error. A graph keeps alive the tensors outside the pool that it reads
+//! or writes. Random draws read the position of the generator from device memory and advance it by the number of draws. Values that
+//! the function creates on the CPU are constants of the graph: one that changes between calls is an error, and so is reading a
+//! value. When host state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the graph is stale: the next
+//! call runs eagerly and the one after it records again.
 
 mod recording;
 
@@ -22,16 +23,15 @@ use trainable_candle_cuda::kernels::random::{SET_GENERATOR, SetGenerator};
 use trainable_candle_cuda::upload::{self, Constants, Known};
 
 use super::copy::{duplicate, transfer};
-use super::gpu::{Gpu, driver_error};
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
 use super::launch::{Address, Element, Mut, Shape, address, empty};
-use super::memory::status_error;
+use super::recorder::FORWARD;
 use crate::capture::{Effects, Function, Run};
 use crate::raw::storage_identity;
 use crate::rng::{self, State};
 use crate::{Error, Raw, Result, Tensor, capture};
-use recording::{FORWARD, Lease, Recorded, Recording, Template};
-
-pub use recording::{check_thread, generator, hold, is_capturing_anywhere};
+use recording::{Lease, Recorded, Recording, Template};
 
 const OP: &str = "capture";
 
@@ -50,15 +50,15 @@ const OP: &str = "capture";
 pub struct Captured {
     function: Function,
     gpu: &'static Gpu,
-    /// What the function reads: calls copy into them.
+    /// The tensors that the function reads; calls copy their inputs into them.
     inputs: Vec<Tensor>,
     stage: Stage,
 }
 
 enum Stage {
-    /// Not called yet, or gradients have moved since.
+    /// Not called yet, or gradients have moved since the last call.
     New,
-    /// Called: what that did, and the values that it copied from the CPU.
+    /// Ran eagerly: its effects on the host, and the values that it copied from the CPU.
     Ran(Effects, Known),
     Recorded(Graph),
 }
@@ -89,17 +89,17 @@ impl Captured {
         Ok(Self { function, gpu, inputs, stage: Stage::New })
     }
 
-    /// What the function gives for `inputs`, cut from the tape.
+    /// The results of the function for `inputs`, detached from the tape.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one it was captured with; the function's. In the call that
-    /// records it [`Error::Device`] if the function does what a graph cannot: read a value, wait, copy a value from the CPU that the call
-    /// before did not, keep a tensor that it has made, change what its own work depends on. Then nothing of that call has happened, and the
-    /// next one is a first one.
+    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one that the function was captured with; the function's errors.
+    /// In the call that records, [`Error::Device`] if a graph cannot do what the function does: read a value, wait, copy a value from
+    /// the CPU that the previous call did not, keep a tensor that it has created, change state that its own work depends on. That call
+    /// then has no effect, and the next one runs eagerly.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.check(inputs)?;
         if capture::is_running() {
-            // Within another captured function it is a part of that.
+            // A call within another captured function becomes a part of that function's graph.
             let device = Device::Cuda(self.gpu.device().clone());
             let inputs: Vec<Tensor> =
                 inputs.iter().map(|input| Tensor::from_raw(&input.raw).to_device(&device)).collect::<Result<_>>()?;
@@ -116,7 +116,7 @@ impl Captured {
                 let launched = graph.launch();
                 self.finish(graph, launched)
             }
-            // What the record depends on has changed: this call is a first one, and the next records anew.
+            // State that the record depends on has changed: this call runs eagerly, and the next one records again.
             Stage::Recorded(graph) if graph.effects.is_stale() => {
                 drop(graph);
                 self.run()
@@ -133,7 +133,7 @@ impl Captured {
         matches!(self.stage, Stage::Recorded(_))
     }
 
-    /// Copies of a replay's results, which the next replay does not change.
+    /// Copies of a replay's results, since the next replay overwrites them.
     fn finish(&mut self, graph: Graph, launched: Result<()>) -> Result<Vec<Tensor>> {
         let copies = || graph.outputs.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
         let outputs = launched.and_then(|()| copies());
@@ -187,13 +187,13 @@ impl Captured {
         let known = noting.finish();
         let mut effects = run.finish();
         let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
-        // What was told where gradients are must be told anew, outside of a capture.
+        // The function may have stored where gradients are, so it has to run once more before a capture.
         self.stage = if effects.settle_gradients()? { Stage::New } else { Stage::Ran(effects, known) };
         outputs
     }
 }
 
-/// What a function returns, without the tape.
+/// The results of a function, detached from the tape.
 fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
     let value = |(index, output): (usize, Tensor)| {
         if output.device().is_cuda() {
@@ -206,7 +206,7 @@ fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
     outputs.into_iter().enumerate().map(value).collect()
 }
 
-/// The values that this thread copies from the CPU are noted until this is dropped.
+/// Until it is dropped, the values that this thread copies from the CPU are noted.
 struct Noting;
 
 impl Noting {
@@ -226,18 +226,18 @@ impl Drop for Noting {
     }
 }
 
-/// A recorded function. Fields go in their order: the memory of graphs after all that lies in it.
+/// A recorded function. Fields drop in this order: the lease on the memory of graphs after everything in that memory.
 struct Graph {
     gpu: &'static Gpu,
     executable: Executable,
     outputs: Vec<Raw>,
-    /// What lies outside the memory of graphs and is used.
+    /// The tensors outside the memory of graphs that the graph uses.
     _held: Vec<Raw>,
     effects: Effects,
     _constants: Constants,
-    /// Seed and position of the generator, which draws start from.
+    /// Seed and position of the generator at the start of a replay.
     generator: Raw,
-    /// How far a call moves it.
+    /// The blocks of random numbers that a call draws.
     draws: u64,
     _lease: Option<Lease>,
 }
@@ -246,7 +246,7 @@ impl Graph {
     fn record(gpu: &'static Gpu, function: &Function, inputs: &[Tensor], known: Known) -> Result<Self> {
         let generator = empty(OP, gpu, &[2], DType::I64)?;
         let start = rng::state();
-        // Draws while it is recorded move this generator alone: what is launched reserves them, as each replay does.
+        // Draws during the recording advance this stream alone; each launch of the graph reserves its draws from the real one.
         let _stream = rng::Stream::enter(start);
         let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
         let outputs = function(inputs).and_then(values);
@@ -300,7 +300,7 @@ impl Graph {
         })
     }
 
-    /// Queue the recorded work, with draws that come next.
+    /// Queue the recorded work; it takes the next draws of the generator.
     fn launch(&self) -> Result<()> {
         let gpu = self.gpu;
         if self.draws > 0 {
@@ -313,7 +313,7 @@ impl Graph {
         self.executable.launch(gpu).map_err(|error| driver_error(OP, error))
     }
 
-    /// A call: the recorded work, and what it does on the host.
+    /// A call: the recorded work, and its effects on the host.
     fn replay(&self) -> Result<()> {
         self.effects.before()?;
         self.launch()?;
@@ -322,15 +322,15 @@ impl Graph {
     }
 }
 
-/// Whether what a recording has left in the memory of graphs are its `outputs` alone. Anything else that still lies there would change
-/// with each replay, also with those of other graphs, which have their temporaries in the same place.
+/// Check that a recording has left only its `outputs` in the memory of graphs. Any other tensor there would change with each
+/// replay of any graph, because all graphs share that memory.
 fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
     let outputs = outputs.iter().map(|output| address(OP, output)).collect::<Result<Vec<_>>>()?;
-    let strangers: Vec<_> = kept.iter().filter(|block| !outputs.iter().any(|at| block.contains(at))).collect();
-    if strangers.is_empty() {
+    let others: Vec<_> = kept.iter().filter(|block| !outputs.iter().any(|at| block.contains(at))).collect();
+    if others.is_empty() {
         return Ok(());
     }
-    let (count, bytes) = (strangers.len(), strangers.iter().map(|block| block.end - block.start).sum::<Address>());
+    let (count, bytes) = (others.len(), others.iter().map(|block| block.end - block.start).sum::<Address>());
     let message = format!(
         "the function keeps {count} tensors ({bytes} bytes) that it has made, and replays would change them; return them, or make them \
          before the function is captured"
@@ -368,7 +368,7 @@ impl Executable {
 
 impl Drop for Executable {
     fn drop(&mut self) {
-        // SAFETY: made by `new`; the driver ends a replay that is under way. What it says against it can't be mended.
+        // SAFETY: made by `new`; the driver lets a running replay finish. Nothing can be done about an error here.
         let _ = unsafe { result::graph::exec_destroy(self.0) };
     }
 }

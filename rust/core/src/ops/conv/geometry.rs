@@ -9,9 +9,9 @@ pub struct Conv2dOptions {
     pub stride: [usize; 2],
     /// Zeros on each side of the image.
     pub padding: [usize; 2],
-    /// Distance of the pixels under neighbouring elements of the kernel.
+    /// Distance of the pixels under adjacent elements of the kernel.
     pub dilation: [usize; 2],
-    /// Number of groups of channels, each convolved by itself.
+    /// Number of groups of channels, each convolved separately.
     pub groups: usize,
 }
 
@@ -98,7 +98,7 @@ impl Geometry {
         self.batch * self.output[0] * self.output[1]
     }
 
-    /// Elements that a window meets: those of the weight of an output channel.
+    /// Elements of a window: those of the weight of one output channel.
     pub const fn row_len(&self) -> usize {
         self.kernel[0] * self.kernel[1] * self.channels_per_group()
     }
@@ -115,13 +115,13 @@ impl Geometry {
         [self.batch, self.output[0], self.output[1], self.out_channels]
     }
 
-    /// Whether each pixel of the result meets the pixel of the image at its place, in all channels: a matrix product.
+    /// Whether each pixel of the result depends on the same pixel of the image only, in all channels: a matrix product.
     pub fn is_pointwise(&self) -> bool {
         let options = Conv2dOptions { dilation: self.options.dilation, ..Conv2dOptions::default() };
         self.kernel == [1, 1] && self.options == options
     }
 
-    /// Whether each channel is convolved by itself, into one of the result.
+    /// Whether each channel is convolved separately, into one channel of the result.
     pub const fn is_depthwise(&self) -> bool {
         self.channels == self.options.groups && self.out_channels == self.options.groups
     }

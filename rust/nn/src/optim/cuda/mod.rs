@@ -5,10 +5,9 @@ mod step;
 mod transfer;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use smallvec::SmallVec;
-use trainable_candle_core::capture::{HostState, after_replay, before_replay};
+use trainable_candle_core::capture::{Follower, HostState, before_replay};
 use trainable_candle_core::compute::{copy_into, zeros};
 use trainable_candle_core::flat::forget_grads;
 use trainable_candle_core::raw::to_vec;
@@ -56,8 +55,8 @@ struct Place {
 #[derive(Clone)]
 struct DeviceMaster {
     values: Raw,
-    /// The variable's version that they belong to. Replays of a captured step count it on.
-    version: Arc<AtomicU64>,
+    /// The variable's version that they belong to.
+    follower: Follower,
 }
 
 impl DeviceMaster {
@@ -71,21 +70,17 @@ impl DeviceMaster {
             }
             None => copy_into(&self.values, parameter.var.raw())?,
         }
-        self.follow(&parameter.var);
+        parameter.var.set_followed_by(&self.follower);
         Ok(())
     }
 
     /// Takes the values of a variable that was set outside the optimizer.
     fn refresh(&self, var: &Var) -> Result<()> {
-        if self.version.swap(var.version(), Ordering::Relaxed) != var.version() {
+        if !var.is_followed_by(&self.follower) {
             copy_into(&self.values, var.raw())?;
+            var.set_followed_by(&self.follower);
         }
         Ok(())
-    }
-
-    /// The variable has been changed together with the values.
-    fn follow(&self, var: &Var) {
-        self.version.store(var.version(), Ordering::Relaxed);
     }
 }
 
@@ -223,7 +218,7 @@ impl OnDevice {
         for (parameter, place) in parameters(groups).zip(&mut self.places).filter(|(p, _)| short(&p.var)) {
             let part = values.narrow(0, start, parameter.var.elem_count())?.reshape(parameter.var.shape())?;
             start += parameter.var.elem_count();
-            place.master = Some(DeviceMaster { values: part, version: Arc::default() });
+            place.master = Some(DeviceMaster { values: part, follower: Follower::default() });
         }
         Ok(())
     }
@@ -290,9 +285,7 @@ impl OnDevice {
                 match &self.places[index].master {
                     Some(master) => {
                         var.update_in_place(|_| Ok(()))?;
-                        master.follow(var);
-                        let (master, var) = (master.clone(), var.clone());
-                        after_replay(move || master.follow(&var));
+                        var.set_followed_by(&master.follower);
                     }
                     None if short_copy(var).is_some() => var.changed_with_copy()?,
                     None => var.update_in_place(|_| Ok(()))?,
@@ -406,7 +399,7 @@ impl OnDevice {
                     copy.states.push(State { spec, data });
                 }
                 if let Some(master) = &place.master {
-                    let version = master.version.load(Ordering::Relaxed);
+                    let version = master.follower.version();
                     copy.master = Some(Master { values: to_vec(&master.values)?, version });
                 }
             }

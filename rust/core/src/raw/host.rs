@@ -1,103 +1,16 @@
-//! Candle tensors as plain storage: what the tape and the kernels compute on.
+//! Values of tensors in the memory of this machine, and copies.
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, Device, Shape, Storage, WithDType};
+use candle_core::{CpuStorage, DType, Storage, WithDType};
 
+use super::storage::{Raw, from_vec};
 use crate::cpu::pool::par_chunks_mut;
 use crate::{Error, Result, compute};
-
-/// A candle tensor that carries no candle graph: values, shape, dtype, device.
-pub type Raw = candle_core::Tensor;
-
-/// A contiguous CPU tensor that owns `data` (row-major, `data.len()` elements).
-pub fn from_vec<T: WithDType>(data: Vec<T>, shape: impl Into<Shape>) -> Raw {
-    Raw::from_storage(Storage::Cpu(T::to_cpu_storage_owned(data)), shape, BackpropOp::none(), false)
-}
 
 /// A contiguous copy of `raw` with storage of its own, cut from any candle graph.
 pub fn own_copy(raw: &Raw) -> Result<Raw> {
     compute::copy(raw)
-}
-
-/// Identity and size in bytes of the storage behind `raw`; views of one storage share both.
-pub fn storage_identity(raw: &Raw) -> (usize, usize) {
-    let (storage, _) = raw.storage_and_layout();
-    let address = std::ptr::from_ref::<Storage>(&storage) as usize;
-    let elements = match &*storage {
-        Storage::Cpu(cpu) => cpu_len(cpu),
-        Storage::Cuda(cuda) => crate::cuda::storage_len(cuda),
-        _ => raw.elem_count(),
-    };
-    (address, elements * raw.dtype().size_in_bytes())
-}
-
-fn cpu_len(storage: &CpuStorage) -> usize {
-    match storage {
-        CpuStorage::U8(v) => v.len(),
-        CpuStorage::U32(v) => v.len(),
-        CpuStorage::I16(v) => v.len(),
-        CpuStorage::I32(v) => v.len(),
-        CpuStorage::I64(v) => v.len(),
-        CpuStorage::BF16(v) => v.len(),
-        CpuStorage::F16(v) => v.len(),
-        CpuStorage::F32(v) => v.len(),
-        CpuStorage::F64(v) => v.len(),
-        CpuStorage::F8E4M3(v) => v.len(),
-        CpuStorage::F6E2M3(v) | CpuStorage::F6E3M2(v) | CpuStorage::F4(v) | CpuStorage::F8E8M0(v) => v.len(),
-    }
-}
-
-/// Whether gradients can flow through values of `dtype`.
-pub fn is_float(dtype: DType) -> bool {
-    matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
-}
-
-/// Reject a shape whose element count overflows or that does not fit in memory, before candle allocates
-/// (its allocation failure aborts the process).
-///
-/// # Errors
-/// [`Error::OutOfMemory`] with the size asked for and the memory available.
-pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
-    const ALWAYS_FINE: usize = 256 << 20;
-    let count = check_size(op, dims, dtype)?;
-    let bytes = count * dtype.size_in_bytes();
-    // Asking the system costs microseconds, so small tensors go without.
-    let available = if bytes > ALWAYS_FINE { crate::memory::available_bytes() } else { None };
-    if let Some(available) = available.filter(|&a| bytes > a) {
-        return Err(Error::OutOfMemory {
-            op,
-            message: format!(
-                "a {} tensor of shape {dims:?} needs {:.1} GiB, {:.1} GiB are available; use a smaller shape or a smaller dtype",
-                dtype.as_str(),
-                bytes as f64 / (1u64 << 30) as f64,
-                available as f64 / (1u64 << 30) as f64
-            ),
-        });
-    }
-    Ok(count)
-}
-
-/// As [`check_allocation`] on the CPU. A CUDA device says itself what does not fit.
-///
-/// # Errors
-/// As [`check_allocation`].
-pub fn check_allocation_on(device: &Device, op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
-    if device.is_cpu() { check_allocation(op, dims, dtype) } else { check_size(op, dims, dtype) }
-}
-
-/// The number of elements of a shape, if they and their bytes can be counted.
-///
-/// # Errors
-/// [`Error::OutOfMemory`] if not.
-pub fn check_size(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
-    let count = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d));
-    let fits = |n: &usize| n.checked_mul(dtype.size_in_bytes()).is_some_and(|bytes| bytes <= isize::MAX as usize);
-    count.filter(fits).ok_or_else(|| Error::OutOfMemory {
-        op,
-        message: format!("a {} tensor of shape {dims:?} has more bytes than can be addressed", dtype.as_str()),
-    })
 }
 
 /// The same values on the CPU. Of a view, only its own elements are moved.

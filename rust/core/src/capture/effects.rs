@@ -1,0 +1,381 @@
+//! What a captured function does on the host, noted while it runs.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use crate::{Error, Result};
+
+/// The storage that a gradient is in.
+pub(crate) type Place = usize;
+
+/// A gradient, as far as captures know it.
+pub(super) trait Slot: Send + Sync {
+    /// Collect gradients in place from now on. False if they are already.
+    fn settle(&self) -> Result<bool>;
+    /// Where the gradient is, if there is one.
+    fn place(&self) -> Option<Place>;
+    fn is_filled(&self) -> bool;
+    fn set_filled(&self, filled: bool);
+}
+
+/// A change that every replay repeats, of the state with a number of its own.
+pub(super) trait Repeat: Send + Sync {
+    fn key(&self) -> usize;
+    /// Whether, at the end of the function, the state is still as the change has left it.
+    fn is_last(&self) -> bool {
+        true
+    }
+    fn repeat(&self);
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Off,
+    /// The eager run before a capture.
+    Eager,
+    Capturing,
+}
+
+type Before = Box<dyn Fn() -> Result<()> + Send + Sync>;
+type After = Box<dyn Fn() + Send + Sync>;
+type Undo = Box<dyn FnOnce() + Send>;
+
+/// What the recorded work depends on, and whether it is still as it was.
+struct Dependency {
+    name: &'static str,
+    is_same: Box<dyn Fn() -> bool + Send>,
+}
+
+/// What a run of a function did on the host.
+#[derive(Default)]
+pub(crate) struct Effects {
+    gradients: Vec<Arc<dyn Slot>>,
+    /// Whether each of them was there afterwards.
+    filled: Vec<bool>,
+    /// Gradients that were read before the run had changed them, and where they were then, if there were any.
+    observed: Vec<(Arc<dyn Slot>, Option<Place>)>,
+    /// Changes of variables, once each.
+    versions: Vec<Box<dyn Repeat>>,
+    /// Of what is made from variables' values: after these have changed.
+    followers: Vec<Box<dyn Repeat>>,
+    before: Vec<Before>,
+    after: Vec<After>,
+    depends: Vec<Dependency>,
+    /// What takes the changes of a recording back that fails, by the state that they change.
+    undo: Vec<(usize, Undo)>,
+    /// The states that end otherwise than they began.
+    advanced: Vec<usize>,
+    /// Whether the random generator was set, which replays would not repeat.
+    pub(crate) has_seeded: bool,
+}
+
+thread_local! {
+    static PHASE: Cell<Phase> = const { Cell::new(Phase::Off) };
+    static EFFECTS: RefCell<Effects> = RefCell::default();
+}
+
+/// Whether a function is being captured on this thread: work is queued for later, and nothing can be read back.
+pub fn is_capturing() -> bool {
+    PHASE.get() == Phase::Capturing
+}
+
+/// Whether a captured function is running on this thread, to be recorded or before that.
+pub fn is_running() -> bool {
+    PHASE.get() != Phase::Off
+}
+
+/// Have `work` done before every later call of the captured function that runs on this thread, outside of its graph: values that the graph
+/// reads may have been changed since. Also before the call that records it, if the one before it asks for it. Does nothing elsewhere.
+pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
+    if PHASE.get() != Phase::Off {
+        EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
+    }
+}
+
+/// Have `effect`, which the function that is captured on this thread has just had, again after every replay of its graph. Does nothing
+/// elsewhere.
+pub(super) fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.after.push(Box::new(effect)));
+    }
+}
+
+/// A change of the host's state, which replays would not repeat.
+///
+/// # Errors
+/// [`Error::Device`] if a function is being captured on this thread.
+pub(super) fn refuse_change(what: &'static str) -> Result<()> {
+    if !is_capturing() {
+        return Ok(());
+    }
+    Err(Error::device(
+        "capture",
+        format!("the function changes {what}, which replays would not; change it between calls"),
+    ))
+}
+
+/// A change of the state `key`, which was as `undo` makes it.
+pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| {
+            if !effects.undo.iter().any(|&(known, _)| known == key) {
+                effects.undo.push((key, Box::new(undo)));
+            }
+        });
+    }
+}
+
+/// Whether the function that is captured on this thread has changed the state `key`.
+pub(super) fn has_changed(key: usize) -> bool {
+    is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
+}
+
+/// The state `key` changes with each call.
+pub(super) fn note_advance(key: usize) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
+    }
+}
+
+/// Whether the state `key` is what the function that is captured on this thread has made it, in this call as in any.
+pub(super) fn is_changed(key: usize) -> bool {
+    has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
+}
+
+pub(super) fn note_dependency(name: &'static str, is_same: impl Fn() -> bool + Send + 'static) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.depends.push(Dependency { name, is_same: Box::new(is_same) }));
+    }
+}
+
+/// An operation that a graph cannot hold.
+///
+/// # Errors
+/// [`Error::Device`] if a function is being captured on this thread.
+pub fn refuse(op: &'static str) -> Result<()> {
+    if !is_capturing() {
+        return Ok(());
+    }
+    Err(Error::device(
+        op,
+        "values are not known inside a captured function, so nothing can read them or wait for them there; return the tensor and \
+         read it after the call",
+    ))
+}
+
+/// A run of a function on this thread, whose effects are noted until this is dropped.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
+pub(crate) struct Run(());
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
+impl Run {
+    /// # Errors
+    /// [`Error::Device`] if another run is under way on this thread.
+    pub(crate) fn begin(capturing: bool) -> Result<Self> {
+        if PHASE.get() != Phase::Off {
+            return Err(Error::device("capture", "a captured function is running"));
+        }
+        EFFECTS.take();
+        PHASE.set(if capturing { Phase::Capturing } else { Phase::Eager });
+        Ok(Self(()))
+    }
+
+    /// What the run did.
+    pub(crate) fn finish(self) -> Effects {
+        let mut effects = EFFECTS.take();
+        effects.filled = effects.gradients.iter().map(|gradient| gradient.is_filled()).collect();
+        // What the function has changed after it was made from it is as old after a replay.
+        effects.followers.retain(|follower| follower.is_last());
+        effects
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        PHASE.set(Phase::Off);
+        drop(EFFECTS.take());
+    }
+}
+
+/// A gradient is about to change.
+pub(super) fn note_gradient(gradient: impl FnOnce() -> Arc<dyn Slot>) {
+    if PHASE.get() == Phase::Off {
+        return;
+    }
+    let gradient = gradient();
+    EFFECTS.with_borrow_mut(|effects| {
+        if !effects.gradients.iter().any(|known| is_same(known, &gradient)) {
+            effects.gradients.push(gradient);
+        }
+    });
+}
+
+/// Work depends on whether there is a gradient, and where.
+pub(super) fn note_read(gradient: impl FnOnce() -> Arc<dyn Slot>, place: impl FnOnce() -> Option<Place>) {
+    if !is_capturing() {
+        return;
+    }
+    let gradient = gradient();
+    EFFECTS.with_borrow_mut(|effects| {
+        let mut known = effects.gradients.iter().chain(effects.observed.iter().map(|(known, _)| known));
+        if !known.any(|known| is_same(known, &gradient)) {
+            effects.observed.push((gradient, place()));
+        }
+    });
+}
+
+fn is_same(one: &Arc<dyn Slot>, other: &Arc<dyn Slot>) -> bool {
+    std::ptr::addr_eq(Arc::as_ptr(one), Arc::as_ptr(other))
+}
+
+/// The random generator is set to another place.
+pub(super) fn note_seed() {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| effects.has_seeded = true);
+    }
+}
+
+/// A variable was changed in place.
+pub(super) fn note_version(version: impl FnOnce() -> Box<dyn Repeat>) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| push_new(&mut effects.versions, version()));
+    }
+}
+
+/// Something has been made from a variable's value.
+pub(super) fn note_follower(follower: impl FnOnce() -> Box<dyn Repeat>) {
+    if is_capturing() {
+        EFFECTS.with_borrow_mut(|effects| push_new(&mut effects.followers, follower()));
+    }
+}
+
+fn push_new(known: &mut Vec<Box<dyn Repeat>>, new: Box<dyn Repeat>) {
+    if !known.iter().any(|known| known.key() == new.key()) {
+        known.push(new);
+    }
+}
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
+impl Effects {
+    /// Give every gradient that was touched storage that stays, so that each replay finds it where the capture did. Whether one had none.
+    pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
+        let mut has_moved = false;
+        for gradient in &self.gradients {
+            has_moved |= gradient.settle()?;
+        }
+        self.filled = self.gradients.iter().map(|gradient| gradient.is_filled()).collect();
+        Ok(has_moved)
+    }
+
+    /// How many gradients the run has changed.
+    #[cfg(test)]
+    pub(crate) fn changed_gradients(&self) -> usize {
+        self.gradients.len()
+    }
+
+    /// After a capture that failed, and so has changed no values: gradients are there as they were when they were settled.
+    pub(crate) fn restore_gradients(&self) {
+        for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
+            gradient.set_filled(filled);
+        }
+    }
+
+    /// Whether a replay would do what a call does no longer.
+    pub(crate) fn is_stale(&self) -> bool {
+        self.stale().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
+    }
+
+    /// The state that the recorded work depends on and that is another now, if there is one.
+    pub(crate) fn stale(&self) -> Option<&'static str> {
+        self.depends.iter().find(|known| !(known.is_same)()).map(|known| known.name)
+    }
+
+    /// The recording has succeeded: its changes stay.
+    pub(crate) fn commit(&mut self) {
+        self.undo.clear();
+    }
+
+    pub(crate) fn before(&self) -> Result<()> {
+        self.before.iter().try_for_each(|check| check())
+    }
+
+    pub(crate) fn after(&self) {
+        self.restore_gradients();
+        self.versions.iter().chain(&self.followers).for_each(|change| change.repeat());
+        self.after.iter().for_each(|effect| effect());
+    }
+}
+
+impl Drop for Effects {
+    fn drop(&mut self) {
+        self.undo.drain(..).for_each(|(_, undo)| undo());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Device, Tensor, Var};
+
+    fn value(var: &Var) -> f64 {
+        var.grad().map_or(f64::NAN, |grad| grad.item().unwrap())
+    }
+
+    #[test]
+    fn a_replay_repeats_what_the_host_knows() {
+        let x = Var::new(2f32, &Device::Cpu).unwrap();
+        let step = || {
+            x.zero_grad()?;
+            (x.as_tensor() * x.as_tensor())?.backward()?;
+            x.set(&Tensor::new(3f32, &Device::Cpu)?)
+        };
+        let run = Run::begin(false).unwrap();
+        step().unwrap();
+        let mut first = run.finish();
+        assert_eq!(first.gradients.len(), 1);
+        assert!(first.settle_gradients().unwrap());
+        assert!(!first.settle_gradients().unwrap());
+        assert_eq!(value(&x), 4.0);
+        let storage = x.grad_storage().unwrap();
+
+        let run = Run::begin(true).unwrap();
+        assert!(is_capturing() && Run::begin(false).is_err());
+        step().unwrap();
+        let count = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        after_replay({
+            let count = count.clone();
+            move || {
+                count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            }
+        });
+        before_replay(|| Err(Error::argument("test", "refused")));
+        assert!(!EFFECTS.with_borrow(|effects| effects.has_seeded));
+        crate::rng::set_state(crate::rng::state());
+        let effects = run.finish();
+        assert!(effects.has_seeded);
+        assert!(!is_capturing());
+        let same = crate::raw::storage_identity(&x.grad_storage().unwrap()) == crate::raw::storage_identity(&storage);
+        assert!(same, "the gradient stays where it is");
+
+        let version = x.version();
+        x.zero_grad().unwrap();
+        assert!(x.grad().is_none());
+        assert!(effects.before().is_err());
+        effects.after();
+        assert_eq!((x.version(), count.load(std::sync::atomic::Ordering::Relaxed)), (version + 1, 1));
+        // On the CPU nothing was replayed: the gradient counts as there, and is what zero_grad() left.
+        assert_eq!(value(&x), 0.0);
+    }
+
+    #[test]
+    fn reading_is_refused_while_capturing() {
+        let run = Run::begin(true).unwrap();
+        let message = refuse("item").unwrap_err().to_string();
+        assert!(message.starts_with("item: values are not known inside a captured function"), "{message}");
+        drop(run);
+        assert!(refuse("item").is_ok());
+        before_replay(|| Ok(()));
+        after_replay(|| ());
+        assert!(EFFECTS.take().after.is_empty());
+    }
+}

@@ -1,0 +1,51 @@
+//! [`Generator`]: where a random generator stands.
+
+use super::effects::note_seed;
+
+/// The place of a random generator. Draws move it on, which graphs repeat; setting it is noted, since they cannot.
+pub(crate) struct Generator<S>(S);
+
+impl<S: Copy> Generator<S> {
+    /// The generator that a process starts with.
+    pub(crate) const fn initial(state: S) -> Self {
+        Self(state)
+    }
+
+    /// A generator that starts at `state`.
+    pub(crate) fn at(state: S) -> Self {
+        note_seed();
+        Self(state)
+    }
+
+    pub(crate) const fn get(&self) -> S {
+        self.0
+    }
+
+    /// Continue from `state`.
+    pub(crate) fn set(&mut self, state: S) {
+        *self = Self::at(state);
+    }
+
+    /// Move on by a draw.
+    pub(crate) fn draw<R>(&mut self, draw: impl FnOnce(&mut S) -> R) -> R {
+        draw(&mut self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Run;
+    use super::*;
+
+    #[test]
+    fn setting_is_noted_and_drawing_is_not() {
+        let mut generator = Generator::initial(1);
+        let run = Run::begin(true).unwrap();
+        generator.draw(|state| *state += 1);
+        assert!(!run.finish().has_seeded);
+        let run = Run::begin(true).unwrap();
+        generator.set(5);
+        assert!(run.finish().has_seeded);
+        assert_eq!(generator.get(), 5);
+    }
+}

@@ -1,0 +1,105 @@
+//! [`Version`] of a variable's value, and [`Follower`]: whether what was made from the value is up to date.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::effects::{Repeat, note_follower, note_version};
+
+/// Counts the in-place changes of a variable's storage, so that a backward pass can tell that a value it saved is gone. Replays of
+/// a graph that changes the variable count on.
+#[derive(Debug, Default)]
+pub(crate) struct Version(AtomicU64);
+
+impl Version {
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+
+    /// The value has changed.
+    pub(crate) fn bump(self: &Arc<Self>) {
+        self.repeat();
+        note_version(|| Box::new(self.clone()));
+    }
+}
+
+impl Repeat for Arc<Version> {
+    fn key(&self) -> usize {
+        Self::as_ptr(self) as usize
+    }
+
+    fn repeat(&self) {
+        self.0.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+/// The version of a variable that something was made from: a copy in another dtype, f32 values for an optimizer. If a
+/// captured function brings it up to date, so does every replay. [`Var`](crate::Var) compares and sets it. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub struct Follower(Arc<AtomicU64>);
+
+impl Follower {
+    /// The version that it was made from.
+    pub fn version(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_at(&self, version: &Version) -> bool {
+        self.version() == version.get()
+    }
+
+    /// It has the present value.
+    pub(crate) fn follow(&self, version: &Arc<Version>) {
+        let following = Following(self.clone(), version.clone());
+        following.repeat();
+        note_follower(|| Box::new(following));
+    }
+}
+
+struct Following(Follower, Arc<Version>);
+
+impl Repeat for Following {
+    fn key(&self) -> usize {
+        Arc::as_ptr(&self.0.0) as usize
+    }
+
+    fn is_last(&self) -> bool {
+        self.0.is_at(&self.1)
+    }
+
+    fn repeat(&self) {
+        self.0.0.store(self.1.get(), Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Run;
+    use super::*;
+
+    #[test]
+    fn replays_count_versions_and_followers_on() {
+        let (version, [ahead, behind]) = (Arc::new(Version::default()), [Follower::default(), Follower::default()]);
+        let run = Run::begin(true).unwrap();
+        behind.follow(&version);
+        version.bump();
+        version.bump();
+        ahead.follow(&version);
+        let effects = run.finish();
+        assert_eq!((version.get(), ahead.version(), behind.version()), (2, 2, 0));
+        effects.after();
+        assert_eq!((version.get(), ahead.version(), behind.version()), (3, 3, 0));
+    }
+
+    #[test]
+    fn outside_of_a_recording_nothing_is_noted() {
+        let (version, follower) = (Arc::new(Version::default()), Follower::default());
+        version.bump();
+        follower.follow(&version);
+        let run = Run::begin(false).unwrap();
+        version.bump();
+        follower.follow(&version);
+        let effects = run.finish();
+        effects.after();
+        assert_eq!((version.get(), follower.version()), (2, 2));
+    }
+}

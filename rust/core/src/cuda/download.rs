@@ -1,0 +1,41 @@
+//! Values of tensors on the host.
+
+use candle_core::WithDType;
+use trainable_candle_cuda::download;
+
+use super::copy::contiguous;
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
+use super::launch::address;
+use crate::{Error, Raw, Result};
+
+/// The elements of a tensor in row-major order, on the host: those alone are moved. `T` is the type of its dtype. Waits for the device.
+///
+/// # Errors
+/// [`Error::Device`] if it is not on a CUDA device, the driver refuses, or `T` is not its type; [`Error::Index`] if a kernel met an id
+/// out of range.
+pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
+    const OP: &str = "to_cpu";
+    let gpu = Gpu::of(OP, x)?;
+    if x.dtype() != T::DTYPE {
+        let (found, expected) = (x.dtype().as_str(), T::DTYPE.as_str());
+        return Err(Error::dtype(OP, format!("found {found}, expected {expected}")));
+    }
+    let dense = contiguous(x)?;
+    let count = dense.elem_count();
+    let mut values: Vec<T> = Vec::with_capacity(count);
+    // Without elements there is storage all the same, which nothing has written.
+    if count > 0 {
+        let from = address(OP, &dense)?;
+        gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        // SAFETY: both have `count` elements of a plain number; all of them are written.
+        unsafe {
+            let to = values.as_mut_ptr().cast();
+            download::download(to, from, count * size_of::<T>(), gpu.stream().cu_stream().cast())
+                .map_err(|status| status_error(OP, status))?;
+            values.set_len(count);
+        }
+    }
+    gpu.board().check()?;
+    Ok(values)
+}

@@ -1,0 +1,73 @@
+//! Finding kernels: modules and functions that the driver has loaded.
+
+use std::sync::{Arc, PoisonError, RwLock};
+
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule, CudaStream};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use rustc_hash::FxHashMap;
+use trainable_candle_cuda::kernels::{Arguments, Element, Kernel, Module};
+
+use crate::{Error, Result};
+
+/// A function: its module, its name and the dtypes at the end of it.
+type Name = (&'static str, &'static str, &'static [&'static str]);
+
+/// A kernel for some dtypes as the driver knows it.
+#[derive(Clone)]
+pub(super) struct Loaded {
+    pub(super) function: CudaFunction,
+    pub(super) name: Arc<str>,
+    /// Its pointers: their names, and the elements there.
+    pub(super) pointers: &'static [(&'static str, Element)],
+}
+
+/// The modules and functions of a device that were found so far.
+pub(super) struct Loader {
+    stream: Arc<CudaStream>,
+    modules: RwLock<FxHashMap<&'static str, Arc<CudaModule>>>,
+    functions: RwLock<FxHashMap<Name, Loaded>>,
+}
+
+impl Loader {
+    pub(super) fn new(stream: Arc<CudaStream>) -> Self {
+        Self { stream, modules: RwLock::default(), functions: RwLock::default() }
+    }
+
+    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; found once.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is none or the driver cannot load it.
+    pub(super) fn find<A: Arguments>(&self, kernel: &Kernel<A>, dtypes: &'static [&'static str]) -> Result<Loaded> {
+        let key = (kernel.module.name, kernel.name, dtypes);
+        if let Some(loaded) = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key) {
+            return Ok(loaded.clone());
+        }
+        let mut full = kernel.name.to_owned();
+        for dtype in dtypes {
+            full.push('_');
+            full.push_str(dtype);
+        }
+        let missing = |reason: &dyn std::fmt::Display| {
+            let module = kernel.module.name;
+            Error::device("cuda", format!("the module {module} has no function {full} for this GPU ({reason})"))
+        };
+        let variant = kernel.variants.iter().find(|variant| variant.dtypes == dtypes);
+        let variant = variant.ok_or_else(|| missing(&"there is none for these dtypes"))?;
+        let function = self.module(kernel.module)?.load_function(&full).map_err(|error| missing(&error))?;
+        let loaded = Loaded { function, name: full.as_str().into(), pointers: variant.pointers };
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, loaded.clone());
+        Ok(loaded)
+    }
+
+    fn module(&self, module: &Module) -> Result<Arc<CudaModule>> {
+        if let Some(loaded) = self.modules.read().unwrap_or_else(PoisonError::into_inner).get(module.name) {
+            return Ok(loaded.clone());
+        }
+        let image = Ptx::from_binary(module.image.to_vec());
+        let loaded = self.stream.context().load_module(image).map_err(|error| {
+            Error::device("cuda", format!("the driver cannot load the module {} for this GPU ({error})", module.name))
+        })?;
+        self.modules.write().unwrap_or_else(PoisonError::into_inner).insert(module.name, loaded.clone());
+        Ok(loaded)
+    }
+}

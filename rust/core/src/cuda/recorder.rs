@@ -1,0 +1,103 @@
+//! The capture of a graph that is under way, for all parts of the runtime.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustc_hash::FxHashMap;
+use trainable_candle_cuda::kernels::{Const, Element};
+use trainable_candle_cuda::memory;
+use trainable_candle_cuda::structs::Address;
+
+use crate::raw::storage_identity;
+use crate::rng::state::State;
+use crate::{Error, Raw, Result, capture};
+
+/// Draws go forward by less than this.
+pub const FORWARD: u64 = 1 << 63;
+
+/// What a capture on this thread needs to know.
+struct Current {
+    generator: Address,
+    start: State,
+    held: FxHashMap<usize, Raw>,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Current>> = const { RefCell::new(None) };
+    static THREAD: u64 = {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    };
+}
+
+/// The thread that captures, 0 if none does.
+static CAPTURER: AtomicU64 = AtomicU64::new(0);
+
+/// This thread alone captures, until [`release`].
+///
+/// # Errors
+/// [`Error::Device`] if another thread captures.
+pub fn claim(op: &'static str) -> Result<()> {
+    match CAPTURER.compare_exchange(0, THREAD.with(|id| *id), Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(Error::device(op, "another thread captures a function; wait until it has")),
+    }
+}
+
+/// What is queued from now on is recorded: draws from `start` on read the generator at this address.
+pub fn begin(generator: Address, start: State) {
+    CURRENT.set(Some(Current { generator, start, held: FxHashMap::default() }));
+}
+
+/// Nothing is recorded any more; the tensors that the graph reads or writes.
+pub fn end() -> Vec<Raw> {
+    CURRENT.take().map_or_else(Vec::new, |current| current.held.into_values().collect())
+}
+
+/// Other threads may capture.
+pub fn release() {
+    CAPTURER.store(0, Ordering::Release);
+}
+
+/// Only the thread that captures may use a device meanwhile: what others queue would become a part of the graph.
+///
+/// # Errors
+/// [`Error::Device`] on any other thread.
+pub fn check_thread(op: &'static str) -> Result<()> {
+    let capturer = CAPTURER.load(Ordering::Acquire);
+    if capturer == 0 || capturer == THREAD.with(|id| *id) {
+        return Ok(());
+    }
+    Err(Error::device(op, "another thread captures a function on CUDA, and until it has, no other may use the device"))
+}
+
+/// Whether any thread captures a function.
+pub fn is_capturing_anywhere() -> bool {
+    CAPTURER.load(Ordering::Acquire) != 0
+}
+
+/// Keep a tensor, whose memory begins at `address`, as long as the graph that is being captured on this thread, if one is.
+pub fn hold(tensor: &Raw, address: Address) {
+    if !capture::is_capturing() || memory::is_of_graphs(address) {
+        return;
+    }
+    CURRENT.with_borrow_mut(|current| {
+        if let Some(current) = current {
+            current.held.entry(storage_identity(tensor).0).or_insert_with(|| tensor.clone());
+        }
+    });
+}
+
+/// Where kernels find the generator's seed and position for draws from `state` on: in device memory (the address, or null), with the
+/// position counted from there, or by value.
+pub fn generator(state: State) -> (Const, State) {
+    CURRENT.with_borrow(|current| match current {
+        Some(Current { generator, start, .. })
+            if state.seed == start.seed && state.offset.wrapping_sub(start.offset) < FORWARD =>
+        {
+            let place = Const::new(*generator, Element::U64);
+            (place, State { seed: state.seed, offset: state.offset.wrapping_sub(start.offset) })
+        }
+        _ => (Const::NULL, state),
+    })
+}

@@ -1,0 +1,308 @@
+//! [`Leaf`]: a variable's node, which collects its gradient.
+
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device, Shape};
+
+use crate::capture::{self, GradientSlot, Place, Settle};
+use crate::copies::Copies;
+use crate::cpu::Add;
+use crate::raw::{self, Raw};
+use crate::{Error, Result, compute};
+
+/// The gradient of a variable, and copies of its values.
+pub(crate) struct Leaf {
+    shape: Shape,
+    dtype: DType,
+    gradient: GradientSlot<Gradient>,
+    copies: Mutex<Copies>,
+}
+
+struct Gradient {
+    shape: Shape,
+    dtype: DType,
+    device: Device,
+    /// The gradient, if there is no buffer.
+    own: Option<Raw>,
+    /// A view of a flat gradient buffer: gradients are then added in place, never moved.
+    buffer: Option<Raw>,
+    /// The flat buffer, and where in it the view is.
+    flat: Option<(Raw, Range<usize>)>,
+    /// Whether the buffer holds a gradient (it may hold zeros from the last `clear`).
+    filled: bool,
+}
+
+impl Gradient {
+    /// The gradient in its storage, if there is one.
+    fn current(&self) -> Option<&Raw> {
+        match &self.buffer {
+            Some(buffer) => self.filled.then_some(buffer),
+            None => self.own.as_ref(),
+        }
+    }
+
+    fn vector(&self) -> Option<(Raw, Range<usize>)> {
+        let buffer = self.buffer.as_ref()?;
+        let whole = || buffer.reshape(buffer.elem_count()).ok().map(|vector| (vector, 0..buffer.elem_count()));
+        self.flat.clone().or_else(whole)
+    }
+}
+
+impl Settle for Gradient {
+    fn settle(&mut self) -> Result<bool> {
+        if self.buffer.is_some() {
+            return Ok(false);
+        }
+        let existing = self.own.take();
+        self.filled = existing.is_some();
+        self.buffer = Some(match existing {
+            Some(gradient) => raw::own_copy(&gradient)?,
+            None => compute::zeros(self.shape.dims(), self.dtype, &self.device)?,
+        });
+        Ok(true)
+    }
+
+    fn place(&self) -> Option<Place> {
+        self.current().map(|gradient| raw::storage_identity(gradient).0)
+    }
+
+    fn is_filled(&self) -> bool {
+        self.filled
+    }
+
+    fn set_filled(&mut self, filled: bool) {
+        self.filled = filled;
+    }
+}
+
+impl Leaf {
+    /// Of a variable with this storage.
+    pub(crate) fn of(storage: &Raw) -> Self {
+        let (shape, dtype) = (storage.shape().clone(), storage.dtype());
+        let gradient = Gradient {
+            shape: shape.clone(),
+            dtype,
+            device: storage.device().clone(),
+            own: None,
+            buffer: None,
+            flat: None,
+            filled: false,
+        };
+        Self { shape, dtype, gradient: GradientSlot::new(gradient), copies: Mutex::default() }
+    }
+
+    /// The gradient: the tensor itself, or a copy of the buffer's part.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if there is no memory for the copy.
+    pub(crate) fn grad(&self) -> Result<Option<Raw>> {
+        let gradient = self.gradient.read();
+        match &gradient.buffer {
+            Some(buffer) => gradient.filled.then(|| raw::own_copy(buffer)).transpose(),
+            None => Ok(gradient.own.clone()),
+        }
+    }
+
+    /// The gradient in its storage.
+    pub(crate) fn grad_storage(&self) -> Option<Raw> {
+        self.gradient.read().current().cloned()
+    }
+
+    /// The vector that gradients are collected in, and where in it, if there is a gradient.
+    pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
+        let gradient = self.gradient.read();
+        gradient.vector().filter(|_| gradient.filled)
+    }
+
+    /// As [`vector`](Self::vector), if it is to be cleared: before a replay there may be a gradient where there is none now.
+    pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
+        let gradient = self.gradient.peek();
+        gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
+    }
+
+    /// Whether gradients are collected in a vector.
+    pub(crate) fn is_bound(&self) -> bool {
+        self.gradient.peek().buffer.is_some()
+    }
+
+    /// Change the gradient, if there is one, by a function that writes in place.
+    pub(crate) fn change(&self, change: impl FnOnce(&Raw) -> Result<()>) -> Result<()> {
+        if self.gradient.read().current().is_none() {
+            return Ok(());
+        }
+        let mut gradient = self.gradient.change();
+        if let Some(buffer) = &gradient.buffer {
+            return change(buffer);
+        }
+        // A gradient that was read must not change.
+        if let Some(own) = &gradient.own {
+            let changed = raw::own_copy(own)?;
+            change(&changed)?;
+            gradient.own = Some(changed);
+        }
+        Ok(())
+    }
+
+    /// The copies of the variable's values in other dtypes.
+    pub(crate) fn copies(&self) -> MutexGuard<'_, Copies> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether there is no gradient, and no place for one that a replay may find filled.
+    fn is_empty(&self) -> bool {
+        let gradient = self.gradient.peek();
+        gradient.buffer.is_none() && gradient.own.is_none()
+    }
+
+    pub(crate) fn clear(&self) -> Result<()> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let mut gradient = self.gradient.change();
+        gradient.own = None;
+        // Before a replay there may be a gradient where there is none now.
+        let is_due = gradient.filled || capture::is_capturing();
+        if let Some(buffer) = gradient.buffer.as_ref().filter(|_| is_due) {
+            compute::fill(buffer, 0.0)?;
+        }
+        gradient.filled = false;
+        Ok(())
+    }
+
+    /// Clear the gradient, whose part of the vector is zeroed already.
+    pub(crate) fn is_cleared(&self) {
+        if !self.is_empty() {
+            let mut gradient = self.gradient.change();
+            gradient.filled = false;
+            gradient.own = None;
+        }
+    }
+
+    /// Collect gradients in a part of the vector `flat` from now on (zeroed by its owner).
+    pub(crate) fn bind(&self, flat: &Raw, part: Range<usize>) -> Result<()> {
+        let view = flat.narrow(0, part.start, part.len())?.reshape(&self.shape)?;
+        let existing = {
+            let mut gradient = self.gradient.change();
+            gradient.buffer = Some(view);
+            gradient.flat = Some((flat.clone(), part));
+            gradient.own.take()
+        };
+        existing.map_or(Ok(()), |gradient| self.accumulate(gradient))
+    }
+
+    pub(crate) fn replace(&self, value: &Raw) -> Result<()> {
+        let mut gradient = self.gradient.change();
+        if let Some(buffer) = &gradient.buffer {
+            compute::copy_into(buffer, value)?;
+            gradient.filled = true;
+        } else {
+            gradient.own = Some(raw::own_copy(value)?);
+        }
+        Ok(())
+    }
+
+    /// The buffer that gradients are collected in, if it takes products of a and b: it is to be added to.
+    pub(crate) fn product_buffer(&self, a: &Raw, b: &Raw) -> Option<Raw> {
+        let short = matches!(a.dtype(), DType::F16 | DType::BF16);
+        let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
+            && (self.dtype == a.dtype() || (short && self.dtype == DType::F32));
+        if !is_product || !self.is_bound() {
+            return None;
+        }
+        let mut gradient = self.gradient.change();
+        gradient.filled = true;
+        gradient.buffer.clone()
+    }
+
+    /// Add `value` (of the variable's shape) in the variable's dtype.
+    pub(crate) fn accumulate(&self, value: Raw) -> Result<()> {
+        debug_assert_eq!(value.dims(), self.shape.dims());
+        let mut gradient = self.gradient.change();
+        if let Some(buffer) = &gradient.buffer {
+            compute::accumulate(buffer, &value)?;
+            gradient.filled = true;
+            return Ok(());
+        }
+        if capture::is_capturing() {
+            return Err(Error::autograd(
+                "capture",
+                "the function makes a gradient for a variable that its first call made none for; it must do the same in each call",
+            ));
+        }
+        // A gradient that was read must not change: sums go to new storage.
+        let sum = match &gradient.own {
+            Some(old) => compute::binary(old, &cast(value, self.dtype)?, Add)?,
+            None => compute::contiguous(&cast(value, self.dtype)?)?,
+        };
+        gradient.own = Some(sum);
+        Ok(())
+    }
+}
+
+fn cast(raw: Raw, dtype: DType) -> Result<Raw> {
+    if raw.dtype() == dtype { Ok(raw) } else { compute::cast(&raw, dtype) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::capture::Run;
+
+    type Change = (&'static str, fn(&Leaf, &Raw) -> Result<()>);
+
+    const CHANGES: &[Change] = &[
+        ("change", |leaf, _| leaf.change(|gradient| compute::scale_in_place(gradient, 2.0))),
+        ("clear", |leaf, _| leaf.clear()),
+        ("is_cleared", |leaf, _| {
+            leaf.is_cleared();
+            Ok(())
+        }),
+        ("replace", Leaf::replace),
+        ("product_buffer", |leaf, value| {
+            leaf.product_buffer(value, value).map(drop).ok_or_else(|| Error::argument("test", "no buffer"))
+        }),
+        ("accumulate", |leaf, value| leaf.accumulate(value.clone())),
+        ("bind", |leaf, value| leaf.bind(&compute::zeros(&[4], value.dtype(), value.device())?, 0..4)),
+    ];
+
+    #[test]
+    fn captures_know_of_every_change_of_a_gradient() {
+        let value = compute::zeros(&[2, 2], DType::F32, &Device::Cpu).unwrap();
+        for &(name, change) in CHANGES {
+            let leaf = Leaf::of(&value);
+            leaf.accumulate(value.clone()).unwrap();
+            let is_settled = name == "product_buffer";
+            if is_settled {
+                leaf.bind(&compute::zeros(&[4], DType::F32, &Device::Cpu).unwrap(), 0..4).unwrap();
+            }
+            let run = Run::begin(false).unwrap();
+            change(&leaf, &value).unwrap();
+            let mut effects = run.finish();
+            assert_eq!(effects.changed_gradients(), 1, "{name}");
+            assert_eq!(effects.settle_gradients().unwrap(), !is_settled && name != "bind", "{name}");
+        }
+    }
+
+    #[test]
+    fn a_record_that_reads_a_gradient_is_stale_when_it_is_elsewhere() {
+        let value = compute::zeros(&[2, 2], DType::F32, &Device::Cpu).unwrap();
+        type Read = fn(&Leaf) -> bool;
+        let reads: [(&str, Read); 3] = [
+            ("grad", |leaf| leaf.grad().unwrap().is_some()),
+            ("grad_storage", |leaf| leaf.grad_storage().is_some()),
+            ("vector", |leaf| leaf.vector().is_some()),
+        ];
+        for (name, read) in reads {
+            let leaf = Leaf::of(&value);
+            leaf.bind(&compute::zeros(&[4], DType::F32, &Device::Cpu).unwrap(), 0..4).unwrap();
+            leaf.accumulate(value.clone()).unwrap();
+            let run = Run::begin(true).unwrap();
+            assert!(read(&leaf));
+            let effects = run.finish();
+            assert!(!effects.is_stale(), "{name}");
+            leaf.clear().unwrap();
+            assert!(effects.is_stale(), "{name}");
+        }
+    }
+}
