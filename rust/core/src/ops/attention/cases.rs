@@ -99,7 +99,7 @@ fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Result<Tensor>
     }
     let last = bounds[bounds.len() - 1];
     // Rows of no segment, of zeros.
-    results.push(x[0].narrow(0, last, rows - last)?.detach().mul_scalar(0.0)?);
+    results.push(x[0].narrow(0, last, rows - last)?.mul_scalar(0.0)?);
     Tensor::cat(&results.iter().collect::<Vec<_>>(), 0)
 }
 
