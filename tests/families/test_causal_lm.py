@@ -138,6 +138,11 @@ def test_a_run_teaches_answers_and_writes_what_peft_loads(
     assert capsys.readouterr().out == "ruof\n"
     assert main(["chat", *flags, "--top-k", "2"]) == 2
     assert "no effect without --temperature" in capsys.readouterr().err
+    whole = tmp_path / "whole"
+    given = ["--model", "causal-lm", "--weights", str(weights), "--adapter", str(output / "peft")]
+    assert main(["merge", *given, "--output", str(whole)]) == 0
+    assert (whole / "config.json").read_bytes() == (weights / "config.json").read_bytes()
+    assert tc.load_file(whole / "model.safetensors")["lm_head.weight"].dtype == "bf16"
     merged = tmp_path / "merged"
     task.save_merged(merged)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

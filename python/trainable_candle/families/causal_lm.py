@@ -90,7 +90,8 @@ class CausalLM:
     @property
     def context(self) -> int:
         """The positions that the model was made for."""
-        return int(self._facts.config["max_position_embeddings"])
+        # transformers' default for Llama; configurations of the other models always have it.
+        return int(self._facts.config.get("max_position_embeddings", 2048))
 
     @property
     def vocabulary(self) -> int:
