@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainable_candle.cli import COMMANDS, main, merge, sample
+from trainable_candle.cli import COMMANDS, chat, main, merge, preview_data, sample
 from trainable_candle.cli.train import make_parser, read_config
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig, flag, settings
@@ -190,10 +190,11 @@ def test_the_long_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
     assert [name for name in settings() if f"  {flag(name)}" not in text] == []
 
 
-@pytest.mark.parametrize("name", ["training.md", "sdxl.md", "data.md"])
+@pytest.mark.parametrize("name", ["training.md", "sdxl.md", "data.md", "language-models.md"])
 def test_guides_name_flags_that_exist(name: str) -> None:
     guide = (DOCS / name).read_text()
-    parsers = [make_parser("train", rare=True), sample.make_parser("s"), merge.make_parser("m")]
+    commands = (sample, merge, chat, preview_data)
+    parsers = [make_parser("train", rare=True), *(c.make_parser("c") for c in commands)]
     known = {option for parser in parsers for a in parser._actions for option in a.option_strings}
     named = set(re.findall(r"--[a-z][a-z-]+", guide))
     assert len(named) > 5

@@ -138,6 +138,11 @@ def test_a_run_teaches_answers_and_writes_what_peft_loads(
     assert capsys.readouterr().out == "ruof\n"
     assert main(["chat", *flags, "--top-k", "2"]) == 2
     assert "no effect without --temperature" in capsys.readouterr().err
+    whole = tmp_path / "whole"
+    given = ["--model", "causal-lm", "--weights", str(weights), "--adapter", str(output / "peft")]
+    assert main(["merge", *given, "--output", str(whole)]) == 0
+    assert (whole / "config.json").read_bytes() == (weights / "config.json").read_bytes()
+    assert tc.load_file(whole / "model.safetensors")["lm_head.weight"].dtype == "bf16"
     merged = tmp_path / "merged"
     task.save_merged(merged)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -202,3 +207,31 @@ def test_another_models_tokenizer_is_refused(weights: Path, chats: Path, tmp_pat
     (folder / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DatasetError, match=r"token n \(1000\), and the model knows 320"):
         train(config_of(folder, chats, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_checkpointing_changes_nothing(
+    weights: Path, chats: Path, tmp_path: Path, policy: str
+) -> None:
+    plain = train(config_of(weights, chats, tmp_path / "a"))
+    recomputed = train(config_of(weights, chats, tmp_path / "b", gradient_checkpointing=policy))
+    assert parameters(recomputed) == parameters(plain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"adapter": "dora", "rslora": True, "ema_decay": 0.5},
+        {"adapter": "lokr", "optimizer": "adamw8bit"},
+        {"precision": "bf16", "optimizer": "lion", "learning_rate": 1e-3},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_what_images_train_with_trains_texts(
+    weights: Path, chats: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    # Every step sees all examples.
+    given = {"sequence_length": 256, "batch_size": 2, "steps": 8, **settings}
+    run = train(config_of(weights, chats, tmp_path / "run", **given))
+    rows = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]
+    assert rows[-1] < rows[0]

@@ -90,7 +90,8 @@ class CausalLM:
     @property
     def context(self) -> int:
         """The positions that the model was made for."""
-        return int(self._facts.config["max_position_embeddings"])
+        # transformers' default for Llama; configurations of the other models always have it.
+        return int(self._facts.config.get("max_position_embeddings", 2048))
 
     @property
     def vocabulary(self) -> int:
@@ -126,6 +127,8 @@ class CausalLM:
             Item("model", "weights", facts.elements * size),
             *adapter_items("model", facts.layers, adapter, config),
             Item("model", "activations", saved * size),
+            # Of each token as the model gives them, in f32, and their gradient.
+            Item("model", "scores", tokens * self.vocabulary * (size + 8)),
         ]
         return Estimate({"training": items}, config.on_gpu)
 

@@ -94,7 +94,8 @@ def require_fit(
     if changes is None:
         raise OutOfMemoryError(
             f"{start}; with the smallest settings it would be {_size(least)}: "
-            "use a smaller --resolution or another machine (--memory-limit overrides the check)"
+            "use a smaller --resolution, a shorter --sequence-length or another machine "
+            "(--memory-limit overrides the check)"
         )
     flags = " ".join(f"{flag(name)} {value}" for name, value in changes.items())
     raise OutOfMemoryError(

@@ -52,6 +52,8 @@ class TextFamily(Protocol):
     config: TrainConfig
     weights: Path
     """The folder of the model."""
+    dtype: str | None
+    """Of the model; None: as stored."""
     device: str
 
     @property

@@ -230,7 +230,9 @@ class TextTask:
             )
         self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
-        for name in FILES:
+        # The configuration names a dtype, which may now be another.
+        unchanged = FILES if self.family.dtype else (*FILES, "config.json")
+        for name in unchanged:
             source = self.family.weights / name
             if source.is_file():
                 shutil.copyfile(source, output / name)

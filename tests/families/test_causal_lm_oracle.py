@@ -1,0 +1,95 @@
+"""A language model's adapter and loss against peft and transformers, where those are installed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.data.chats import TextOptions, load_texts
+from trainable_candle.run import train_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.text.prepared import PreparedTexts
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """The tiny Qwen3 with the bytes of another tokenizer."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path / "weights"
+    shutil.copytree(GOLDEN / "llm" / "qwen3", folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE({t: n for n, t in enumerate([*special, *letters])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_computes_the_same_loss(weights: Path, tmp_path: Path, kind: str) -> None:
+    rows = [
+        {"instruction": f"count to {n}", "output": " ".join(map(str, range(n)))}
+        for n in range(2, 9)
+    ]
+    dataset = tmp_path / "chats.jsonl"
+    dataset.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = TrainConfig(
+        model="causal-lm",
+        weights=str(weights),
+        dataset=str(dataset),
+        output=str(tmp_path / "run"),
+        device="cpu",
+        precision="f32",
+        adapter=kind,
+        sequence_length=128,
+        steps=4,
+        learning_rate=2e-2,
+        optimizer="adamw",
+    )
+    train_adapter(config, progress=False, report=lambda _: None)
+    task = families.load("causal-lm", weights, "f32", "cpu", config)
+    task.load_adapter(tmp_path / "run" / "peft", 1.0)
+    data, _ = load_texts(dataset, task.family.tokenizer, TextOptions(128))
+    ours = PreparedTexts(task.family, data, task.without_adapter, print)
+    tuned = ours.validation_loss()
+    with task.without_adapter():
+        base = ours.validation_loss()
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+
+    def loss(module: torch.nn.Module) -> float:
+        losses = []
+        for example in data.examples:
+            ids = torch.from_numpy(example.ids)[None]
+            labels = torch.from_numpy(np.where(example.learnt, example.ids, -100))
+            with torch.no_grad():
+                logits = module(ids).logits[0, :-1]
+            losses.append(
+                torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")[
+                    labels[1:] != -100
+                ]
+            )
+        return float(torch.cat(losses).mean())
+
+    assert loss(model) == pytest.approx(base, rel=1e-5)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "run" / "peft").eval()
+    assert loss(adapted) == pytest.approx(tuned, rel=1e-5)
+    assert tuned < 0.9 * base
+    merged = tmp_path / "merged"
+    task.save_merged(merged)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    assert loss(whole) == pytest.approx(tuned, rel=1e-4)
+    assert tc.load_file(merged / "model.safetensors")
