@@ -304,7 +304,7 @@ pub fn scaled_dot_product_attention(
 ///     IndexOutOfRangeError: if bounds do not ascend from 0 to at most N; on CUDA when the next value is read.
 ///     ArgumentError: if the window is below 1.
 #[pyfunction]
-#[pyo3(signature = (query, key, value, cu_seqlens, *, window=None, scale=Given::of(None)))]
+#[pyo3(signature = (query, key, value, cu_seqlens, *, window=None, scale=Argument::of(None)))]
 pub fn varlen_attention(
     py: Python<'_>,
     query: &Tensor,
@@ -312,7 +312,7 @@ pub fn varlen_attention(
     value: &Tensor,
     cu_seqlens: &Tensor,
     window: Option<Integer>,
-    scale: Given<Option<f64>>,
+    scale: Argument<Option<f64>>,
 ) -> Result<Tensor> {
     const OP: &str = "varlen_attention";
     let scale = scale.get(OP, "scale")?;

@@ -11,7 +11,7 @@ use super::{Model, class};
 use crate::arguments::Integer;
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
+use crate::argument::Argument;
 use crate::tensor::Tensor;
 
 const OP: &str = "CausalLM";
@@ -44,8 +44,8 @@ impl CausalLM {
     fn __call__(
         &self,
         py: Python<'_>,
-        input_ids: Given<PyRef<'_, Tensor>>,
-        attention_mask: Option<Given<PyRef<'_, Tensor>>>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        attention_mask: Option<Argument<PyRef<'_, Tensor>>>,
     ) -> Result<Tensor> {
         let input_ids = input_ids.get(OP, "input_ids")?;
         let mask = attention_mask.map(|mask| mask.get(OP, "attention_mask")).transpose()?;
@@ -67,9 +67,9 @@ impl CausalLM {
     fn hidden(
         &self,
         py: Python<'_>,
-        input_ids: Given<PyRef<'_, Tensor>>,
-        positions: Given<PyRef<'_, Tensor>>,
-        cu_seqlens: Given<PyRef<'_, Tensor>>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        positions: Argument<PyRef<'_, Tensor>>,
+        cu_seqlens: Argument<PyRef<'_, Tensor>>,
     ) -> Result<Tensor> {
         let [ids, positions, bounds] = row([input_ids, positions, cu_seqlens])?;
         detached(py, || self.0.hidden(&ids, &positions, &bounds)).map(Tensor)
@@ -80,7 +80,7 @@ impl CausalLM {
     /// Raises:
     ///     ShapeError: if the states have another width.
     ///     ArgumentError: if only a part of the layers was loaded.
-    fn logits(&self, py: Python<'_>, hidden: Given<PyRef<'_, Tensor>>) -> Result<Tensor> {
+    fn logits(&self, py: Python<'_>, hidden: Argument<PyRef<'_, Tensor>>) -> Result<Tensor> {
         let hidden = hidden.get(OP, "hidden")?;
         let hidden = &hidden.0;
         detached(py, || self.0.logits(hidden)).map(Tensor)
@@ -105,8 +105,8 @@ impl CausalLM {
     fn hidden_states(
         &self,
         py: Python<'_>,
-        input_ids: Given<PyRef<'_, Tensor>>,
-        attention_mask: Option<Given<PyRef<'_, Tensor>>>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        attention_mask: Option<Argument<PyRef<'_, Tensor>>>,
         layers: Option<Vec<Integer>>,
     ) -> Result<Vec<Tensor>> {
         const OP: &str = "hidden_states";
@@ -151,9 +151,9 @@ impl CausalLM {
 }
 
 /// The tensors of a packed row: ids, positions and bounds.
-fn row(given: [Given<PyRef<'_, Tensor>>; 3]) -> Result<[tc::Tensor; 3]> {
+fn row(given: [Argument<PyRef<'_, Tensor>>; 3]) -> Result<[tc::Tensor; 3]> {
     let [ids, positions, bounds] = given;
     let tensor =
-        |given: Given<PyRef<'_, Tensor>>, name: &str| -> Result<tc::Tensor> { Ok(given.get(OP, name)?.0.clone()) };
+        |given: Argument<PyRef<'_, Tensor>>, name: &str| -> Result<tc::Tensor> { Ok(given.get(OP, name)?.0.clone()) };
     Ok([tensor(ids, "input_ids")?, tensor(positions, "positions")?, tensor(bounds, "cu_seqlens")?])
 }

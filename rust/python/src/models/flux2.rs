@@ -9,7 +9,7 @@ use trainable_candle_models::flux2::Flux2Conditions;
 use super::{Model, class};
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
+use crate::argument::Argument;
 use crate::tensor::{Operand, Tensor};
 
 /// The transformer of FLUX.2, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. Made by `from_pretrained`.
@@ -41,11 +41,11 @@ impl Flux2Transformer {
     fn __call__(
         &self,
         py: Python<'_>,
-        hidden_states: Given<PyRef<'_, Tensor>>,
-        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
+        hidden_states: Argument<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Argument<PyRef<'_, Tensor>>,
         timestep: Operand<'_>,
-        img_ids: Given<PyRef<'_, Tensor>>,
-        txt_ids: Given<PyRef<'_, Tensor>>,
+        img_ids: Argument<PyRef<'_, Tensor>>,
+        txt_ids: Argument<PyRef<'_, Tensor>>,
         guidance: Option<Operand<'_>>,
     ) -> Result<Tensor> {
         const OP: &str = "Flux2Transformer";

@@ -9,7 +9,7 @@ use trainable_candle_models::z_image::ZImageConditions;
 use super::{Model, class};
 use crate::call::detached;
 use crate::error::Result;
-use crate::given::Given;
+use crate::argument::Argument;
 use crate::tensor::{Operand, Tensor};
 
 /// The transformer of Z-Image, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Made by `from_pretrained`.
@@ -39,10 +39,10 @@ impl ZImageTransformer {
     fn __call__(
         &self,
         py: Python<'_>,
-        hidden_states: Given<PyRef<'_, Tensor>>,
-        encoder_hidden_states: Given<PyRef<'_, Tensor>>,
+        hidden_states: Argument<PyRef<'_, Tensor>>,
+        encoder_hidden_states: Argument<PyRef<'_, Tensor>>,
         timestep: Operand<'_>,
-        lengths: Option<Given<PyRef<'_, Tensor>>>,
+        lengths: Option<Argument<PyRef<'_, Tensor>>>,
         rows_are_full: bool,
     ) -> Result<Tensor> {
         const OP: &str = "ZImageTransformer";

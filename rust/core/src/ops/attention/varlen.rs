@@ -14,7 +14,7 @@ use crate::raw::{Raw, from_vec, is_float, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, checkpoint};
 
-pub(super) static VARLEN: OpInfo = OpInfo::dear("varlen_attention");
+pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 
 /// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
 /// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
