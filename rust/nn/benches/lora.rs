@@ -35,7 +35,7 @@ const ON_CUDA: [(DType, usize, usize, usize); 7] = [
     (DType::BF16, 16384, 3072, 32),
 ];
 /// Width and rank where rows are counted.
-const ROWS: [usize; 5] = [4096, 16384, 65_536, 262_144, 1_000_000];
+const ROWS: [usize; 5] = [4096, 16384, 65_536, 262_144, 1_048_576];
 const WIDTH: usize = 512;
 
 fn main() -> Result<()> {

@@ -7,7 +7,9 @@ use trainable_candle_core::cpu::dispatch;
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
-use super::quant::{BLOCK_SIZE, Codebook, padded};
+use super::blocks::{Block, Step, Values, update_blocks};
+use super::lanes::{Lanes, reciprocal};
+use super::quant::{BLOCK_SIZE, Codebook};
 use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
@@ -145,16 +147,6 @@ impl Coefficients {
         }
     }
 
-    #[inline(always)]
-    fn first_moment(&self, m: f32, g: f32) -> f32 {
-        (1.0 - self.beta1).mul_add(g, m * self.beta1)
-    }
-
-    #[inline(always)]
-    fn second_moment(&self, v: f32, g: f32) -> f32 {
-        ((1.0 - self.beta2) * g).mul_add(g, v * self.beta2)
-    }
-
     /// The parameter after a move along `ratio`, the first moment over the root of the second, and decay.
     #[inline(always)]
     fn updated(&self, param: f32, ratio: f32) -> f32 {
@@ -162,39 +154,14 @@ impl Coefficients {
     }
 }
 
-/// 1 / x for a positive x, to within 2^-22: a first guess from the bits and two Newton steps of third order.
-///
-/// Division would take the most time of an update; CUDA's kernel, too, has an approximation (`__fdividef`) there.
-#[inline(always)]
-fn reciprocal(x: f32) -> f32 {
-    let mut y = f32::from_bits(0x7ef3_11c7_u32.wrapping_sub(x.to_bits()));
-    for _ in 0..2 {
-        let error = (-x).mul_add(y, 1.0);
-        y = error.mul_add(error, error).mul_add(y, y);
-    }
-    y
-}
-
-fn update(config: &Adam8bitConfig, step: u64, chunk: Chunk<'_, f32>) {
+fn update(config: &Adam8bitConfig, step: u64, mut chunk: Chunk<'_, f32>) {
     let at = Coefficients::new(config, step);
-    dispatch(
-        #[inline(always)]
-        || update_chunk(at, chunk),
-    );
-}
-
-#[inline(always)]
-fn update_chunk(at: Coefficients, mut chunk: Chunk<'_, f32>) {
-    let (param, grad) = (chunk.param, chunk.grad);
     match chunk.states.as_mut_slice() {
-        [StateSlice::Float(state1), StateSlice::Float(state2)] => update_elements(at, param, grad, state1, state2),
-        [
-            StateSlice::Codes(codes1),
-            StateSlice::Scales(absmax1),
-            StateSlice::Codes(codes2),
-            StateSlice::Scales(absmax2),
-        ] => update_blocks(at, param, grad, (codes1, absmax1), (codes2, absmax2)),
-        _ => unreachable!("the states are those that the rule declares"),
+        [StateSlice::Float(state1), StateSlice::Float(state2)] => dispatch(
+            #[inline(always)]
+            || update_elements(at, chunk.param, chunk.grad, state1, state2),
+        ),
+        _ => update_blocks(at, chunk),
     }
 }
 
@@ -208,81 +175,56 @@ fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &m
     }
 }
 
-#[inline(always)]
-fn update_blocks(
-    at: Coefficients,
-    param: &mut [f32],
-    grad: &[f32],
-    (codes1, absmax1): (&mut [u8], &mut [f32]),
-    (codes2, absmax2): (&mut [u8], &mut [f32]),
-) {
-    let (params, param_rest) = param.as_chunks_mut();
-    let (grads, grad_rest) = grad.as_chunks();
-    let (blocks1, codes1_rest) = codes1.as_chunks_mut();
-    let (blocks2, codes2_rest) = codes2.as_chunks_mut();
-    let full = params.len();
-    for block in 0..full {
-        let moment1 = (&mut blocks1[block], &mut absmax1[block]);
-        let moment2 = (&mut blocks2[block], &mut absmax2[block]);
-        update_block(at, &mut params[block], &grads[block], moment1, moment2);
-    }
-    if !param_rest.is_empty() {
-        // The codes that bitsandbytes reads behind the end.
-        let (mut block1, mut block2) = (padded(codes1_rest, 128), padded(codes2_rest, 0));
-        let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
-        let (moment1, moment2) = ((&mut block1, &mut absmax1[full]), (&mut block2, &mut absmax2[full]));
-        update_block(at, &mut param, &grad, moment1, moment2);
-        let len = param_rest.len();
-        param_rest.copy_from_slice(&param[..len]);
-        codes1_rest.copy_from_slice(&block1[..len]);
-        codes2_rest.copy_from_slice(&block2[..len]);
-    }
-}
+impl Step<2> for Coefficients {
+    const BEHIND: [u8; 2] = [128, 0];
 
-/// One step on a block. An element whose gradient or its square is non-finite loses its moments and does not change.
-#[inline(always)]
-fn update_block(
-    at: Coefficients,
-    param: &mut [f32; BLOCK_SIZE],
-    grad: &[f32; BLOCK_SIZE],
-    (codes1, absmax1): (&mut [u8; BLOCK_SIZE], &mut f32),
-    (codes2, absmax2): (&mut [u8; BLOCK_SIZE], &mut f32),
-) {
-    let (codebook1, codebook2) = (Codebook::sign_preserving(), Codebook::unsigned());
-    let (mut m, mut v) = (codebook1.decode_block(codes1), codebook2.decode_block(codes2));
-    let (mut max1, mut max2) = (0, 0);
-    for i in 0..BLOCK_SIZE {
-        let g = grad[i];
-        let moment1 = at.first_moment(m[i] * *absmax1, g);
-        let moment2 = at.second_moment(v[i] * *absmax2, g);
-        let updated = at.updated(param[i], moment1 * reciprocal(moment2.sqrt() + at.eps));
-        // Not so if the gradient is infinite or NaN, or its square is infinite.
-        let finite = moment2 <= f32::MAX;
-        param[i] = if finite { updated } else { param[i] };
-        m[i] = if finite { moment1 } else { 0.0 };
-        v[i] = if finite { moment2 } else { 0.0 };
-        // Magnitudes compare as their bits do, and integers have a maximum that vectorises.
-        max1 = max1.max(m[i].abs().to_bits());
-        max2 = max2.max(v[i].abs().to_bits());
+    /// An element whose gradient or its square is non-finite loses its moments and does not change.
+    #[inline(always)]
+    fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, [Values(m), Values(v)]: &mut [Values; 2]) {
+        let Block { param, grad, states: [(codes1, absmax1), (codes2, absmax2)] } = block;
+        let (codebook1, codebook2) = (Codebook::sign_preserving(), Codebook::unsigned());
+        let (scale1, scale2) = (l.splat(*absmax1), l.splat(*absmax2));
+        let (beta1, beta2) = (l.splat(self.beta1), l.splat(self.beta2));
+        let (weight1, weight2) = (l.splat(1.0 - self.beta1), l.splat(1.0 - self.beta2));
+        let (step_size, eps, decay) = (l.splat(self.step_size), l.splat(self.eps), l.splat(self.decay));
+        let (mut max1, mut max2) = (l.splat(0.0), l.splat(0.0));
+        for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
+            let (codes1, codes2) = (&codes1[start..], &codes2[start..]);
+            let (decoded1, decoded2) = (l.decode(codebook1, codes1), l.decode(codebook2, codes2));
+            for part in 0..4 {
+                let here = start + part * L::WIDTH;
+                let g = l.load(&grad[here..]);
+                let old1 = l.mul(l.part(codebook1, decoded1, codes1, part), scale1);
+                let old2 = l.mul(l.part(codebook2, decoded2, codes2, part), scale2);
+                let moment1 = l.mul_add(weight1, g, l.mul(old1, beta1));
+                let moment2 = l.mul_add(l.mul(weight2, g), g, l.mul(old2, beta2));
+                let ratio = l.mul(moment1, reciprocal(l, l.add(l.sqrt(moment2), eps)));
+                // Not so if the gradient is infinite or NaN, or its square is infinite.
+                let finite = l.at_most(moment2, l.splat(f32::MAX));
+                let (moment1, moment2) = (l.or_zero(finite, moment1), l.or_zero(finite, moment2));
+                // The compiler would make a masked store, which is slow on AMD's processors, of a choice between new and old.
+                let (ratio, decay) = (l.or_zero(finite, ratio), l.select(finite, decay, l.splat(1.0)));
+                let moved = l.mul_add(step_size, ratio, l.load(&param[here..]));
+                l.store(l.mul(moved, decay), &mut param[here..]);
+                l.store(moment1, &mut m[here..]);
+                l.store(moment2, &mut v[here..]);
+                max1 = l.max(max1, l.abs(moment1));
+                max2 = l.max(max2, moment2);
+            }
+        }
+        (*absmax1, *absmax2) = (l.largest(max1), l.largest(max2));
+        codebook1.encode_block(l, m, 1.0 / *absmax1, codes1);
+        codebook2.encode_block(l, v, 1.0 / *absmax2, codes2);
     }
-    *absmax1 = f32::from_bits(max1);
-    *absmax2 = f32::from_bits(max2);
-    *codes1 = codebook1.encode_block(&m, 1.0 / *absmax1);
-    *codes2 = codebook2.encode_block(&v, 1.0 / *absmax2);
 }
 
 #[cfg(test)]
 mod tests {
-    use super::reciprocal;
+    use super::super::blocks::check_forms;
+    use super::{Adam8bitConfig, Coefficients};
 
     #[test]
-    fn reciprocals_are_accurate() {
-        for exponent in -100..=100 {
-            for fraction in 0..1000 {
-                let x = (1.0 + fraction as f32 / 1000.0) * 2f32.powi(exponent);
-                let error = (f64::from(reciprocal(x)) * f64::from(x) - 1.0).abs();
-                assert!(error <= 2f64.powi(-22), "1 / {x:e} is off by {error:e}");
-            }
-        }
+    fn forms_are_equal() {
+        check_forms(Coefficients::new(&Adam8bitConfig::adamw(0.01), 3));
     }
 }

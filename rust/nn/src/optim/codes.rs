@@ -1,191 +1,209 @@
-//! Blocks of 8-bit codes in registers of AVX-512: 64 codes and their values at a time, without a load from a computed address.
+//! 8-bit codes of a block of values by arithmetic in registers, without a look-up in memory.
 //!
-//! A gather of 16 values takes 16 loads and, on AMD's processors, about 80 micro-operations; a look-up in a table of 128 bytes by
-//! `vpermi2b` takes one to three for 64 codes. A value is four such tables, one for each of its bytes.
+//! In a decade of the dynamic map values are evenly spaced: the number of a value, counted from zero, is a linear function of its
+//! magnitude, rounded. The few magnitudes so near to the border of two codes that this rounding could be wrong are looked up.
 
-use std::arch::x86_64::{
-    __m512, __m512i, _CMP_GE_OQ, _CMP_GT_OQ, _mm_storeu_si128, _mm512_abs_ps, _mm512_castps_si512, _mm512_castsi512_ps,
-    _mm512_cmp_ps_mask, _mm512_cvtepi32_epi8, _mm512_cvttps_epi32, _mm512_fmadd_ps, _mm512_loadu_ps,
-    _mm512_loadu_si512, _mm512_mask_add_epi8, _mm512_mask_add_epi32, _mm512_mask_blend_epi8, _mm512_max_epi32,
-    _mm512_max_epu8, _mm512_min_epu8, _mm512_movepi8_mask, _mm512_movepi32_mask, _mm512_mul_ps,
-    _mm512_permutex2var_epi8, _mm512_permutex2var_epi32, _mm512_permutex2var_ps, _mm512_permutexvar_epi32,
-    _mm512_permutexvar_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32,
-    _mm512_setzero_si512, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_sub_epi8, _mm512_sub_epi32,
-    _mm512_unpackhi_epi8, _mm512_unpackhi_epi16, _mm512_unpacklo_epi8, _mm512_unpacklo_epi16,
-};
+use std::f64::consts::LOG2_10;
 
-/// Biased exponent of the octave before the first that a decade begins in, 1e-6.
-const FIRST_EXPONENT: i32 = 106;
+use super::lanes::Lanes;
+use super::quant::{BLOCK_SIZE, Codebook};
+
+/// Where the middle of a code's range of magnitudes, zero, is in the map for values of both signs.
+pub(super) const ZERO: u8 = 127;
 /// Decades of the dynamic map; the last ends at 1.
 const DECADES: usize = 7;
-/// Where the middle of a code's range of magnitudes, zero, is in the map for values of both signs.
-const ZERO: u8 = 127;
+/// The first decade ends here; the logarithm of smaller magnitudes is not needed.
+const FIRST_END: f32 = 1e-6;
+/// Distance of a number from halfway between two, up to which it is looked up. Numbers up to 255 and their lines are rounded, and so
+/// are borders: together that is off by less than 5e-5.
+const UNCERTAIN: f32 = 1.0 / 8192.0;
 
-/// 256 values, the bytes of each in four tables.
-struct Bytes([[u8; 256]; 4]);
+/// Registers that can look up a table of eight values.
+pub(super) trait Registers: Lanes {
+    /// `WIDTH` whole numbers.
+    type Whole: Copy;
 
-impl Bytes {
-    fn of(values: &[f32; 256]) -> Self {
-        Self(std::array::from_fn(|plane| values.map(|value| value.to_bits().to_le_bytes()[plane])))
-    }
+    fn min(self, a: Self::Values, b: Self::Values) -> Self::Values;
+    fn sub(self, a: Self::Values, b: Self::Values) -> Self::Values;
+    /// The bits of each value as a number.
+    fn bits(self, x: Self::Values) -> Self::Values;
+    /// To the nearest whole number, of two to the even one.
+    fn round(self, x: Self::Values) -> Self::Whole;
+    fn float(self, x: Self::Whole) -> Self::Values;
+    /// Values of a [`Table`] by index.
+    fn pick(self, table: Self::Values, index: Self::Whole) -> Self::Values;
+    /// `index`, and one more where `a > b`.
+    fn count_above(self, index: Self::Whole, a: Self::Values, b: Self::Values) -> Self::Whole;
+    fn any_above(self, a: Self::Values, b: Self::Values) -> bool;
+    /// Writes the codes of `values` whose magnitudes have these numbers. With `SIGNED` the code of zero is [`ZERO`]; otherwise 0.
+    fn write<const SIGNED: bool>(self, numbers: [Self::Whole; 4], values: [Self::Values; 4], codes: &mut [u8]);
+}
 
-    /// The values of 64 indices in the order of the indices.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    fn look_up(&self, indices: __m512i) -> [__m512; 4] {
-        // Unpacking takes each quarter of its result from the same quarter of the bytes: transposed so that it comes out in order.
-        let transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-        let indices = _mm512_permutexvar_epi32(transposed, indices);
-        let upper = _mm512_movepi8_mask(indices);
-        let plane = |table: &[u8; 256]| {
-            // SAFETY: each load takes 64 of the table's 256 bytes.
-            let [a, b, c, d] = [0, 64, 128, 192].map(|at| unsafe { _mm512_loadu_si512(table.as_ptr().add(at).cast()) });
-            let low = _mm512_permutex2var_epi8(a, indices, b);
-            let high = _mm512_permutex2var_epi8(c, indices, d);
-            _mm512_mask_blend_epi8(upper, low, high)
-        };
-        let [b0, b1, b2, b3] = [plane(&self.0[0]), plane(&self.0[1]), plane(&self.0[2]), plane(&self.0[3])];
-        let (low, high) = (_mm512_unpacklo_epi8(b0, b1), _mm512_unpackhi_epi8(b0, b1));
-        let (low2, high2) = (_mm512_unpacklo_epi8(b2, b3), _mm512_unpackhi_epi8(b2, b3));
-        [
-            _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, low2)),
-            _mm512_castsi512_ps(_mm512_unpackhi_epi16(low, low2)),
-            _mm512_castsi512_ps(_mm512_unpacklo_epi16(high, high2)),
-            _mm512_castsi512_ps(_mm512_unpackhi_epi16(high, high2)),
-        ]
+/// A value for each decade and one for what is above the last, twice: for registers of 8 and of 16.
+#[repr(align(64))]
+struct Table([f32; 16]);
+
+impl Table {
+    fn of(value: impl Fn(usize) -> f32) -> Self {
+        Self(std::array::from_fn(|index| value(index % (DECADES + 1))))
     }
 }
 
-/// A dynamic map in tables of registers.
-pub(super) struct Registers {
+/// The dynamic map as lines.
+pub(super) struct Lines {
     signed: bool,
-    values: Bytes,
-    /// By the number of a magnitude, counted from zero: the largest that is rounded to it.
-    borders: Bytes,
-    /// By octave: where a decade begins in it, and the decade that it begins with.
-    starts: [f32; 32],
-    decades: [i32; 32],
-    /// By decade: the number of a magnitude is `slope * x + offset`, rounded down, or one more.
-    slopes: [f32; 16],
-    offsets: [f32; 16],
+    /// The largest magnitude of a decade: borders of codes, exact.
+    ends: Table,
+    /// The number of a magnitude is `slope * x + offset`, rounded, but not above `last`.
+    slopes: Table,
+    offsets: Table,
+    last: Table,
 }
 
-impl Registers {
-    /// The tables of a map, if this processor has the instructions.
+impl Lines {
+    /// `border(n)` is the largest magnitude with a number of at most `n`; `signed` if the map has values of both signs.
+    pub(super) fn new(signed: bool, border: impl Fn(usize) -> f32) -> Self {
+        let items = |decade: usize| 1usize << (decade + usize::from(!signed));
+        let first = |decade: usize| 1 + (0..decade).map(items).sum::<usize>();
+        let last = |decade: usize| if decade < DECADES { first(decade + 1) - 1 } else { first(DECADES) };
+        // (slope, offset). Borders in a decade lie at whole steps from a tenth of its end: there a number and a half is reached.
+        let line = |decade: usize| match decade {
+            DECADES => (0.0, last(DECADES) as f64),
+            // Zero's border is not one of them.
+            0 => {
+                let zero = f64::from(border(0));
+                let slope = if signed { 0.5 / zero } else { 1.0 / (f64::from(border(1)) - zero) };
+                (slope, 0.5 - slope * zero)
+            }
+            _ => {
+                let (items, end) = (items(decade) as f64, 10f64.powi(decade as i32 + 1 - DECADES as i32));
+                (items / (0.9 * end), first(decade) as f64 - items / 9.0 - 0.5)
+            }
+        };
+        Self {
+            signed,
+            ends: Table::of(|decade| if decade < DECADES { border(last(decade)) } else { f32::INFINITY }),
+            slopes: Table::of(|decade| line(decade).0 as f32),
+            offsets: Table::of(|decade| line(decade).1 as f32),
+            last: Table::of(|decade| last(decade) as f32),
+        }
+    }
+}
+
+/// The codes of `values * scale`, finite numbers within a few roundings of [-1, 1], or [0, 1].
+#[inline(always)]
+pub(super) fn encode<R: Registers>(
+    r: R,
+    codebook: &Codebook,
+    values: &[f32; BLOCK_SIZE],
+    scale: f32,
+    codes: &mut [u8; BLOCK_SIZE],
+) {
+    let lines = codebook.lines();
+    if lines.signed {
+        encode_block::<R, true>(r, codebook, lines, values, scale, codes);
+    } else {
+        encode_block::<R, false>(r, codebook, lines, values, scale, codes);
+    }
+}
+
+#[inline(always)]
+fn encode_block<R: Registers, const SIGNED: bool>(
+    r: R,
+    codebook: &Codebook,
+    lines: &Lines,
+    values: &[f32; BLOCK_SIZE],
+    scale: f32,
+    codes: &mut [u8; BLOCK_SIZE],
+) {
+    let at = Loaded::<R>::new(r, lines, scale);
+    for start in (0..BLOCK_SIZE).step_by(4 * R::WIDTH) {
+        let range = start..start + 4 * R::WIDTH;
+        let (numbers, scaled, farthest) = at.numbers::<SIGNED>(r, &values[range.clone()]);
+        r.write::<SIGNED>(numbers, scaled, &mut codes[range.clone()]);
+        if r.any_above(farthest, r.splat(0.5 - UNCERTAIN)) {
+            look_up(codebook, &values[range.clone()], scale, &mut codes[range]);
+        }
+    }
+}
+
+/// What encoding keeps in registers.
+struct Loaded<R: Registers> {
+    scale: R::Values,
+    ends: R::Values,
+    slopes: R::Values,
+    offsets: R::Values,
+    last: R::Values,
+    decades_per_bit: R::Values,
+    decade_of_zero: R::Values,
+}
+
+impl<R: Registers> Loaded<R> {
+    #[inline(always)]
+    fn new(r: R, lines: &Lines, scale: f32) -> Self {
+        Self {
+            scale: r.splat(scale),
+            ends: r.load(&lines.ends.0),
+            slopes: r.load(&lines.slopes.0),
+            offsets: r.load(&lines.offsets.0),
+            last: r.load(&lines.last.0),
+            // The bits of a value grow with its logarithm, about evenly: by 2^23 an octave.
+            decades_per_bit: r.splat((1.0 / (f64::from(1 << 23) * LOG2_10)) as f32),
+            decade_of_zero: r.splat(((DECADES - 1) as f64 - 127.0 / LOG2_10) as f32),
+        }
+    }
+
+    /// Of four registers of values: the numbers of their magnitudes, they themselves scaled, and the largest distances of magnitudes
+    /// from the middle between two borders, in steps.
     ///
-    /// `borders[code]` is the largest value that is not rounded to a larger code. With `signed`, the map has both signs and keeps
-    /// them; otherwise values are at least 0.
-    pub(super) fn new(signed: bool, values: &[f32; 256], borders: &[f32; 255]) -> Option<Self> {
-        let there = is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vbmi");
-        if !there {
-            return None;
+    /// Each operation is done on all four before the next: a processor holds too few waiting operations to find by itself that
+    /// the four do not depend on each other. Loops, because closures would not be compiled for the registers.
+    #[inline(always)]
+    fn numbers<const SIGNED: bool>(&self, r: R, values: &[f32]) -> ([R::Whole; 4], [R::Values; 4], R::Values) {
+        let mut scaled = [self.scale; 4];
+        for (part, scaled) in scaled.iter_mut().enumerate() {
+            *scaled = r.mul(r.load(&values[part * R::WIDTH..]), self.scale);
         }
-        let zero = if signed { usize::from(ZERO) } else { 0 };
-        let mut magnitudes = [f32::INFINITY; 256];
-        magnitudes[..255 - zero].copy_from_slice(&borders[zero..]);
-        let end = |decade: usize| 10f64.powi(decade as i32 + 1 - DECADES as i32);
-        let (mut starts, mut decades) = ([f32::INFINITY; 32], [0; 32]);
-        for (octave, (start, first)) in starts.iter_mut().zip(&mut decades).enumerate() {
-            let from = 2f64.powi(octave as i32 + FIRST_EXPONENT - 127);
-            *first = (0..DECADES - 1).filter(|&d| end(d) < from).count() as i32;
-            if let Some(inside) = (0..DECADES - 1).map(end).find(|&end| (from..2.0 * from).contains(&end)) {
-                *start = inside as f32;
-            }
+        let mut x = scaled;
+        let mut logarithm = scaled;
+        for (logarithm, x) in logarithm.iter_mut().zip(&mut x) {
+            *x = if SIGNED { r.abs(*x) } else { *x };
+            let bits = r.bits(r.max(*x, r.splat(FIRST_END)));
+            *logarithm = r.mul_add(bits, self.decades_per_bit, self.decade_of_zero);
         }
-        let (mut slopes, mut offsets) = ([0.0; 16], [0.0; 16]);
-        let mut before = 0.0;
-        for decade in 0..DECADES {
-            // `items` values, evenly spaced from a tenth of the end. Borders lie at whole steps, that to the decade before at 0.2
-            // or earlier: 0.21 less finds the number or, up to there, one less.
-            let items = f64::from(1u32 << (decade + usize::from(!signed)));
-            slopes[decade] = (items / (0.9 * end(decade))) as f32;
-            offsets[decade] = (before - items / 9.0 + 0.79) as f32;
-            before += items;
+        // The right decade or the one below, which its end decides.
+        let mut decade = [r.round(logarithm[0]); 4];
+        for (decade, logarithm) in decade.iter_mut().zip(logarithm) {
+            *decade = r.round(logarithm);
         }
-        let (values, borders) = (Bytes::of(values), Bytes::of(&magnitudes));
-        Some(Self { signed, values, borders, starts, decades, slopes, offsets })
+        let mut end = x;
+        for (end, decade) in end.iter_mut().zip(decade) {
+            *end = r.pick(self.ends, decade);
+        }
+        for ((decade, x), end) in decade.iter_mut().zip(x).zip(end) {
+            *decade = r.count_above(*decade, x, end);
+        }
+        let mut exact = x;
+        for (exact, decade) in exact.iter_mut().zip(decade) {
+            *exact = r.mul_add(*exact, r.pick(self.slopes, decade), r.pick(self.offsets, decade));
+        }
+        for (exact, decade) in exact.iter_mut().zip(decade) {
+            *exact = r.min(*exact, r.pick(self.last, decade));
+        }
+        let mut number = decade;
+        for (number, exact) in number.iter_mut().zip(exact) {
+            *number = r.round(exact);
+        }
+        let mut farthest = r.splat(0.0);
+        for (number, exact) in number.into_iter().zip(exact) {
+            farthest = r.max(farthest, r.abs(r.sub(exact, r.float(number))));
+        }
+        (number, scaled, farthest)
     }
+}
 
-    /// The values of a block of codes.
-    #[inline]
-    pub(super) fn decode<const N: usize>(&self, codes: &[u8; N]) -> [f32; N] {
-        // SAFETY: there are no tables unless the processor has the instructions.
-        unsafe { self.decode_wide(codes) }
-    }
-
-    /// The codes of a block of finite `values * scale`, which lie within a few roundings of [-1, 1], or [0, 1].
-    #[inline]
-    pub(super) fn encode<const N: usize>(&self, values: &[f32; N], scale: f32) -> [u8; N] {
-        // SAFETY: there are no tables unless the processor has the instructions.
-        unsafe { self.encode_wide(values, scale) }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vbmi")]
-    fn decode_wide<const N: usize>(&self, codes: &[u8; N]) -> [f32; N] {
-        const { assert!(N.is_multiple_of(64)) };
-        let mut values = [0.0; N];
-        for (values, codes) in values.as_chunks_mut::<64>().0.iter_mut().zip(codes.as_chunks::<64>().0) {
-            // SAFETY: 64 bytes are loaded of 64.
-            let codes = unsafe { _mm512_loadu_si512(codes.as_ptr().cast()) };
-            for (values, part) in values.as_chunks_mut::<16>().0.iter_mut().zip(self.values.look_up(codes)) {
-                // SAFETY: 16 values are stored to 16.
-                unsafe { _mm512_storeu_ps(values.as_mut_ptr(), part) };
-            }
-        }
-        values
-    }
-
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vbmi")]
-    fn encode_wide<const N: usize>(&self, values: &[f32; N], scale: f32) -> [u8; N] {
-        const { assert!(N.is_multiple_of(64)) };
-        let scale = _mm512_set1_ps(scale);
-        // SAFETY: each load takes 16 values, of arrays of 16 or at an offset of 16 in one of 32, or of chunks of 16.
-        let load = |from: &[f32]| unsafe { _mm512_loadu_ps(from[..16].as_ptr()) };
-        // SAFETY: as above.
-        let load_whole = |from: &[i32]| unsafe { _mm512_loadu_si512(from[..16].as_ptr().cast()) };
-        let (starts, starts2) = (load(&self.starts), load(&self.starts[16..]));
-        let (decades, decades2) = (load_whole(&self.decades), load_whole(&self.decades[16..]));
-        let (slopes, offsets) = (load(&self.slopes), load(&self.offsets));
-        let mut codes = [0u8; N];
-        for (codes, values) in codes.as_chunks_mut::<16>().0.iter_mut().zip(values.as_chunks::<16>().0) {
-            let x = _mm512_abs_ps(_mm512_mul_ps(load(values), scale));
-            let exponent = _mm512_srli_epi32::<23>(_mm512_castps_si512(x));
-            let octave = _mm512_sub_epi32(exponent, _mm512_set1_epi32(FIRST_EXPONENT));
-            let octave = _mm512_max_epi32(octave, _mm512_setzero_si512());
-            let start = _mm512_permutex2var_ps(starts, octave, starts2);
-            let decade = _mm512_permutex2var_epi32(decades, octave, decades2);
-            let later = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, start);
-            let decade = _mm512_mask_add_epi32(decade, later, decade, _mm512_set1_epi32(1));
-            let (slope, offset) = (_mm512_permutexvar_ps(decade, slopes), _mm512_permutexvar_ps(decade, offsets));
-            let number = _mm512_cvttps_epi32(_mm512_fmadd_ps(x, slope, offset));
-            // SAFETY: 16 bytes are stored to 16.
-            unsafe { _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(number)) };
-        }
-        for (codes, values) in codes.as_chunks_mut::<64>().0.iter_mut().zip(values.as_chunks::<64>().0) {
-            // SAFETY: 64 bytes are loaded of 64.
-            let number = unsafe { _mm512_loadu_si512(codes.as_ptr().cast()) };
-            let (mut above, mut negative) = (0u64, 0u64);
-            for (part, border) in self.borders.look_up(number).into_iter().enumerate() {
-                let x = _mm512_mul_ps(load(&values[16 * part..]), scale);
-                let beyond = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(_mm512_abs_ps(x), border);
-                above |= u64::from(beyond) << (16 * part);
-                negative |= u64::from(_mm512_movepi32_mask(_mm512_castps_si512(x))) << (16 * part);
-            }
-            let one = _mm512_set1_epi8(1);
-            let mut result = _mm512_mask_add_epi8(number, above, number, one);
-            if self.signed {
-                let zero = _mm512_set1_epi8(ZERO as i8);
-                let positive = _mm512_sub_epi8(result, _mm512_set1_epi8((ZERO as i8).wrapping_neg()));
-                // No code stands for -1, and negative values stay negative.
-                let kept = _mm512_min_epu8(_mm512_max_epu8(result, one), zero);
-                result = _mm512_mask_blend_epi8(negative, positive, _mm512_sub_epi8(zero, kept));
-            }
-            // SAFETY: 64 bytes are stored to 64.
-            unsafe { _mm512_storeu_si512(codes.as_mut_ptr().cast(), result) };
-        }
-        codes
-    }
+#[cold]
+#[inline(never)]
+fn look_up(codebook: &Codebook, values: &[f32], scale: f32, codes: &mut [u8]) {
+    codebook.encode_each(values, scale, codes);
 }

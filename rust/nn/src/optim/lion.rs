@@ -86,8 +86,8 @@ impl Rule for LionRule {
 pub(crate) struct Coefficients<T> {
     pub(crate) beta1: T,
     pub(crate) beta2: T,
-    lr: T,
-    decay: T,
+    pub(crate) lr: T,
+    pub(crate) decay: T,
 }
 
 impl<T: Real> Coefficients<T> {
@@ -98,7 +98,7 @@ impl<T: Real> Coefficients<T> {
 
     /// The decayed parameter moved by `lr` against the sign of `direction`.
     #[inline(always)]
-    pub(crate) fn descend(&self, p: T, direction: T) -> T {
+    fn descend(&self, p: T, direction: T) -> T {
         let up = if direction > T::ZERO { self.lr } else { T::ZERO };
         let down = if direction < T::ZERO { self.lr } else { T::ZERO };
         p * self.decay - up + down

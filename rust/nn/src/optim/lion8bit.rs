@@ -3,12 +3,13 @@
 //! Follows <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/csrc/kernels.cu#L1153>.
 
 use smallvec::{SmallVec, smallvec};
-use trainable_candle_core::cpu::dispatch;
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
+use super::blocks::{Block, Step, Values, update_blocks};
+use super::lanes::Lanes;
 use super::lion::{Coefficients, update_float};
-use super::quant::{BLOCK_SIZE, Codebook, padded};
+use super::quant::{BLOCK_SIZE, Codebook};
 use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
@@ -89,59 +90,58 @@ fn update(config: &Lion8bitConfig, _step: u64, chunk: Chunk<'_, f32>) {
     if matches!(chunk.states.as_slice(), [StateSlice::Float(_)]) {
         return update_float(at, chunk);
     }
-    dispatch(
-        #[inline(always)]
-        || update_blocks(at, chunk),
-    );
+    update_blocks(at, chunk);
 }
 
-#[inline(always)]
-fn update_blocks(at: Coefficients<f32>, mut chunk: Chunk<'_, f32>) {
-    let [StateSlice::Codes(codes), StateSlice::Scales(absmax)] = chunk.states.as_mut_slice() else {
-        unreachable!("the states are those that the rule declares");
-    };
-    let (params, param_rest) = chunk.param.as_chunks_mut();
-    let (grads, grad_rest) = chunk.grad.as_chunks();
-    let (blocks, codes_rest) = codes.as_chunks_mut();
-    let full = params.len();
-    for block in 0..full {
-        update_block(at, &mut params[block], &grads[block], &mut blocks[block], &mut absmax[block]);
-    }
-    if !param_rest.is_empty() {
-        // The code that bitsandbytes reads behind the end.
-        let mut block = padded(codes_rest, 128);
-        let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
-        update_block(at, &mut param, &grad, &mut block, &mut absmax[full]);
-        let len = param_rest.len();
-        param_rest.copy_from_slice(&param[..len]);
-        codes_rest.copy_from_slice(&block[..len]);
+impl Step<1> for Coefficients<f32> {
+    const BEHIND: [u8; 1] = [128];
+
+    /// An element with a non-finite gradient loses its momentum and does not change (where bitsandbytes would write the block's
+    /// largest value to its momentum).
+    #[inline(always)]
+    fn update<L: Lanes>(self, l: L, block: Block<'_, 1>, [Values(m)]: &mut [Values; 1]) {
+        let Block { param, grad, states: [(codes, absmax)] } = block;
+        let codebook = Codebook::sign_preserving();
+        let (zero, scale) = (l.splat(0.0), l.splat(*absmax));
+        let (beta1, beta2) = (l.splat(self.beta1), l.splat(self.beta2));
+        let (weight1, weight2) = (l.splat(1.0 - self.beta1), l.splat(1.0 - self.beta2));
+        let (lr, minus_lr, decay) = (l.splat(self.lr), l.splat(-self.lr), l.splat(self.decay));
+        let mut max = zero;
+        for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
+            let codes = &codes[start..];
+            let decoded = l.decode(codebook, codes);
+            for part in 0..4 {
+                let here = start + part * L::WIDTH;
+                // Here CUDA fuses the gradient's multiplication, not the momentum's as in f32.
+                let g = l.load(&grad[here..]);
+                let old_momentum = l.mul(l.part(codebook, decoded, codes, part), scale);
+                let direction = l.mul_add(weight1, g, l.mul(old_momentum, beta1));
+                let momentum = l.mul_add(weight2, g, l.mul(old_momentum, beta2));
+                // Against the sign of the direction.
+                let down = l.select(l.at_most(direction, zero), zero, minus_lr);
+                let up = l.select(l.at_most(zero, direction), zero, lr);
+                let finite = l.at_most(l.abs(g), l.splat(f32::MAX));
+                let momentum = l.or_zero(finite, momentum);
+                let moves = l.or_zero(finite, l.add(down, up));
+                let decay = l.select(finite, decay, l.splat(1.0));
+                l.store(l.add(l.mul(l.load(&param[here..]), decay), moves), &mut param[here..]);
+                l.store(momentum, &mut m[here..]);
+                max = l.max(max, l.abs(momentum));
+            }
+        }
+        *absmax = l.largest(max);
+        codebook.encode_block(l, m, 1.0 / *absmax, codes);
     }
 }
 
-/// One step on a block. An element with a non-finite gradient loses its momentum and does not change (where bitsandbytes
-/// would write the block's largest value to its momentum).
-#[inline(always)]
-fn update_block(
-    at: Coefficients<f32>,
-    param: &mut [f32; BLOCK_SIZE],
-    grad: &[f32; BLOCK_SIZE],
-    codes: &mut [u8; BLOCK_SIZE],
-    absmax: &mut f32,
-) {
-    let codebook = Codebook::sign_preserving();
-    let mut m = codebook.decode_block(codes);
-    let mut max = 0;
-    for i in 0..BLOCK_SIZE {
-        // Here CUDA fuses the gradient's multiplication, not the momentum's as in f32.
-        let (g, old) = (grad[i], m[i] * *absmax);
-        let direction = (1.0 - at.beta1).mul_add(g, old * at.beta1);
-        let momentum = (1.0 - at.beta2).mul_add(g, old * at.beta2);
-        let finite = g.is_finite();
-        param[i] = if finite { at.descend(param[i], direction) } else { param[i] };
-        m[i] = if finite { momentum } else { 0.0 };
-        // Magnitudes compare as their bits do, and integers have a maximum that vectorises.
-        max = max.max(m[i].abs().to_bits());
+#[cfg(test)]
+mod tests {
+    use super::super::blocks::check_forms;
+    use super::{Coefficients, Lion8bitConfig};
+
+    #[test]
+    fn forms_are_equal() {
+        let Lion8bitConfig { lr, betas, .. } = Lion8bitConfig::default();
+        check_forms(Coefficients::<f32>::new(lr, betas, 0.01));
     }
-    *absmax = f32::from_bits(max);
-    *codes = codebook.encode_block(&m, 1.0 / *absmax);
 }

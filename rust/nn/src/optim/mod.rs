@@ -27,6 +27,7 @@
 mod adafactor;
 mod adam;
 mod adam8bit;
+mod blocks;
 mod clip;
 #[cfg(target_arch = "x86_64")]
 mod codes;
@@ -36,6 +37,7 @@ mod cuda;
 #[path = "no_cuda.rs"]
 mod cuda;
 mod ema;
+mod lanes;
 mod lion;
 mod lion8bit;
 mod prodigy;

@@ -15,7 +15,8 @@ use trainable_candle_core::cpu::pool::par_chunks_mut;
 use trainable_candle_core::{Error, Result};
 
 #[cfg(target_arch = "x86_64")]
-use super::codes::Registers;
+use super::codes::Lines;
+use super::lanes::Lanes;
 
 /// Elements of an optimizer state that share one scale.
 pub const BLOCK_SIZE: usize = 256;
@@ -62,9 +63,12 @@ pub struct Codebook {
     /// the lower half is such that the first value of that code carries over. No two codes begin among the values of
     /// one entry. Lower halves count upwards with the value: those of negative values are inverted.
     table: Box<[u32; 1 << 16]>,
-    /// What optimizer states are quantised with where the processor can; the codes are the same.
+    /// What finds the codes of optimizer states, whose negative values stay negative, in registers.
     #[cfg(target_arch = "x86_64")]
-    registers: Option<Registers>,
+    lines: Lines,
+    /// The bytes of the values: tables for look-ups in registers.
+    #[cfg(target_arch = "x86_64")]
+    planes: [[u8; 256]; 4],
 }
 
 impl Codebook {
@@ -98,37 +102,44 @@ impl Codebook {
         encode(&self.table, x)
     }
 
-    /// The codes of `values * scale`, where `scale` is one over the largest magnitude of `values`.
+    /// The codes of `values * scale`, where `scale` is one over the largest magnitude of `values`: those of [`encode`](Self::encode).
+    /// Not for [`signed`](Self::signed).
     #[inline(always)]
-    pub(crate) fn encode_block<const N: usize>(&self, values: &[f32; N], scale: f32) -> [u8; N] {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(registers) = &self.registers
-            && scale > 0.0
-            && scale.is_finite()
-        {
-            return registers.encode(values, scale);
+    pub(super) fn encode_block<L: Lanes>(
+        &self,
+        lanes: L,
+        values: &[f32; BLOCK_SIZE],
+        scale: f32,
+        codes: &mut [u8; BLOCK_SIZE],
+    ) {
+        if scale > 0.0 && scale.is_finite() {
+            lanes.encode(self, values, scale, codes);
+        } else {
+            self.encode_each(values, scale, codes);
         }
-        // Written through references to the table and a local array: both are what lets the loop vectorise.
+    }
+
+    /// The codes of `values * scale`, one by one.
+    #[inline(always)]
+    pub(super) fn encode_each(&self, values: &[f32], scale: f32, codes: &mut [u8]) {
+        // A reference to the table is what lets the loop vectorise.
         let table = &*self.table;
-        let mut codes = [0; N];
         for (code, value) in codes.iter_mut().zip(values) {
             *code = encode(table, value * scale);
         }
-        codes
     }
 
-    /// The values of a block of codes.
+    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(crate) fn decode_block<const N: usize>(&self, codes: &[u8; N]) -> [f32; N] {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(registers) = &self.registers {
-            return registers.decode(codes);
-        }
-        let mut values = [0.0; N];
-        for (value, &code) in values.iter_mut().zip(codes) {
-            *value = self.decode(code);
-        }
-        values
+    pub(super) fn lines(&self) -> &Lines {
+        &self.lines
+    }
+
+    /// Byte `i` of the values of all codes, for `i` in 0..4.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn planes(&self) -> &[[u8; 256]; 4] {
+        &self.planes
     }
 
     /// The value of a code.
@@ -166,17 +177,14 @@ impl Codebook {
         }
         debug_assert_eq!(code, 255, "every border has its entry");
         let table = table.into_boxed_slice().try_into().unwrap_or_else(|_| unreachable!("its length is fixed"));
-        #[cfg(target_arch = "x86_64")]
-        let registers = {
-            // Of the maps with both signs, states have the one that keeps them.
-            let borders = std::array::from_fn(|code| border(&values, code));
-            (preserve_sign || !signed).then(|| Registers::new(signed, &values, &borders)).flatten()
-        };
+        let middle = if signed { zero as usize } else { 0 };
         Self {
+            #[cfg(target_arch = "x86_64")]
+            lines: Lines::new(signed, |number| border(&values, middle + number)),
+            #[cfg(target_arch = "x86_64")]
+            planes: std::array::from_fn(|byte| values.map(|value| value.to_bits().to_le_bytes()[byte])),
             values,
             table,
-            #[cfg(target_arch = "x86_64")]
-            registers,
         }
     }
 }
@@ -193,14 +201,6 @@ fn encode(table: &[u32; 1 << 16], x: f32) -> u8 {
 fn border(values: &[f32; 256], code: usize) -> f32 {
     let middle = (values[code] + values[code + 1]) * 0.5;
     if code.is_multiple_of(2) { middle } else { middle.next_down() }
-}
-
-/// A block that starts with `data`; the rest is `value`.
-#[inline(always)]
-pub(crate) fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
-    let mut block = [value; BLOCK_SIZE];
-    block[..data.len()].copy_from_slice(data);
-    block
 }
 
 /// Quantises `values` in blocks of `block_size` (the last may be shorter): the codes of `values / absmax`, and each
@@ -270,6 +270,7 @@ fn check_lengths(op: &'static str, values: usize, block_size: usize, codes: usiz
 
 #[cfg(test)]
 mod tests {
+    use super::super::lanes::{WithLanes, in_each_form};
     use super::*;
 
     /// bitsandbytes' binary search over the map, step by step.
@@ -330,26 +331,51 @@ mod tests {
         assert_eq!(codebook.encode(f32::NAN), 255);
     }
 
+    /// Compares a block's codes and values in registers with those of single values.
+    #[derive(Clone, Copy)]
+    struct Compare<'a> {
+        codebook: &'a Codebook,
+        values: &'a [f32; BLOCK_SIZE],
+        scale: f32,
+    }
+
+    impl WithLanes for Compare<'_> {
+        #[inline(always)]
+        fn run<L: Lanes>(self, l: L) {
+            let Self { codebook, values, scale } = self;
+            let mut codes = [0; BLOCK_SIZE];
+            codebook.encode_block(l, values, scale, &mut codes);
+            assert_eq!(codes, values.map(|x| codebook.encode(x * scale)), "{values:?} times {scale}");
+            let codes = std::array::from_fn::<u8, BLOCK_SIZE, _>(|code| code as u8);
+            for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
+                let decoded = l.decode(codebook, &codes[start..]);
+                for part in 0..4 {
+                    let mut values = [0.0; 16];
+                    l.store(l.part(codebook, decoded, &codes[start..], part), &mut values);
+                    let here = start + part * L::WIDTH;
+                    assert_eq!(values[..L::WIDTH], codebook.values()[here..here + L::WIDTH]);
+                }
+            }
+        }
+    }
+
     #[test]
     fn blocks_equal_single_codes() {
         for (codebook, least) in [(Codebook::sign_preserving(), -1.0), (Codebook::unsigned(), 0.0)] {
-            let mut block = [0f32; 64];
             let probes: Vec<f32> = probes(codebook).filter(|x| (least..=1.0).contains(x)).collect();
+            let mut values = [0f32; BLOCK_SIZE];
             for scale in [1.0, 0.75, 1e-30] {
-                for part in probes.chunks(64) {
-                    block[..part.len()].copy_from_slice(part);
-                    let expected = block.map(|x| codebook.encode(x * scale));
-                    assert_eq!(codebook.encode_block(&block, scale), expected, "{block:?} times {scale}");
+                for part in probes.chunks(BLOCK_SIZE) {
+                    values[..part.len()].copy_from_slice(part);
+                    in_each_form(Compare { codebook, values: &values, scale });
                 }
             }
             // A block of zeros has an infinite scale.
             for scale in [f32::INFINITY, f32::NAN, 0.0] {
-                block = [0.0; 64];
-                (block[1], block[2]) = (-0.0, 1e-40);
-                assert_eq!(codebook.encode_block(&block, scale), block.map(|x| codebook.encode(x * scale)));
+                values = [0.0; BLOCK_SIZE];
+                (values[1], values[2]) = (-0.0, 1e-40);
+                in_each_form(Compare { codebook, values: &values, scale });
             }
-            let codes: [u8; 256] = std::array::from_fn(|code| code as u8);
-            assert_eq!(codebook.decode_block(&codes).map(f32::to_bits), codebook.values().map(f32::to_bits));
         }
     }
 

@@ -1,0 +1,131 @@
+//! Walks a chunk of a parameter with 8-bit states block by block.
+
+use super::lanes::{Lanes, WithLanes, with_lanes};
+use super::quant::BLOCK_SIZE;
+use super::rule::{Chunk, StateSlice};
+
+/// A block of a parameter, its gradient and its `N` states: codes and their scale, the largest magnitude in the block.
+pub(super) struct Block<'a, const N: usize> {
+    pub(super) param: &'a mut [f32; BLOCK_SIZE],
+    pub(super) grad: &'a [f32; BLOCK_SIZE],
+    pub(super) states: [(&'a mut [u8; BLOCK_SIZE], &'a mut f32); N],
+}
+
+/// One step of a rule with `N` 8-bit states.
+pub(super) trait Step<const N: usize>: Copy {
+    /// What bitsandbytes reads as codes behind the end of a parameter.
+    const BEHIND: [u8; N];
+
+    /// The step on a block. `values` is room for the states' values: new ones would have to be zeroed.
+    fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [Values; N]);
+}
+
+/// A block of values, whose registers are in one line of the cache each.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct Values(pub(super) [f32; BLOCK_SIZE]);
+
+/// Steps over a chunk whose states are codes and scales, in turn.
+pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_, f32>) {
+    with_lanes(Blocks { step, chunk });
+}
+
+struct Blocks<'a, S, const N: usize> {
+    step: S,
+    chunk: Chunk<'a, f32>,
+}
+
+impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Chunk { param, grad, states, .. } = self.chunk;
+        let mut states = states.into_iter();
+        let mut states: [_; N] = std::array::from_fn(|_| match (states.next(), states.next()) {
+            (Some(StateSlice::Codes(codes)), Some(StateSlice::Scales(scales))) => (codes, scales),
+            _ => unreachable!("the states are those that the rule declares"),
+        });
+        let mut values = [Values([0.0; BLOCK_SIZE]); N];
+        let (params, param_rest) = param.as_chunks_mut();
+        let (grads, grad_rest) = grad.as_chunks();
+        let full = params.len();
+        for (index, (param, grad)) in params.iter_mut().zip(grads).enumerate() {
+            let states =
+                states.each_mut().map(|(codes, scales)| (&mut codes.as_chunks_mut().0[index], &mut scales[index]));
+            self.step.update(lanes, Block { param, grad, states }, &mut values);
+        }
+        if param_rest.is_empty() {
+            return;
+        }
+        let (mut param, grad) = (padded(param_rest, 0.0), padded(grad_rest, 0.0));
+        let mut codes: [_; N] = std::array::from_fn(|i| padded(states[i].0.as_chunks::<BLOCK_SIZE>().1, S::BEHIND[i]));
+        let mut pairs = codes.iter_mut().zip(&mut states).map(|(codes, (_, scales))| (codes, &mut scales[full]));
+        let block_states = std::array::from_fn(|_| pairs.next().unwrap_or_else(|| unreachable!("there are N states")));
+        self.step.update(lanes, Block { param: &mut param, grad: &grad, states: block_states }, &mut values);
+        let len = param_rest.len();
+        param_rest.copy_from_slice(&param[..len]);
+        for (codes, state) in codes.iter().zip(states) {
+            state.0.as_chunks_mut::<BLOCK_SIZE>().1.copy_from_slice(&codes[..len]);
+        }
+    }
+}
+
+/// A block that starts with `data`; the rest is `value`.
+fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
+    let mut block = [value; BLOCK_SIZE];
+    block[..data.len()].copy_from_slice(data);
+    block
+}
+
+/// Steps of a rule in every form that this processor can must be equal bit for bit.
+#[cfg(test)]
+pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
+    use super::lanes::in_each_form;
+    use std::cell::RefCell;
+
+    /// Gradients of many magnitudes, some of them zero or not finite; the second block has none.
+    fn gradients(round: usize) -> Vec<f32> {
+        let value = |i: usize| match (i, (i * 7919 + round * 104_729) % 1000) {
+            (256..512, _) | (_, 0..50) => 0.0,
+            (_, 50) => f32::NAN,
+            (_, 51) => f32::INFINITY,
+            (_, 52) => 1e30,
+            (_, n) => ((n * n) as f32 * 0.37).sin() * 10f32.powi(n as i32 % 9 - 6),
+        };
+        (0..1000).map(value).collect()
+    }
+
+    #[derive(Clone, Copy)]
+    struct Run<'a, S, const N: usize>(S, &'a RefCell<Vec<Vec<u32>>>);
+
+    impl<S: Step<N>, const N: usize> WithLanes for Run<'_, S, N> {
+        #[inline(always)]
+        fn run<L: Lanes>(self, lanes: L) {
+            let mut param: Vec<f32> = (0..1000).map(|i| (i as f32).cos()).collect();
+            let mut states: [_; N] = std::array::from_fn(|_| (vec![0u8; 1000], vec![0f32; 4]));
+            for round in 0..6 {
+                let grad = gradients(round);
+                let slices = states
+                    .iter_mut()
+                    .flat_map(|(codes, scales)| [StateSlice::Codes(codes), StateSlice::Scales(scales)])
+                    .collect();
+                let chunk = Chunk { dims: &[1000], param: &mut param, grad: &grad, states: slices, sums: None };
+                Blocks { step: self.0, chunk }.run(lanes);
+            }
+            let mut bits: Vec<u32> = param.iter().map(|x| x.to_bits()).collect();
+            for (codes, scales) in states {
+                bits.extend(codes.into_iter().map(u32::from).chain(scales.into_iter().map(f32::to_bits)));
+            }
+            self.1.borrow_mut().push(bits);
+        }
+    }
+
+    let results = RefCell::new(Vec::new());
+    in_each_form(Run(step, &results));
+    let results = results.into_inner();
+    assert!(results.iter().all(|found| *found == results[0]), "forms differ");
+    let param = &results[0][..1000];
+    assert!(
+        param.iter().all(|&bits| f32::from_bits(bits).is_finite()),
+        "a gradient that is not finite changes nothing"
+    );
+}

@@ -1,0 +1,221 @@
+//! [`Lanes`] of AVX2 with FMA: 8 values.
+
+use std::arch::x86_64::{
+    __m256, __m256i, _CMP_GT_OQ, _CMP_LE_OQ, _mm256_add_epi8, _mm256_add_ps, _mm256_and_ps, _mm256_blendv_epi8,
+    _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtps_epi32,
+    _mm256_fmadd_ps, _mm256_fnmadd_ps, _mm256_loadu_ps, _mm256_max_epu8, _mm256_max_ps, _mm256_min_epu8, _mm256_min_ps,
+    _mm256_movemask_ps, _mm256_mul_ps, _mm256_packs_epi16, _mm256_packs_epi32, _mm256_packus_epi16,
+    _mm256_packus_epi32, _mm256_permutevar8x32_epi32, _mm256_permutevar8x32_ps, _mm256_set1_epi8, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_setr_epi32, _mm256_setr_ps, _mm256_sqrt_ps, _mm256_storeu_ps, _mm256_storeu_si256,
+    _mm256_sub_epi8, _mm256_sub_epi32, _mm256_sub_ps,
+};
+
+use super::{Lanes, WithLanes};
+use crate::optim::codes::{self, Registers, ZERO};
+use crate::optim::quant::{BLOCK_SIZE, Codebook};
+
+const WIDTH: usize = 8;
+
+/// Exists only where the processor has AVX2 and FMA.
+#[derive(Clone, Copy)]
+pub(in crate::optim) struct Avx2(());
+
+impl Avx2 {
+    pub(super) fn new() -> Option<Self> {
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
+    }
+
+    pub(super) fn run(self, operation: impl WithLanes) {
+        #[target_feature(enable = "avx2,fma")]
+        fn enabled(lanes: Avx2, operation: impl WithLanes) {
+            operation.run(lanes);
+        }
+        // SAFETY: the processor has the instructions.
+        unsafe { enabled(self, operation) }
+    }
+}
+
+/// Calls intrinsics.
+macro_rules! intrinsics {
+    ($e:expr) => {{
+        // SAFETY: the token exists only where the processor has the instructions; they touch no memory.
+        unsafe { $e }
+    }};
+}
+
+impl Lanes for Avx2 {
+    type Values = __m256;
+    type Mask = __m256;
+    /// Nothing: there are too few registers for the values of all.
+    type Decoded = ();
+    const WIDTH: usize = WIDTH;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        intrinsics!(_mm256_set1_ps(x))
+    }
+
+    #[inline(always)]
+    fn load(self, from: &[f32]) -> __m256 {
+        let from = &from[..WIDTH];
+        // SAFETY: as many values are loaded.
+        unsafe { _mm256_loadu_ps(from.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, x: __m256, to: &mut [f32]) {
+        let to = &mut to[..WIDTH];
+        // SAFETY: as many values are stored.
+        unsafe { _mm256_storeu_ps(to.as_mut_ptr(), x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        intrinsics!(_mm256_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn neg_mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        intrinsics!(_mm256_fnmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn sqrt(self, x: __m256) -> __m256 {
+        intrinsics!(_mm256_sqrt_ps(x))
+    }
+
+    #[inline(always)]
+    fn abs(self, x: __m256) -> __m256 {
+        intrinsics!(_mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(i32::MAX))))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn bits_below(self, from: u32, x: __m256) -> __m256 {
+        intrinsics!(_mm256_castsi256_ps(_mm256_sub_epi32(
+            _mm256_set1_epi32(from.cast_signed()),
+            _mm256_castps_si256(x)
+        )))
+    }
+
+    #[inline(always)]
+    fn at_most(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_cmp_ps::<_CMP_LE_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_blendv_ps(b, a, mask))
+    }
+
+    #[inline(always)]
+    fn or_zero(self, mask: __m256, x: __m256) -> __m256 {
+        intrinsics!(_mm256_and_ps(x, mask))
+    }
+
+    #[inline(always)]
+    fn largest(self, x: __m256) -> f32 {
+        let mut values = [0.0; WIDTH];
+        self.store(x, &mut values);
+        values.into_iter().fold(0.0, f32::max)
+    }
+
+    #[inline(always)]
+    fn decode(self, _: &Codebook, _: &[u8]) {}
+
+    #[inline(always)]
+    fn part(self, codebook: &Codebook, (): (), codes: &[u8], index: usize) -> __m256 {
+        let codes = &codes[index * WIDTH..][..WIDTH];
+        let value = |i: usize| codebook.decode(codes[i]);
+        // A gather takes AMD's processors more micro-operations than single loads.
+        intrinsics!(_mm256_setr_ps(value(0), value(1), value(2), value(3), value(4), value(5), value(6), value(7)))
+    }
+
+    #[inline(always)]
+    fn encode(self, codebook: &Codebook, values: &[f32; BLOCK_SIZE], scale: f32, codes: &mut [u8; BLOCK_SIZE]) {
+        codes::encode(self, codebook, values, scale, codes);
+    }
+}
+
+impl Registers for Avx2 {
+    type Whole = __m256i;
+
+    #[inline(always)]
+    fn min(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_min_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn bits(self, x: __m256) -> __m256 {
+        intrinsics!(_mm256_cvtepi32_ps(_mm256_castps_si256(x)))
+    }
+
+    #[inline(always)]
+    fn round(self, x: __m256) -> __m256i {
+        intrinsics!(_mm256_cvtps_epi32(x))
+    }
+
+    #[inline(always)]
+    fn float(self, x: __m256i) -> __m256 {
+        intrinsics!(_mm256_cvtepi32_ps(x))
+    }
+
+    #[inline(always)]
+    fn pick(self, table: __m256, index: __m256i) -> __m256 {
+        intrinsics!(_mm256_permutevar8x32_ps(table, index))
+    }
+
+    #[inline(always)]
+    fn count_above(self, index: __m256i, a: __m256, b: __m256) -> __m256i {
+        // What is true is -1.
+        intrinsics!(_mm256_sub_epi32(index, _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b))))
+    }
+
+    #[inline(always)]
+    fn any_above(self, a: __m256, b: __m256) -> bool {
+        intrinsics!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0)
+    }
+
+    #[inline(always)]
+    fn write<const SIGNED: bool>(self, numbers: [__m256i; 4], values: [__m256; 4], codes: &mut [u8]) {
+        // SAFETY: the processor has the instructions; 32 bytes are stored to 32.
+        unsafe {
+            // Packing takes each half of its result from the same half of its operands.
+            let in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+            let [a, b, c, d] = numbers;
+            let bytes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+            let mut result = bytes;
+            if SIGNED {
+                let [a, b, c, d] = values;
+                let (a, b) = (_mm256_castps_si256(a), _mm256_castps_si256(b));
+                let (c, d) = (_mm256_castps_si256(c), _mm256_castps_si256(d));
+                let signs = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+                let zero = _mm256_set1_epi8(ZERO as i8);
+                // No code stands for -1, and negative values stay negative.
+                let kept = _mm256_min_epu8(_mm256_max_epu8(bytes, _mm256_set1_epi8(1)), zero);
+                result = _mm256_blendv_epi8(_mm256_add_epi8(bytes, zero), _mm256_sub_epi8(zero, kept), signs);
+            }
+            let codes = &mut codes[..4 * WIDTH];
+            _mm256_storeu_si256(codes.as_mut_ptr().cast(), _mm256_permutevar8x32_epi32(result, in_order));
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! [`Lanes`] of AVX-512 with VBMI: 16 values, and codes looked up 64 at a time.
+
+use std::arch::x86_64::{
+    __m512, __m512i, __mmask16, _CMP_GT_OQ, _CMP_LE_OQ, _mm_storeu_si128, _mm512_abs_ps, _mm512_add_epi32,
+    _mm512_add_ps, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi8,
+    _mm512_cvtepi32_ps, _mm512_cvtps_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_mask_add_epi32, _mm512_mask_blend_epi8, _mm512_mask_blend_ps, _mm512_mask_sub_epi32, _mm512_maskz_mov_ps,
+    _mm512_max_epi32, _mm512_max_ps, _mm512_min_epi32, _mm512_min_ps, _mm512_movepi8_mask, _mm512_movepi32_mask,
+    _mm512_mul_ps, _mm512_permutex2var_epi8, _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_max_ps,
+    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_sqrt_ps, _mm512_storeu_ps, _mm512_sub_epi32,
+    _mm512_sub_ps, _mm512_unpackhi_epi8, _mm512_unpackhi_epi16, _mm512_unpacklo_epi8, _mm512_unpacklo_epi16,
+};
+
+use super::{Lanes, WithLanes};
+use crate::optim::codes::{self, Registers, ZERO};
+use crate::optim::quant::{BLOCK_SIZE, Codebook};
+
+const WIDTH: usize = 16;
+
+/// Exists only where the processor has AVX-512 with VBMI.
+#[derive(Clone, Copy)]
+pub(in crate::optim) struct Avx512(());
+
+impl Avx512 {
+    pub(super) fn new() -> Option<Self> {
+        let there = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vbmi");
+        there.then_some(Self(()))
+    }
+
+    pub(super) fn run(self, operation: impl WithLanes) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vbmi")]
+        fn enabled(lanes: Avx512, operation: impl WithLanes) {
+            operation.run(lanes);
+        }
+        // SAFETY: the processor has the instructions.
+        unsafe { enabled(self, operation) }
+    }
+
+    /// 64 bytes of a table.
+    #[inline(always)]
+    fn plane(self, table: &[u8; 256], indices: __m512i) -> __m512i {
+        // SAFETY: the processor has the instructions; each load takes 64 of the table's 256 bytes.
+        unsafe {
+            let a = _mm512_loadu_si512(table.as_ptr().cast());
+            let b = _mm512_loadu_si512(table.as_ptr().add(64).cast());
+            let c = _mm512_loadu_si512(table.as_ptr().add(128).cast());
+            let d = _mm512_loadu_si512(table.as_ptr().add(192).cast());
+            let low = _mm512_permutex2var_epi8(a, indices, b);
+            let high = _mm512_permutex2var_epi8(c, indices, d);
+            _mm512_mask_blend_epi8(_mm512_movepi8_mask(indices), low, high)
+        }
+    }
+
+    /// The values of 64 codes, in the order of the codes: each byte of a value is looked up in a table of 256.
+    ///
+    /// A gather of 16 values takes 16 loads; `vpermi2b` looks up 64 codes in 128 bytes.
+    #[inline(always)]
+    fn look_up(self, planes: &[[u8; 256]; 4], codes: &[u8]) -> [__m512; 4] {
+        let codes = &codes[..4 * WIDTH];
+        // SAFETY: the processor has the instructions; 64 bytes are loaded of 64.
+        unsafe {
+            // Unpacking takes each quarter of its result from the same quarter of the bytes: transposed so that it comes out in
+            // order.
+            let transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+            let indices = _mm512_permutexvar_epi32(transposed, _mm512_loadu_si512(codes.as_ptr().cast()));
+            let (b0, b1) = (self.plane(&planes[0], indices), self.plane(&planes[1], indices));
+            let (b2, b3) = (self.plane(&planes[2], indices), self.plane(&planes[3], indices));
+            let (low, high) = (_mm512_unpacklo_epi8(b0, b1), _mm512_unpackhi_epi8(b0, b1));
+            let (low2, high2) = (_mm512_unpacklo_epi8(b2, b3), _mm512_unpackhi_epi8(b2, b3));
+            [
+                _mm512_castsi512_ps(_mm512_unpacklo_epi16(low, low2)),
+                _mm512_castsi512_ps(_mm512_unpackhi_epi16(low, low2)),
+                _mm512_castsi512_ps(_mm512_unpacklo_epi16(high, high2)),
+                _mm512_castsi512_ps(_mm512_unpackhi_epi16(high, high2)),
+            ]
+        }
+    }
+}
+
+/// Calls intrinsics.
+macro_rules! intrinsics {
+    ($e:expr) => {{
+        // SAFETY: the token exists only where the processor has the instructions; they touch no memory.
+        unsafe { $e }
+    }};
+}
+
+impl Lanes for Avx512 {
+    type Values = __m512;
+    type Mask = __mmask16;
+    type Decoded = [__m512; 4];
+    const WIDTH: usize = WIDTH;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        intrinsics!(_mm512_set1_ps(x))
+    }
+
+    #[inline(always)]
+    fn load(self, from: &[f32]) -> __m512 {
+        let from = &from[..WIDTH];
+        // SAFETY: as many values are loaded.
+        unsafe { _mm512_loadu_ps(from.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, x: __m512, to: &mut [f32]) {
+        let to = &mut to[..WIDTH];
+        // SAFETY: as many values are stored.
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        intrinsics!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn neg_mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        intrinsics!(_mm512_fnmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn sqrt(self, x: __m512) -> __m512 {
+        intrinsics!(_mm512_sqrt_ps(x))
+    }
+
+    #[inline(always)]
+    fn abs(self, x: __m512) -> __m512 {
+        intrinsics!(_mm512_abs_ps(x))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn bits_below(self, from: u32, x: __m512) -> __m512 {
+        intrinsics!(_mm512_castsi512_ps(_mm512_sub_epi32(
+            _mm512_set1_epi32(from.cast_signed()),
+            _mm512_castps_si512(x)
+        )))
+    }
+
+    #[inline(always)]
+    fn at_most(self, a: __m512, b: __m512) -> __mmask16 {
+        intrinsics!(_mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn select(self, mask: __mmask16, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_mask_blend_ps(mask, b, a))
+    }
+
+    #[inline(always)]
+    fn or_zero(self, mask: __mmask16, x: __m512) -> __m512 {
+        intrinsics!(_mm512_maskz_mov_ps(mask, x))
+    }
+
+    #[inline(always)]
+    fn largest(self, x: __m512) -> f32 {
+        intrinsics!(_mm512_reduce_max_ps(x))
+    }
+
+    #[inline(always)]
+    fn decode(self, codebook: &Codebook, codes: &[u8]) -> Self::Decoded {
+        self.look_up(codebook.planes(), codes)
+    }
+
+    #[inline(always)]
+    fn part(self, _: &Codebook, decoded: Self::Decoded, _: &[u8], index: usize) -> __m512 {
+        decoded[index]
+    }
+
+    #[inline(always)]
+    fn encode(self, codebook: &Codebook, values: &[f32; BLOCK_SIZE], scale: f32, codes: &mut [u8; BLOCK_SIZE]) {
+        codes::encode(self, codebook, values, scale, codes);
+    }
+}
+
+impl Registers for Avx512 {
+    type Whole = __m512i;
+
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_min_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn bits(self, x: __m512) -> __m512 {
+        intrinsics!(_mm512_cvtepi32_ps(_mm512_castps_si512(x)))
+    }
+
+    #[inline(always)]
+    fn round(self, x: __m512) -> __m512i {
+        intrinsics!(_mm512_cvtps_epi32(x))
+    }
+
+    #[inline(always)]
+    fn float(self, x: __m512i) -> __m512 {
+        intrinsics!(_mm512_cvtepi32_ps(x))
+    }
+
+    #[inline(always)]
+    fn pick(self, table: __m512, index: __m512i) -> __m512 {
+        intrinsics!(_mm512_permutexvar_ps(index, table))
+    }
+
+    #[inline(always)]
+    fn count_above(self, index: __m512i, a: __m512, b: __m512) -> __m512i {
+        intrinsics!(_mm512_mask_add_epi32(index, _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), index, _mm512_set1_epi32(1)))
+    }
+
+    #[inline(always)]
+    fn any_above(self, a: __m512, b: __m512) -> bool {
+        intrinsics!(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0)
+    }
+
+    #[inline(always)]
+    fn write<const SIGNED: bool>(self, numbers: [__m512i; 4], values: [__m512; 4], codes: &mut [u8]) {
+        let (codes, _) = codes[..4 * WIDTH].as_chunks_mut::<WIDTH>();
+        for ((codes, number), value) in codes.iter_mut().zip(numbers).zip(values) {
+            // SAFETY: the processor has the instructions; 16 bytes are stored to 16.
+            unsafe {
+                let mut result = number;
+                if SIGNED {
+                    let zero = _mm512_set1_epi32(i32::from(ZERO));
+                    let negative = _mm512_movepi32_mask(_mm512_castps_si512(value));
+                    // No code stands for -1, and negative values stay negative.
+                    let kept = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
+                    result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, kept);
+                }
+                _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(result));
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! [`Lanes`] of any processor: arrays, which the compiler puts into registers where it can.
+
+use super::Lanes;
+use crate::optim::quant::{BLOCK_SIZE, Codebook};
+
+const WIDTH: usize = 8;
+
+#[derive(Clone, Copy)]
+pub(super) struct Plain;
+
+#[inline(always)]
+fn each<T>(f: impl FnMut(usize) -> T) -> [T; WIDTH] {
+    std::array::from_fn(f)
+}
+
+impl Lanes for Plain {
+    type Values = [f32; WIDTH];
+    type Mask = [bool; WIDTH];
+    type Decoded = ();
+    const WIDTH: usize = WIDTH;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Self::Values {
+        [x; WIDTH]
+    }
+
+    #[inline(always)]
+    fn load(self, from: &[f32]) -> Self::Values {
+        each(|i| from[i])
+    }
+
+    #[inline(always)]
+    fn store(self, x: Self::Values, to: &mut [f32]) {
+        to[..WIDTH].copy_from_slice(&x);
+    }
+
+    #[inline(always)]
+    fn add(self, a: Self::Values, b: Self::Values) -> Self::Values {
+        each(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Self::Values, b: Self::Values) -> Self::Values {
+        each(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: Self::Values, b: Self::Values, c: Self::Values) -> Self::Values {
+        each(|i| a[i].mul_add(b[i], c[i]))
+    }
+
+    #[inline(always)]
+    fn neg_mul_add(self, a: Self::Values, b: Self::Values, c: Self::Values) -> Self::Values {
+        each(|i| (-a[i]).mul_add(b[i], c[i]))
+    }
+
+    #[inline(always)]
+    fn sqrt(self, x: Self::Values) -> Self::Values {
+        x.map(f32::sqrt)
+    }
+
+    #[inline(always)]
+    fn abs(self, x: Self::Values) -> Self::Values {
+        x.map(f32::abs)
+    }
+
+    #[inline(always)]
+    fn max(self, a: Self::Values, b: Self::Values) -> Self::Values {
+        each(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn bits_below(self, from: u32, x: Self::Values) -> Self::Values {
+        x.map(|x| f32::from_bits(from.wrapping_sub(x.to_bits())))
+    }
+
+    #[inline(always)]
+    fn at_most(self, a: Self::Values, b: Self::Values) -> Self::Mask {
+        each(|i| a[i] <= b[i])
+    }
+
+    #[inline(always)]
+    fn select(self, mask: Self::Mask, a: Self::Values, b: Self::Values) -> Self::Values {
+        each(|i| if mask[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn or_zero(self, mask: Self::Mask, x: Self::Values) -> Self::Values {
+        each(|i| if mask[i] { x[i] } else { 0.0 })
+    }
+
+    #[inline(always)]
+    fn largest(self, x: Self::Values) -> f32 {
+        x.into_iter().fold(0.0, f32::max)
+    }
+
+    #[inline(always)]
+    fn decode(self, _: &Codebook, _: &[u8]) {}
+
+    #[inline(always)]
+    fn part(self, codebook: &Codebook, (): (), codes: &[u8], index: usize) -> Self::Values {
+        each(|i| codebook.decode(codes[index * WIDTH + i]))
+    }
+
+    #[inline(always)]
+    fn encode(self, codebook: &Codebook, values: &[f32; BLOCK_SIZE], scale: f32, codes: &mut [u8; BLOCK_SIZE]) {
+        codebook.encode_each(values, scale, codes);
+    }
+}
