@@ -120,8 +120,12 @@ def test_every_reader_of_a_family_is_named(
     assert "peft applies 0; 2 not: it knows its own names only\n" in text
     alphas = {f"transformer.{block}{n}.alpha": tc.tensor(1.0) for n in "qk"}
     assert verified(tmp_path / "a.safetensors", own | alphas, "--model", "flux") == 0
+    assert "diffusers applies 2\n" in capsys.readouterr().out
+    smaller = {name: tensor[:1536] if "_B" in name else tensor for name, tensor in own.items()}
+    smaller = {name: t[:, :1536] if "_A" in name else t for name, t in smaller.items()}
+    assert verified(tmp_path / "a.safetensors", smaller | alphas, "--model", "sd3") == 0
     text = capsys.readouterr().out
-    assert "diffusers applies 0; 2 in part: it leaves the alpha beside the factors out\n" in text
+    assert "diffusers applies 0; 2 not: it refuses a file with an alpha beside the" in text
     module = "lora_unet_double_blocks_0_img_attn_qkv"
     fused = {
         f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": tc.ones((3 * 3072, 2)),

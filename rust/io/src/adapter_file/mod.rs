@@ -24,7 +24,7 @@ pub use grouping::check_format;
 pub use modules::adapter_keys;
 pub use names::{BaseModel, Original, PartNames};
 pub use read::{PartLayers, attach_adapter, load_adapter, read_adapters};
-pub use readers::{Known, Reader, Tool};
+pub use readers::{Alpha, Known, Reader, Tool};
 pub use style::Style;
 use trainable_candle_core::{Error, Result};
 pub use verify::{ModuleReport, Outline, Report, verify_adapter};

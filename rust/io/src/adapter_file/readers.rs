@@ -52,16 +52,27 @@ pub struct Known {
     pub style: Style,
     /// The layers that it has such a name for; every one without it.
     pub only: Option<fn(layer: &str) -> bool>,
-    /// Whether it applies an alpha beside the parameters.
-    pub alpha: bool,
+    /// What it makes of an alpha beside the parameters.
+    pub alpha: Alpha,
     /// Whether it applies an alpha in the configuration.
     pub configured: bool,
+}
+
+/// What a program makes of an alpha beside the parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Alpha {
+    /// The numerator of the scale.
+    Applied,
+    /// Nothing.
+    LeftOut,
+    /// An error.
+    Refused,
 }
 
 impl Known {
     /// Every layer in `style`, with the alpha beside its parameters.
     pub const fn all(style: Style) -> Self {
-        Self { style, only: None, alpha: true, configured: false }
+        Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
 
     /// The layers that `only` names.
@@ -70,10 +81,16 @@ impl Known {
         Self { only: Some(only), ..self }
     }
 
-    /// With alphas in the configuration, and none beside parameters.
+    /// With alphas in the configuration.
     #[must_use]
     pub const fn configured(self) -> Self {
-        Self { alpha: false, configured: true, ..self }
+        Self { configured: true, ..self }
+    }
+
+    /// With this for alphas beside the parameters.
+    #[must_use]
+    pub const fn alpha(self, alpha: Alpha) -> Self {
+        Self { alpha, ..self }
     }
 }
 
@@ -83,7 +100,7 @@ pub const EVERY_KIND: &[&str] = &["lora", "dora", "loha", "lokr"];
 /// peft, which knows its own names of every model.
 pub const PEFT: Reader = Reader {
     tool: Tool::Peft,
-    styles: &[Known::all(Style::Peft).configured()],
+    styles: &[Known::all(Style::Peft).configured().alpha(Alpha::LeftOut)],
     kinds: EVERY_KIND,
     magnitude: Some("lora_magnitude_vector.weight"),
 };
@@ -109,8 +126,10 @@ pub(super) struct Found<'a> {
     pub kind: &'a str,
     /// DoRA's magnitude, as the file calls it.
     pub magnitude: Option<&'a str>,
+    /// Whether the file has an alpha beside the parameters.
+    pub has_alpha: bool,
     /// Where the file has an alpha that makes another scale than 1.
-    pub alpha: AlphaAt,
+    pub scaled: AlphaAt,
 }
 
 /// Where a file has an alpha.
@@ -135,14 +154,19 @@ impl Reader {
         if !self.kinds.contains(&found.kind) && found.kind != "dora" {
             return Outcome::Not("it loads LoRA only");
         }
+        if found.has_alpha && known.alpha == Alpha::Refused {
+            return Outcome::Not("it refuses a file with an alpha beside the factors");
+        }
         if found.magnitude.is_some() && found.magnitude != self.magnitude {
             return Outcome::Part(match self.magnitude {
                 Some("dora_scale") => "it knows DoRA's magnitude as dora_scale only",
                 _ => "it leaves DoRA's magnitude out",
             });
         }
-        match found.alpha {
-            AlphaAt::Beside if !known.alpha => Outcome::Part("it leaves the alpha beside the factors out"),
+        match found.scaled {
+            AlphaAt::Beside if known.alpha == Alpha::LeftOut => {
+                Outcome::Part("it leaves the alpha beside the factors out")
+            }
             AlphaAt::Configuration if !known.configured => Outcome::Part("it leaves the alpha in the header out"),
             _ => Outcome::Whole,
         }

@@ -101,7 +101,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                 }
             };
             let configured = contents.configured_scale(part.names.diffusers, layer);
-            let alpha_at = match (stored.alpha, configured) {
+            let scaled = match (stored.alpha, configured) {
                 _ if report.rank == 0 => AlphaAt::Nowhere,
                 (Some(_), _) if report.scale != 1.0 => AlphaAt::Beside,
                 (None, Some(scale)) if scale != 1.0 => AlphaAt::Configuration,
@@ -117,7 +117,8 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                 style: place.style,
                 kind: report.kind.unwrap_or_default(),
                 magnitude: magnitude.into_iter().find(|name| stored.parameters.contains_key(name)),
-                alpha: alpha_at,
+                has_alpha: stored.alpha.is_some(),
+                scaled,
             };
             read_by(&part.names, &found, mixes, &mut report);
             modules.push(report);

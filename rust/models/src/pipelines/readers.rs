@@ -1,11 +1,11 @@
 //! The programs that load adapters of each family, and under which names: one table for each kind of part.
 //!
-//! Tried with diffusers 0.42 (`tests/io/test_flow_adapters.py`); read for `ComfyUI` in
+//! Tried with diffusers 0.42 (`tests/io/flow/test_oracles.py`); read for `ComfyUI` in
 //! <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>, for sd-scripts in
 //! <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>.
 
 use trainable_candle_io::adapter_file::readers::{EVERY_KIND, PEFT};
-use trainable_candle_io::adapter_file::{Known, Reader, Style, Tool};
+use trainable_candle_io::adapter_file::{Alpha, Known, Reader, Style, Tool};
 
 const LORA: &[&str] = &["lora"];
 const DIFFUSERS_MAGNITUDE: Option<&str> = Some("lora_magnitude_vector.weight");
@@ -44,7 +44,7 @@ pub(super) static UNET: &[Reader] = &[
     diffusers(&[
         Known::all(Style::KohyaOriginal),
         Known::all(Style::Kohya),
-        Known::all(Style::Diffusers).configured(),
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
         Known::all(Style::Processor),
     ]),
     KOHYA,
@@ -67,7 +67,7 @@ pub(super) static TEXT_ENCODER: &[Reader] = &[
     diffusers(&[
         Known::all(Style::KohyaOriginal),
         Known::all(Style::Kohya),
-        Known::all(Style::Diffusers).configured(),
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
         Known::all(Style::Processor),
     ]),
     KOHYA,
@@ -85,12 +85,13 @@ pub(super) static SD3: &[Reader] = &[
         Known::all(Style::Lycoris),
         Known::all(Style::Peft),
     ]),
-    diffusers(&[Known::all(Style::Diffusers).configured()]),
+    diffusers(&[Known::all(Style::Diffusers).configured().alpha(Alpha::Refused)]),
     KOHYA,
     PEFT,
 ];
 
-/// Flux.1. diffusers' conversion of kohya's names gives layers outside of the blocks names that it leaves out afterwards.
+/// Flux.1. diffusers' conversion of kohya's names gives layers outside of the blocks names that it leaves out afterwards; that of
+/// `OneTrainer`'s names knows attention only, and fails on others.
 pub(super) static FLUX: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -103,7 +104,7 @@ pub(super) static FLUX: &[Reader] = &[
     diffusers(&[
         Known::all(Style::Diffusers).configured(),
         Known::all(Style::KohyaOriginal).only(in_a_block),
-        Known::all(Style::OneTrainer),
+        Known::all(Style::OneTrainer).only(is_attention),
     ]),
     KOHYA,
     PEFT,
@@ -111,4 +112,8 @@ pub(super) static FLUX: &[Reader] = &[
 
 fn in_a_block(layer: &str) -> bool {
     layer.contains("transformer_blocks.")
+}
+
+fn is_attention(layer: &str) -> bool {
+    in_a_block(layer) && layer.contains(".attn.")
 }
