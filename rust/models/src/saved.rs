@@ -107,6 +107,27 @@ impl Saved {
         }
     }
 
+    /// As [`keep`](Self::keep) of what a norm, an activation or another cheap operation makes: selective checkpointing computes it again.
+    pub fn keep_cheap(&mut self, values: usize) {
+        if self.reached && self.policy == Policy::Selective {
+            self.block.again += values;
+        } else {
+            self.keep(values);
+        }
+    }
+
+    /// Results of a matrix product, which selective checkpointing keeps in any case, and the tape only if they are read.
+    pub fn keep_product(&mut self, values: usize, is_read: bool) {
+        if is_read || self.policy == Policy::Selective {
+            self.keep(values);
+        }
+    }
+
+    /// Whether a layer has an adapter.
+    pub fn adapts(&self, layer: &Linear<Tensor>) -> bool {
+        self.ranks.contains_key(&key(Layer::Linear(layer)))
+    }
+
     /// A linear layer over `inputs` values at `positions` places.
     pub fn linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Linear(layer)], (inputs, positions), false);

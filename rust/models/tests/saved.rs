@@ -8,6 +8,7 @@ use trainable_candle_core::memory::saved_bytes;
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
 use trainable_candle_models::digits::{DigitsConfig, DigitsTransformer};
+use trainable_candle_models::flux::{FluxConditions, FluxConfig, FluxTransformer};
 use trainable_candle_models::flux2::{Flux2Conditions, Flux2Config, Flux2Transformer};
 use trainable_candle_models::saved::{SampleSize, Saved};
 use trainable_candle_models::sdxl::{SDXLUNet, UNetConditions};
@@ -93,7 +94,7 @@ fn of_the_digits() {
 fn of_z_image() {
     let config = ZImageConfig {
         dim: 96,
-        n_layers: 4,
+        n_layers: 8,
         n_refiner_layers: 1,
         n_heads: 4,
         cap_feat_dim: 40,
@@ -117,7 +118,7 @@ fn of_z_image() {
 fn of_flux2() {
     let config = Flux2Config {
         num_layers: 2,
-        num_single_layers: 4,
+        num_single_layers: 8,
         num_attention_heads: 4,
         attention_head_dim: 24,
         joint_attention_dim: 40,
@@ -135,5 +136,33 @@ fn of_flux2() {
             guidance: None,
         };
         model.forward(&zeros(&[1, 96, 128]), conditions)
+    });
+}
+
+#[test]
+fn of_flux() {
+    let config = FluxConfig {
+        num_layers: 4,
+        num_single_layers: 8,
+        num_attention_heads: 4,
+        attention_head_dim: 24,
+        joint_attention_dim: 40,
+        pooled_projection_dim: 16,
+        guidance_embeds: false,
+        axes_dims_rope: vec![8, 8, 8],
+        ..FluxConfig::default()
+    };
+    let model = FluxTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+    let size = SampleSize { height: 24, width: 16, tokens: 40 };
+    check(&model, &["all-attention", "all-linear"], size, 1, || {
+        let conditions = FluxConditions {
+            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            pooled_projections: &zeros(&[1, 16]),
+            timestep: &zeros(&[1]),
+            img_ids: &zeros(&[96, 3]),
+            txt_ids: &zeros(&[40, 3]),
+            guidance: None,
+        };
+        model.forward(&zeros(&[1, 96, 64]), conditions)
     });
 }

@@ -51,10 +51,12 @@ impl FusedBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
-            // The result of the first layer, which norms, attention and gate read; queries and keys after their norms; the result of the
-            // attention; SiLU of the gate.
-            saved.keep((PROJECTED + 2 + 1 + RATIO) * inside);
-            saved.linear(&self.to_out, ((1 + RATIO) * inside, tokens));
+            // The result of the first layer, of which the gate reads a part, and that of the attention; queries, keys and values by
+            // themselves, the former two also after their norms, and SiLU of the gate.
+            saved.keep((PROJECTED + 1) * inside);
+            saved.keep_cheap((5 + RATIO) * inside);
+            saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));
+            saved.keep_product(inside, false);
         });
     }
 }

@@ -116,16 +116,21 @@ impl Block {
     /// What the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.dim;
+        // Scales and gates that learn need what they multiply.
+        let learns = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
+        let multiplied = if learns { 2 * inside } else { 0 };
         saved.outside(|saved| {
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
         saved.block(inside, false, |saved| {
-            // Before the norms of each part, and what its gate multiplies.
+            // Each part's input and result go into norms.
             saved.keep(inside);
             self.attention.saved(tokens, saved);
-            saved.keep(2 * inside);
+            saved.keep(inside);
+            saved.keep_cheap(inside + multiplied);
             self.feed_forward.saved(tokens, saved);
             saved.keep(inside);
+            saved.keep_cheap(multiplied);
         });
     }
 }

@@ -45,9 +45,9 @@ impl Stream {
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.sizes.dim();
         saved.layers(&self.qkv.layers(), (inside, tokens), true);
-        // Before their norms.
-        saved.keep(if self.norms.is_some() { 2 * inside } else { 0 });
         saved.keep(3 * inside);
+        // After their norms.
+        saved.keep_cheap(if self.norms.is_some() { 2 * inside } else { 0 });
     }
 }
 
@@ -151,9 +151,9 @@ impl JointAttention {
         let dim = self.to_out.in_features();
         saved.keep((area + length) * dim);
         // The result lies with the other stream's, so a copy goes into the layer.
-        saved.linear(&self.to_out, (area * dim, area));
+        saved.cheap_linear(&self.to_out, (area * dim, area));
         if let Some(layer) = &self.to_add_out {
-            saved.linear(layer, (length * dim, length));
+            saved.cheap_linear(layer, (length * dim, length));
         }
     }
 }
@@ -195,9 +195,9 @@ impl SelfAttention {
     /// What the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         self.stream.saved(tokens, saved);
-        let inside = tokens * self.to_out.in_features();
-        saved.keep(inside);
-        saved.linear(&self.to_out, (inside, tokens));
+        saved.keep(tokens * self.to_out.in_features());
+        // Whose input is that result.
+        saved.linear(&self.to_out, (0, tokens));
     }
 }
 

@@ -113,6 +113,7 @@ impl DoubleBlock {
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         let dim = self.dim;
         saved.outside(|saved| self.norms.iter().flatten().for_each(|layer| saved.linear(layer, (dim, 1))));
+        let gates = self.norms.as_ref().map_or([false; 2], |norms| [saved.adapts(&norms[0]), saved.adapts(&norms[1])]);
         saved.block((area + length) * dim, false, |saved| {
             saved.keep((area + length) * dim);
             self.attn.saved(area, length, saved);
@@ -120,11 +121,16 @@ impl DoubleBlock {
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
-            saved.keep(area * dim);
+            // Gates that learn need what they multiply; norms read the sums.
+            saved.keep_product(area * dim, gates[0]);
+            saved.keep_cheap(area * dim);
             self.ff.saved(area, saved);
+            saved.keep_product(area * dim, gates[0]);
             if let Some(ff) = &self.ff_context {
-                saved.keep(length * dim);
+                saved.keep_product(length * dim, gates[1]);
+                saved.keep_cheap(length * dim);
                 ff.saved(length, saved);
+                saved.keep_product(length * dim, gates[1]);
             }
         });
     }

@@ -90,8 +90,9 @@ impl FeedForward {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let middle = tokens * self.last.in_features();
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));
-        // Before the activation; of a gated one also its parts and their product.
-        saved.keep(tokens * self.first.out_features() + (self.kind.parts() - 1) * 2 * middle);
+        // Before the activation; of a gated one also SiLU of the gate.
+        saved.keep(tokens * self.first.out_features());
+        saved.keep_cheap((self.kind.parts() - 1) * middle);
         saved.cheap_linear(&self.last, (middle, tokens));
     }
 }

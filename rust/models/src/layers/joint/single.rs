@@ -71,14 +71,17 @@ impl SingleBlock {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.sizes.dim();
         let inside = tokens * dim;
+        let gate = saved.adapts(&self.norm);
         saved.outside(|saved| saved.linear(&self.norm, (dim, 1)));
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
-            // Before and after the norms; the result of the attention; before GELU.
-            saved.keep(5 * inside);
-            saved.keep(inside + RATIO * inside);
-            saved.linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
+            // The result of the first layers, of which GELU reads a part, and that of the attention; queries, keys and values by
+            // themselves, the former two also after their norms.
+            saved.keep((3 + 1 + RATIO) * inside);
+            saved.keep_cheap(5 * inside);
+            saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
+            saved.keep_product(inside, gate);
         });
     }
 }
