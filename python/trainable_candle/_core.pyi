@@ -28,6 +28,7 @@ __all__ = [
     "AutoencoderKL",
     "CLIPTextModel",
     "CapturedFunction",
+    "CausalLM",
     "CheckpointFacts",
     "DType",
     "DiffusionObjective",
@@ -95,6 +96,8 @@ __all__ = [
     "l1_loss",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_probs",
     "load_file",
     "lora_backward",
     "lora_backward_",
@@ -616,6 +619,152 @@ class CapturedFunction:
     def is_recorded(self, /) -> bool:
         """
         Whether calls replay a graph.
+        """
+
+@final
+class CausalLM(Model):
+    """
+    A language model that computes what transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`
+    computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
+    first layers alone, as a text encoder.
+
+    Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
+    from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to N; no text sees another.
+    """
+    def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """
+        The scores of every token of the vocabulary as the next one: (B, S, V) in the dtype of the weights.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32.
+            attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the scores are 0.
+
+        Raises:
+            ShapeError: if an input has another shape.
+            IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
+            DTypeError: if an input is not of integers.
+            ArgumentError: if only a part of the layers was loaded.
+        """
+    @property
+    def eos_token_ids(self, /) -> list[int]:
+        """
+        The tokens that end a text, as `config.json` says.
+        """
+    def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """
+        The states that the head reads, after the final norm, of a packed row: (N, D).
+
+        Args:
+            input_ids: token ids, (N), i64 or u32.
+            positions: the place of each token in its text, (N), i64 or u32.
+            cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id is not a token.
+            ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+        """
+    def hidden_states(
+        self,
+        /,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        layers: SupportsGetItem[int, SupportsIndex] | None = None,
+    ) -> list[Tensor]:
+        """
+        The states after some layers, before the final norm, counted as in transformers: 0 is the embedding, i the result of layer i.
+        Later layers are not computed. Unlike transformers, the final norm is not applied to the last layer's.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32.
+            attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the states are 0.
+            layers: which states to return, from 0 to the number of layers that were loaded; the last without it.
+
+        Returns:
+            (B, S, D) for each of `layers`.
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
+            ArgumentError: if the model has fewer layers.
+        """
+    def log_probs(
+        self, /, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """
+        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Without a matrix of all
+        scores, forward and backward.
+
+        Args:
+            input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
+
+        Raises:
+            As `packed_loss`.
+        """
+    def logits(self, /, hidden: Tensor) -> Tensor:
+        """
+        The scores of the next token, (..., V), for states (..., D) of `hidden`.
+
+        Raises:
+            ShapeError: if the states have another width.
+            ArgumentError: if only a part of the layers was loaded.
+        """
+    def loss(
+        self, /, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """
+        The mean loss of the labels, each of which the token before it is to predict: a number in f32, without a matrix of all scores.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32.
+            labels: (B, S), i64: the ids themselves, or -100 where a token does not count. They are shifted inside. The mean is over those
+                that count; 0 if none does.
+            attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id or a label is not a token, or the mask has other values than 0 and 1.
+            ArgumentError: if only a part of the layers was loaded.
+        """
+    @property
+    def max_position_embeddings(self, /) -> int:
+        """
+        The longest text that the model is made for, in tokens.
+        """
+    @property
+    def num_hidden_layers(self, /) -> int:
+        """
+        The number of layers that were loaded.
+        """
+    def packed_loss(
+        self,
+        /,
+        input_ids: Tensor,
+        targets: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The sum of the losses of a packed row, a number in f32, without a matrix of all scores.
+
+        Args:
+            input_ids: token ids, (N), i64 or u32.
+            targets: what each token is to predict, (N), i64: the id of the next token of its text, or -100 where it does not count.
+            positions: the place of each token in its text, (N), i64 or u32.
+            cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
+            weights: by which losses are multiplied, (N), f32.
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id or a target is not a token.
+            ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+        """
+    @property
+    def vocab_size(self, /) -> int:
+        """
+        The number of tokens that the embedding has rows for.
         """
 
 @final
@@ -1389,6 +1538,7 @@ class Model:
         subfolder: str | None = None,
         config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         force_upcast: bool | None = None,
+        layers: SupportsIndex | None = None,
     ) -> Self:
         """
         The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
@@ -1403,10 +1553,12 @@ class Model:
             config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
             force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
                 says: SDXL's autoencoder does, whose values leave the range of f16.
+            layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
+            ArgumentError: if `layers` is given for another kind of model, or is more than it has.
         """
     def load_adapter(
         self,
@@ -3237,6 +3389,40 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """
+    The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
+    matrix of all logits never exists, and the gradients are made on the way.
+
+    Args:
+        input: (N, D) states.
+        weight: (classes, D), in the dtype of the states. Where it is frozen its gradient costs nothing.
+        target: (N) class ids, i64 or u32; rows with -100 are ignored.
+        weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is not a class.
+        NoBackwardError: if `weights` needs a gradient.
+    """
+
+def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """
+    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, in the
+    backward again.
+
+    Args:
+        input: (N, D) states.
+        weight: (classes, D), in the dtype of the states.
+        target: (N) class ids, i64 or u32; rows with -100 give 0.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is not a class.
     """
 
 def load_file(
