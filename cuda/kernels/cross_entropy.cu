@@ -81,7 +81,8 @@ __device__ __forceinline__ void forward(const T *x, Targets targets, Acc<T> *los
 
 template <typename T>
 __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets targets, const T *grad, bool of_rows,
-                                         const Acc<T> *divisor, T *dx, Logits logits, double smoothing) {
+                                         const Acc<T> *divisor, const Acc<T> *weights, T *dx, Logits logits,
+                                         double smoothing) {
     using A = Acc<T>;
     const A share = static_cast<A>(smoothing / logits.classes), at_target = static_cast<A>(1.0 - smoothing);
     for (uint64_t row = first_row(); row < logits.rows; row += row_stride()) {
@@ -89,8 +90,9 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
         const bool counts = target != targets.ignore_index && is_id(target, logits.classes);
         const T *start = x + logits.start(row);
         const A all = lse[row];
-        A scale = widen(grad[of_rows ? row : 0]);
+        A scale = grad != nullptr ? widen(grad[of_rows ? row : 0]) : A(1);
         if (divisor != nullptr) scale /= *divisor;
+        if (weights != nullptr) scale *= weights[row];
         T *out = dx + row * logits.classes;
         const bool wide = (reinterpret_cast<uintptr_t>(start) - reinterpret_cast<uintptr_t>(out)) % 16 == 0;
         for_each_pack(start, logits.classes, wide, [&](uint32_t at, auto count) {
@@ -126,17 +128,18 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// The gradient of the logits, dense: g of the row (of_rows = 1: grad (rows)) or of the number (of_rows = 0), divided by
-// *divisor unless null. dx may be x where x is dense. Launch: as forward.
+// The gradient of the logits, dense: g of the row (of_rows = 1: grad (rows)) or of the number (of_rows = 0), 1 where grad is
+// null, divided by *divisor and times weights (rows) unless null. dx may be x where x is dense. Launch: as forward.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_backward_##SUFFIX(const T *x, const Acc<T> *lse, const void *targets, const T *grad,             \
-                                        const Acc<T> *divisor, T *dx, uint64_t rows, uint64_t inner,                   \
-                                        uint64_t outer_stride, uint64_t inner_stride, uint32_t classes,                \
-                                        int64_t ignore_index, uint32_t id_bytes, double smoothing, uint32_t of_rows) { \
+                                        const Acc<T> *divisor, const Acc<T> *weights, T *dx, uint64_t rows,            \
+                                        uint64_t inner, uint64_t outer_stride, uint64_t inner_stride,                  \
+                                        uint32_t classes, int64_t ignore_index, uint32_t id_bytes, double smoothing,   \
+                                        uint32_t of_rows) {                                                            \
         const Logits logits{rows, inner, outer_stride, inner_stride, classes};                                         \
         const Targets ids{targets, ignore_index, id_bytes};                                                            \
-        backward<T>(x, lse, ids, grad, of_rows != 0, divisor, dx, logits, smoothing);                                  \
+        backward<T>(x, lse, ids, grad, of_rows != 0, divisor, weights, dx, logits, smoothing);                         \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_BACKWARD)
 

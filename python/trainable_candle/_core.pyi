@@ -98,6 +98,8 @@ __all__ = [
     "l1_loss",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
+    "linear_log_probs",
     "load_file",
     "lora_backward",
     "lora_backward_",
@@ -700,12 +702,42 @@ class CausalLM(Model):
             IndexOutOfRangeError: if an id is not a token, or the mask has other values than 0 and 1.
             ArgumentError: if the model has fewer layers.
         """
+    def log_probs(
+        self, /, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """
+        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Without a matrix of all
+        scores, forward and backward.
+
+        Args:
+            input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
+
+        Raises:
+            As `packed_loss`.
+        """
     def logits(self, /, hidden: Tensor) -> Tensor:
         """
         The scores of the next token, (..., V), for states (..., D) of `hidden`.
 
         Raises:
             ShapeError: if the states have another width.
+            ArgumentError: if only a part of the layers was loaded.
+        """
+    def loss(
+        self, /, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Tensor:
+        """
+        The mean loss of the labels, each of which the token before it is to predict: a number in f32, without a matrix of all scores.
+
+        Args:
+            input_ids: token ids, (B, S), i64 or u32.
+            labels: (B, S), i64: the ids themselves, or -100 where a token does not count. They are shifted inside. The mean is over those
+                that count; 0 if none does.
+            attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id or a label is not a token, or the mask has other values than 0 and 1.
             ArgumentError: if only a part of the layers was loaded.
         """
     @property
@@ -717,6 +749,30 @@ class CausalLM(Model):
     def num_hidden_layers(self, /) -> int:
         """
         The number of layers that were loaded.
+        """
+    def packed_loss(
+        self,
+        /,
+        input_ids: Tensor,
+        targets: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The sum of the losses of a packed row, a number in f32, without a matrix of all scores.
+
+        Args:
+            input_ids: token ids, (N), i64 or u32.
+            targets: what each token is to predict, (N), i64: the id of the next token of its text, or -100 where it does not count.
+            positions: the place of each token in its text, (N), i64 or u32.
+            cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
+            weights: by which losses are multiplied, (N), f32.
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id or a target is not a token.
+            ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -3422,6 +3478,40 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
+    """
+
+def linear_cross_entropy(
+    input: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """
+    The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
+    matrix of all logits never exists, and the gradients are made on the way.
+
+    Args:
+        input: (N, D) states.
+        weight: (classes, D), in the dtype of the states. Where it is frozen its gradient costs nothing.
+        target: (N) class ids, i64 or u32; rows with -100 are ignored.
+        weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is not a class.
+        NoBackwardError: if `weights` needs a gradient.
+    """
+
+def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """
+    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, in the
+    backward again.
+
+    Args:
+        input: (N, D) states.
+        weight: (classes, D), in the dtype of the states.
+        target: (N) class ids, i64 or u32; rows with -100 give 0.
+
+    Raises:
+        ShapeError, DTypeError: if the operands do not fit.
+        IndexOutOfRangeError: if a target is not a class.
     """
 
 def load_file(

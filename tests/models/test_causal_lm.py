@@ -10,7 +10,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.models import CausalLM
 
-from .conftest import assert_near
+from .conftest import assert_near, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -213,3 +213,115 @@ def test_wrong_inputs_are_named() -> None:
         model.hidden(ids[0], ids[0, :2], tc.tensor(np.array([0, 3])))
     with pytest.raises(tc.ArgumentError, match="layers= is for language models"):
         tc.models.T5Encoder.from_pretrained(GOLDEN.parent / "t5" / "gated", layers=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_of_adapters_are_peft_s(family: str, device: str) -> None:
+    case = {name: tensor.to(device) for name, tensor in case_of(family).items()}
+    model = model_of(family, device=device)
+    adapter = model.add_adapter(tc.LoraConfig(r=4, lora_alpha=8.0))
+    parameters = adapter.named_parameters()
+    given = {name.removeprefix("lora."): case[name] for name in case if name.startswith("lora.")}
+    assert parameters.keys() == given.keys()
+    for name, var in parameters.items():
+        var.set(given[name])
+    inputs = (case["input_ids"], case["labels"], case["attention_mask"])
+    loss = model.loss(*inputs)
+    np.testing.assert_allclose(loss.item(), case["lora_loss"].to("cpu").numpy()[0], rtol=1e-5)
+    grads = tc.grad(loss, list(parameters.values()))
+    for name, grad in zip(parameters, grads, strict=True):
+        assert grad is not None
+        assert relative_error(grad, case[f"grad.{name}"].to("cpu")) < 1e-3
+    scores = model(inputs[0], inputs[2]).to("cpu").numpy()
+    seen = case["attention_mask"].to("cpu").numpy() == 1
+    expected = case["lora_logits"].to("cpu").numpy()
+    np.testing.assert_allclose(scores[seen], expected[seen], rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_of_a_packed_row_is_that_of_its_texts(device: str) -> None:
+    case = {name: tensor.to(device) for name, tensor in case_of("qwen3").items()}
+    model = model_of("qwen3", device=device)
+    adapter = model.add_adapter(tc.LoraConfig(r=2))
+    ids = case["input_ids"]
+    lengths = (40, 30)
+    labels = case["labels"].to("cpu").numpy()
+    targets = [np.append(row[1:length], -100) for row, length in zip(labels, lengths, strict=True)]
+    packed = (
+        tc.cat([ids[0], ids[1, :30]], 0),
+        tc.tensor(np.concatenate(targets)).to(device),
+        tc.tensor(np.concatenate([np.arange(length) for length in lengths])).to(device),
+        tc.tensor(np.cumsum([0, *lengths])).to(device),
+    )
+    counted = sum(int((target >= 0).sum()) for target in targets)
+    expected = model.loss(ids, case["labels"], case["attention_mask"]) * counted
+    loss = model.packed_loss(*packed)
+    assert loss.dtype == "f32"
+    np.testing.assert_allclose(loss.item(), expected.item(), rtol=1e-5)
+    weights = np.linspace(-1, 2, 70, dtype=np.float32)
+    log_probs = model.log_probs(*packed)
+    values = log_probs.to("cpu").numpy()
+    assert not values[np.concatenate(targets) == -100].any()
+    np.testing.assert_allclose(-values.sum(), loss.item(), rtol=1e-5)
+    # Weighted sums have the same gradients by both ways.
+    variables = adapter.parameters()
+    for var in variables:
+        var.set((tc.randn(var.shape) * 0.1).to(device))
+    of_rows = tc.tensor(weights).to(device)
+    weighted = model.packed_loss(*packed, weights=of_rows)
+    by_rows = (model.log_probs(*packed) * -of_rows).sum()
+    np.testing.assert_allclose(weighted.item(), by_rows.item(), rtol=1e-4)
+    pairs = zip(tc.grad(weighted, variables), tc.grad(by_rows, variables), strict=True)
+    for found, reference in pairs:
+        assert found is not None
+        assert reference is not None
+        assert relative_error(found, reference.to("cpu")) < 1e-4
+
+
+def test_a_loss_of_nothing_is_zero() -> None:
+    case = case_of("qwen2")
+    assert model_of("qwen2").loss(case["input_ids"], case["labels"] * 0 - 100).item() == 0
+    with pytest.raises(tc.IndexOutOfRangeError, match="target 320"):
+        model_of("qwen2").loss(case["input_ids"], case["labels"] * 0 + 320)
+    with pytest.raises(tc.ShapeError, match="labels have shape"):
+        model_of("qwen2").loss(case["input_ids"], case["labels"][:, :3])
+
+
+# peft 0.21 asks transformers 5.23 by a name that it is to lose.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_path: Path) -> None:
+    ids = case_of(family)["input_ids"]
+    model = model_of(family)
+    config = tc.LoraConfig(r=2, target_modules=["all-linear"], use_dora=kind == "dora")
+    adapter = model.add_adapter(config)
+    tc.manual_seed(3)
+    for var in adapter.parameters():
+        if len(var.shape) == 2:
+            var.set(tc.randn(var.shape) * 0.1)
+    adapter.save(tmp_path)
+    names = tc.load_file(tmp_path / "adapter_model.safetensors").keys()
+    # The head is no target, as in peft.
+    assert {name.split(".lora_")[0] for name in names} == {
+        f"base_model.model.model.layers.{layer}.{name}"
+        for layer in range(3)
+        for name in (
+            *(f"self_attn.{part}_proj" for part in "qkvo"),
+            *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+        )
+    }
+    expected = model(ids).numpy()
+    again = model_of(family)
+    assert np.abs(again(ids).numpy() - expected).max() > 0.1
+    again.load_adapter(tmp_path)
+    np.testing.assert_array_equal(again(ids).numpy(), expected)
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        GOLDEN / family, dtype=torch.float32
+    )
+    reference = peft.PeftModel.from_pretrained(reference, tmp_path)
+    with torch.no_grad():
+        scores = reference(input_ids=torch.from_numpy(ids.numpy())).logits.numpy()
+    np.testing.assert_allclose(expected, scores, rtol=1e-4, atol=2e-5)

@@ -62,7 +62,9 @@ mod _core {
     #[pymodule_export]
     use crate::io::{load_file, save_file, snapshot};
     #[pymodule_export]
-    use crate::loss::{cross_entropy, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
+    use crate::loss::{
+        cross_entropy, huber_loss, l1_loss, linear_cross_entropy, linear_log_probs, mse_loss, smooth_l1_loss,
+    };
     #[pymodule_export]
     use crate::models::{
         AutoencoderKL, CLIPTextModel, CausalLM, DigitsTransformer, Flux2Transformer, FluxTransformer, Model,

@@ -125,3 +125,46 @@ pub fn cross_entropy(
     })
     .map(Tensor)
 }
+
+/// The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
+/// matrix of all logits never exists, and the gradients are made on the way.
+///
+/// Args:
+///     input: (N, D) states.
+///     weight: (classes, D), in the dtype of the states. Where it is frozen its gradient costs nothing.
+///     target: (N) class ids, i64 or u32; rows with -100 are ignored.
+///     weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     IndexOutOfRangeError: if a target is not a class.
+///     NoBackwardError: if `weights` needs a gradient.
+#[pyfunction]
+#[pyo3(signature = (input, weight, target, weights=None))]
+pub fn linear_cross_entropy(
+    py: Python<'_>,
+    input: &Tensor,
+    weight: &Tensor,
+    target: &Tensor,
+    weights: Option<&Tensor>,
+) -> Result<Tensor> {
+    let weights = weights.map(|weights| &weights.0);
+    compute(py, weight.0.elem_count(), || loss::linear_cross_entropy(&input.0, &weight.0, &target.0, weights))
+        .map(Tensor)
+}
+
+/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, in the
+/// backward again.
+///
+/// Args:
+///     input: (N, D) states.
+///     weight: (classes, D), in the dtype of the states.
+///     target: (N) class ids, i64 or u32; rows with -100 give 0.
+///
+/// Raises:
+///     ShapeError, DTypeError: if the operands do not fit.
+///     IndexOutOfRangeError: if a target is not a class.
+#[pyfunction]
+pub fn linear_log_probs(py: Python<'_>, input: &Tensor, weight: &Tensor, target: &Tensor) -> Result<Tensor> {
+    compute(py, weight.0.elem_count(), || loss::linear_log_probs(&input.0, &weight.0, &target.0)).map(Tensor)
+}

@@ -1,7 +1,8 @@
 """Logits of tiny decoders with each switch of their configuration, by transformers.
 
 Run with torch 2.11.0 and transformers 5.23.0. Writes `switches.json`, the configurations under
-their old names and as transformers writes them, and `switches.safetensors`, weights, ids, masks and logits.
+their old names and as transformers writes them, and `switches.safetensors`, weights, ids, masks
+and logits.
 """
 
 import copy
@@ -105,7 +106,8 @@ def main() -> None:
     save_file(
         {key: value.contiguous() for key, value in tensors.items()}, HERE / "switches.safetensors"
     )
-    (HERE / "switches.json").write_text(json.dumps(configs, indent=1, sort_keys=True) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(forms)}" for name, forms in configs.items()]
+    (HERE / "switches.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
-use super::attention::varlen_attention;
 use super::{CausalLMConfig, Family};
 use crate::saved::Saved;
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::loss::{IGNORE_INDEX, linear_cross_entropy, linear_log_probs};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
@@ -108,6 +109,35 @@ impl CausalLM {
         let texts = PackedTexts::new(input_ids, attention_mask)?;
         let hidden = self.hidden(&texts.input_ids, &texts.positions, &texts.cu_seqlens)?;
         texts.unpack(&self.logits(&hidden)?)
+    }
+
+    /// The mean loss of the labels (B, S), i64 or u32: the score of each label is that of the token before it. Labels of
+    /// [`IGNORE_INDEX`], those in the first column and those whose token before is padding do not count; 0 if none counts.
+    ///
+    /// # Errors
+    /// As [`PackedTexts::targets`] and [`packed_loss`](Self::packed_loss).
+    pub fn loss(&self, input_ids: &Tensor, labels: &Tensor, attention_mask: Option<&Tensor>) -> Result<Tensor> {
+        let texts = PackedTexts::new(input_ids, attention_mask)?;
+        let (targets, counted) = texts.targets(labels, IGNORE_INDEX)?;
+        let hidden = self.hidden(&texts.input_ids, &texts.positions, &texts.cu_seqlens)?;
+        self.packed_loss(&hidden, &targets, None)?.mul_scalar(1.0 / counted.max(1) as f64)
+    }
+
+    /// The sum of the losses of `targets (N)` for `hidden (N, D)`, each times its `weights (N)`, in f32: what each token is to predict, or
+    /// [`IGNORE_INDEX`]. Logits never exist as a whole.
+    ///
+    /// # Errors
+    /// As [`linear_cross_entropy`] and [`head`](Self::head).
+    pub fn packed_loss(&self, hidden: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<Tensor> {
+        linear_cross_entropy(hidden, self.head()?, targets, weights)
+    }
+
+    /// The logarithm of the probability of each of `targets (N)` for `hidden (N, D)`: (N) in f32, 0 where it is [`IGNORE_INDEX`].
+    ///
+    /// # Errors
+    /// As [`linear_log_probs`] and [`head`](Self::head).
+    pub fn log_probs(&self, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        linear_log_probs(hidden, self.head()?, targets)
     }
 
     /// The states after each of `after` layers, (N, D) each, before the final norm: 0 stands for the embedding. Layers after the last

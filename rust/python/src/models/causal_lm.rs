@@ -53,6 +53,84 @@ impl CausalLM {
         detached(py, || self.0.forward(ids, mask)).map(Tensor)
     }
 
+    /// The mean loss of the labels, each of which the token before it is to predict: a number in f32, without a matrix of all scores.
+    ///
+    /// Args:
+    ///     input_ids: token ids, (B, S), i64 or u32.
+    ///     labels: (B, S), i64: the ids themselves, or -100 where a token does not count. They are shifted inside. The mean is over those
+    ///         that count; 0 if none does.
+    ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: if an input does not fit.
+    ///     IndexOutOfRangeError: if an id or a label is not a token, or the mask has other values than 0 and 1.
+    ///     ArgumentError: if only a part of the layers was loaded.
+    #[pyo3(signature = (input_ids, labels, attention_mask=None))]
+    fn loss(
+        &self,
+        py: Python<'_>,
+        input_ids: Given<PyRef<'_, Tensor>>,
+        labels: Given<PyRef<'_, Tensor>>,
+        attention_mask: Option<Given<PyRef<'_, Tensor>>>,
+    ) -> Result<Tensor> {
+        let (input_ids, labels) = (input_ids.get("loss", "input_ids")?, labels.get("loss", "labels")?);
+        let mask = attention_mask.map(|mask| mask.get("loss", "attention_mask")).transpose()?;
+        let (ids, labels, mask) = (&input_ids.0, &labels.0, mask.as_ref().map(|mask| &mask.0));
+        detached(py, || self.0.loss(ids, labels, mask)).map(Tensor)
+    }
+
+    /// The sum of the losses of a packed row, a number in f32, without a matrix of all scores.
+    ///
+    /// Args:
+    ///     input_ids: token ids, (N), i64 or u32.
+    ///     targets: what each token is to predict, (N), i64: the id of the next token of its text, or -100 where it does not count.
+    ///     positions: the place of each token in its text, (N), i64 or u32.
+    ///     cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
+    ///     weights: by which losses are multiplied, (N), f32.
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: if an input does not fit.
+    ///     IndexOutOfRangeError: if an id or a target is not a token.
+    ///     ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+    #[pyo3(signature = (input_ids, targets, positions, cu_seqlens, weights=None))]
+    fn packed_loss(
+        &self,
+        py: Python<'_>,
+        input_ids: Given<PyRef<'_, Tensor>>,
+        targets: Given<PyRef<'_, Tensor>>,
+        positions: Given<PyRef<'_, Tensor>>,
+        cu_seqlens: Given<PyRef<'_, Tensor>>,
+        weights: Option<Given<PyRef<'_, Tensor>>>,
+    ) -> Result<Tensor> {
+        let [ids, positions, bounds] = row([input_ids, positions, cu_seqlens])?;
+        let targets = targets.get("packed_loss", "targets")?;
+        let weights = weights.map(|weights| weights.get("packed_loss", "weights")).transpose()?;
+        let (targets, weights) = (&targets.0, weights.as_ref().map(|weights| &weights.0));
+        detached(py, || self.0.packed_loss(&self.0.hidden(&ids, &positions, &bounds)?, targets, weights)).map(Tensor)
+    }
+
+    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Without a matrix of all
+    /// scores, forward and backward.
+    ///
+    /// Args:
+    ///     input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
+    ///
+    /// Raises:
+    ///     As `packed_loss`.
+    fn log_probs(
+        &self,
+        py: Python<'_>,
+        input_ids: Given<PyRef<'_, Tensor>>,
+        targets: Given<PyRef<'_, Tensor>>,
+        positions: Given<PyRef<'_, Tensor>>,
+        cu_seqlens: Given<PyRef<'_, Tensor>>,
+    ) -> Result<Tensor> {
+        let [ids, positions, bounds] = row([input_ids, positions, cu_seqlens])?;
+        let targets = targets.get("log_probs", "targets")?;
+        let targets = &targets.0;
+        detached(py, || self.0.log_probs(&self.0.hidden(&ids, &positions, &bounds)?, targets)).map(Tensor)
+    }
+
     /// The states that the head reads, after the final norm, of a packed row: (N, D).
     ///
     /// Args:

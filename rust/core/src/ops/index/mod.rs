@@ -55,7 +55,7 @@ pub(super) fn select_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Re
 }
 
 /// The gradient of [`select_raw`]: `dx[o, ids[j], i] += g[o, j, i]`, with `size` elements along `dim`.
-fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
+pub(super) fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: usize) -> Result<Raw> {
     on_device!(
         g.device(),
         cuda => cuda::select_backward(op, g, ids, dim, size),

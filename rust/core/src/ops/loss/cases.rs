@@ -1,7 +1,11 @@
 //! What the registry's walk tries losses on.
 
 use super::cross_entropy::CROSS_ENTROPY;
-use super::{IGNORE_INDEX, Reduction, cross_entropy, huber_loss, l1_loss, mse_loss, regression, smooth_l1_loss};
+use super::linear_cross_entropy::{LINEAR_CROSS_ENTROPY, LOG_PROBS};
+use super::{
+    IGNORE_INDEX, Reduction, cross_entropy, huber_loss, l1_loss, linear_cross_entropy, linear_log_probs, mse_loss,
+    regression, smooth_l1_loss,
+};
 use crate::ops::case::{Case, Domain, Entry};
 use crate::raw::from_vec;
 use crate::{Result, Tensor};
@@ -77,6 +81,32 @@ fn cross_entropy_case(
     .plain(move |x| cross_entropy_plain(&x[0], targets, smoothing, reduction))
 }
 
+/// A head of 7 classes over states of 3 features; each row with a weight, if there are some.
+fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'static [f32]>) -> Case {
+    let rows = targets.len();
+    let row = move |values: &[f32], x: &Tensor| Tensor::from_vec(values.to_vec(), rows, x.device());
+    Case::new(label, &[&[rows, 3], &[7, 3]], move |x| {
+        let targets = Tensor::from_vec(targets.to_vec(), rows, x[0].device())?;
+        let weights = weights.map(|weights| row(weights, &x[0])).transpose()?;
+        linear_cross_entropy(&x[0], &x[1], &targets, weights.as_ref())
+    })
+    .plain(move |x| {
+        let losses = cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, 0.0, Reduction::None)?;
+        match weights {
+            Some(weights) => losses.mul(&row(weights, &x[0])?.to_dtype(losses.dtype())?)?.sum_all(),
+            None => losses.sum_all(),
+        }
+    })
+}
+
+fn log_probs_case(label: &'static str, targets: &'static [i64]) -> Case {
+    Case::new(label, &[&[targets.len(), 3], &[7, 3]], move |x| {
+        let targets = Tensor::from_vec(targets.to_vec(), targets.len(), x[0].device())?;
+        linear_log_probs(&x[0], &x[1], &targets)
+    })
+    .plain(move |x| cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, 0.0, Reduction::None)?.neg())
+}
+
 /// Registry entries of this folder.
 pub static ENTRIES: &[Entry] = &[
     Entry {
@@ -125,5 +155,20 @@ pub static ENTRIES: &[Entry] = &[
                 cross_entropy_case("sum of nothing", &[0, 5], &[], 0.0, Reduction::Sum),
             ]
         },
+    },
+    Entry {
+        info: &LINEAR_CROSS_ENTROPY,
+        cases: || {
+            vec![
+                head_case("all rows", &[0, 6, 2, 2], None),
+                head_case("ignored targets", &[-100, 6, -100, 2, 1], None),
+                head_case("weights", &[3, -100, 6], Some(&[0.5, 2.0, -3.0])),
+                head_case("no rows", &[], None),
+            ]
+        },
+    },
+    Entry {
+        info: &LOG_PROBS,
+        cases: || vec![log_probs_case("ignored targets", &[-100, 6, -100, 2, 1]), log_probs_case("no rows", &[])],
     },
 ];

@@ -5,12 +5,14 @@
 
 mod cases;
 mod cross_entropy;
+mod linear_cross_entropy;
 mod regression;
 
 use crate::{Error, Result};
 
 pub use cases::ENTRIES;
 pub use cross_entropy::{IGNORE_INDEX, cross_entropy};
+pub use linear_cross_entropy::{linear_cross_entropy, linear_log_probs};
 pub use regression::{huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 
 /// The reduction of the losses of the elements.

@@ -226,3 +226,49 @@ fn tensors_that_do_not_agree_are_errors() {
     assert!(Reduction::parse("mse_loss", "max").unwrap_err().to_string().starts_with("mse_loss: "));
     assert_eq!(Reduction::parse("mse_loss", "none").unwrap(), Reduction::None);
 }
+
+#[test]
+fn a_head_in_chunks_is_its_definition() {
+    use super::linear_cross_entropy::in_chunks;
+    let (rows, width, classes) = (7, 3, 11);
+    let targets = [4, IGNORE_INDEX, 0, 10, 3, IGNORE_INDEX, 7];
+    let ids = Tensor::constant(from_vec(targets.to_vec(), rows));
+    let weights = Tensor::constant(from_vec(vec![1f32, 5.0, 2.0, 0.5, 0.0, 5.0, 1.0], rows));
+    let (h, w) = (tensor(&numbers(rows * width, 3, 1.0), &[rows, width], DType::F64), numbers(classes * width, 8, 1.0));
+    let w = tensor(&w, &[classes, width], DType::F64);
+    let (expected, gradients) = loss_and_gradients(&[&h, &w], |x| {
+        let losses = cross_entropy(&x[0].matmul(&x[1].t()?)?, &ids, IGNORE_INDEX, 0.0, Reduction::None)?;
+        losses.mul(&weights.to_dtype(DType::F64)?)?.sum_all()
+    });
+    for chunk in [1, 2, 5, 100] {
+        let (found, found_gradients) =
+            loss_and_gradients(&[&h, &w], |x| in_chunks(&x[0], &x[1], &ids, Some(&weights), chunk));
+        assert_close(&[found], &[expected], 1e-12);
+        for (found, expected) in found_gradients.iter().zip(&gradients) {
+            assert_close(found, expected, 1e-12);
+        }
+    }
+    // bf16: logits and gradients are rounded, sums are not.
+    let [h, w] = [&h, &w].map(|x| Tensor::constant(x.raw().to_dtype(DType::BF16).unwrap()));
+    let (found, found_gradients) = loss_and_gradients(&[&h, &w], |x| in_chunks(&x[0], &x[1], &ids, Some(&weights), 2));
+    assert_close(&[found], &[expected], 0.02);
+    for (found, expected) in found_gradients.iter().zip(&gradients) {
+        assert_close(found, expected, 0.03);
+    }
+}
+
+#[test]
+fn wrong_operands_of_a_head_are_named() {
+    let (h, w) = (tensor(&[0.0; 6], &[2, 3], DType::F32), tensor(&[0.0; 12], &[4, 3], DType::F32));
+    let ids = |values: &[i64]| Tensor::constant(from_vec(values.to_vec(), values.len()));
+    let error = linear_cross_entropy(&h, &w, &ids(&[4, 0]), None).unwrap_err();
+    assert!(matches!(error, Error::Index { .. }) && error.to_string().contains("target 4 at position 0"), "{error}");
+    assert!(matches!(linear_cross_entropy(&h, &w, &ids(&[0]), None), Err(Error::Shape { .. })));
+    assert!(matches!(linear_cross_entropy(&w, &h.t().unwrap(), &ids(&[0; 4]), None), Err(Error::Shape { .. })));
+    let half = tensor(&[0.0; 12], &[4, 3], DType::F16);
+    assert!(matches!(linear_cross_entropy(&h, &half, &ids(&[0, 0]), None), Err(Error::DType { .. })));
+    let weights = tensor(&[1.0; 3], &[3], DType::F32);
+    assert!(matches!(linear_cross_entropy(&h, &w, &ids(&[0, 0]), Some(&weights)), Err(Error::Shape { .. })));
+    let learned = Var::from_tensor(&tensor(&[1.0; 2], &[2], DType::F32)).unwrap();
+    assert!(matches!(linear_cross_entropy(&h, &w, &ids(&[0, 0]), Some(&learned)), Err(Error::NoBackward { .. })));
+}

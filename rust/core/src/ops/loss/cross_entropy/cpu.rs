@@ -13,13 +13,18 @@ use crate::{DType, Error, Result, Tensor, dispatch_float};
 const BLOCK: usize = 1024;
 
 /// The class of each row, or nothing where it is ignored.
-type Targets = Vec<Option<usize>>;
+pub(in crate::ops::loss) type Targets = Vec<Option<usize>>;
 
-fn read_targets(targets: &Tensor, classes: usize, ignore_index: i64) -> Result<Targets> {
+pub(in crate::ops::loss) fn read_targets(
+    op: &'static str,
+    targets: &Tensor,
+    classes: usize,
+    ignore_index: i64,
+) -> Result<Targets> {
     let ids: Vec<i64> = match targets.dtype() {
         DType::I64 | DType::U32 => to_vec(&to_cpu(&targets.raw)?.to_dtype(DType::I64)?)?,
         other => {
-            return Err(Error::dtype(OP, format!("targets are {}, expected i64 or u32 class ids", other.as_str())));
+            return Err(Error::dtype(op, format!("targets are {}, expected i64 or u32 class ids", other.as_str())));
         }
     };
     let class = |(at, id): (usize, i64)| {
@@ -28,7 +33,7 @@ fn read_targets(targets: &Tensor, classes: usize, ignore_index: i64) -> Result<T
         }
         usize::try_from(id).ok().filter(|&class| class < classes).map(Some).ok_or_else(|| {
             Error::index(
-                OP,
+                op,
                 format!("target {id} at position {at} is out of range: expected 0 <= target < {classes} or ignore_index {ignore_index}"),
             )
         })
@@ -112,7 +117,7 @@ fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Ve
 }
 
 /// The loss and the log-sum-exp of each row as two vectors in the dtype of arithmetic.
-fn losses(logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
+pub(in crate::ops::loss) fn losses(logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
     let logits = with_contiguous_rows(logits)?;
     let (offsets, classes) = (offsets(&logits)?, logits.dims()[logits.rank() - 1]);
     dispatch_float!(logits.dtype(), OP, T => read_all(OP, &[&logits], |operands| {
@@ -140,7 +145,13 @@ fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scale
 }
 
 /// The gradient of the logits: for each row, `scales` times that of its loss.
-fn gradient(logits: &Raw, lse: &Raw, targets: &Targets, scales: &[f64], smoothing: f64) -> Result<Raw> {
+pub(in crate::ops::loss) fn gradient(
+    logits: &Raw,
+    lse: &Raw,
+    targets: &Targets,
+    scales: &[f64],
+    smoothing: f64,
+) -> Result<Raw> {
     let logits = with_contiguous_rows(logits)?;
     let (offsets, classes, lse) = (offsets(&logits)?, logits.dims()[logits.rank() - 1], to_f64_vec(lse)?);
     dispatch_float!(logits.dtype(), OP, T => read_all(OP, &[&logits], |operands| {
@@ -205,7 +216,7 @@ pub(super) fn cross_entropy(
     reduction: Reduction,
 ) -> Result<Tensor> {
     let (leading, classes) = (targets.dims(), logits.dims()[logits.rank() - 1]);
-    let targets = read_targets(targets, classes, ignore_index)?;
+    let targets = read_targets(OP, targets, classes, ignore_index)?;
     record_with_aux(
         &CROSS_ENTROPY,
         &[logits],

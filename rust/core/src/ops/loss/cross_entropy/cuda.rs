@@ -26,10 +26,17 @@ impl Backward for CrossEntropyBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let (logits, lse) = (self.logits.get()?, self.lse.get()?);
         let divisor = self.divisor.as_ref().map(Saved::get).transpose()?;
-        let operands = [&logits, &lse, context.grad()];
-        let of_rows = divisor.is_none();
-        let grad = gradient(OP, operands, &self.targets, divisor.as_ref(), of_rows, self.smoothing)?;
-        context.add(0, grad)
+        let x = contiguous(&logits)?;
+        let dx = empty(OP, Gpu::of(OP, &x)?, x.dims(), x.dtype())?;
+        let of = Turn {
+            grad: Some(context.grad()),
+            of_rows: divisor.is_none(),
+            divisor: divisor.as_ref(),
+            weights: None,
+            smoothing: self.smoothing,
+        };
+        turn(OP, &x, &lse, &self.targets, &dx, &of)?;
+        context.add(0, dx)
     }
 }
 
@@ -67,7 +74,7 @@ pub(super) fn cross_entropy(
 
 /// Class ids of rows, and which of them means none.
 #[derive(Clone)]
-struct Targets {
+pub(in crate::ops::loss) struct Targets {
     /// i64 or u32, dense.
     ids: Raw,
     ignore_index: i64,
@@ -75,7 +82,7 @@ struct Targets {
 
 impl Targets {
     /// Nothing is read: a target that is out of range is noted on the device's board, and its loss is NaN.
-    fn new(op: &'static str, ids: &Raw, ignore_index: i64) -> Result<Self> {
+    pub(in crate::ops::loss) fn new(op: &'static str, ids: &Raw, ignore_index: i64) -> Result<Self> {
         id_bytes(op, ids)?;
         Ok(Self { ids: contiguous(ids)?, ignore_index })
     }
@@ -86,7 +93,12 @@ impl Targets {
 }
 
 /// The loss and the log-sum-exp of each row of `logits (..., classes)` in the dtype of arithmetic; 0 where there is no target.
-fn losses(op: &'static str, logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
+pub(in crate::ops::loss) fn losses(
+    op: &'static str,
+    logits: &Raw,
+    targets: &Targets,
+    smoothing: f64,
+) -> Result<(Raw, Raw)> {
     let gpu = Gpu::of(op, logits)?;
     let x = contiguous(logits)?;
     let (dtype, rows) = (x.dtype(), targets.len());
@@ -138,44 +150,53 @@ fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: D
     Ok((result, divisor))
 }
 
-/// The gradient of the logits, from that of each row's loss (`of_rows`) or of the number that the losses were summed to, divided by
-/// `divisor`.
-fn gradient(
+/// What the gradient of the logits is made of.
+pub(in crate::ops::loss) struct Turn<'a> {
+    /// The gradient of each row's loss (`of_rows`), or of the number that the losses were summed to; 1 without it.
+    pub grad: Option<&'a Raw>,
+    pub of_rows: bool,
+    /// What the sum was divided by.
+    pub divisor: Option<&'a Raw>,
+    /// Of each row, in the dtype of arithmetic.
+    pub weights: Option<&'a Raw>,
+    pub smoothing: f64,
+}
+
+/// Write the gradient of dense `logits (rows, classes)` to `dx`, which may be they.
+pub(in crate::ops::loss) fn turn(
     op: &'static str,
-    [logits, lse, grad]: [&Raw; 3],
+    logits: &Raw,
+    lse: &Raw,
     targets: &Targets,
-    divisor: Option<&Raw>,
-    of_rows: bool,
-    smoothing: f64,
-) -> Result<Raw> {
-    let gpu = Gpu::of(op, logits)?;
-    let x = contiguous(logits)?;
-    let grad = contiguous(&cast(grad, x.dtype())?)?;
-    let (dtype, rows) = (x.dtype(), targets.len());
-    let dx = empty(op, gpu, x.dims(), dtype)?;
-    if dx.elem_count() > 0 {
-        let function = gpu.function(&CROSS_ENTROPY_BACKWARD, suffix(op, dtype)?)?;
-        let len = x.dims()[x.rank() - 1];
-        let shape = Shape::rows(rows, len, dtype);
-        let arguments = Gradient {
-            x: input(op, &x)?,
-            lse: input(op, lse)?,
-            targets: input(op, &targets.ids)?,
-            grad: input(op, &grad)?,
-            divisor: optional_input(op, divisor)?,
-            dx: output(op, &dx)?,
-            rows: rows as u64,
-            inner: rows as u64,
-            outer_stride: 0,
-            inner_stride: len as u64,
-            classes: count32(op, len)?,
-            ignore_index: targets.ignore_index,
-            id_bytes: id_bytes(op, &targets.ids)?,
-            smoothing,
-            of_rows: u32::from(of_rows),
-        };
-        // SAFETY: the tensors are dense and of these sizes.
-        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    dx: &Raw,
+    of: &Turn<'_>,
+) -> Result<()> {
+    if dx.elem_count() == 0 {
+        return Ok(());
     }
-    Ok(dx)
+    let gpu = Gpu::of(op, logits)?;
+    let (dtype, rows) = (logits.dtype(), targets.len());
+    let grad = of.grad.map(|grad| contiguous(&cast(grad, dtype)?)).transpose()?;
+    let function = gpu.function(&CROSS_ENTROPY_BACKWARD, suffix(op, dtype)?)?;
+    let len = logits.dims()[logits.rank() - 1];
+    let arguments = Gradient {
+        x: input(op, logits)?,
+        lse: input(op, lse)?,
+        targets: input(op, &targets.ids)?,
+        grad: optional_input(op, grad.as_ref())?,
+        divisor: optional_input(op, of.divisor)?,
+        weights: optional_input(op, of.weights)?,
+        dx: output(op, dx)?,
+        rows: rows as u64,
+        inner: rows as u64,
+        outer_stride: 0,
+        inner_stride: len as u64,
+        classes: count32(op, len)?,
+        ignore_index: targets.ignore_index,
+        id_bytes: id_bytes(op, &targets.ids)?,
+        smoothing: of.smoothing,
+        of_rows: u32::from(of.of_rows),
+    };
+    // SAFETY: the tensors are dense and of these sizes; each element is read by the thread that writes it.
+    unsafe { function.launch(op, gpu, Shape::rows(rows, len, dtype), arguments) }
 }

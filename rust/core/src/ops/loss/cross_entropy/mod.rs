@@ -4,9 +4,9 @@
 //! With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
 //! lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.
 
-mod cpu;
+pub(super) mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(super) mod cuda;
 
 use super::Reduction;
 use crate::compute::on_device;

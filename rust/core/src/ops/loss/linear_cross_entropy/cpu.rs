@@ -1,0 +1,98 @@
+//! The CPU form, which computes only the rows that have a target.
+
+use super::super::IGNORE_INDEX;
+use super::super::cross_entropy::cpu::{Targets, gradient, losses, read_targets};
+use super::{Head, OP, accumulator};
+use crate::ops::index::{select_backward, select_raw};
+use crate::raw::{Raw, from_vec, to_f64_vec};
+use crate::{Result, Tensor};
+
+/// The weighted sum of the losses, and its gradients.
+pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
+    let labelled = Labelled::new(OP, head, targets)?;
+    let weights = weights.map(to_f64_vec).transpose()?;
+    let weights: Vec<f64> = labelled.places.iter().map(|&at| weights.as_ref().map_or(1.0, |w| w[at])).collect();
+    let mut sum = 0.0;
+    let (_, gradients) = labelled.head(head).run(|logits, rows| {
+        let targets: Targets = labelled.targets[rows.clone()].to_vec();
+        let (losses, lse) = losses(&logits, &targets, 0.0)?;
+        let weights = &weights[rows];
+        sum += to_f64_vec(&losses)?.iter().zip(weights).map(|(loss, weight)| loss * weight).sum::<f64>();
+        let gradient = head.is_wanted().then(|| gradient(&logits, &lse, &targets, weights, 0.0));
+        Ok(((), gradient.transpose()?))
+    })?;
+    let sum = from_vec(vec![sum], ()).to_dtype(accumulator(head.h.dtype()))?;
+    Ok((sum, labelled.scatter(OP, head, gradients)?))
+}
+
+/// The rows that have a target.
+pub(super) struct Labelled {
+    pub places: Vec<usize>,
+    pub targets: Targets,
+    /// Their states; none if all rows have one.
+    picked: Option<Raw>,
+    ids: Raw,
+}
+
+impl Labelled {
+    pub fn new(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Self> {
+        let targets = read_targets(op, targets, head.weight.dims()[0], IGNORE_INDEX)?;
+        let places: Vec<usize> = (0..targets.len()).filter(|&row| targets[row].is_some()).collect();
+        let all = places.len() == targets.len();
+        let ids = from_vec(places.iter().map(|&place| place as i64).collect::<Vec<_>>(), places.len());
+        let picked = if all { None } else { Some(select_raw(op, head.h, &ids, 0)?) };
+        Ok(Self { targets: targets.into_iter().filter(Option::is_some).collect(), places, picked, ids })
+    }
+
+    /// The head over these rows alone.
+    pub fn head<'a>(&'a self, head: &Head<'a>) -> Head<'a> {
+        Head { h: self.picked.as_ref().unwrap_or(head.h), ..*head }
+    }
+
+    /// Gradients over these rows as those of all: zeros elsewhere.
+    pub fn scatter(
+        &self,
+        op: &'static str,
+        head: &Head<'_>,
+        [of_states, of_weight]: [Option<Raw>; 2],
+    ) -> Result<[Option<Raw>; 2]> {
+        let of_states = match of_states {
+            Some(part) if self.picked.is_some() => Some(select_backward(op, &part, &self.ids, 0, head.h.dims()[0])?),
+            other => other,
+        };
+        Ok([of_states, of_weight])
+    }
+}
+
+/// The logarithm of the probability of each target; 0 where there is none.
+pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
+    let labelled = Labelled::new(op, head, targets)?;
+    let mut values = vec![0.0; head.h.dims()[0]];
+    labelled.head(head).run(|logits, rows| {
+        let (losses, _) = losses(&logits, &labelled.targets[rows.clone()].to_vec(), 0.0)?;
+        for (&place, loss) in labelled.places[rows].iter().zip(to_f64_vec(&losses)?) {
+            values[place] = -loss;
+        }
+        Ok(((), None))
+    })?;
+    let count = values.len();
+    Ok(from_vec(values, count).to_dtype(accumulator(head.h.dtype()))?)
+}
+
+/// The gradients of [`log_probs`] whose own gradient is `grad`.
+pub(super) fn log_probs_backward(
+    op: &'static str,
+    head: &Head<'_>,
+    targets: &Tensor,
+    grad: &Raw,
+) -> Result<[Option<Raw>; 2]> {
+    let labelled = Labelled::new(op, head, targets)?;
+    let grad = to_f64_vec(grad)?;
+    let scales: Vec<f64> = labelled.places.iter().map(|&place| -grad[place]).collect();
+    let (_, gradients) = labelled.head(head).run(|logits, rows| {
+        let targets: Targets = labelled.targets[rows.clone()].to_vec();
+        let (_, lse) = losses(&logits, &targets, 0.0)?;
+        Ok(((), Some(gradient(&logits, &lse, &targets, &scales[rows], 0.0)?)))
+    })?;
+    labelled.scatter(op, head, gradients)
+}

@@ -1,0 +1,72 @@
+//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. Nothing is read, so rows without a target are computed too.
+
+use super::super::IGNORE_INDEX;
+use super::super::cross_entropy::cuda::{Targets, Turn, losses, turn};
+use super::{Head, OP, accumulator};
+use crate::compute::{self, cast, contiguous};
+use crate::cpu::Mul;
+use crate::raw::Raw;
+use crate::{Result, Tensor};
+
+/// The weighted sum of the losses, and its gradients.
+pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> Result<(Raw, [Option<Raw>; 2])> {
+    let wide = accumulator(head.h.dtype());
+    let weights = weights.map(|weights| contiguous(&cast(weights, wide)?)).transpose()?;
+    let (parts, gradients) = run(OP, head, targets, weights.as_ref(), head.is_wanted())?;
+    let losses = joined(head, &parts)?;
+    let weighted = weights.map_or_else(|| Ok(losses.clone()), |weights| compute::binary(&losses, &weights, Mul))?;
+    Ok((compute::sum(&weighted, &[0], false)?, gradients))
+}
+
+/// The logarithm of the probability of each target; 0 where there is none.
+pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> Result<Raw> {
+    let (parts, _) = run(op, head, targets, None, false)?;
+    let losses = joined(head, &parts)?;
+    compute::scale_in_place(&losses, -1.0)?;
+    Ok(losses)
+}
+
+/// The gradients of [`log_probs`] whose own gradient is `grad`.
+pub(super) fn log_probs_backward(
+    op: &'static str,
+    head: &Head<'_>,
+    targets: &Tensor,
+    grad: &Raw,
+) -> Result<[Option<Raw>; 2]> {
+    let scales = compute::copy(&cast(grad, accumulator(head.h.dtype()))?)?;
+    compute::scale_in_place(&scales, -1.0)?;
+    Ok(run(op, head, targets, Some(&scales), true)?.1)
+}
+
+/// The losses of each chunk, and the gradients of their sum weighted by `scales (N)`.
+fn run(
+    op: &'static str,
+    head: &Head<'_>,
+    targets: &Tensor,
+    scales: Option<&Raw>,
+    with_gradients: bool,
+) -> Result<(Vec<Raw>, [Option<Raw>; 2])> {
+    let ids = contiguous(targets.raw())?;
+    head.run(|logits, rows| {
+        let (start, length) = (rows.start, rows.len());
+        let targets = Targets::new(op, &ids.narrow(0, start, length)?, IGNORE_INDEX)?;
+        let (losses, lse) = losses(op, &logits, &targets, 0.0)?;
+        if !with_gradients {
+            return Ok((losses, None));
+        }
+        let weights = scales.map(|scales| scales.narrow(0, start, length)).transpose()?;
+        let of_sum = Turn { grad: None, of_rows: false, divisor: None, weights: weights.as_ref(), smoothing: 0.0 };
+        // The gradient takes the place of the logits.
+        turn(op, &logits, &lse, &targets, &logits, &of_sum)?;
+        Ok((losses, Some(logits)))
+    })
+}
+
+/// The losses of all rows.
+fn joined(head: &Head<'_>, parts: &[Raw]) -> Result<Raw> {
+    match parts {
+        [] => compute::zeros(&[0], accumulator(head.h.dtype()), head.h.device()),
+        [one] => Ok(one.clone()),
+        several => compute::cat(&several.iter().collect::<Vec<_>>(), 0),
+    }
+}

@@ -1,0 +1,203 @@
+//! The head of a language model and its loss as one operation, so that the matrix of all logits never exists.
+//!
+//! Logits are made for some rows at a time. Their loss and its gradient follow at once, as the gradient is that of a sum: the backward
+//! only multiplies what the forward has left (Hsu et al. 2024, Liger Kernel, arXiv:2410.10989; Wijmans et al. 2024, Cut Your Losses in
+//! Large-Vocabulary Language Models, arXiv:2411.09009).
+
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod log_probs;
+
+use std::ops::Range;
+
+use crate::compute::{self, on_device};
+use crate::cpu::Mul;
+use crate::raw::{Raw, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record_with_aux};
+use crate::{DType, Error, Result, Tensor, checkpoint};
+
+pub(super) use log_probs::LOG_PROBS;
+pub use log_probs::linear_log_probs;
+
+pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
+const OP: &str = LINEAR_CROSS_ENTROPY.name;
+
+/// Bytes of logits at a time on a GPU: enough to keep it busy, and to read the weight seldom.
+const CHUNK_BYTES: usize = 256 << 20;
+/// The same on a processor.
+const CPU_CHUNK_BYTES: usize = 16 << 20;
+
+/// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ: states `h (N, D)`, `weight (V, D)`, class ids `targets (N)`, i64 or u32, and for each row its
+/// `weights (N)`, f32, which are 1 unless given and get no gradient → a number in f32 (f64 for f64).
+///
+/// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32, logits in the dtype of `h`, of which a chunk
+/// of bounded size exists at a time. A gradient is made for what needs one; that of a frozen weight costs nothing.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target that is out of
+/// range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the result NaN, and the error comes
+/// when the next value is read or the device is waited for.
+pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<Tensor> {
+    in_chunks(h, weight, targets, weights, chunk_rows(h, weight))
+}
+
+/// [`linear_cross_entropy`] of `rows` rows at a time.
+pub(super) fn in_chunks(
+    h: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    weights: Option<&Tensor>,
+    rows: usize,
+) -> Result<Tensor> {
+    check(OP, h, weight, targets)?;
+    if let Some(weights) = weights {
+        check_weights(h, targets, weights)?;
+        checkpoint::reads(&[weights]);
+    }
+    let wanted = [h, weight].map(|input| input.requires_grad() && is_grad_enabled());
+    let head = Head { h: &h.raw, weight: &weight.raw, rows, wanted };
+    let weights = weights.map(|weights| &weights.raw);
+    record_with_aux(
+        &LINEAR_CROSS_ENTROPY,
+        &[h, weight],
+        || {
+            let (sum, gradients) = on_device!(
+                h.device(),
+                cuda => cuda::sum(&head, targets, weights),
+                cpu => cpu::sum(&head, targets, weights),
+            )?;
+            Ok((sum, gradients.into_iter().flatten().collect()))
+        },
+        |saver, _, aux| {
+            let mut aux = aux.iter();
+            let gradients = wanted.map(|wanted| Some(saver.save_raw(aux.next().filter(|_| wanted)?)));
+            LinearCrossEntropyBackward { gradients, dtypes: [h.dtype(), weight.dtype()] }
+        },
+    )
+}
+
+/// The gradients of a sum, which the backward multiplies.
+struct LinearCrossEntropyBackward {
+    gradients: [Option<Saved>; 2],
+    dtypes: [DType; 2],
+}
+
+impl Backward for LinearCrossEntropyBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        for (index, (gradient, dtype)) in self.gradients.iter().zip(self.dtypes).enumerate() {
+            let Some(gradient) = gradient.as_ref().filter(|_| context.needs(index)) else { continue };
+            // The factor is not rounded to the dtype of the states.
+            let gradient = compute::cast(&gradient.get()?, accumulator(dtype))?;
+            context.add(index, compute::cast(&compute::binary(&gradient, context.grad(), Mul)?, dtype)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// A head at work: rows of states times a weight, some rows at a time.
+struct Head<'a> {
+    /// (N, D).
+    h: &'a Raw,
+    /// (V, D).
+    weight: &'a Raw,
+    /// Rows at a time.
+    rows: usize,
+    /// Which gradients are made: of the states, of the weight.
+    wanted: [bool; 2],
+}
+
+impl Head<'_> {
+    /// Give the logits of each chunk and its rows to `turn`, which returns something of them and, if gradients are wanted, the gradient of
+    /// the logits; return all of the former and the gradients, that of a weight in f32 (f64 for f64).
+    fn run<R>(
+        &self,
+        mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
+    ) -> Result<(Vec<R>, [Option<Raw>; 2])> {
+        let (count, transposed) = (self.h.dims()[0], self.weight.t()?);
+        let h = compute::contiguous(self.h)?;
+        let of_states = self.wanted[0].then(|| compute::zeros(h.dims(), h.dtype(), h.device())).transpose()?;
+        let wide = accumulator(h.dtype());
+        let of_weight = self.wanted[1].then(|| compute::zeros(self.weight.dims(), wide, h.device())).transpose()?;
+        let mut results = Vec::new();
+        for start in (0..count).step_by(self.rows) {
+            let length = self.rows.min(count - start);
+            let part = h.narrow(0, start, length)?;
+            let (result, gradient) = turn(compute::matmul(&part, &transposed)?, start..start + length)?;
+            results.push(result);
+            let Some(gradient) = gradient else { continue };
+            if let Some(sum) = &of_states {
+                let rows = sum.narrow(0, start, length)?;
+                compute::write_products(&[[&rows, &gradient, self.weight]], 1.0, false)?;
+            }
+            if let Some(sum) = &of_weight {
+                compute::matmul_accumulate(sum, &gradient.t()?, &part, 1.0)?;
+            }
+        }
+        Ok((results, [of_states, of_weight]))
+    }
+
+    /// Whether any gradient is made.
+    fn is_wanted(&self) -> bool {
+        self.wanted.contains(&true)
+    }
+}
+
+/// The dtype of sums of `dtype` values.
+const fn accumulator(dtype: DType) -> DType {
+    if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
+}
+
+/// How many rows of logits are made at a time.
+fn chunk_rows(h: &Tensor, weight: &Tensor) -> usize {
+    let row = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
+    let bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
+    let rows = (bytes / row.max(1)).max(1);
+    // Whole tiles of the products.
+    if rows > 128 { rows / 128 * 128 } else { rows }
+}
+
+fn check(op: &'static str, h: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<()> {
+    let (&[rows, width], &[_, columns]) = (h.dims(), weight.dims()) else {
+        let text = format!("h has shape {:?} and the weight {:?}, expected (N, D) and (V, D)", h.dims(), weight.dims());
+        return Err(Error::shape(op, text));
+    };
+    if width != columns {
+        let text =
+            format!("h has shape {:?}, expected (N, {columns}) for a weight of shape {:?}", h.dims(), weight.dims());
+        return Err(Error::shape(op, text));
+    }
+    if *targets.dims() != [rows] {
+        let text =
+            format!("the targets have shape {:?}, expected ({rows},) for h of shape {:?}", targets.dims(), h.dims());
+        return Err(Error::shape(op, text));
+    }
+    if !is_float(h.dtype()) {
+        let found = h.dtype().as_str();
+        return Err(Error::dtype(op, format!("expected floating point states, found {found}; convert them with to()")));
+    }
+    crate::ops::linear::same_kind(op, h, "weight", weight)?;
+    if !targets.device().same_device(h.device()) {
+        return Err(Error::device(op, "the targets are on another device than h; move one with to()"));
+    }
+    Ok(())
+}
+
+fn check_weights(h: &Tensor, targets: &Tensor, weights: &Tensor) -> Result<()> {
+    if weights.dims() != targets.dims() {
+        let text =
+            format!("the weights have shape {:?}, expected {:?}, as the targets", weights.dims(), targets.dims());
+        return Err(Error::shape(OP, text));
+    }
+    if !matches!(weights.dtype(), DType::F32 | DType::F64) {
+        let found = weights.dtype().as_str();
+        return Err(Error::dtype(OP, format!("the weights are {found}, expected f32; convert them with to()")));
+    }
+    if !weights.device().same_device(h.device()) {
+        return Err(Error::device(OP, "the weights are on another device than h; move one with to()"));
+    }
+    if weights.requires_grad() && is_grad_enabled() {
+        return Err(Error::NoBackward { op: OP });
+    }
+    Ok(())
+}
