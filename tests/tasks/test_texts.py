@@ -13,6 +13,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.data.chats import TextDataset, TextOptions, Tokens
 from trainable_candle.data.chats.dataset import Counts
+from trainable_candle.nn.functional import cross_entropy
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text.prepared import PreparedTexts, perplexity
 from trainable_candle.tasks.text.writing import WritingOptions, choose, continuation
@@ -35,6 +36,12 @@ class Bigrams:
         assert positions.shape == input_ids.shape
         assert cu_seqlens.numpy()[-1] == input_ids.shape[0]
         return tc.tensor(np.eye(VOCABULARY, dtype=np.float32)[input_ids.numpy()])
+
+    def packed_loss(
+        self, input_ids: tc.Tensor, targets: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
+    ) -> tc.Tensor:
+        states = self.logits(self.hidden(input_ids, positions, cu_seqlens))
+        return cross_entropy(states, targets, reduction="sum")
 
     def logits(self, hidden: tc.Tensor) -> tc.Tensor:
         return hidden @ (self.table if self.enabled else self.table * 0.0)

@@ -127,8 +127,6 @@ class CausalLM:
             Item("model", "weights", facts.elements * size),
             *adapter_items("model", facts.layers, adapter, config),
             Item("model", "activations", saved * size),
-            # Of each token as the model gives them, in f32, and their gradient.
-            Item("model", "scores", tokens * self.vocabulary * (size + 8)),
         ]
         return Estimate({"training": items}, config.on_gpu)
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 class CausalModel(Protocol):
     """A decoder of tokens."""
 
+    def packed_loss(
+        self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """The sum of the cross-entropies of a packed row's targets but for -100, f32."""
+
     def hidden(self, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """The states that the head reads, of a packed row: (N, D)."""
 

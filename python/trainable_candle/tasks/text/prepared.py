@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import trainable_candle as tc
-from trainable_candle.data.chats import IGNORED, PackedRows, in_order
-from trainable_candle.nn.functional import cross_entropy
+from trainable_candle.data.chats import PackedRows, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,20 +60,19 @@ class PreparedTexts:
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The tokens; the places where the next one is learnt, and which it is."""
-        places = np.flatnonzero(batch.targets != IGNORED)
+        """The tokens, and one over the number of those that are learnt."""
         arrays = {
             "input_ids": batch.input_ids,
+            "targets": batch.targets,
             "positions": batch.positions,
             "cu_seqlens": batch.cu_seqlens,
-            "places": places,
-            "targets": batch.targets[places],
+            "scale": np.array(1.0 / max(1, batch.count), np.float32),
         }
         return {name: tc.tensor(a, device=self._family.device) for name, a in arrays.items()}
 
     def loss(self, inputs: Inputs) -> Tensor:
         """The mean cross-entropy of the tokens that are learnt."""
-        return self._sum(inputs) * (1.0 / inputs["targets"].shape[0])
+        return self._sum(inputs) * inputs["scale"]
 
     def validation_loss(self) -> float:
         """The mean over all tokens that are learnt, each once."""
@@ -107,11 +105,9 @@ class PreparedTexts:
         }
 
     def _sum(self, inputs: Inputs) -> Tensor:
-        """The sum of the cross-entropies. The head computes for learnt tokens alone."""
-        model = self._family.model
-        states = model.hidden(inputs["input_ids"], inputs["positions"], inputs["cu_seqlens"])
-        logits = model.logits(states.index_select(0, inputs["places"]))
-        return cross_entropy(logits.to("f32"), inputs["targets"], reduction="sum")
+        return self._family.model.packed_loss(
+            inputs["input_ids"], inputs["targets"], inputs["positions"], inputs["cu_seqlens"]
+        )
 
 
 def perplexity(loss: float) -> float:
