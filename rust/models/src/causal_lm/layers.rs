@@ -1,5 +1,6 @@
 //! One layer of a decoder.
 
+use trainable_candle_core::ops::attention::varlen_attention;
 use trainable_candle_core::ops::gated::swiglu;
 use trainable_candle_core::ops::norm::rms_norm_rope;
 use trainable_candle_core::ops::rope::rope;

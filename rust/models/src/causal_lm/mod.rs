@@ -5,7 +5,6 @@
 //!
 //! Tokens of all texts stand in one row, each text a segment of it: padding does not exist inside the model.
 
-mod attention;
 mod config;
 mod keys;
 mod layers;

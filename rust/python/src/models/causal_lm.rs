@@ -8,10 +8,10 @@ use trainable_candle_models as models;
 use trainable_candle_models::causal_lm::PackedTexts;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::call::detached;
 use crate::error::Result;
-use crate::argument::Argument;
 use crate::tensor::Tensor;
 
 const OP: &str = "CausalLM";
@@ -69,9 +69,9 @@ impl CausalLM {
     fn loss(
         &self,
         py: Python<'_>,
-        input_ids: Given<PyRef<'_, Tensor>>,
-        labels: Given<PyRef<'_, Tensor>>,
-        attention_mask: Option<Given<PyRef<'_, Tensor>>>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        labels: Argument<PyRef<'_, Tensor>>,
+        attention_mask: Option<Argument<PyRef<'_, Tensor>>>,
     ) -> Result<Tensor> {
         let (input_ids, labels) = (input_ids.get("loss", "input_ids")?, labels.get("loss", "labels")?);
         let mask = attention_mask.map(|mask| mask.get("loss", "attention_mask")).transpose()?;
@@ -96,11 +96,11 @@ impl CausalLM {
     fn packed_loss(
         &self,
         py: Python<'_>,
-        input_ids: Given<PyRef<'_, Tensor>>,
-        targets: Given<PyRef<'_, Tensor>>,
-        positions: Given<PyRef<'_, Tensor>>,
-        cu_seqlens: Given<PyRef<'_, Tensor>>,
-        weights: Option<Given<PyRef<'_, Tensor>>>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        targets: Argument<PyRef<'_, Tensor>>,
+        positions: Argument<PyRef<'_, Tensor>>,
+        cu_seqlens: Argument<PyRef<'_, Tensor>>,
+        weights: Option<Argument<PyRef<'_, Tensor>>>,
     ) -> Result<Tensor> {
         let [ids, positions, bounds] = row([input_ids, positions, cu_seqlens])?;
         let targets = targets.get("packed_loss", "targets")?;
@@ -120,10 +120,10 @@ impl CausalLM {
     fn log_probs(
         &self,
         py: Python<'_>,
-        input_ids: Given<PyRef<'_, Tensor>>,
-        targets: Given<PyRef<'_, Tensor>>,
-        positions: Given<PyRef<'_, Tensor>>,
-        cu_seqlens: Given<PyRef<'_, Tensor>>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        targets: Argument<PyRef<'_, Tensor>>,
+        positions: Argument<PyRef<'_, Tensor>>,
+        cu_seqlens: Argument<PyRef<'_, Tensor>>,
     ) -> Result<Tensor> {
         let [ids, positions, bounds] = row([input_ids, positions, cu_seqlens])?;
         let targets = targets.get("log_probs", "targets")?;

@@ -7,9 +7,9 @@ use trainable_candle_models as models;
 use trainable_candle_models::flux2::Flux2Conditions;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::call::detached;
 use crate::error::Result;
-use crate::argument::Argument;
 use crate::tensor::{Operand, Tensor};
 
 /// The transformer of FLUX.2, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. Made by `from_pretrained`.

@@ -7,9 +7,9 @@ use trainable_candle_models as models;
 use trainable_candle_models::z_image::ZImageConditions;
 
 use super::{Model, class};
+use crate::argument::Argument;
 use crate::call::detached;
 use crate::error::Result;
-use crate::argument::Argument;
 use crate::tensor::{Operand, Tensor};
 
 /// The transformer of Z-Image, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Made by `from_pretrained`.
