@@ -30,8 +30,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("llama")
-    for name in ("config.json", "generation_config.json", "model.safetensors"):
+    for name in ("config.json", "model.safetensors"):
         shutil.copyfile(GOLDEN / name, folder / name)
+    (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: n for n, token in enumerate([*SPECIAL, *letters])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -133,9 +134,9 @@ def test_a_run_teaches_answers_and_writes_what_peft_loads(
     capsys.readouterr()
     assert main(["chat", *flags, "--prompt", "two", "--prompt", "one"]) == 0
     assert capsys.readouterr().out == "owt\neno\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO("four\n\nnever read\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\n\nnever read\n"))
     assert main(["chat", *flags]) == 0
-    assert capsys.readouterr().out == "ruof\n"
+    assert capsys.readouterr().out == "owt\n"
     assert main(["chat", *flags, "--top-k", "2"]) == 2
     assert "no effect without --temperature" in capsys.readouterr().err
     whole = tmp_path / "whole"
