@@ -81,8 +81,8 @@ impl CausalLM {
     /// The states that the head reads, of `input_ids (N)` (i64 or u32): (N, D), after the final norm.
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token, [`Error::DType`] if an input is not of
-    /// integers, [`Error::Argument`] if the bounds are not the tokens' or only a part of the layers was loaded.
+    /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or a bound is out of order or range,
+    /// [`Error::DType`] if an input is not of integers, [`Error::Argument`] if only a part of the layers was loaded.
     pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
         let top = self.top()?;
         let (x, [cos, sin]) = self.start(input_ids, positions)?;

@@ -21,7 +21,8 @@ const OP: &str = "CausalLM";
 /// first layers alone, as a text encoder.
 ///
 /// Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
-/// from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to N; no text sees another.
+/// from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
+/// are padding.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct CausalLM(Arc<models::CausalLM>);
 
@@ -90,8 +91,8 @@ impl CausalLM {
     ///
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
-    ///     IndexOutOfRangeError: if an id or a target is not a token.
-    ///     ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+    ///     IndexOutOfRangeError: if an id or a target is not a token, or a bound is out of order or range.
+    ///     ArgumentError: if only a part of the layers was loaded.
     #[pyo3(signature = (input_ids, targets, positions, cu_seqlens, weights=None))]
     fn packed_loss(
         &self,
@@ -140,8 +141,8 @@ impl CausalLM {
     ///
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
-    ///     IndexOutOfRangeError: if an id is not a token.
-    ///     ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+    ///     IndexOutOfRangeError: if an id is not a token, or a bound is out of order or range.
+    ///     ArgumentError: if only a part of the layers was loaded.
     fn hidden(
         &self,
         py: Python<'_>,
