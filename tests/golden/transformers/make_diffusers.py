@@ -156,7 +156,8 @@ def autoencoder():
     """FLUX.2's, whose statistics of latents are not the usual 0 and 1."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
              "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
-    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "latent_channels": 32}
+    sizes = {"block_out_channels": (8, 16), "norm_num_groups": 8, "layers_per_block": 1,
+             "latent_channels": 32}  # fmt: skip
     model = randomize(AutoencoderKLFlux2(**kinds, **sizes)).eval()
     model.bn.running_mean.normal_(0, 0.5)
     model.bn.running_var.uniform_(0.5, 2)
