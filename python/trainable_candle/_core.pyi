@@ -642,7 +642,8 @@ class CausalLM(Model):
     first layers alone, as a text encoder.
 
     Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
-    from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to N; no text sees another.
+    from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
+    are padding.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
@@ -674,8 +675,8 @@ class CausalLM(Model):
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
-            IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+            IndexOutOfRangeError: if an id is not a token, or a bound is out of order or range.
+            ArgumentError: if only a part of the layers was loaded.
         """
     def hidden_states(
         self,
@@ -771,8 +772,8 @@ class CausalLM(Model):
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
-            IndexOutOfRangeError: if an id or a target is not a token.
-            ArgumentError: if the bounds are not the row's, or only a part of the layers was loaded.
+            IndexOutOfRangeError: if an id or a target is not a token, or a bound is out of order or range.
+            ArgumentError: if only a part of the layers was loaded.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -4071,7 +4072,7 @@ def varlen_attention(
     cu_seqlens: Tensor,
     *,
     window: SupportsIndex | None = None,
-    scale: SupportsFloat | SupportsIndex | None = None,
+    scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
     Causal attention inside the segments of a packed row, several sequences one after another of which none sees another: softmax(query @
