@@ -1,6 +1,6 @@
 """A frozen linear layer with LoRA, forward and backward.
 
-python benches/lora_linear.py
+python benches/lora_linear.py [--rows]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import timing
 import trainable_candle as tc
 
 
-def case(rows: int, width: int, rank: int, rounds: int) -> None:
+def case(rows: int, width: int, rank: int, rounds: int, *, by_row: bool = False) -> None:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((width, width), dtype=np.float32) * 0.02
     down = rng.standard_normal((rank, width), dtype=np.float32) * 0.02
@@ -44,11 +44,22 @@ def case(rows: int, width: int, rank: int, rounds: int) -> None:
             y.backward(their_grad)
 
         sides["torch"] = theirs
-    timing.report(f"{rows} rows, {width} -> {width}, rank {rank}", timing.race(sides, rounds))
+    seconds = timing.race(sides, rounds)
+    title = f"{rows} rows, {width} -> {width}, rank {rank}"
+    timing.report(title, seconds)
+    if by_row:
+        costs = (f"{name} {value / rows * 1e6:.2f} us a row" for name, value in seconds.items())
+        print(f"{title}: {', '.join(costs)}", flush=True)
 
 
 def main() -> None:
-    options = timing.arguments(__doc__)
+    parser = timing.parser(__doc__)
+    parser.add_argument("--rows", action="store_true", help="how the cost grows with the rows")
+    options = timing.start(parser)
+    if options.rows:
+        for power in range(12, 21, 2):
+            case(2**power, 512, 16, max(options.rounds >> (power - 12), 5), by_row=True)
+        return
     for rows, width, rank in ((512, 1024, 16), (1024, 768, 16), (2048, 640, 32), (64, 256, 8)):
         case(rows, width, rank, options.rounds)
 
