@@ -88,7 +88,8 @@ fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'sta
     Case::new(label, &[&[rows, 3], &[7, 3]], move |x| {
         let targets = Tensor::from_vec(targets.to_vec(), rows, x[0].device())?;
         let weights = weights.map(|weights| row(weights, &x[0])).transpose()?;
-        linear_cross_entropy(&x[0], &x[1], &targets, weights.as_ref())
+        // The sum is in f32 whatever the dtype of the states.
+        linear_cross_entropy(&x[0], &x[1], &targets, weights.as_ref())?.to_dtype(x[0].dtype())
     })
     .plain(move |x| {
         let losses = cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, 0.0, Reduction::None)?;
@@ -102,7 +103,7 @@ fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'sta
 fn log_probs_case(label: &'static str, targets: &'static [i64]) -> Case {
     Case::new(label, &[&[targets.len(), 3], &[7, 3]], move |x| {
         let targets = Tensor::from_vec(targets.to_vec(), targets.len(), x[0].device())?;
-        linear_log_probs(&x[0], &x[1], &targets)
+        linear_log_probs(&x[0], &x[1], &targets)?.to_dtype(x[0].dtype())
     })
     .plain(move |x| cross_entropy_plain(&x[0].matmul(&x[1].t()?)?, targets, 0.0, Reduction::None)?.neg())
 }
