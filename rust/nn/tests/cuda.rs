@@ -319,7 +319,7 @@ fn what_has_no_cuda_form_is_an_error() {
     let device = gpu();
     let vars = variables(DType::F32, Layout::Loose, &device);
     let error = Adafactor::new(vars.clone(), 0.1).err().unwrap().to_string();
-    assert!(error.contains("use SGD, Adam, AdamW, Lion, Adam8bit, AdamW8bit or Lion8bit there"), "{error}");
+    assert!(error.contains("has no CUDA form; keep its variables on the CPU"), "{error}");
     assert!(matches!(Prodigy::new(vars.clone(), 0.1), Err(Error::Device { .. })));
     let wide = Var::zeros(3, DType::F64, &device).unwrap();
     assert!(matches!(Adam::new(vec![wide], 0.1), Err(Error::DType { .. })));
