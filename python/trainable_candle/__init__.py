@@ -62,6 +62,7 @@ from trainable_candle.errors import (
     CudaUnavailableError,
     DatasetError,
     DeviceError,
+    DistributedError,
     DTypeError,
     Error,
     FileError,
@@ -78,6 +79,7 @@ from trainable_candle.errors import (
 if TYPE_CHECKING:
     from trainable_candle import (
         cuda,
+        distributed,
         errors,
         families,
         memory,
@@ -110,6 +112,7 @@ __all__ = [
     "DTypeError",
     "DatasetError",
     "DeviceError",
+    "DistributedError",
     "Error",
     "FileError",
     "IndexOutOfRangeError",
@@ -130,6 +133,7 @@ __all__ = [
     "cat",
     "checkpoint",
     "cuda",
+    "distributed",
     "empty_like",
     "enable_grad",
     "errors",
@@ -183,7 +187,9 @@ __all__ = [
 ]
 
 # Imported at first use, so that `import trainable_candle` stays fast.
-_LAZY = frozenset({"families", "memory", "models", "nn", "optim", "testing", "train"})
+_LAZY = frozenset(
+    {"distributed", "families", "memory", "models", "nn", "optim", "testing", "train"}
+)
 
 
 def __getattr__(name: str) -> ModuleType:

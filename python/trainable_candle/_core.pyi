@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-from _typeshed import SupportsGetItem
+from _typeshed import SupportsGetItem, SupportsLenAndGetItem
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
@@ -42,6 +42,7 @@ __all__ = [
     "Lion8bit",
     "LoraConfig",
     "Model",
+    "NcclCommunicator",
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
@@ -89,6 +90,7 @@ __all__ = [
     "get_rng_state",
     "grad",
     "gradcheck",
+    "gradient_vectors",
     "group_norm",
     "group_norm_silu",
     "huber_loss",
@@ -106,6 +108,8 @@ __all__ = [
     "manual_seed",
     "modulated_layer_norm",
     "mse_loss",
+    "nccl_unique_id",
+    "nccl_version",
     "normal_samples",
     "ones",
     "ones_like",
@@ -125,6 +129,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_float32_matmul_precision",
     "set_grad_enabled",
+    "set_gradient_vectors",
     "set_num_threads",
     "set_resolver",
     "set_rng_state",
@@ -1652,6 +1657,87 @@ class Model:
 
         Raises:
             ArgumentError: if the model has no adapter.
+        """
+
+@final
+class NcclCommunicator:
+    """
+    This process's part in a group of processes with one GPU each.
+
+    Args:
+        device: the GPU of this process.
+        rank: which of the processes this is, from 0.
+        size: how many there are.
+        unique_id: what rank 0 got from `nccl_unique_id`.
+        seconds: how long to wait for the others.
+
+    Raises:
+        CudaUnavailableError: if NCCL cannot be used.
+        ArgumentError: if a number is out of range.
+        DeviceError: if NCCL fails, or not all have joined in time.
+    """
+    def __new__(
+        cls,
+        /,
+        device: str,
+        rank: SupportsIndex,
+        size: SupportsIndex,
+        unique_id: SupportsLenAndGetItem[SupportsIndex],
+        seconds: SupportsFloat | SupportsIndex,
+    ) -> NcclCommunicator: ...
+    def all_reduce(self, /, tensor: Tensor) -> Tensor:
+        """
+        Return the sum of a tensor over all processes; queued, not waited for.
+
+        Raises:
+            DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
+        """
+    def all_reduce_gradients(
+        self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
+    ) -> Tensor:
+        """
+        Add up the gradients of all processes, in place, and a tensor; queued, not waited for.
+
+        Args:
+            parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
+            tail: what else is added up: numbers that belong to the step.
+            narrow: send the gradients as bf16, half of the bytes, each sum rounded.
+
+        Returns:
+            The sum of the tails.
+
+        Raises:
+            DeviceError: if a variable is on another device, or NCCL fails.
+            OutOfMemoryError: if the vectors of gradients do not fit.
+        """
+    def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
+        """
+        Give a variable the values that it has on process `root`; queued, not waited for.
+
+        Raises:
+            ArgumentError: if there is no such process.
+            DTypeError, DeviceError: if the variable does not fit, or NCCL fails.
+        """
+    @property
+    def rank(self, /) -> int:
+        """
+        Which of the processes this is.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        How many processes there are.
+        """
+    def stop(self, /) -> None:
+        """
+        End the present or the next wait with an error; for another thread.
+        """
+    def wait(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
+        """
+        Wait until all work queued on the GPU is done.
+
+        Raises:
+            DeviceError: if that takes longer than `seconds`, `stop` was called, or NCCL fails. The communicator is dead then.
         """
 
 @final
@@ -3319,6 +3405,14 @@ def gradcheck(
         The exceptions of the function.
     """
 
+def gradient_vectors(parameters: Iterable[Var] | Mapping[str, Var]) -> list[Tensor]:
+    """
+    Return the gradients of variables as vectors, adjacent ones of a flat buffer as one; zeros for one without a gradient.
+
+    Raises:
+        OutOfMemoryError: if the vectors do not fit.
+    """
+
 def group_norm(
     input: Tensor,
     num_groups: SupportsIndex,
@@ -3621,6 +3715,23 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
         ArgumentError: if the reduction is unknown.
+    """
+
+def nccl_unique_id() -> bytes:
+    """
+    Return 128 bytes by which processes find each other; the process that asks must become rank 0.
+
+    Raises:
+        CudaUnavailableError: if NCCL cannot be used.
+        DeviceError: if it finds no network interface to listen on.
+    """
+
+def nccl_version() -> int:
+    """
+    Return the version of NCCL, such as 23007 for 2.30.7.
+
+    Raises:
+        CudaUnavailableError: if it cannot be used.
     """
 
 def normal_samples(
@@ -3927,6 +4038,17 @@ def set_float32_matmul_precision(precision: str) -> None:
 def set_grad_enabled(enabled: bool) -> bool:
     """
     Switch recording on this thread; returns the previous state.
+    """
+
+def set_gradient_vectors(
+    parameters: Iterable[Var] | Mapping[str, Var], vectors: SupportsGetItem[int, Tensor]
+) -> None:
+    """
+    Overwrite the gradients of variables by vectors of the sizes that `gradient_vectors` gives.
+
+    Raises:
+        ArgumentError: if there are more or fewer vectors.
+        ShapeError, DTypeError, DeviceError: if a vector differs from its gradients.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:

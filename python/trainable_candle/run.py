@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 import trainable_candle as tc
 from trainable_candle import families, plot
 from trainable_candle.data.folder import counted
+from trainable_candle.distributed import device_of
+from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import held, write_atomically
-from trainable_candle.placement import choose
+from trainable_candle.placement import Placement, choose
 from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.tasks.estimate import memory_limit, require_fit
 from trainable_candle.train import state as run_state
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from trainable_candle import AdapterFile
+    from trainable_candle.distributed.world import World
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
@@ -73,6 +76,7 @@ def train_adapter(
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     report: Callable[[str], None] = print,
+    world: World | None = None,
 ) -> TrainingRun:
     """Train an adapter; writes it, its configuration, logs, previews and checkpoints to `output`.
 
@@ -82,51 +86,100 @@ def train_adapter(
         callbacks: called after those that write the logs and show the progress.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
+        world: the place of this process among those that train together; only the first of them
+            writes, draws, validates and reports.
 
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: before the first
             step.
         CudaUnavailableError, DeviceError: there is no such device; before anything is read.
         NonFiniteError: the loss or the gradient is NaN or infinite.
+        DistributedError: another process of the run is missing, differs, or has failed.
     """
     config.require("model", "dataset", "output")
     family = families.find(config.model)
     check_groups(config, family.groups)
     config = _with_defaults(config, family)
-    placement = choose(config.device, config.precision)
+    placement = choose(device_of(world, config.device), config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
+    config = _shared_out(config, world)
     check_settings(config)
+    group = make_group(
+        world,
+        config.device,
+        _agreed(config),
+        narrow=config.reduce == "bf16",
+        step_seconds=config.step_limit,
+    )
+    try:
+        return _train_in(group, family, config, placement, (callbacks, progress), report)
+    except BaseException as error:
+        group.fail(f"rank {group.rank}: {str(error) or type(error).__name__}")
+        raise
+    finally:
+        group.close()
+
+
+def _train_in(
+    group: Group,
+    family: type[Family],
+    config: TrainConfig,
+    placement: Placement,
+    shown: tuple[Sequence[Callback], bool],
+    report: Callable[[str], None],
+) -> TrainingRun:
+    """Check, read and train as one of a group of processes.
+
+    Args:
+        group: the processes.
+        family: the model's.
+        config: the settings, complete.
+        placement: what chose device and precision.
+        shown: the callbacks of the caller, and whether to show a progress bar.
+        report: gets a line at each stage.
+    """
+    callbacks, progress = shown
+    is_first = group.rank == 0
+    if not is_first:
+        callbacks, progress, report = (), False, _silent
     # Before anything is read, so that a missing device is reported at once.
     limit = memory_limit(config)
     weights = families.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
-    if run_state.needs_restoring(output):
+    if is_first and run_state.needs_restoring(output):
         with held(output / LOCK, f"output: {output} is in use"):
             run_state.restore(output)
+    group.barrier()
     start = run_state.find(output, config.resume) if config.resume else None
     step = run_state.read_state(start).step if start else -1
     if config.epochs is None:
         _require_steps_left(config, step)
     run_state.refuse_later(output, step)
-    logs = _logs(config, output)
+    logs = _logs(config, output) if is_first else []
     task = family(weights, config.precision, config.device, config).task()
     task.check(report)
     data = task.read(report)
     report(str(placement))
+    if group.size > 1:
+        report(_effective(config, group.size, task.noun))
     estimate = task.estimate(config, data, limit)
     for line in estimate.table():
         report(line)
     require_fit(estimate, config, limit, lambda other: task.estimate(other, data, limit))
+    bar = [ProgressBar()] if progress else []
+    train = partial(_train, group, config, task, start, data, (logs, [*bar, *callbacks]), report)
+    if not is_first:
+        return train()
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have used the folder in the meantime.
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
-        bar = [ProgressBar()] if progress else []
-        return _train(config, task, start, data, (logs, [*bar, *callbacks]), report)
+        return train()
 
 
 def _train(
+    group: Group,
     config: TrainConfig,
     task: Task,
     start: Path | None,
@@ -137,6 +190,7 @@ def _train(
     """Load, encode, train, write to the output, which the caller holds.
 
     Args:
+        group: the processes that train together.
         config: the settings.
         task: the model.
         start: the checkpoint to continue from.
@@ -147,9 +201,13 @@ def _train(
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
+    if group.rank > 0:
+        group.barrier()  # The first process fills the cache, the others read it.
     prepared = task.prepare(data, report)
+    if group.rank == 0:
+        group.barrier()
     if config.epochs is not None:
-        config = _in_steps(config, prepared.train, task.noun, report)
+        config = _in_steps(config, prepared.train, task.noun, group.size, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # Training must not depend on how many random numbers the preparation drew.
     tc.manual_seed(config.seed)
@@ -161,7 +219,7 @@ def _train(
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    session = _Session(config, task, adapters, prepared, output, report)
+    session = _Session(group, config, task, adapters, prepared, output, report)
     settings = {**asdict(config), "examples": len(prepared.train)}
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
@@ -170,12 +228,13 @@ def _train(
         report(f"resume: from step {trainer.step} of {config.steps} ({start})")
         for line in differences(earlier, settings):
             report(f"resume: {line}")
-    write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
+    if group.rank == 0:
+        write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
     adapters.set_training(True)
     plot.prepare()
     completed = trainer.train()
     session.finish()
-    if completed:
+    if completed and group.rank == 0:
         session.conclude(trainer.step, report)
         _draw_curve(output, report)
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by)
@@ -186,6 +245,7 @@ class _Session:
 
     def __init__(
         self,
+        group: Group,
         config: TrainConfig,
         task: Task,
         adapters: Adapters,
@@ -193,12 +253,15 @@ class _Session:
         output: Path,
         report: Callable[[str], None],
     ) -> None:
+        self._group = group
         self._config = config
         self._task = task
         self._adapters = adapters
         self._train = prepared.train
         self._output = output
-        self._average = AdapterAverage(adapters, config.ema_decay) if config.ema_decay else None
+        self._average = None
+        if config.ema_decay and group.rank == 0:
+            self._average = AdapterAverage(adapters, config.ema_decay)
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
         )
@@ -221,6 +284,8 @@ class _Session:
                 Previews(task.preview, config.sample_every, folder, as_used, report)
             )
         self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.adapter_file))
+        if group.rank > 0:
+            self.callbacks.clear()
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
         """The training loop with all of these."""
@@ -244,6 +309,7 @@ class _Session:
             keep_checkpoints=config.keep_checkpoints,
             callbacks=callbacks,
             settings=settings,
+            group=self._group,
             seed=config.seed,
         )
 
@@ -315,13 +381,56 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
     return config.with_(**missing)
 
 
+def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
+    """The settings of one of several processes: its accumulation, its CPU threads.
+
+    Raises:
+        ConfigError: the effective batch cannot be dealt out evenly.
+    """
+    size = 1 if world is None else world.size
+    whole = config.effective_batch
+    if whole is not None:
+        at_once = config.batch_size * size
+        if whole % at_once:
+            raise ConfigError(
+                f"effective_batch: {whole} samples a step cannot be dealt out to {size} processes "
+                f"of batch size {config.batch_size}; give a multiple of {at_once}"
+            )
+        config = config.with_(gradient_accumulation=whole // at_once)
+    if world is not None and config.threads is None:
+        config = config.with_(threads=max(1, tc.get_num_threads() // world.local_size))
+    return config
+
+
+def _agreed(config: TrainConfig) -> dict[str, str]:
+    """The settings that must be equal in all processes."""
+    return {name: str(v) for name, v in asdict(config).items() if name not in {"device", "threads"}}
+
+
+def _effective(config: TrainConfig, size: int, noun: str) -> str:
+    """What a step of several processes is, in a line."""
+    samples = size * config.batch_size * config.gradient_accumulation
+    return (
+        f"processes: {size} x batch {config.batch_size} x accumulation "
+        f"{config.gradient_accumulation} = {counted(samples, noun)} a step"
+    )
+
+
+def _silent(_line: str) -> None:
+    """Report nothing: the first process does."""
+
+
 def _in_steps(
-    config: TrainConfig, data: Prepared[Any], noun: str, report: Callable[[str], None]
+    config: TrainConfig,
+    data: Prepared[Any],
+    noun: str,
+    size: int,
+    report: Callable[[str], None],
 ) -> TrainConfig:
-    """The settings with the number of steps of their epochs."""
+    """The settings with the number of steps of their epochs, on `size` processes."""
     epochs = config.epochs or 0
     batches = data.batches(config.batch_size).first_batch(epochs)
-    steps = max(1, math.ceil(batches / config.gradient_accumulation))
+    steps = max(1, math.ceil(batches / (config.gradient_accumulation * size)))
     report(f"epochs: {epochs} of {counted(len(data), noun)}: {counted(steps, 'step')}")
     return config.with_(epochs=None, steps=steps)
 

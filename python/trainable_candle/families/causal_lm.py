@@ -12,6 +12,7 @@ from trainable_candle.settings.data import Data, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.previews import Previews, Validation
+from trainable_candle.settings.several import Several
 from trainable_candle.settings.texts import Texts, Writing
 from trainable_candle.settings.training import Training
 from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
@@ -43,7 +44,8 @@ class CausalLM:
     summary: ClassVar[str] = "language models: Llama 2 and 3, Qwen 2 to 3, Mistral, SmolLM"
     download: ClassVar[str] = "a folder with config.json, tokenizer.json and safetensors"
     groups: ClassVar[tuple[type[Group], ...]] = (
-        Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Files,
+        Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Several,
+        Files,
     )  # fmt: skip
     parts: ClassVar[tuple[str, ...]] = ()
     component: ClassVar[str] = ""

@@ -29,6 +29,7 @@ from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import Loss, NoiseLevels
 from trainable_candle.settings.previews import Denoising, Previews, Validation
+from trainable_candle.settings.several import Several
 from trainable_candle.settings.training import Training
 from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
 from trainable_candle.tasks.latent.family import LatentFamily
@@ -94,7 +95,7 @@ class Digits(LatentFamily):
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
     groups: ClassVar[tuple[type[Group], ...]] = (
         Data, DefaultCaption, Adapter, Training, Loss, NoiseLevels, Validation, Previews, Denoising,
-        Machine, Files,
+        Machine, Several, Files,
     )  # fmt: skip
     component: ClassVar[str] = ""
     formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")

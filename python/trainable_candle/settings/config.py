@@ -24,6 +24,7 @@ from trainable_candle.settings.objective import (
 from trainable_candle.settings.previews import Denoising, Drawing, Previews, Validation
 from trainable_candle.settings.reading import read_yaml
 from trainable_candle.settings.setting import Group, Setting, checked, flag, nearest
+from trainable_candle.settings.several import Several
 from trainable_candle.settings.texts import Texts, Writing
 from trainable_candle.settings.training import Training
 
@@ -35,7 +36,7 @@ GROUPS: Final[tuple[type[Group], ...]] = (
     Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TextEncoders, Training,
     NoisePrediction, Loss, NoiseLevels, ResolutionShift, DistilledGuidance, ClipSkip, Validation,
     Previews, Denoising, Drawing, Writing,
-    Machine, Files,
+    Machine, Several, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
 IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Writing})
@@ -45,9 +46,9 @@ IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Wr
 # Python orders the fields of bases from the last one to the first.
 @dataclass(frozen=True)
 class TrainConfig(
-    Files, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip, DistilledGuidance,
-    ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders, Adapter, Texts,
-    Captions, DefaultCaption, Images, Unusable, Parts, Data,
+    Files, Several, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip,
+    DistilledGuidance, ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders,
+    Adapter, Texts, Captions, DefaultCaption, Images, Unusable, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.
 

@@ -25,6 +25,12 @@ pub fn set_check(check: Check) {
     let _ = CHECK.set(check);
 }
 
+/// Asks in a loop that waits; the loop sees to it that this is not too often.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only what waits for a GPU asks"))]
+pub(crate) fn ask() -> Result<()> {
+    CHECK.get().map_or(Ok(()), |check| check())
+}
+
 /// Asks once in a while in a loop of many steps.
 pub(crate) struct Interrupt {
     check: Option<Check>,

@@ -10,6 +10,7 @@ mod autograd;
 mod call;
 mod capture;
 mod device;
+mod distributed;
 mod dlpack;
 mod dtype;
 mod error;
@@ -48,6 +49,8 @@ mod _core {
         cuda_device_count, cuda_empty_cache, cuda_finish_profile, cuda_memory_stats, cuda_reset_peak_memory_stats,
         cuda_start_profile, cuda_synchronize, cuda_unavailable_reason,
     };
+    #[pymodule_export]
+    use crate::distributed::{NcclCommunicator, gradient_vectors, nccl_unique_id, nccl_version, set_gradient_vectors};
     #[pymodule_export]
     use crate::dlpack::from_dlpack;
     #[pymodule_export]
