@@ -84,14 +84,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tc-", dir=_short())))
         reading, writing = os.pipe()
         stack.callback(os.close, writing)
-        shared = {
-            **os.environ,
-            RENDEZVOUS: str(folder / "rendezvous"),
-            JOB: secrets.token_hex(16),
-            LAUNCHER: str(reading),
-            "WORLD_SIZE": str(len(gpus)),
-            "LOCAL_WORLD_SIZE": str(len(gpus)),
-        }
+        shared = {JOB: secrets.token_hex(16), LAUNCHER: str(reading)}
         if on_gpu:
             shared["CUDA_VISIBLE_DEVICES"] = _visible(gpus)
         logs = output / LOGS
@@ -104,7 +97,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
             processes.append(
                 subprocess.Popen(  # noqa: S603 - this interpreter
                     [sys.executable, "-m", "trainable_candle", "train", *arguments],
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env={**gpu_environment(folder, rank, len(gpus)), **shared},
                     stdout=log,
                     stderr=subprocess.STDOUT if log else None,
                     pass_fds=(reading,),
@@ -112,6 +105,13 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
             )
         os.close(reading)
         return _Watch(processes, logs).run()
+
+
+def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
+    """The variables of a process of this machine, one of `size` that meet in `folder`."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    numbers = {name: str(number) for name, number in place.items()}
+    return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **numbers}
 
 
 class _Watch:

@@ -310,7 +310,8 @@ class Link:
                     self.fail(f"rank {rank} has been busy with {last['phase']} for {age:.0f} s")
                 elif silent > (SILENCE if limit is None else limit + GRACE):
                     self.fail(f"rank {rank} has not been heard of for {silent:.0f} s")
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError, ValueError, TypeError):
+            # A TypeError is that of a connection closed here at this moment.
             self.fail(f"rank {rank} has ended")
 
 
