@@ -16,6 +16,7 @@ import trainable_candle as tc
 from trainable_candle.draws import drawn
 from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
+from trainable_candle.train.epochs import is_due
 from trainable_candle.train.graphs import PassGraphs
 from trainable_candle.train.interrupt import InterruptGuard
 from trainable_candle.train.saver import Saver
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from trainable_candle.optim import GradScaler, Optimizer
     from trainable_candle.optim.lr_scheduler import LRScheduler
     from trainable_candle.train.callbacks import Callback
+    from trainable_candle.train.epochs import Moments
 
 Batch = TypeVar("Batch")
 BatchOut = TypeVar("BatchOut", covariant=True)
@@ -64,6 +66,17 @@ class StepReport:
     """Before clipping; not finite if a loss scaler skipped the step."""
     seconds: float
     """How long it took."""
+    epoch: float | None = None
+    """Epochs seen so far, if the trainer was told about epochs."""
+    amount: float = 0.0
+    """Images, tokens or whatever the trainer was told to count; 0 if it was not."""
+    memory: int | None = None
+    """Bytes of the GPU's memory that the run holds; None on the CPU."""
+
+    @property
+    def rate(self) -> float:
+        """What was counted, a second."""
+        return self.amount / self.seconds if self.seconds else 0.0
 
 
 class _Given(NamedTuple):
@@ -72,6 +85,8 @@ class _Given(NamedTuple):
     inputs: Any
     share: float
     """Of the loss in that of the step."""
+    amount: float = 0.0
+    """What the trainer was told to count."""
 
 
 class Trainer(Generic[Batch]):
@@ -101,13 +116,15 @@ class Trainer(Generic[Batch]):
         max_grad_norm: clip the global norm to this; 0 leaves it alone.
         scaler: for f16.
         output: folder for checkpoints; None keeps none.
-        save_every: steps between checkpoints; 0 saves at the end only.
+        save_every: steps between checkpoints, or which steps have one; 0 saves at the end only.
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
         settings: stored in checkpoints, for people and for comparison.
         seed: what `data`, `inputs` and `loss` draw from tc's generator comes from streams of this
             seed and the batch's number instead, so that it depends on nothing drawn before; by
             default the seed of that generator at present.
+        count: from a batch to the number of its images or tokens, for reports.
+        epoch: from a number of steps to the epochs that they see, for reports.
     """
 
     def __init__(
@@ -126,11 +143,13 @@ class Trainer(Generic[Batch]):
         max_grad_norm: float = 0.0,
         scaler: GradScaler | None = None,
         output: Path | None = None,
-        save_every: int = 0,
+        save_every: Moments = 0,
         keep_checkpoints: int = 3,
         callbacks: Sequence[Callback] = (),
         settings: Mapping[str, object] | None = None,
         seed: int | None = None,
+        count: Callable[[Batch], float] | None = None,
+        epoch: Callable[[int], float] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
@@ -161,6 +180,8 @@ class Trainer(Generic[Batch]):
         self._keep = keep_checkpoints
         self._callbacks = list(callbacks)
         self._settings = dict(settings or {})
+        self._count = count
+        self._epoch = epoch
         self._stop = False
 
     def train(self) -> bool:
@@ -186,7 +207,7 @@ class Trainer(Generic[Batch]):
                     report = self._one_step()
                     for callback in self._callbacks:
                         callback.on_step_end(self, report)
-                    if self._save_every and self.step % self._save_every == 0:
+                    if is_due(self._save_every, self.step):
                         self._begin_save()
                     self._saver.check()
                 self.stopped_by = guard.signal if self.step < self.steps else None
@@ -232,7 +253,22 @@ class Trainer(Generic[Batch]):
             mean = math.fsum(values) / len(values)
         else:
             mean = math.fsum(one.share * value for one, value in zip(given, values, strict=True))
-        return StepReport(self.step, mean, lr, norm, time.perf_counter() - started)
+        return StepReport(
+            self.step,
+            mean,
+            lr,
+            norm,
+            time.perf_counter() - started,
+            None if self._epoch is None else self._epoch(self.step),
+            math.fsum(one.amount for one in given),
+            self._memory(),
+        )
+
+    def _memory(self) -> int | None:
+        device = next(iter(self.parameters.values())).device
+        if not device.startswith("cuda"):
+            return None
+        return tc.cuda.memory_stats(device)["reserved"]
 
     def _take(self) -> list[_Given]:
         """What the losses of the next step are computed from."""
@@ -246,22 +282,23 @@ class Trainer(Generic[Batch]):
             for number in range(first, first + self._accumulation)
         ]
         if self._weigh is None:
-            return [_Given(inputs, 1.0 / len(made)) for inputs, _ in made]
-        whole = math.fsum(weight for _, weight in made)
+            return [_Given(inputs, 1.0 / len(made), amount) for inputs, _, amount in made]
+        whole = math.fsum(weight for _, weight, _ in made)
         device = next(iter(self.parameters.values())).device
         given = []
-        for inputs, weight in made:
+        for inputs, weight, amount in made:
             share = np.array(weight / whole, np.float32)
             # A tensor, as it is another one in every step: a CUDA graph reads it anew.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
-            given.append(_Given(named, weight / whole))
+            given.append(_Given(named, weight / whole, amount))
         return given
 
-    def _make_one(self, number: int) -> tuple[Any, float]:
-        """What the loss of a batch is computed from, and the weight of the batch."""
+    def _make_one(self, number: int) -> tuple[Any, float, float]:
+        """What the loss of a batch is computed from, the weight of the batch, and its count."""
         batch = self._data.batch(number)
         weight = 1.0 if self._weigh is None else self._weigh(batch)
-        return batch if self._inputs is None else self._inputs(batch), weight
+        amount = 0.0 if self._count is None else self._count(batch)
+        return batch if self._inputs is None else self._inputs(batch), weight, amount
 
     def _make_ready(self) -> None:
         """Make the inputs of the step after this one."""
