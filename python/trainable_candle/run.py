@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,33 +17,30 @@ from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import Placement, choose
+from trainable_candle.session import Session, adapter_path
 from trainable_candle.settings.checks import check_groups, check_settings, differences
+from trainable_candle.settings.prompts import expanded
 from trainable_candle.tasks.estimate import memory_limit, require_fit
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
-from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
-from trainable_candle.train.optimizers import make_optimizer, make_scheduler
-from trainable_candle.train.trainer import Trainer
+from trainable_candle.train.wandb_log import WandbLog
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
-    from trainable_candle import AdapterFile
     from trainable_candle.distributed.world import World
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
 
 ADAPTER: Final = "adapter.safetensors"
+"""The finished adapter, without `--name`."""
 CONFIG: Final = "config.yaml"
 LOG: Final = "train.csv"
 JSON_LOG: Final = "train.jsonl"
 TENSORBOARD: Final = "tensorboard"
-SAMPLES: Final = "samples"
 CURVE: Final = "loss.png"
 LOCK: Final = ".lock"
 
@@ -63,11 +59,13 @@ class TrainingRun:
     """Whether the last step was reached; the adapter file is written only then."""
     stopped_by: signal.Signals | None
     """The signal that ended the run, if one did."""
+    file: str = ADAPTER
+    """The name of the adapter's file."""
 
     @property
     def adapter_path(self) -> Path:
         """The adapter's file."""
-        return self.output / ADAPTER
+        return self.output / self.file
 
 
 def train_adapter(
@@ -97,6 +95,7 @@ def train_adapter(
         DistributedError: another process of the run is missing, differs, or has failed.
     """
     config.require("model", "dataset", "output")
+    config = config.with_(sample_prompts=expanded(config.sample_prompts))
     family = families.find(config.model)
     check_groups(config, family.groups)
     config = _with_defaults(config, family)
@@ -160,22 +159,22 @@ def _train_in(
     task.check(report)
     data = task.read(report)
     report(str(placement))
-    if group.size > 1:
-        report(_effective(config, group.size, task.noun))
     estimate = task.estimate(config, data, limit)
     for line in estimate.table():
         report(line)
     require_fit(estimate, config, limit, lambda other: task.estimate(other, data, limit))
-    bar = [ProgressBar()] if progress else []
-    train = partial(_train, group, config, task, start, data, (logs, [*bar, *callbacks]), report)
+    train = partial(_train, group, config, task, start, data)
     if not is_first:
-        return train()
+        return train(([], []), report)
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have used the folder in the meantime.
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
-        return train()
+        if not progress:
+            return train((logs, callbacks), report)
+        bar = ProgressBar(unit=task.counts)
+        return train((logs, [bar, *callbacks]), bar.beside(report))
 
 
 def _train(
@@ -219,8 +218,9 @@ def _train(
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    session = _Session(group, config, task, adapters, prepared, output, report)
-    settings = {**asdict(config), "examples": len(prepared.train)}
+    session = Session(group, config, task, adapters, prepared, output, report)
+    session.announce(report)
+    settings = {**config.portable(output), "examples": len(prepared.train)}
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
     if start is not None:
@@ -229,7 +229,7 @@ def _train(
         for line in differences(earlier, settings):
             report(f"resume: {line}")
     if group.rank == 0:
-        write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
+        write_atomically(output / CONFIG, config.with_(resume=None).to_yaml(output))
     adapters.set_training(True)
     plot.prepare()
     completed = trainer.train()
@@ -237,141 +237,9 @@ def _train(
     if completed and group.rank == 0:
         session.conclude(trainer.step, report)
         _draw_curve(output, report)
-    return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by)
-
-
-class _Session:
-    """The averages, validation, previews and saves of one run."""
-
-    def __init__(
-        self,
-        group: Group,
-        config: TrainConfig,
-        task: Task,
-        adapters: Adapters,
-        prepared: Split[Prepared[Any]],
-        output: Path,
-        report: Callable[[str], None],
-    ) -> None:
-        self._group = group
-        self._config = config
-        self._task = task
-        self._adapters = adapters
-        self._train = prepared.train
-        self._output = output
-        self._average = None
-        if config.ema_decay and group.rank == 0:
-            self._average = AdapterAverage(adapters, config.ema_decay)
-        as_used: Callable[[], AbstractContextManager[None]] = partial(
-            evaluated, adapters, self._average
-        )
-        self.validation = None
-        if prepared.validation is not None:
-            held_out, every = prepared.validation, config.validate_every
-            self.validation = Validation(
-                held_out.validation_loss,
-                every,
-                as_used,
-                self.adapter_file,
-                held_out.validation_facts,
-            )
-        self.callbacks: list[Callback] = [
-            callback for callback in (self._average, self.validation) if callback is not None
-        ]
-        if config.sample_prompts:
-            folder = output / SAMPLES
-            self.callbacks.append(
-                Previews(task.preview, config.sample_every, folder, as_used, report)
-            )
-        self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.adapter_file))
-        if group.rank > 0:
-            self.callbacks.clear()
-
-    def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
-        """The training loop with all of these."""
-        config = self._config
-        optimizer = make_optimizer(config, self._adapters.groups(config))
-        return Trainer(
-            self._train.loss,
-            self._adapters.named_parameters(),
-            optimizer,
-            self._train.batches(config.batch_size),
-            inputs=self._train.inputs,
-            weigh=self._train.weight if self._task.weighs else None,
-            cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
-            steps=config.steps,
-            scheduler=make_scheduler(config, optimizer),
-            gradient_accumulation=config.gradient_accumulation,
-            max_grad_norm=config.max_grad_norm,
-            scaler=tc.optim.GradScaler() if config.precision == "f16" else None,
-            output=self._output,
-            save_every=config.save_every,
-            keep_checkpoints=config.keep_checkpoints,
-            callbacks=callbacks,
-            settings=settings,
-            group=self._group,
-            seed=config.seed,
-        )
-
-    def adapter_file(self, path: Path, step: int) -> AdapterFile:
-        """A snapshot of the adapters, for a file that is written later."""
-        metadata = training_metadata(self._config, step, len(self._train))
-        return self._task.adapter_file(self._adapters, path, metadata)
-
-    def conclude(self, step: int, report: Callable[[str], None]) -> None:
-        """Write the finished adapter, and say what there is now."""
-        output = self._output
-        file = self.adapter_file(output / ADAPTER, step)
-        file.write()
-        report(f"adapter: {output / ADAPTER}")
-        metadata = training_metadata(self._config, step, len(self._train))
-        published = self._task.publish(self._adapters, output, metadata)
-        if published is not None:
-            report(f"adapter for other tools: {published}")
-        idle = file.idle
-        if idle:
-            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
-        if self.validation is not None:
-            best = self.validation
-            report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
-        if self._config.sample_prompts:
-            report(f"previews: {output / SAMPLES}")
-
-    def finish(self) -> None:
-        """Leave the model with the parameters of its adapter files."""
-        self._adapters.set_training(False)
-        if self._average is not None:
-            self._average.keep()
-
-
-_KOHYA_PRECISIONS = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
-
-
-def training_metadata(config: TrainConfig, step: int, images: int) -> dict[str, str]:
-    """The training metadata of an adapter file's header, under kohya's names."""
-    side = config.resolution
-    facts = {
-        "ss_output_name": Path(config.output).name,
-        "ss_sd_model_name": Path(config.weights).name or config.model,
-        "ss_steps": step,
-        "ss_max_train_steps": config.steps,
-        "ss_num_train_images": images,
-        "ss_total_batch_size": config.batch_size * config.gradient_accumulation,
-        "ss_resolution": f"({side}, {side})" if side else None,
-        "modelspec.resolution": f"{side}x{side}" if side else None,
-        "ss_clip_skip": config.clip_skip,
-        "ss_learning_rate": config.learning_rate,
-        "ss_optimizer": config.optimizer,
-        "ss_lr_scheduler": config.lr_scheduler,
-        "ss_mixed_precision": _KOHYA_PRECISIONS[config.precision],
-        "ss_min_snr_gamma": config.min_snr_gamma,
-        "ss_noise_offset": config.noise_offset,
-        "ss_seed": config.seed,
-        "ss_training_comment": config.trigger,
-    }
-    # Names of files may contain bytes that are not valid text.
-    texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
-    return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
+        report(f"settings and logs: {output / CONFIG}, {LOG}, {JSON_LOG}")
+    file = adapter_path(config, output).name
+    return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by, file)
 
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
@@ -405,15 +273,6 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
 def _agreed(config: TrainConfig) -> dict[str, str]:
     """The settings that must be equal in all processes."""
     return {name: str(v) for name, v in asdict(config).items() if name not in {"device", "threads"}}
-
-
-def _effective(config: TrainConfig, size: int, noun: str) -> str:
-    """What a step of several processes is, in a line."""
-    samples = size * config.batch_size * config.gradient_accumulation
-    return (
-        f"processes: {size} x batch {config.batch_size} x accumulation "
-        f"{config.gradient_accumulation} = {counted(samples, noun)} a step"
-    )
 
 
 def _silent(_line: str) -> None:
@@ -450,6 +309,10 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
     ]
     if config.tensorboard:
         logs.append(TensorBoardLog(output / TENSORBOARD, config.log_every))
+    if config.wandb is not None:
+        name = config.name or output.resolve().name
+        settings = config.portable(output)
+        logs.append(WandbLog(config.wandb, name, output, settings, config.log_every))
     return logs
 
 

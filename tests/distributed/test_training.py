@@ -59,7 +59,7 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
     more = {"gpus": 2, "effective_batch": 8}
     result = run(training(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
-    assert "processes: 2 x batch 2 x accumulation 2 = 8 images a step" in result.stdout
+    assert "6 steps of 8 images (4 batches of 2 on 2 devices)" in result.stdout
     np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
     found = tc.load_file(output / "adapter.safetensors")
     for name, expected in tc.load_file(alone / "adapter.safetensors").items():

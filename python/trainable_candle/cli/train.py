@@ -12,7 +12,8 @@ from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, la
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig
-from trainable_candle.settings.reading import read_yaml
+from trainable_candle.settings.config import read_settings
+from trainable_candle.settings.presets import IMAGES, PRESET, TEXTS, completed, described
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +25,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     if given.pop("help_all", False):
         make_parser(program, rare=True).print_help()
+        print("\npresets for images:", *described(IMAGES), sep="\n")
+        print("\npresets for texts:", *described(TEXTS), sep="\n")
         return 0
     config = read_config(given)
     world = from_environment()
@@ -78,10 +81,14 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
     """
     flags = dict(given)
     path = flags.pop("config", None)
-    if path is None:
-        try:
-            return TrainConfig(**flags)
-        except ConfigError as error:
-            raise ConfigError(f"command line: {error}") from None
-    source = f"{path} with the flags given" if flags else str(path)
-    return TrainConfig.from_mapping({**read_yaml(path), **flags}, source)
+    source = "command line"
+    values = flags
+    if path is not None:
+        source = f"{path} with the flags given" if flags else str(path)
+        values = {**read_settings(path), **flags}
+    preset = values.pop(PRESET, None)
+    if preset is not None:
+        from trainable_candle import families  # noqa: PLC0415 - only a preset needs them
+
+        values = completed(values, preset, families.presets(values.get("model", "")))
+    return TrainConfig.from_mapping(values, source)

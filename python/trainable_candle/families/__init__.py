@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle import hub
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings import nearest
+from trainable_candle.settings import group_of, nearest
 from trainable_candle.settings.checks import existing
+from trainable_candle.settings.presets import IMAGES, TEXTS
+from trainable_candle.settings.texts import Texts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Family, Task
 
@@ -37,6 +41,20 @@ def find(name: str) -> type[Family]:
     module, _, attribute = NAMES[name].partition(":")
     family: type[Family] = getattr(importlib.import_module(module), attribute)
     return family
+
+
+def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The presets of a model by name: values of the settings that it has.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    groups = find(name).groups
+    presets = TEXTS if Texts in groups else IMAGES
+    return {
+        preset: {key: value for key, value in values.items() if group_of(key) in groups}
+        for preset, values in presets.items()
+    }
 
 
 def weights_of(name: str, given: str | Path | None) -> Path:
@@ -85,4 +103,4 @@ def load(
     return family.task()
 
 
-__all__ = ["NAMES", "find", "load", "weights_of"]
+__all__ = ["NAMES", "find", "load", "presets", "weights_of"]

@@ -10,6 +10,17 @@ from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 PRECISIONS: Final = ("f32", "bf16", "f16")
+PRECISION_SPELLINGS: Final = {
+    "fp32": "f32",
+    "float32": "f32",
+    "float": "f32",
+    "no": "f32",
+    "fp16": "f16",
+    "float16": "f16",
+    "half": "f16",
+    "bfloat16": "bf16",
+}
+"""What other tools call the precisions."""
 CHECKPOINTING: Final = ("none", "full", "selective")
 
 
@@ -28,11 +39,12 @@ class Machine(Group):
         Setting(
             "auto: bf16 on a GPU",
             choices=(AUTO, *PRECISIONS),
-            synonyms=("mixed-precision", "dtype"),
+            synonyms=("mixed-precision", "train-dtype", "dtype"),
+            spellings=PRECISION_SPELLINGS,
         ),
     ] = AUTO
     gradient_checkpointing: Annotated[
-        str, Setting("what to recompute", choices=CHECKPOINTING, free=True)
+        str, Setting("what to recompute", choices=CHECKPOINTING, free=True, bare="full")
     ] = "none"
     cuda_graphs: Annotated[
         int,

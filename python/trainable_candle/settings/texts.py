@@ -24,7 +24,7 @@ class Texts(Group):
             "tokens of a row (default: 2048, or the model's)",
             low=2,
             rare=True,
-            aliases=("max-length", "max-seq-length", "cutoff-len", "sequence-len"),
+            synonyms=("max-length", "max-seq-length", "cutoff-len", "sequence-len"),
         ),
     ] = None
     train_on: Annotated[

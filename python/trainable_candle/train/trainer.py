@@ -18,6 +18,7 @@ from trainable_candle.distributed.group import Alone
 from trainable_candle.draws import drawn
 from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
+from trainable_candle.train.epochs import is_due
 from trainable_candle.train.graphs import PassGraphs
 from trainable_candle.train.interrupt import InterruptGuard
 from trainable_candle.train.saver import Saver
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from trainable_candle.optim import GradScaler, Optimizer
     from trainable_candle.optim.lr_scheduler import LRScheduler
     from trainable_candle.train.callbacks import Callback
+    from trainable_candle.train.epochs import Moments
 
 Batch = TypeVar("Batch")
 BatchOut = TypeVar("BatchOut", covariant=True)
@@ -67,6 +69,17 @@ class StepReport:
     """Before clipping; not finite if a loss scaler skipped the step."""
     seconds: float
     """How long it took."""
+    epoch: float | None = None
+    """Epochs seen so far, if the trainer was told about epochs."""
+    amount: float = 0.0
+    """Images, tokens or whatever the trainer was told to count; 0 if it was not."""
+    memory: int | None = None
+    """Bytes of the GPU's memory that the run holds; None on the CPU."""
+
+    @property
+    def rate(self) -> float:
+        """What was counted, a second."""
+        return self.amount / self.seconds if self.seconds else 0.0
 
 
 class _Given(NamedTuple):
@@ -77,6 +90,8 @@ class _Given(NamedTuple):
     inputs: Any
     share: float
     """Of the loss in that of the step."""
+    amount: float = 0.0
+    """What the trainer was told to count."""
 
 
 class Trainer(Generic[Batch]):
@@ -106,7 +121,7 @@ class Trainer(Generic[Batch]):
         max_grad_norm: clip the global norm to this; 0 leaves it alone.
         scaler: for f16.
         output: folder for checkpoints; None keeps none.
-        save_every: steps between checkpoints; 0 saves at the end only.
+        save_every: steps between checkpoints, or which steps have one; 0 saves at the end only.
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
         settings: stored in checkpoints, for people and for comparison.
@@ -115,6 +130,8 @@ class Trainer(Generic[Batch]):
         seed: what `data`, `inputs` and `loss` draw from tc's generator comes from streams of this
             seed and the batch's number instead, so that it depends on nothing drawn before; by
             default the seed of that generator at present.
+        count: from a batch to the number of its images or tokens, for reports.
+        epoch: from a number of steps to the epochs that they see, for reports.
     """
 
     def __init__(
@@ -133,12 +150,14 @@ class Trainer(Generic[Batch]):
         max_grad_norm: float = 0.0,
         scaler: GradScaler | None = None,
         output: Path | None = None,
-        save_every: int = 0,
+        save_every: Moments = 0,
         keep_checkpoints: int = 3,
         callbacks: Sequence[Callback] = (),
         settings: Mapping[str, object] | None = None,
         group: Group | None = None,
         seed: int | None = None,
+        count: Callable[[Batch], float] | None = None,
+        epoch: Callable[[int], float] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
@@ -170,6 +189,8 @@ class Trainer(Generic[Batch]):
         self._keep = keep_checkpoints
         self._callbacks = list(callbacks)
         self._settings = dict(settings or {})
+        self._count = count
+        self._epoch = epoch
         self._stop = False
         self._asked = False
         """Whether this process has been asked to stop after the present step."""
@@ -202,7 +223,7 @@ class Trainer(Generic[Batch]):
                         report = self._one_step()
                     for callback in self._callbacks:
                         callback.on_step_end(self, report)
-                    if self._save_every and self.step % self._save_every == 0:
+                    if is_due(self._save_every, self.step):
                         self._begin_save()
                     self._saver.check()
                 self.stopped_by = guard.signal if self.step < self.steps else None
@@ -247,15 +268,31 @@ class Trainer(Generic[Batch]):
         self.group.wait()
         *values, norm = measured.tolist()  # On a GPU this waits for the step.
         if self.group.size > 1:
-            mean, asked = values
+            mean, asked, amount = values
             self._agreed = asked > 0
             self._check_losses([mean])
         else:
             self._check_losses(values)
             mean = self._mean(given, values)
+            amount = math.fsum(one.amount for one in given)
         self._check_norm(norm)
         self.step += 1
-        return StepReport(self.step, mean, lr, norm, time.perf_counter() - started)
+        return StepReport(
+            self.step,
+            mean,
+            lr,
+            norm,
+            time.perf_counter() - started,
+            None if self._epoch is None else self._epoch(self.step),
+            amount,
+            self._memory(),
+        )
+
+    def _memory(self) -> int | None:
+        device = next(iter(self.parameters.values())).device
+        if not device.startswith("cuda"):
+            return None
+        return tc.cuda.memory_stats(device)["reserved"]
 
     def _mean(self, given: Sequence[_Given], losses: Sequence[float]) -> float:
         if self._weigh is None:
@@ -278,20 +315,20 @@ class Trainer(Generic[Batch]):
         if self._weigh is None:
             equal = 1.0 / self._batches_in_step
             return [
-                _Given(number, inputs, equal)
-                for number, (inputs, _) in zip(numbers, made, strict=True)
+                _Given(number, inputs, equal, amount)
+                for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
         # Of several processes none knows the weights of the others before the step: then the sums
         # are divided by that of all weights.
         alone = self.group.size == 1
-        whole = math.fsum(weight for _, weight in made) if alone else self._batches_in_step
+        whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
         device = next(iter(self.parameters.values())).device
         given = []
-        for number, (inputs, weight) in zip(numbers, made, strict=True):
+        for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
             share = np.array(weight / whole, np.float32)
             # A tensor, as it is another one in every step: a CUDA graph reads it anew.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
-            given.append(_Given(number, named, weight / whole))
+            given.append(_Given(number, named, weight / whole, amount))
         return given
 
     @property
@@ -299,11 +336,12 @@ class Trainer(Generic[Batch]):
         """Of all processes."""
         return self._accumulation * self.group.size
 
-    def _make_one(self, number: int) -> tuple[Any, float]:
-        """What the loss of a batch is computed from, and the weight of the batch."""
+    def _make_one(self, number: int) -> tuple[Any, float, float]:
+        """What the loss of a batch is computed from, the weight of the batch, and its count."""
         batch = self._data.batch(number)
         weight = 1.0 if self._weigh is None else self._weigh(batch)
-        return batch if self._inputs is None else self._inputs(batch), weight
+        amount = 0.0 if self._count is None else self._count(batch)
+        return batch if self._inputs is None else self._inputs(batch), weight, amount
 
     def _make_ready(self) -> None:
         """Make the inputs of the step after this one."""
@@ -349,8 +387,7 @@ class Trainer(Generic[Batch]):
         With a scaler, which expects overflow, the gradient alone decides.
 
         Returns:
-            The losses, of several processes their mean and how many were asked to stop, and the
-            gradient's norm, f64.
+            The losses, of several processes what `_sum_up` gives, and the gradient's norm, f64.
         """
         limit = self._max_grad_norm or math.inf
         parameters = list(self.parameters.values())
@@ -373,20 +410,22 @@ class Trainer(Generic[Batch]):
         """Add up the gradients of all processes.
 
         Returns:
-            The mean loss, and how many processes were asked to stop.
+            The mean loss, how many processes were asked to stop, and the count of all batches.
         """
         shares = [one.share for one in given]
         terms = [share * one for share, one in zip(shares, losses, strict=True)]
-        known = [math.fsum(shares), float(self._asked)]
+        amount = math.fsum(one.amount for one in given)
+        known = [math.fsum(shares), float(self._asked), amount]
         told = tc.tensor(known, dtype="f64", device=losses[0].device)
         tail = tc.cat([tc.stack(terms).sum().reshape((1,)), told])
-        mean, whole, asked = self.group.sum_gradients(self.parameters, tail).chunk(3)
+        sums = self.group.sum_gradients(self.parameters, tail)
+        mean, whole, asked, amounts = sums.chunk(4)
         if self._weigh is not None:
             mean = mean / whole
             vectors = gradient_vectors(self.parameters)
             by = whole.to(vectors[0].dtype)
             set_gradient_vectors(self.parameters, [vector / by for vector in vectors])
-        return [mean.reshape(()), asked.reshape(())]
+        return [each.reshape(()) for each in (mean, asked, amounts)]
 
     def _check_losses(self, losses: Sequence[Tensor | float]) -> None:
         if self._scaler is None:

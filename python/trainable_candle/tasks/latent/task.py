@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
 from trainable_candle import plot
@@ -12,6 +15,7 @@ from trainable_candle.data.options import CacheOptions
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings.checks import existing
 from trainable_candle.settings.previews import Drawing
+from trainable_candle.sheet import write_sheet
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers, available_bytes, require_memory
 from trainable_candle.tasks.latent.data import cache_options, folder_for_cache, read_datasets
@@ -22,6 +26,7 @@ from trainable_candle.tasks.latent.drawing import (
     require_multiple,
 )
 from trainable_candle.tasks.latent.prepared import PreparedLatents
+from trainable_candle.tasks.latent.prompts import Place, Prompt, infotext, parse_prompt
 from trainable_candle.tasks.latent.texts import prepare_texts
 from trainable_candle.tasks.task import Split
 from trainable_candle.train.adapters import Adapters, adapter_config
@@ -53,6 +58,7 @@ class LatentTask:
     noun: ClassVar[str] = "image"
     repeats: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
+    counts: ClassVar[str] = "image"
 
     def __init__(self, family: LatentModel) -> None:
         self.family = family
@@ -69,14 +75,8 @@ class LatentTask:
         for note in family.notes():
             report(f"note: {note}")
         family.objective("cpu")
-        if config.sample_prompts:
-            for prompt in config.sample_prompts:
-                family.check_prompt(prompt)
-            side = config.resolution or family.resolution
-            size = parse_size(config.sample_size) if config.sample_size else (side, side)
-            family.stepper(config.sample_steps, config.sampler, size)
-            if config.sample_size:
-                require_multiple(size, family.multiple)
+        for prompt in self.prompts:
+            self._check_prompt(prompt)
         layers = family.layers()
         others = {
             layer: shape
@@ -106,6 +106,33 @@ class LatentTask:
                 "ComfyUI applies all"
             )
 
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of the settings, each with how it is drawn.
+
+        Raises:
+            ConfigError: one has a setting that is wrong.
+        """
+        config = self.family.config
+        options = SampleOptions(
+            steps=config.sample_steps,
+            seed=config.sample_seed,
+            guidance=config.guidance,
+            negative_prompt=config.negative_prompt,
+            size=parse_size(config.sample_size) if config.sample_size else None,
+            sampler=config.sampler,
+        )
+        return [parse_prompt(prompt, options) for prompt in config.sample_prompts]
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        family, options = self.family, prompt.options
+        family.check_prompt(prompt.text)
+        self._refuse_unused(options)
+        side = family.config.resolution or family.resolution
+        family.stepper(options.steps, options.sampler, options.size or (side, side))
+        if options.size:
+            require_multiple(options.size, family.multiple)
+
     def read(self, report: Callable[[str], None]) -> Split[Dataset]:
         """Find and check the images and captions; as `Task.read`."""
         data = read_datasets(self.family.config, self.family.dataset)
@@ -132,7 +159,7 @@ class LatentTask:
         # Before the text encoders are loaded, as for the estimate.
         area = family.encode_area()
         # Without previews no encoder is loaded for features that are cached.
-        prompts = {*config.sample_prompts, config.negative_prompt} if config.sample_prompts else {}
+        prompts = {text for p in self.prompts for text in (p.text, p.options.negative_prompt)}
         texts, self._remembered = prepare_texts(family, data, sorted(prompts), report)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, area, report) for part in parts]
@@ -186,21 +213,53 @@ class LatentTask:
     def _part(self, name: str) -> Model:
         return self.family.model if name == self.family.component else self.family.text_models[name]
 
-    def preview(self, path: Path) -> None:
-        """Write a grid of images of the settings' prompts; as `Task.preview`."""
-        config = self.family.config
-        options = SampleOptions(
-            steps=config.sample_steps,
-            seed=config.sample_seed,
-            guidance=config.guidance,
-            negative_prompt=config.negative_prompt,
-            size=parse_size(config.sample_size) if config.sample_size else None,
-            sampler=config.sampler,
+    def preview(self, path: Path) -> Path:
+        """Write a grid of images of the settings' prompts; as `Task.preview`.
+
+        Several prompts have their images by themselves, too; a page and a picture show all
+        previews of the folder.
+        """
+        drawn = self.draw_prompts(self.prompts)
+        whole = path.with_suffix(".png")
+        (path.parent / "images" if len(drawn) > 1 else path.parent).mkdir(
+            parents=True, exist_ok=True
         )
-        images = self.draw(config.sample_prompts, options)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        images = plot.padded([image for image, _ in drawn])
         grid = plot.image_grid(images, scale=plot.visible_scale(images))
-        plot.save_png(grid, path.with_suffix(".png"))
+        plot.save_png(grid, whole, "\n\n".join(text for _, text in drawn))
+        if len(drawn) > 1:
+            for number, (image, text) in enumerate(drawn, 1):
+                alone = plot.image_grid(image[None], scale=plot.visible_scale(image[None]))
+                name = f"{path.name}-{number}.png"
+                plot.save_png(alone, path.parent / "images" / name, text)
+        write_sheet(path.parent, self.family.config.sample_prompts)
+        return whole
+
+    def draw_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[npt.NDArray[np.uint8], str]]:
+        """The image (height, width, 3) of each prompt, and its settings as A1111 writes them.
+
+        Neighbours that are drawn in the same way share their noise as in `draw`.
+
+        Raises:
+            ConfigError, NonFiniteError: as for `draw`.
+        """
+        family, drawn = self.family, []
+        for options, group in groupby(prompts, key=lambda prompt: prompt.options):
+            alike = list(group)
+            images = self.draw([prompt.text for prompt in alike], options)
+            told = family.guidance if options.guidance is None else options.guidance
+            for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
+                start = number - number % family.at_once
+                seeded = replace(options, seed=(options.seed + start) % 2**64)
+                place = Place(number - start, min(family.at_once, len(alike) - start))
+                size = (image.shape[1], image.shape[0])
+                named = Prompt(prompt.text, seeded)
+                drawn.append((image, infotext(named, self._model_name, told, size, place)))
+        return drawn
+
+    @property
+    def _model_name(self) -> str:
+        return self.family.weights.stem or self.family.name
 
     def require_room(self, count: int, options: SampleOptions) -> None:
         """Check that there is memory to draw `count` images.

@@ -59,6 +59,14 @@ class PreparedTexts:
         """The tokens that are learnt: the loss of a step is the mean over those of all batches."""
         return batch.count
 
+    def count(self, batch: Packed) -> float:
+        """The number of tokens, learnt or not."""
+        return int(batch.cu_seqlens[-1])
+
+    def metadata(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
         """The tokens, and one over the number of those that are learnt."""
         arrays = {

@@ -46,6 +46,7 @@ class TextTask:
     """
 
     noun: ClassVar[str] = "example"
+    counts: ClassVar[str] = "token"
     # How attention goes through a row depends on the bounds of its examples.
     repeats: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
@@ -182,7 +183,7 @@ class TextTask:
         tokens = continuation(family.model, asked, family.tokenizer.stops, room, family.device)
         return streamed(tokens, family.tokenizer)
 
-    def preview(self, path: Path) -> None:
+    def preview(self, path: Path) -> Path:
         """Write the answers to the settings' prompts, the base's beside them; as `Task.preview`."""
         config = self.family.config
         options = WritingOptions(
@@ -196,7 +197,9 @@ class TextTask:
                 base = "".join(self.answer(asked, options))
             parts.append(f"prompt: {prompt}\nbase: {base}\ntuned: {tuned}\n")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path.with_suffix(".txt"), "\n".join(parts))
+        written = path.with_suffix(".txt")
+        write_atomically(written, "\n".join(parts))
+        return written
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
         """As `Task.adapter_file`."""
