@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from trainable_candle import AdapterSet, LoraConfig, Tensor
@@ -22,11 +22,13 @@ class CausalModel(Protocol):
     ) -> Tensor:
         """The sum of the cross-entropies of a packed row's targets but for -100, f32."""
 
-    def hidden(self, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The states that the head reads, of a packed row: (N, D)."""
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """The tokens that follow each prompt."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The scores of the next token for states."""
+    def stream(
+        self, prompts: Sequence[Sequence[int]], **options: Any
+    ) -> Iterator[list[int | None]]:
+        """The next token of each prompt, step by step."""
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
         """Put trainable adapters on layers."""

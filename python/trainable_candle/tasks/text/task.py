@@ -19,7 +19,7 @@ from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.tasks.task import Split, held_out_items
 from trainable_candle.tasks.text.prepared import PreparedTexts
-from trainable_candle.tasks.text.writing import WritingOptions, continuation, streamed
+from trainable_candle.tasks.text.writing import WritingOptions, streamed
 from trainable_candle.text.chat_tokenizer import FILES
 from trainable_candle.train.adapters import Adapters, adapter_config
 
@@ -177,10 +177,30 @@ class TextTask:
             ConfigError: as `prompt_tokens`.
         """
         asked = self.prompt_tokens(messages)
-        room = replace(options, tokens=min(options.tokens, self.family.context - len(asked)))
         family = self.family
-        tokens = continuation(family.model, asked, family.tokenizer.stops, room, family.device)
-        return streamed(tokens, family.tokenizer)
+        given = self._room(options, [asked]).arguments(family.tokenizer.stops)
+        steps = family.model.stream([asked], **given)
+        tokens = (token for step in steps for token in step if token is not None)
+        return streamed(tokens, family.tokenizer, options.stop)
+
+    def answers(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], options: WritingOptions
+    ) -> list[str]:
+        """The model's answers to conversations, together.
+
+        Raises:
+            ConfigError: as `prompt_tokens`.
+        """
+        asked = [self.prompt_tokens(messages) for messages in conversations]
+        family = self.family
+        given = self._room(options, asked).arguments(family.tokenizer.stops)
+        written = family.model.generate(asked, **given)
+        return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
+
+    def _room(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
+        """The options with as many tokens as the model has positions for."""
+        room = self.family.context - max(map(len, asked))
+        return replace(options, tokens=min(options.tokens, room))
 
     def preview(self, path: Path) -> None:
         """Write the answers to the settings' prompts, the base's beside them; as `Task.preview`."""
@@ -188,13 +208,14 @@ class TextTask:
         options = WritingOptions(
             config.sample_tokens, config.sample_temperature, seed=config.sample_seed
         )
-        parts = []
-        for prompt in config.sample_prompts:
-            asked = [{"role": "user", "content": prompt}]
-            tuned = "".join(self.answer(asked, options))
-            with self.without_adapter():
-                base = "".join(self.answer(asked, options))
-            parts.append(f"prompt: {prompt}\nbase: {base}\ntuned: {tuned}\n")
+        asked = [[{"role": "user", "content": prompt}] for prompt in config.sample_prompts]
+        tuned = self.answers(asked, options)
+        with self.without_adapter():
+            base = self.answers(asked, options)
+        parts = [
+            f"prompt: {prompt}\nbase: {before}\ntuned: {after}\n"
+            for prompt, before, after in zip(config.sample_prompts, base, tuned, strict=True)
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path.with_suffix(".txt"), "\n".join(parts))
 
