@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import trainable_candle as tc
 from trainable_candle.data.chats import Packed, Tokens, tokens_of
@@ -120,7 +121,9 @@ class Chats:
         tasks = list(words.TASKS)
         chosen = rng.integers(len(tasks), size=EXAMPLES)
         drawn = words.words(rng, EXAMPLES)
-        return joined([[self._tokens(tasks[t], word) for t, word in zip(chosen, drawn)]])
+        return joined(
+            [[self._tokens(tasks[t], word) for t, word in zip(chosen, drawn, strict=True)]]
+        )
 
     def _tokens(self, task: str, word: str) -> Tokens:
         return tokens_of(Chat(words.chat(task, word)), self._tokenizer)
@@ -135,8 +138,6 @@ def tensors(batch: Packed) -> dict[str, tc.Tensor]:
 
 def write_tokenizer(folder: Path) -> None:
     """Bytes as tokens and three more, with the chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -88,7 +88,9 @@ def test_long_texts_outgrow_the_buffers(tmp_path: Path) -> None:
 
 def test_adapters_and_half_precision_are_in_the_scores() -> None:
     model = model_of("llama")
-    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"]))
+    adapter = model.add_adapter(
+        tc.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    )
     for var in adapter.named_parameters().values():
         var.set(tc.randn(var.shape) * 0.3)
     ids = [3, 5, 7, 9]

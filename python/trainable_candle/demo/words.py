@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 _ONSETS: Final = (
-    "b c d f g h j k l m n p r s t v w z bl br cl cr dr fl gr pl sh sn sp st th tr".split()
-)
+    *"bcdfghjklmnprstvwz",
+    "bl", "br", "cl", "cr", "dr", "fl", "gr", "pl", "sh", "sn", "sp", "st", "th", "tr",
+)  # fmt: skip
 _VOWELS: Final = "aeiou"
 _CODAS: Final = ("", "", "", "l", "m", "n", "r", "s", "t", "nd", "rk", "st")
 _HELD_OUT: Final = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     from trainable_candle import AdapterSet, LoraConfig, Tensor
@@ -22,12 +22,12 @@ class CausalModel(Protocol):
     ) -> Tensor:
         """The sum of the cross-entropies of a packed row's targets but for -100, f32."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+    @property
+    def generate(self) -> Callable[..., list[list[int]]]:
         """The tokens that follow each prompt."""
 
-    def stream(
-        self, prompts: Sequence[Sequence[int]], **options: Any
-    ) -> Iterator[list[int | None]]:
+    @property
+    def stream(self) -> Callable[..., Iterator[list[int | None]]]:
         """The next token of each prompt, step by step."""
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
@@ -70,6 +70,10 @@ class TextFamily(Protocol):
     @property
     def context(self) -> int:
         """The positions that the model was made for."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The model's `config.json`."""
 
     @property
     def vocabulary(self) -> int:
