@@ -37,7 +37,9 @@ __all__ = [
     "FlowMatching",
     "Flux2Transformer",
     "FluxTransformer",
+    "Generation",
     "GradScaler",
+    "KVCache",
     "Lion",
     "Lion8bit",
     "LoraConfig",
@@ -646,6 +648,15 @@ class CausalLM(Model):
     computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
     first layers alone, as a text encoder.
 
+    The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
+
+    Args:
+        config: the `config.json`.
+        device: where its parameters are.
+
+    Raises:
+        MissingFileError, ConfigError: if the configuration is missing or another model's.
+
     Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
     from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
     are padding.
@@ -664,10 +675,65 @@ class CausalLM(Model):
             DTypeError: if an input is not of integers.
             ArgumentError: if only a part of the layers was loaded.
         """
+    def __new__(
+        cls, /, config: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
+    ) -> CausalLM: ...
     @property
     def eos_token_ids(self, /) -> list[int]:
         """
         The tokens that end a text, as `config.json` says.
+        """
+    def extend(
+        self, /, cache: KVCache, tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]
+    ) -> Tensor:
+        """
+        Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
+
+        The scores are those of a pass over the whole texts; one more token of a text costs a pass over that token alone.
+
+        Args:
+            cache: the texts so far.
+            tokens: the new token ids of each text; none where a text rests.
+
+        Raises:
+            IndexOutOfRangeError: if an id is not a token.
+            ArgumentError: if the numbers of texts differ, no text gets a token, or only a part of the layers was loaded.
+        """
+    def generate(
+        self,
+        /,
+        prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
+        *,
+        max_new_tokens: SupportsIndex = 128,
+        temperature: SupportsFloat | SupportsIndex = ...,
+        top_k: SupportsIndex = 0,
+        top_p: SupportsFloat | SupportsIndex = ...,
+        min_p: SupportsFloat | SupportsIndex = ...,
+        repetition_penalty: SupportsFloat | SupportsIndex = ...,
+        stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
+        seed: SupportsIndex = 0,
+    ) -> list[list[int]]:
+        """
+        What follows each prompt: the new tokens, without the one that ends the text.
+
+        Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. What is drawn depends on the seed,
+        the number of the text and the place in it alone.
+
+        Args:
+            prompts: the token ids of each text, at least one each.
+            max_new_tokens: added to each text, at most.
+            temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
+            top_k: draw from so many likeliest tokens; 0: from all.
+            top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
+            min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
+            repetition_penalty: above 1, tokens that the text has become less likely.
+            stop_token_ids: which tokens end a text; `eos_token_ids` without it.
+            seed: of the draws.
+
+        Raises:
+            IndexOutOfRangeError: if an id is not a token.
+            ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
+            NonFiniteError: if the model gives no numbers.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
@@ -779,6 +845,30 @@ class CausalLM(Model):
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id or a target is not a token, or a bound is out of order or range.
             ArgumentError: if only a part of the layers was loaded.
+        """
+    def stream(
+        self,
+        /,
+        prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
+        *,
+        max_new_tokens: SupportsIndex = 128,
+        temperature: SupportsFloat | SupportsIndex = ...,
+        top_k: SupportsIndex = 0,
+        top_p: SupportsFloat | SupportsIndex = ...,
+        min_p: SupportsFloat | SupportsIndex = ...,
+        repetition_penalty: SupportsFloat | SupportsIndex = ...,
+        stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
+        seed: SupportsIndex = 0,
+    ) -> Generation:
+        """
+        As `generate`, token by token: an iterator over the steps, whose items have the new token of every text, None for those that have
+        ended.
+
+        Args:
+            prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
+
+        Raises:
+            As `generate`, of which those about the model come with the first step.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -1265,6 +1355,22 @@ class FluxTransformer(Model):
         """
 
 @final
+class Generation:
+    """
+    Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
+    those that have ended; it ends with the last text. Made by `CausalLM.stream`.
+    """
+    def __iter__(self, /) -> Generation: ...
+    def __next__(self, /) -> list[int | None]: ...
+    def end(self, /, text: SupportsIndex) -> None:
+        """
+        End text number `text`; the others go on.
+
+        Raises:
+            ArgumentError: if there is no such text.
+        """
+
+@final
 class GradScaler:
     """
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
@@ -1335,6 +1441,24 @@ class GradScaler:
 
         Raises:
             ArgumentError: if no optimizer was unscaled or stepped since the last call.
+        """
+
+@final
+class KVCache:
+    """
+    Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
+
+    Args:
+        texts: how many.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(cls, /, texts: SupportsIndex) -> KVCache: ...
+    def tokens(self, /, text: SupportsIndex) -> list[int]:
+        """
+        The tokens of text number `text`.
+
+        Raises:
+            ArgumentError: if there is no such text.
         """
 
 @final

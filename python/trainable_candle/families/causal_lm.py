@@ -96,6 +96,11 @@ class CausalLM:
         return int(self._facts.config.get("max_position_embeddings", 2048))
 
     @property
+    def settings(self) -> Mapping[str, Any]:
+        """The model's `config.json`."""
+        return self._facts.config
+
+    @property
     def vocabulary(self) -> int:
         """The tokens that the model knows."""
         return int(self._facts.config["vocab_size"])

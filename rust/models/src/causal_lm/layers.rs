@@ -69,7 +69,7 @@ impl DecoderLayer {
     }
 
     /// Queries, keys and values of `x (N, D)`, each (N, heads, `head_dim`), turned by their positions.
-    fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
+    pub(super) fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.split(&self.projections.forward(&self.input_norm.forward(x)?)?)?;
         let turn = |x: &Tensor, norm: Option<&RmsNorm>| {
             let (by_head, [cos, sin]) = (x.transpose(0, 1)?, tables);
@@ -105,7 +105,7 @@ impl DecoderLayer {
     }
 
     /// The layer's result from its input `x (N, D)` and the heads' mixed values (N, heads, `head_dim`).
-    fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+    pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
         let hidden = match self.middle.forward(&normed)? {

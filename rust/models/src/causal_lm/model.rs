@@ -9,7 +9,7 @@ use trainable_candle_core::ops::loss::{IGNORE_INDEX, linear_cross_entropy, linea
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Init, Module, RmsNorm, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, Module, RmsNorm, Source, Visitor, Weights};
 
 use super::config::OP;
 use super::layers::DecoderLayer;
@@ -58,6 +58,14 @@ impl CausalLM {
         Ok(Self { config, embedding, layers, top })
     }
 
+    /// A model whose parameters are drawn from the library's generator and trainable.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] of an initial value that cannot be drawn.
+    pub fn fresh(config: CausalLMConfig, device: &Device) -> Result<Self> {
+        Self::new(config, &mut Source::fresh(device).root())
+    }
+
     /// The configuration.
     pub const fn config(&self) -> &CausalLMConfig {
         &self.config
@@ -90,6 +98,21 @@ impl CausalLM {
             layer.forward(x, [&conditions[0], &conditions[1], &conditions[2]])
         })?;
         top.norm.forward(&x)
+    }
+
+    /// `x (..., D)`, a result of the last layer, after the final norm.
+    pub(super) fn last_norm(&self, x: &Tensor) -> Result<Tensor> {
+        self.top()?.norm.forward(x)
+    }
+
+    /// The matrix of the embedding, (vocab, D).
+    pub(super) const fn embedding(&self) -> &Tensor {
+        &self.embedding
+    }
+
+    /// The layers.
+    pub(super) const fn layers(&self) -> &Blocks<DecoderLayer> {
+        &self.layers
     }
 
     /// The scores of every token of the vocabulary for `hidden (..., D)`, as [`hidden`](Self::hidden) gives them: (..., vocab).
@@ -169,7 +192,7 @@ impl CausalLM {
     }
 
     /// The embedded tokens, (N, D), with cosines and sines of their positions.
-    fn start(&self, input_ids: &Tensor, positions: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
+    pub(super) fn start(&self, input_ids: &Tensor, positions: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
         if input_ids.rank() != 1 {
             let text = format!("input_ids has shape {:?}, expected (N), all texts in one row", input_ids.dims());
             return Err(Error::shape(OP, text));

@@ -95,10 +95,14 @@ pub trait Architecture: Model + Sized {
             let message = format!("a model computes in floating point, found {}", dtype.as_str());
             return Err(Error::dtype("from_config", message));
         }
-        let config = match config {
-            Some(path) => Self::Config::from_json(&read_json(path)?)?,
-            None => Self::Config::default(),
-        };
-        Self::build(config, &mut Source::random(dtype, device).root())
+        Self::build(Self::config_at(config)?, &mut Source::random(dtype, device).root())
+    }
+
+    /// The configuration in a `config.json`, or the published model's.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model.
+    fn config_at(config: Option<&Path>) -> Result<Self::Config> {
+        config.map_or_else(|| Ok(Self::Config::default()), |path| Self::Config::from_json(&read_json(path)?))
     }
 }
