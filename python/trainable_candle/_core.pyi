@@ -870,6 +870,30 @@ class CausalLM(Model):
         Raises:
             As `generate`, of which those about the model come with the first step.
         """
+    def padded_states(
+        self,
+        /,
+        input_ids: Tensor,
+        words: SupportsIndex,
+        layers: SupportsGetItem[int, SupportsIndex],
+    ) -> list[Tensor]:
+        """
+        The states as `hidden_states` of one text and the padding that follows it: padding sees every word, but neither itself nor other
+        padding, as in transformers where a mask covers it.
+
+        Args:
+            input_ids: token ids, (N), i64 or u32.
+            words: how many of them, from the first on, are the text: 1 to N.
+            layers: after how many layers, one or more.
+
+        Returns:
+            For each of `layers` the states, (N, D).
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id is not a token.
+            ArgumentError: if there are more words than tokens or none, or the model has fewer layers.
+        """
     @property
     def vocab_size(self, /) -> int:
         """

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 

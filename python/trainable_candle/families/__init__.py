@@ -24,6 +24,7 @@ NAMES: Final = {
     "sd3": "trainable_candle.families.sd3:SD3",
     "flux": "trainable_candle.families.flux:Flux",
     "zimage": "trainable_candle.families.z_image:ZImage",
+    "flux2": "trainable_candle.families.flux2:Flux2",
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }

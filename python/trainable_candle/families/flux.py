@@ -10,7 +10,13 @@ import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.errors import ConfigError
 from trainable_candle.families.flow import FlowFamily
-from trainable_candle.families.flow.patches import packed, positions, unpacked
+from trainable_candle.families.flow.patches import (
+    as_tokens,
+    from_squares,
+    from_tokens,
+    positions,
+    squares,
+)
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.clip import clip_tokenizer
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
@@ -152,19 +158,18 @@ class Flux(FlowFamily[FluxTexts]):
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """What the transformer says."""
-        height, width = sample.shape[2:]
+        packed = squares(sample)
+        height, width = packed.shape[2:]
         text = conditions["encoder_hidden_states"]
-        image_ids, text_ids = positions((height, width), text.shape[1], self.device)
         predicted = self.model(
-            packed(sample),
+            as_tokens(packed),
             text,
             conditions["pooled_projections"],
             times / 1000.0,
-            image_ids,
-            text_ids,
+            *positions(height, width, text.shape[1], self.device),
             conditions.get("guidance"),
         )
-        return unpacked(predicted, (height, width))
+        return from_squares(from_tokens(predicted, (height, width)))
 
     def text_identity(self) -> dict[str, str]:
         """The text encoders' files, and how they encode."""

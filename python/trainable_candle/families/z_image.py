@@ -90,8 +90,6 @@ class ZImage(FlowFamily[ZImageTexts]):
     targets: ClassVar[tuple[str, ...]] = (
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
-    # ComfyUI's own names join queries, keys and values, which diffusers cannot load.
-    formats: ClassVar[tuple[str, ...]] = ("diffusers", "peft")
     guidance: ClassVar[float] = 5.0
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS

@@ -49,6 +49,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     text_tokens: ClassVar[int]
     """Tokens of a caption, as the denoiser sees them."""
+    coder_kind: ClassVar[type[KLCoder]] = KLCoder
+    """What makes the denoiser's latents of the autoencoder's."""
 
     @property
     def facts(self) -> Facts:
@@ -143,7 +145,9 @@ class PipelineFamily(LatentFamily, Generic[E]):
     def coder(self) -> KLCoder:
         """The autoencoder."""
         config, factor = self.facts.parts["vae"].config, self.facts.factor
-        return KLCoder(self.source("vae"), config, factor, self.device, self._latents_identity)
+        return self.coder_kind(
+            self.source("vae"), config, factor, self.device, self._latents_identity
+        )
 
     def _latents_identity(self) -> Mapping[str, str]:
         return parts_identity(self.facts, ("vae",))

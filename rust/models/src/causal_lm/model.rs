@@ -175,6 +175,44 @@ impl CausalLM {
         cu_seqlens: &Tensor,
         after: &[usize],
     ) -> Result<Vec<Tensor>> {
+        self.states_by(input_ids, positions, after, |index, x, [cos, sin]| {
+            self.layers.run_one(index, &[x, cos, sin, cu_seqlens], |layer, inputs| {
+                layer.forward(&inputs[0], [&inputs[1], &inputs[2], &inputs[3]])
+            })
+        })
+    }
+
+    /// As [`states`](Self::states) of one text, `input_ids (N)`, whose first `words` tokens are words and the others padding. As transformers
+    /// computes them where a mask covers the padding, it sees the words, but neither itself nor other padding.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are no words, or more than tokens; as [`states`](Self::states).
+    pub fn padded_states(&self, input_ids: &Tensor, words: usize, after: &[usize]) -> Result<Vec<Tensor>> {
+        let (tokens, device) = (input_ids.elem_count(), input_ids.device());
+        if words == 0 || words > tokens {
+            return Err(Error::argument(OP, format!("words is {words}, expected 1 to {tokens}, the number of tokens")));
+        }
+        let positions = Tensor::from_vec((0..tokens as i64).collect(), tokens, device)?;
+        let bounds = Tensor::from_vec(vec![0, words as i64], 2, device)?;
+        self.states_by(input_ids, &positions, after, |index, x, [cos, sin]| {
+            self.layers.run_one(index, &[x, cos, sin, &bounds], move |layer, inputs| {
+                let [x, cos, sin, bounds] = inputs else { unreachable!("four inputs") };
+                if words == tokens {
+                    return layer.forward(x, [cos, sin, bounds]);
+                }
+                layer.forward_padded(x, words, [cos, sin, bounds])
+            })
+        })
+    }
+
+    /// The states after each of `after` layers, by what computes layer i of its input and the tables of positions.
+    fn states_by(
+        &self,
+        input_ids: &Tensor,
+        positions: &Tensor,
+        after: &[usize],
+        run: impl Fn(usize, &Tensor, [&Tensor; 2]) -> Result<Tensor>,
+    ) -> Result<Vec<Tensor>> {
         let count = self.layers.len();
         if let Some(wrong) = after.iter().find(|&&layer| layer > count) {
             return Err(Error::argument(OP, format!("layer {wrong} of the hidden states, expected 0 to {count}")));
@@ -183,10 +221,7 @@ impl CausalLM {
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
         let mut states = vec![x];
         for index in 0..last {
-            let x = self.layers.run_one(index, &[&states[index], &cos, &sin, cu_seqlens], |layer, inputs| {
-                layer.forward(&inputs[0], [&inputs[1], &inputs[2], &inputs[3]])
-            })?;
-            states.push(x);
+            states.push(run(index, &states[index], [&cos, &sin])?);
         }
         Ok(after.iter().map(|&layer| states[layer].clone()).collect())
     }

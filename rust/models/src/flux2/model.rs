@@ -1,8 +1,11 @@
 //! The transformer: noisy latents as tokens, time and text in, velocity out.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
 
 use super::single::FusedBlock;
@@ -110,7 +113,8 @@ impl Flux2Transformer {
         let dtype = self.dtype();
         let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
-        let times = thousandfold(conditions.timestep)?;
+        // One time may be of all samples, of which each has a modulation of its own.
+        let times = thousandfold(conditions.timestep)?.broadcast_as(hidden_states.dims()[0])?;
         let condition = self.time_guidance_embed.forward(&times, None, guidance.as_ref())?;
         let [of_image, of_text, of_single] = &self.modulations;
         let (of_image, of_text) = (of_image.forward(&condition)?, of_text.forward(&condition)?);
@@ -219,5 +223,9 @@ impl Model for Flux2Transformer {
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(keys::original_layer)
     }
 }

@@ -1,10 +1,13 @@
 //! The transformer: noisy latents, time and text in, the negative velocity out.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::norm::layer_norm;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Init, Linear, Module, RmsNorm, Visitor, Weights};
 
 use super::block::Block;
@@ -303,5 +306,9 @@ impl Model for ZImageTransformer {
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(keys::original_layer)
     }
 }

@@ -328,6 +328,37 @@ impl CausalLM {
         .map(Tensor)
     }
 
+    /// The states as `hidden_states` of one text and the padding that follows it: padding sees every word, but neither itself nor other
+    /// padding, as in transformers where a mask covers it.
+    ///
+    /// Args:
+    ///     input_ids: token ids, (N), i64 or u32.
+    ///     words: how many of them, from the first on, are the text: 1 to N.
+    ///     layers: after how many layers, one or more.
+    ///
+    /// Returns:
+    ///     For each of `layers` the states, (N, D).
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: if an input does not fit.
+    ///     IndexOutOfRangeError: if an id is not a token.
+    ///     ArgumentError: if there are more words than tokens or none, or the model has fewer layers.
+    fn padded_states(
+        &self,
+        py: Python<'_>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        words: Integer,
+        layers: Vec<Integer>,
+    ) -> Result<Vec<Tensor>> {
+        const OP: &str = "padded_states";
+        let input_ids = input_ids.get(OP, "input_ids")?;
+        let words = words.count(OP, "words")?;
+        let layers = layers.into_iter().map(|layer| layer.count(OP, "layers")).collect::<Result<Vec<_>>>()?;
+        let ids = &input_ids.0;
+        let states = detached(py, || self.0.padded_states(ids, words, &layers))?;
+        Ok(states.into_iter().map(Tensor).collect())
+    }
+
     /// The number of tokens that the embedding has rows for.
     #[getter]
     fn vocab_size(&self) -> usize {
