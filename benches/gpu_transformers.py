@@ -122,7 +122,7 @@ def cases() -> list[Case]:
     for name, config, tokens, flops in models:
         if config is not LARGE:
             found.append(Case(name, config, tokens, flops, "no", "adamw"))
-        if config is FLUX:
+        if config is FLUX or config is KLEIN:
             found.append(Case(name, config, tokens, flops, "selective", "adamw"))
         found.append(Case(name, config, tokens, flops, "full", "adamw8bit"))
     return found

@@ -6,6 +6,7 @@
 pub mod activation;
 pub mod arithmetic;
 pub mod attention;
+pub mod beside;
 pub mod case;
 pub mod cast;
 pub mod compare;
@@ -13,6 +14,7 @@ pub mod conv;
 pub mod dropout;
 pub mod elementwise;
 pub mod gated;
+pub mod gated_add;
 pub mod index;
 mod integer;
 pub mod linear;
@@ -39,6 +41,8 @@ pub static REGISTRY: &[&[Entry]] = &[
     elementwise::ENTRIES,
     activation::ENTRIES,
     gated::ENTRIES,
+    beside::ENTRIES,
+    gated_add::ENTRIES,
     arithmetic::ENTRIES,
     scalar::ENTRIES,
     cast::ENTRIES,

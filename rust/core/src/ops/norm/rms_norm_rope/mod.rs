@@ -4,6 +4,7 @@ mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod heads;
 
 use super::{Affine, SavedAffine, check_eps};
 use crate::compute::{contiguous, on_device};
@@ -13,6 +14,7 @@ use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Result, Tensor};
 
 pub(super) use cases::cases;
+pub(in crate::ops) use heads::{HeadNorms, HeadStatistics, check_head_norms};
 
 pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 
@@ -48,7 +50,7 @@ pub fn rms_norm_rope(
             let [y, rstd] = on_device!(
                 x.device(),
                 cuda => cuda::forward(op, &rows, affine.weight.map(Tensor::raw), &rotation, eps),
-                cpu => cpu::forward(op, &rows, &affine, &rotation, eps),
+                cpu => cpu::forward(op, &rows, affine.weight.map(Tensor::raw), &rotation, eps),
             )?;
             Ok((order.swap(&y)?, std::iter::once(rstd).collect()))
         },
