@@ -47,7 +47,8 @@ def test_a_step_is_one_call_and_the_end_is_in_order(cuda: Any) -> None:
             # The second rank has not reached one of them.
             for var in parameters[: 2 - group.rank]:
                 var.grad = tc.ones(var.shape, device=device)
-            tail = group.all_reduce_gradients(parameters, tc.zeros((3,), dtype="f64", device=device))
+            tail = tc.zeros((3,), dtype="f64", device=device)
+            group.all_reduce_gradients(parameters, tail)
             assert all(var.grad is not None for var in parameters)
             group.wait(10.0)
         group.broadcast_(parameters[0], 0)
@@ -123,7 +124,6 @@ def test_ranks_that_differ_are_refused_and_the_communicator_is_dead(cuda: Any) -
         settings={"DEVICES": "2"},
     )
     assert [call["why"] for call in run.of("refused")] == ["ranks-differ"]
-    assert sorted(call["op"] for call in run.of("nccl"))[-1] == "init"
     assert len([call for call in run.of("nccl") if call["op"] == "abort"]) == 1
 
 
