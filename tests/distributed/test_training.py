@@ -73,7 +73,9 @@ def test_a_run_goes_on_with_another_number_of_processes(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "resumed"
-    start = training(digits_base, digits_folder, output, gpus=2, gradient_accumulation=2, steps=3)
+    place = {"device": device, "precision": "f32"}
+    more = {"gpus": 2, "gradient_accumulation": 2, "steps": 3, **place}
+    start = training(digits_base, digits_folder, output, **more)
     assert run(start).returncode == 0
     more = {"gradient_accumulation": 4, "steps": 6, "resume": "latest", **place}
     result = run(training(digits_base, digits_folder, output, **more))
