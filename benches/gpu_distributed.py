@@ -102,23 +102,26 @@ def train(group: Group, device: str, steps: int, accumulation: int) -> dict[str,
     }
 
 
-def sums(group: Group, device: str) -> dict[str, float]:
-    """Milliseconds of one sum, with what a step waits for."""
+def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
+    """Milliseconds of one sum that is waited for, and of one of many in a row."""
     found = {}
     for name, count in SIZES.items():
         vector = {"one": tc.Var(tc.zeros((count,), device=device))}
         tail = tc.zeros((3,), dtype="f64", device=device)
-        group.sum_gradients(vector, tail)
-        group.wait()
-        pauses = []
-        for _ in range(30):
-            group.barrier()
-            started = time.perf_counter()
-            group.sum_gradients(vector, tail)
-            group.wait()
-            pauses.append(time.perf_counter() - started)
-        found[name] = 1e3 * statistics.median(pauses)
+        found[name] = (timed(group, vector, tail, 1), timed(group, vector, tail, 20))
     return found
+
+
+def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) -> float:
+    pauses = []
+    for _ in range(20):
+        group.barrier()
+        started = time.perf_counter()
+        for _ in range(count):
+            group.sum_gradients(vector, tail)
+        group.wait()
+        pauses.append((time.perf_counter() - started) / count)
+    return 1e3 * statistics.median(pauses)
 
 
 def child(steps: int, accumulation: int, *, with_sums: bool) -> None:
@@ -171,8 +174,8 @@ def main() -> None:
     print(
         f"trainable-candle {first['version']}, {options.gpus} GPUs, joined in {first['join']:.1f} s"
     )
-    for name, milliseconds in first["sums"].items():
-        print(f"sum of {name}: {milliseconds:.3f} ms")
+    for name, (alone, in_a_row) in first["sums"].items():
+        print(f"sum of {name}: {alone:.3f} ms waited for, {in_a_row:.3f} ms in a row")
     one = start(1, options.steps, 1, with_sums=False)[0]
     ratio = options.gpus * one["ms"] / first["ms"]
     print(

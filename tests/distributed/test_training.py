@@ -1,4 +1,4 @@
-"""Several processes compute what one does with as many more batches a step (CPU)."""
+"""Several processes compute what one does with as many more batches a step."""
 
 import os
 import signal
@@ -29,7 +29,6 @@ def training(base: Path, pictures: Path, output: Path, **more: object) -> list[s
         "learning-rate": 1e-2,
         "optimizer": "adamw",
         "lora-dropout": 0.1,
-        "device": "cpu",
         **{name.replace("_", "-"): value for name, value in more.items()},
     }
     return [*PROGRAM, "train", *(str(part) for k, v in settings.items() for part in (f"--{k}", v))]
@@ -53,36 +52,45 @@ def alone(digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempP
 
 
 def test_two_processes_equal_one_with_twice_the_accumulation(
-    alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path
+    alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "two"
-    more = {"gpus": 2, "effective_batch": 8}
+    more = {"gpus": 2, "effective_batch": 8, "device": device, "precision": "f32"}
     result = run(training(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     assert "6 steps of 8 images (4 batches of 2 on 2 devices)" in result.stdout
-    np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
+    np.testing.assert_allclose(
+        losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
+    )
+    if device != "cpu":  # Adam's first steps are signs: the last bit of a small gradient shows.
+        return
     found = tc.load_file(output / "adapter.safetensors")
     for name, expected in tc.load_file(alone / "adapter.safetensors").items():
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(
-    alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path
+    alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "resumed"
-    start = training(digits_base, digits_folder, output, gpus=2, gradient_accumulation=2, steps=3)
+    place = {"device": device, "precision": "f32"}
+    more = {"gpus": 2, "gradient_accumulation": 2, "steps": 3, **place}
+    start = training(digits_base, digits_folder, output, **more)
     assert run(start).returncode == 0
-    more = {"gradient_accumulation": 4, "steps": 6, "resume": "latest"}
+    more = {"gradient_accumulation": 4, "steps": 6, "resume": "latest", **place}
     result = run(training(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
-    np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
+    np.testing.assert_allclose(
+        losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
+    )
 
 
 def test_a_killed_process_ends_all_and_leaves_the_checkpoint(
-    digits_base: Path, digits_folder: Path, tmp_path: Path
+    digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "killed"
-    command = training(digits_base, digits_folder, output, gpus=2, steps=1_000_000, save_every=5)
+    more = {"gpus": 2, "steps": 1_000_000, "save_every": 5, "device": device}
+    command = training(digits_base, digits_folder, output, **more)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
         while not checkpoints(output) and time.monotonic() < deadline:
@@ -103,10 +111,11 @@ def environment(pid: int) -> list[bytes]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_all_end_after_the_same_step(
-    digits_base: Path, digits_folder: Path, tmp_path: Path, number: signal.Signals
+    digits_base: Path, digits_folder: Path, tmp_path: Path, number: signal.Signals, device: str
 ) -> None:
     output = tmp_path / "stopped"
-    command = training(digits_base, digits_folder, output, gpus=2, steps=1_000_000)
+    more = {"gpus": 2, "steps": 1_000_000, "device": device}
+    command = training(digits_base, digits_folder, output, **more)
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as process:

@@ -19,7 +19,7 @@ use crate::{Error, Raw, Result, capture, interrupt};
 const OP: &str = "nccl";
 
 /// How long a wait keeps the processor busy before it sleeps in between.
-const SPIN: Duration = Duration::from_micros(200);
+const SPIN: Duration = Duration::from_millis(1);
 /// How long it then sleeps at a time.
 const NAP: Duration = Duration::from_micros(50);
 /// How often the embedder is asked whether to go on.
