@@ -10,6 +10,10 @@ from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 PRECISIONS: Final = ("f32", "bf16", "f16")
+SAME: Final = "same"
+"""Weights in the precision of the computation."""
+FORMATS: Final = ("int8", "fp8", "nf4")
+"""What the weights of linear layers may be quantized as."""
 CHECKPOINTING: Final = ("none", "full", "selective")
 
 
@@ -31,6 +35,10 @@ class Machine(Group):
             synonyms=("mixed-precision", "dtype"),
         ),
     ] = AUTO
+    base_precision: Annotated[
+        str,
+        Setting("of the frozen model's linear layers, adapters apart", (SAME, *FORMATS)),
+    ] = SAME
     gradient_checkpointing: Annotated[
         str, Setting("what to recompute", choices=CHECKPOINTING, free=True)
     ] = "none"
@@ -44,6 +52,11 @@ class Machine(Group):
     threads: Annotated[
         int | None, Setting("CPU threads (default: all)", low=1, rare=True, free=True)
     ] = None
+
+    @property
+    def base_format(self) -> str | None:
+        """What the base is quantized as, if it is."""
+        return None if self.base_precision == SAME else self.base_precision
 
     @property
     def on_gpu(self) -> bool:
