@@ -128,13 +128,13 @@ def cases() -> list[Case]:
     return found
 
 
-def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
+def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
     tc.manual_seed(0)
     kind: Any = getattr(tc.models, CLASSES[case.kind])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(case.config | {"_class_name": f"{CLASSES[case.kind]}2DModel"}))
-        model = kind.from_config(path, dtype="bf16", device=device)
+        model = kind.from_config(path, dtype="bf16", device=device, quantize=base)
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=case.layers)
@@ -264,7 +264,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
 def run(case: Case, machine: Machine, *, profile: bool) -> None:
     device = machine.device
     gpu_timing.fresh(device)
-    step = ours(case, device)
+    step = ours(case, device, machine.base)
     started = time.perf_counter()
     step().item()
     first = time.perf_counter() - started
@@ -276,7 +276,11 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
     recorded = gpu_timing.timed(graph, device, machine.seconds)
     floor = machine.floor("bf16", case.step_flops, 0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
-    print(f"{case.title}: {times}; peak {peak / GIB:.2f} GiB; first {first:.1f} s", flush=True)
+    print(
+        f"{case.title}{gpu_timing.on(machine)}: {times}; peak {peak / GIB:.2f} GiB; "
+        f"first {first:.1f} s",
+        flush=True,
+    )
     del step, graph
     gc.collect()
     gpu_timing.fresh(device)

@@ -50,6 +50,7 @@ __all__ = [
     "Optimizer",
     "PartFacts",
     "Prodigy",
+    "QuantizedTensor",
     "SD3Transformer",
     "SDXLUNet",
     "SGD",
@@ -117,6 +118,7 @@ __all__ = [
     "ones_like",
     "pipeline_parts",
     "prepare_adapters",
+    "quantize",
     "quick_gelu",
     "rand",
     "randint",
@@ -1710,6 +1712,8 @@ class Model:
         config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         dtype: DType | str | None = None,
         device: str = "cpu",
+        *,
+        quantize: str | None = None,
     ) -> Self:
         """
         A frozen model of random weights, for measuring how fast and large it is.
@@ -1718,9 +1722,10 @@ class Model:
             config: a `config.json`; the published model's without it.
             dtype: of the weights, f32 without it.
             device: where they are.
+            quantize: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: of `Model`, which is no model by itself.
+            ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
             MissingFileError, ConfigError: if the configuration is missing or another model's.
             OutOfMemoryError: if the model does not fit.
         """
@@ -1736,6 +1741,7 @@ class Model:
         config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         force_upcast: bool | None = None,
         layers: SupportsIndex | None = None,
+        quantize: str | None = None,
     ) -> Self:
         """
         The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
@@ -1751,11 +1757,14 @@ class Model:
             force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
                 says: SDXL's autoencoder does, whose values leave the range of f16.
             layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
+            quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
+                they are read; all else is as `dtype` says.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-            ArgumentError: if `layers` is given for another kind of model, or is more than it has.
+            ArgumentError: if `layers` is given for another kind of model, or is more than it has, or if the kind has no layers to
+                quantize.
         """
     def load_adapter(
         self,
@@ -2128,6 +2137,17 @@ class PartFacts:
         """
         The shapes of its parameters as files have them, by name.
         """
+    def weight_bytes(self, /, dtype: DType | str, quantize: str | None = None) -> int:
+        """
+        Bytes of its weights.
+
+        Args:
+            dtype: of the weights.
+            quantize: the format of linear layers in blocks, as in `from_pretrained`.
+
+        Raises:
+            ArgumentError: if the format is unknown, or the model has no layers that may be quantized.
+        """
 
 @final
 class Prodigy(Optimizer):
@@ -2175,6 +2195,63 @@ class Prodigy(Optimizer):
         *,
         slice_p: SupportsIndex = 1,
     ) -> Prodigy: ...
+
+@final
+class QuantizedTensor:
+    """
+    A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
+    """
+    def __repr__(self, /) -> str: ...
+    def dequantize(self, /, dtype: DType | str | None = None) -> Tensor:
+        """
+        The values: code times scale in f32, rounded once.
+
+        Args:
+            dtype: of the result; that of the matrix without it.
+
+        Raises:
+            DTypeError: if the dtype is not floating point.
+        """
+    @property
+    def device(self, /) -> str:
+        """
+        The device: "cpu" or "cuda:0".
+        """
+    @property
+    def dtype(self, /) -> DType:
+        """
+        The dtype of the values that it stands for.
+        """
+    @property
+    def format(self, /) -> str:
+        """
+        "int8", "fp8" or "nf4".
+        """
+    @property
+    def nbytes(self, /) -> int:
+        """
+        Bytes of codes and scales.
+        """
+    def numel(self, /) -> int:
+        """
+        The number of elements.
+        """
+    @property
+    def shape(self, /) -> tuple[int, ...]:
+        """
+        Rows and columns.
+        """
+    def tensors(self, /) -> dict[str, Tensor]:
+        """
+        What the matrix consists of: "codes" (u8) and "scales"; of "nf4" also "scale_codes" (u8) and "offset".
+        """
+    def to(self, /, device: str) -> QuantizedTensor:
+        """
+        The same on another device.
+
+        Raises:
+            DeviceError: if the device is unknown.
+        """
 
 @final
 class SD3Transformer(Model):
@@ -3707,13 +3784,13 @@ def layer_norm(
         ArgumentError: if `eps` is negative or not finite.
     """
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """
     `input @ weight.T + bias`.
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features). The backward pass saves the input only if the weight needs a gradient.
+        weight: (out_features, in_features), or what `quantize` makes of it, which gets no gradient. The backward pass saves the input only if the weight needs a gradient.
         bias: (out_features,).
 
     Returns:
@@ -3951,6 +4028,21 @@ def prepare_adapters(
 
     Raises:
         ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
+def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
+    """
+    Quantize a frozen matrix.
+
+    Args:
+        tensor: floating point, (out_features, in_features).
+        format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
+            blocks of 64 elements, whose scales are quantized in blocks of 256.
+
+    Raises:
+        ShapeError: if the tensor is not a matrix.
+        DTypeError: if it is not floating point.
+        ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
     """
 
 def quick_gelu(input: Tensor) -> Tensor:

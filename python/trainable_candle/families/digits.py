@@ -163,7 +163,7 @@ class Digits(LatentFamily):
         policy = config.gradient_checkpointing
         count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
         items = [
-            Item("model", "weights", model.elements * ITEM_BYTES[config.precision]),
+            Item("model", "weights", model.weight_bytes(config.precision, config.base_format)),
             *adapter_items("model", model.layers, adapter, config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]
@@ -179,7 +179,9 @@ class Digits(LatentFamily):
     @cached_property
     def model(self) -> DigitsTransformer:
         """The transformer."""
-        return DigitsTransformer.from_pretrained(self.weights, dtype=self.dtype, device=self.device)
+        return DigitsTransformer.from_pretrained(
+            self.weights, dtype=self.dtype, device=self.device, quantize=self.config.base_format
+        )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """The velocity from an image to noise."""

@@ -177,6 +177,6 @@ class Flux(FlowFamily[FluxTexts]):
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, shipped),
-            "dtype": str(self.dtype),
+            "dtype": self.text_precision,
             "tokens": str(self.text_tokens),
         }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle.settings import sections
+from trainable_candle.settings.machine import FORMATS, SAME
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 CROPS: Final = ("center", "random")
@@ -86,6 +87,14 @@ class Parts(Group):
     vae: Annotated[
         str | None, Setting("the autoencoder beside --weights", rare=True, path=True)
     ] = None
+    text_encoder_precision: Annotated[
+        str, Setting("of the text encoders' linear layers", (SAME, *FORMATS), rare=True)
+    ] = SAME
+
+    @property
+    def text_encoder_format(self) -> str | None:
+        """What the text encoders are quantized as, if they are."""
+        return None if self.text_encoder_precision == SAME else self.text_encoder_precision
 
 
 @dataclass(frozen=True)

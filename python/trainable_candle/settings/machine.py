@@ -21,6 +21,10 @@ PRECISION_SPELLINGS: Final = {
     "bfloat16": "bf16",
 }
 """What other tools call the precisions."""
+SAME: Final = "same"
+"""Weights in the precision of the computation."""
+FORMATS: Final = ("int8", "fp8", "nf4")
+"""What the weights of linear layers may be quantized as."""
 CHECKPOINTING: Final = ("none", "full", "selective")
 
 
@@ -43,6 +47,10 @@ class Machine(Group):
             spellings=PRECISION_SPELLINGS,
         ),
     ] = AUTO
+    base_precision: Annotated[
+        str,
+        Setting("of the frozen model's linear layers, adapters apart", (SAME, *FORMATS)),
+    ] = SAME
     gradient_checkpointing: Annotated[
         str, Setting("what to recompute", choices=CHECKPOINTING, free=True, bare="full")
     ] = "none"
@@ -56,6 +64,11 @@ class Machine(Group):
     threads: Annotated[
         int | None, Setting("CPU threads (default: all)", low=1, rare=True, free=True)
     ] = None
+
+    @property
+    def base_format(self) -> str | None:
+        """What the base is quantized as, if it is."""
+        return None if self.base_precision == SAME else self.base_precision
 
     @property
     def on_gpu(self) -> bool:

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use trainable_candle_core::capture::HostState;
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::{Result, Tensor, Weight, WeightRef};
 
 use crate::adapter::Adapter;
 use crate::base::Base;
@@ -51,7 +51,8 @@ impl AdapterSlot {
     }
 
     /// The weight that the layer computes with: its own, or a merged one.
-    pub(crate) fn effective_weight(&self, own: &Tensor) -> Tensor {
-        self.get().and_then(|adapter| adapter.replaces_weight()).unwrap_or_else(|| own.clone())
+    pub(crate) fn effective_weight(&self, own: WeightRef<'_>) -> Weight {
+        let replaced = self.get().and_then(|adapter| adapter.replaces_weight());
+        replaced.map_or_else(|| own.to_owned(), Weight::from)
     }
 }

@@ -22,6 +22,7 @@ mod loss;
 mod models;
 mod norm;
 mod optim;
+mod quantized;
 mod rng;
 mod runtime;
 mod tensor;
@@ -83,6 +84,8 @@ mod _core {
         Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, Prodigy, SGD,
         Schedule, clip_grad_norm_,
     };
+    #[pymodule_export]
+    use crate::quantized::{QuantizedTensor, quantize};
     #[pymodule_export]
     use crate::rng::{draw_from, get_rng_state, manual_seed, normal_samples, set_rng_state, stream_seed};
     #[pymodule_export]

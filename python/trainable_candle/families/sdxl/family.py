@@ -142,7 +142,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     def text_identity(self) -> dict[str, str]:
         """The text encoders' files, and how they encode."""
-        how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": str(self.dtype)}
+        how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": self.text_precision}
         tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2"), SHIPPED)
         return {
             **parts_identity(self.facts, _TEXT_ENCODERS),

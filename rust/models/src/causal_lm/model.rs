@@ -9,7 +9,7 @@ use trainable_candle_core::ops::loss::{IGNORE_INDEX, linear_cross_entropy, linea
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Init, Module, RmsNorm, Source, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, Module, Quantizable, RmsNorm, Source, Visitor, Weights};
 
 use super::config::OP;
 use super::layers::DecoderLayer;
@@ -258,6 +258,8 @@ impl Architecture for CausalLM {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["model.layers."], kept: &[] };
+
     fn build(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
     }
@@ -277,7 +279,8 @@ impl Architecture for CausalLM {
             None => config,
         };
         let layout = |_: &WeightFiles| keys::layout(&config, files.original());
-        files.build(layout, dtype, device, |weights| Self::new(config.clone(), weights))
+        let quantization = Self::quantization("from_pretrained", files.quantize())?;
+        files.build(layout, dtype, (device, quantization), |weights| Self::new(config.clone(), weights))
     }
 }
 

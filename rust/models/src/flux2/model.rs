@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::single::FusedBlock;
 use super::{Flux2Config, keys};
@@ -180,6 +180,9 @@ impl Architecture for Flux2Transformer {
     type Config = Flux2Config;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[] };
 
     fn build(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -11,10 +11,11 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::{PartNames, TensorFile, WeightFiles};
-use trainable_candle_nn::{Source, Weights};
+use trainable_candle_nn::{Quantization, Source, Weights};
 
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
@@ -46,6 +47,8 @@ pub struct Choice {
     pub force_upcast: Option<bool>,
     /// How many of the first layers to load, of a model that can do with a part.
     pub layers: Option<usize>,
+    /// Quantize the linear layers in blocks while they are read.
+    pub quantize: Option<Format>,
 }
 
 impl Choice {
@@ -66,6 +69,7 @@ pub struct Pretrained {
     original: Option<(Place, Original)>,
     force_upcast: Option<bool>,
     layers: Option<usize>,
+    quantize: Option<Format>,
 }
 
 impl Pretrained {
@@ -91,8 +95,8 @@ impl Pretrained {
     }
 
     fn new(path: &Path, model: &'static ModelKind, choice: &Choice, weights: Vec<PathBuf>) -> Self {
-        let &Choice { force_upcast, layers, .. } = choice;
-        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast, layers }
+        let &Choice { force_upcast, layers, quantize, .. } = choice;
+        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast, layers, quantize }
     }
 
     fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
@@ -158,6 +162,11 @@ impl Pretrained {
     /// How many of the model's first layers to load; all without it.
     pub const fn layers(&self) -> Option<usize> {
         self.layers
+    }
+
+    /// The format that linear layers are quantized in, if one is wanted.
+    pub const fn quantize(&self) -> Option<Format> {
+        self.quantize
     }
 
     /// The path of `config.json`, if there is one.
@@ -242,7 +251,7 @@ impl Pretrained {
         &self,
         layout: impl FnOnce(&WeightFiles) -> Box<dyn Layout>,
         dtype: Option<DType>,
-        device: &Device,
+        (device, quantization): (&Device, Option<Quantization>),
         model: impl FnOnce(&mut Weights<'_>) -> Result<M>,
     ) -> Result<M> {
         if let Some(dtype) = dtype.filter(|&d| !is_float(d)) {
@@ -255,7 +264,8 @@ impl Pretrained {
         let layout = layout(&files);
         // A model computes in one dtype, even if its file mixes several.
         let dtype = dtype.or_else(|| files.common_dtype(layout.prefix()));
-        let mut source = Source::stored(StoredWeights { files, layout, dtype, device: device.clone() });
+        let stored = StoredWeights { files, layout, dtype, device: device.clone() };
+        let mut source = Source::stored(stored).quantized(quantization);
         let in_file = |error| match error {
             Error::Config(text) => Error::Config(format!("{}: {text}", self.path.display())),
             other => other,

@@ -8,7 +8,7 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Init, Linear, Module, RmsNorm, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, Linear, Module, Quantizable, RmsNorm, Visitor, Weights};
 
 use super::block::Block;
 use super::config::PATCH;
@@ -255,6 +255,9 @@ impl Architecture for ZImageTransformer {
     type Config = ZImageConfig;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["layers.", "noise_refiner.", "context_refiner."], kept: &["adaLN_modulation"] };
 
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
