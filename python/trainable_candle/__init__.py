@@ -1,8 +1,7 @@
 """Fine-tune large models with LoRA and DoRA, without PyTorch."""
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainable_candle._core import (
     AdapterFile,
@@ -84,9 +83,11 @@ if TYPE_CHECKING:
         models,
         nn,
         optim,
+        peft,
         testing,
         train,
     )
+    from trainable_candle.peft import PeftModel, get_peft_model
 
 float32 = DType("f32")
 float16 = DType("f16")
@@ -120,6 +121,7 @@ __all__ = [
     "NonFiniteError",
     "OutOfMemoryError",
     "PartFacts",
+    "PeftModel",
     "ShapeError",
     "Tensor",
     "Var",
@@ -142,6 +144,7 @@ __all__ = [
     "full",
     "get_float32_matmul_precision",
     "get_num_threads",
+    "get_peft_model",
     "get_rng_state",
     "grad",
     "gradcheck",
@@ -160,6 +163,7 @@ __all__ = [
     "ones",
     "ones_like",
     "optim",
+    "peft",
     "prepare_adapters",
     "rand",
     "randint",
@@ -183,12 +187,15 @@ __all__ = [
 ]
 
 # Imported at first use, so that `import trainable_candle` stays fast.
-_LAZY = frozenset({"families", "memory", "models", "nn", "optim", "testing", "train"})
+_LAZY = frozenset({"families", "memory", "models", "nn", "optim", "peft", "testing", "train"})
+_FROM_PEFT = frozenset({"PeftModel", "get_peft_model"})
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return import_module(f"{__name__}.{name}")
+    if name in _FROM_PEFT:
+        return getattr(import_module(f"{__name__}.peft"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,6 +2,7 @@
 
 from trainable_candle.nn import functional
 from trainable_candle.nn.containers import ModuleList, Sequential
+from trainable_candle.nn.conv_adapter import LoRAConv2d
 from trainable_candle.nn.layers import (
     GELU,
     Conv2d,
@@ -32,6 +33,7 @@ __all__ = [
     "Identity",
     "LayerNorm",
     "Linear",
+    "LoRAConv2d",
     "LoRALinear",
     "LoadResult",
     "Module",
