@@ -12,6 +12,8 @@ from _typeshed import SupportsGetItem, SupportsLenAndGetItem
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
+from trainable_candle._methods import ComposedMethods, VarMethods
+
 __all__ = [
     "__version__",
     "build_profile",
@@ -2468,7 +2470,7 @@ class T5Encoder(Model):
         """
 
 @disjoint_base
-class Tensor:
+class Tensor(ComposedMethods):
     """
     An immutable array of numbers on a device, and its place on the autograd tape.
 
@@ -3112,7 +3114,7 @@ class TextFeatures:
         """
 
 @final
-class Var(Tensor):
+class Var(VarMethods, Tensor):
     """
     A trainable variable: a tensor with its own storage that can be set and accumulates a gradient.
 

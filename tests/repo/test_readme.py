@@ -26,7 +26,7 @@ def test_every_example_is_run_below() -> None:
     examples = {path: len(blocks(path)) for path in ("README.md", *documents())}
     assert {path: count for path, count in examples.items() if count} == {
         "README.md": 1,
-        "docs/python.md": 2,
+        "docs/python.md": 3,
         "docs/training.md": 2,
     }
 
@@ -58,6 +58,16 @@ def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names["states"].shape == (1, 256, 16)
     difference = (names["states"] - names["unpadded"]).to("f32").abs().max()
     assert difference.item() > 0.1
+
+
+def test_a_model_of_ones_own_gets_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("docs/python.md")[2])
+    assert "trainable params: 552 ||" in capsys.readouterr().out
+    assert (tmp_path / "my-lora" / "adapter_config.json").is_file()
+    assert names["plain"](tc.randn(2, 64)).shape == (2, 10)
 
 
 def test_an_adapter_is_trained_from_python(

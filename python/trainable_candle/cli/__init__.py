@@ -48,6 +48,9 @@ COMMANDS: Final = {
     "export": Command(
         "trainable_candle.cli.export", "write a language model's adapter for other programs"
     ),
+    "extract": Command("trainable_candle.cli.extract", "the difference of two models as a LoRA"),
+    "resize": Command("trainable_candle.cli.resize", "cut a LoRA to a lower rank"),
+    "combine": Command("trainable_candle.cli.combine", "several LoRAs in one file"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
 }

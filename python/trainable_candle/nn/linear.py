@@ -102,6 +102,7 @@ class _AdaptedLinear(Module):
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
         self._adapter = Adapter(self._kind, self.weight, self.bias, rank, alpha, dropout, rslora)
+        self.enabled = True
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
             setattr(self, name, var)
 
@@ -120,6 +121,8 @@ class _AdaptedLinear(Module):
         Raises:
             ShapeError, DTypeError, DeviceError: If the input does not fit.
         """
+        if not self.enabled:
+            return _linear(input, self.weight, self.bias)
         self._adapter.set_training(self.training)
         return self._adapter.forward(input, self.weight, self.bias)
 

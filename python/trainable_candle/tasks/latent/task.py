@@ -13,6 +13,7 @@ from trainable_candle.data import LatentCache
 from trainable_candle.data.folder import counted
 from trainable_candle.data.options import CacheOptions
 from trainable_candle.errors import ConfigError
+from trainable_candle.lora.stack import stacked
 from trainable_candle.settings.checks import existing
 from trainable_candle.settings.previews import Drawing
 from trainable_candle.sheet import write_sheet
@@ -331,6 +332,21 @@ class LatentTask:
             name: self._part(name).load_adapter(path, scale=scale)
             for name in self.family.adapted_parts(path)
         }
+        self._adapted = tuple(sets)
+        return Adapters(sets)
+
+    def load_adapters(self, files: Sequence[tuple[Path, float]]) -> Adapters:
+        """Put the sum of the LoRAs of several files on the model, each with a factor on its effect.
+
+        Raises:
+            MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
+            ConfigError: a file is of another model, or holds other adapters than LoRA.
+        """
+        by_part: dict[str, list[tuple[Path, float]]] = {}
+        for path, scale in files:
+            for name in self.family.adapted_parts(path):
+                by_part.setdefault(name, []).append((path, scale))
+        sets = {name: stacked(self._part(name), found) for name, found in by_part.items()}
         self._adapted = tuple(sets)
         return Adapters(sets)
 
