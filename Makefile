@@ -39,6 +39,7 @@ setup: $(VENV)/.setup ## Build the package and install it with what the demo nee
 
 demo: setup ## Set everything up and fine-tune the built-in models: the main job
 	trainable-candle demo --output demo-output/digits
+	trainable-candle demo --model causal-lm --output demo-output/words
 	rm -rf demo-output/sdxl
 	train-lora --model sdxl --dataset examples/photos --output demo-output/sdxl --rank 16 --steps 400 --batch-size 4 --learning-rate 2e-3 \
 		--target-modules all-linear --sample-prompts 'a photo of a cup of coffee with a spoon on a red plate, on a wood table'

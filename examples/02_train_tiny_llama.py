@@ -24,7 +24,7 @@ from trainable_candle.draws import generator
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 from trainable_candle.train import ProgressBar, Trainer
 
-STEPS = 4000
+STEPS = 3000
 EXAMPLES = 96
 """In a batch: about 2000 tokens."""
 SEED = 0
@@ -41,11 +41,11 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 260,
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "hidden_size": 96,
+    "intermediate_size": 128,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
     "head_dim": 32,
     "hidden_act": "silu",
     "max_position_embeddings": 512,

@@ -43,6 +43,12 @@ class Bigrams:
         states = self.logits(self.hidden(input_ids, positions, cu_seqlens))
         return cross_entropy(states, targets, reduction="sum")
 
+    def log_probs(
+        self, input_ids: tc.Tensor, targets: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
+    ) -> tc.Tensor:
+        states = self.logits(self.hidden(input_ids, positions, cu_seqlens))
+        return -cross_entropy(states, targets, reduction="none")
+
     def logits(self, hidden: tc.Tensor) -> tc.Tensor:
         return hidden @ (self.table if self.enabled else self.table * 0.0)
 

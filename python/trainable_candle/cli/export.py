@@ -82,7 +82,7 @@ def make_parser(program: str) -> Parser:
         program,
         "Write a language model's adapter as other programs load it, or the whole model with it\n"
         "in its weights: peft (transformers), vllm, gguf (llama.cpp), mlx, ollama, merged.",
-        "--weights DIR --adapter PATH --for NAME --output DIR [options]",
+        "--adapter PATH --for NAME --output DIR [options]",
     )
     group = parser.add_argument_group("options")
     group.add_argument("--model", metavar="NAME", help="which model (default: causal-lm)")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import trainable_candle as tc
 from trainable_candle.settings import TrainConfig
@@ -23,11 +24,13 @@ from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from pathlib import Path
 
     from trainable_candle import PartFacts
     from trainable_candle.settings import Group
     from trainable_candle.tasks.estimate import Shape
+
+
+BUILT_IN: Final = Path(__file__).parents[1] / "assets" / "llama_tiny"
 
 
 class CausalLM:
@@ -42,7 +45,7 @@ class CausalLM:
 
     name: ClassVar[str] = "causal-lm"
     summary: ClassVar[str] = "language models: Llama 2 and 3, Qwen 2 to 3, Mistral, SmolLM"
-    download: ClassVar[str] = "a folder with config.json, tokenizer.json and safetensors"
+    download: ClassVar[str] = ""
     groups: ClassVar[tuple[type[Group], ...]] = (
         Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Several,
         Files,
@@ -64,13 +67,14 @@ class CausalLM:
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """None: the package ships no language model."""
-        return None
+        """A tiny Llama that knows tasks on words (`assets/llama_tiny`)."""
+        return BUILT_IN
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """A scale of 2 and the learning rate that goes with it."""
-        return {"learning_rate": 2e-4, "alpha": 2.0 * config.rank}
+        """A scale of 2 and the learning rate that goes with it and with the objective."""
+        rate = 1e-5 if config.objective == "dpo" else 2e-4
+        return {"learning_rate": rate, "alpha": 2.0 * config.rank}
 
     def task(self) -> TextTask:
         """What trains this model and writes with it."""

@@ -22,6 +22,11 @@ class CausalModel(Protocol):
     ) -> Tensor:
         """The sum of the cross-entropies of a packed row's targets but for -100, f32."""
 
+    def log_probs(
+        self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """The logarithm of the probability of each target but -100, (N) in f32."""
+
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
         """The tokens that follow each prompt."""

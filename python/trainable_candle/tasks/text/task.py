@@ -19,6 +19,7 @@ from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.tasks.task import Split, held_out_items
+from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
 from trainable_candle.tasks.text.writing import WritingOptions, streamed
 from trainable_candle.train.adapters import Adapters, adapter_config
@@ -96,9 +97,16 @@ class TextTask:
             report(f"validation: {counted(len(validation), self.noun)}")
         return Split(train, validation)
 
+    @property
+    def _compares(self) -> bool:
+        """Whether pairs of answers are compared."""
+        return self.family.config.objective == "dpo"
+
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
         config, path = self.family.config, Path(dataset).expanduser()
-        options = TextOptions(self.sequence_length, config.train_on, config.skip_bad)
+        options = TextOptions(
+            self.sequence_length, config.train_on, self._compares, config.skip_bad
+        )
         train, validation = load_texts(path, self.family.tokenizer, options)
         for part in (train, *([validation] if validation else [])):
             largest = max(int(example.ids.max()) for example in part.examples)
@@ -121,11 +129,12 @@ class TextTask:
 
     def prepare(
         self, data: Split[TextDataset], report: Callable[[str], None]
-    ) -> Split[PreparedTexts]:
+    ) -> Split[PreparedTexts | PreparedPreferences]:
         """Load the model; as `Task.prepare`."""
         _ = self.family.model
+        kind = PreparedPreferences if self._compares else PreparedTexts
         made = [
-            PreparedTexts(self.family, part, self.without_adapter, report)
+            kind(self.family, part, self.without_adapter, report)
             for part in (data.train, data.validation)
             if part is not None
         ]
