@@ -2,8 +2,9 @@
 //
 // An item (a tile of queries in the forward pass, a tile of keys in the backward pass) takes `steps` steps, one for each tile on
 // the other side. The first `whole` items go to one block each, in rounds: block b takes items b, b + blocks, b + 2 blocks and so
-// on. The steps of the others, fewer than there are blocks, follow one another in one row of which every block takes an equal
-// part, so that all end at the same time; what several blocks compute of such an item is summed by a later kernel.
+// on. The steps of the others, fewer items than there are blocks, follow one another in one row of which every block takes an equal
+// part, so that all end at the same time; what several blocks compute of such an item is summed by a later kernel. If there are fewer
+// such steps than blocks, the last blocks take none.
 #pragma once
 
 #include "../shape.cuh"
@@ -20,9 +21,11 @@ struct Schedule {
 
     // The steps of all items that are split.
     __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
+    // The blocks that take at least one of these steps: a block between two others must not be without a part.
+    __device__ __forceinline__ uint32_t sharing() const { return max(1u, min(blocks, rest())); }
     // The first of a block's steps among them, and the block that a step belongs to.
-    __device__ __forceinline__ uint32_t start(uint32_t block) const { return block * rest() / blocks; }
-    __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * blocks - 1) / rest(); }
+    __device__ __forceinline__ uint32_t start(uint32_t block) const { return min(block, sharing()) * rest() / sharing(); }
+    __device__ __forceinline__ uint32_t owner(uint32_t step) const { return ((step + 1) * sharing() - 1) / rest(); }
 
     // How many steps a block has done before it comes to a step of an item.
     __device__ __forceinline__ uint32_t time(uint32_t item, uint32_t step) const {

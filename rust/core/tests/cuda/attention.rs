@@ -130,6 +130,28 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
     }
 }
 
+/// Parts of few items, fewer steps than there are blocks: what no block has written is not added.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_of_fewer_steps_than_blocks_reads_what_was_written_alone() {
+    let device = gpu().unwrap();
+    for (queries, keys, heads, width) in [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64)] {
+        let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
+        let alone = |x: &[Tensor]| separate(x, heads, false);
+        // The places of parts and of sums hold NaN before.
+        for values in [2 * 132 * 192 * 66, 2 * 132 * 128 * 130, 2 * 132 * 2 * 128 * width, queries * heads * width] {
+            drop(Tensor::full(f64::NAN, values, DType::F32, &device).unwrap());
+        }
+        compare(
+            &format!("{queries} to {keys}, {heads} heads of {width}"),
+            &alone,
+            &drawn,
+            &device,
+            2.0 * TOLERANCE[2].1,
+        );
+    }
+}
+
 /// More scores than there are at a time.
 #[test]
 #[ignore = "needs a CUDA device"]

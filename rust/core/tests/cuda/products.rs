@@ -50,9 +50,10 @@ pub(super) fn compare_with(
     }
 }
 
-/// [`close`] relative to the largest value, also where all are small.
+/// [`close`] relative to the largest value, also where all are small; to 1 where all are 0.
 pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
-    let largest = expected.iter().fold(0f64, |m, e| m.max(e.abs())).max(f64::MIN_POSITIVE);
+    let largest = expected.iter().fold(0f64, |m, e| m.max(e.abs()));
+    let largest = if largest == 0.0 { 1.0 } else { largest };
     let scaled = |values: &[f64]| values.iter().map(|v| v / largest).collect::<Vec<_>>();
     close(what, &scaled(found), &scaled(expected), tolerance).unwrap();
 }
