@@ -93,6 +93,9 @@ struct NormedCase {
     masked: bool,
 }
 
+/// Scales of queries and keys; cos and sin.
+type NormedOperands = ([Option<Tensor>; 2], Option<[Tensor; 2]>);
+
 impl NormedCase {
     const EPS: f64 = 1e-6;
 
@@ -102,7 +105,7 @@ impl NormedCase {
     }
 
     /// Scales of queries and keys, and cos and sin, of stream `index`.
-    fn operands(&self, x: &Tensor, index: usize) -> Result<([Option<Tensor>; 2], Option<[Tensor; 2]>)> {
+    fn operands(&self, x: &Tensor, index: usize) -> Result<NormedOperands> {
         let phase = index as f64;
         let scale = |more: f64| Self::fixed(x, &[self.width], phase + more, |angle| 1.0 + 0.5 * angle.sin());
         let norms = if self.has_norms { [Some(scale(0.1)?), Some(scale(0.2)?)] } else { [None, None] };

@@ -12,7 +12,7 @@ use super::linear::same_kind;
 use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{Error, Result, Tensor};
+use crate::{Error, Result, Tensor, compute};
 
 pub use cases::ENTRIES;
 
@@ -141,7 +141,8 @@ impl Backward for BesideBackward {
         let Columns { dim, kept, width, .. } = self.columns;
         let grad = context.grad().clone();
         if context.needs(1) {
-            context.add(1, grad.narrow(dim, 0, kept)?)?;
+            // A copy, so that the rest of the gradient need not wait for attention's backward pass in memory.
+            context.add(1, compute::contiguous(&grad.narrow(dim, 0, kept)?)?)?;
         }
         let Some(x) = self.x.as_ref().filter(|_| context.needs(0)) else { return Ok(()) };
         let (x, grad) = (x.get()?, grad.narrow(dim, kept, width)?);
