@@ -64,9 +64,7 @@ class Session:
         self._started = now()
         self._of_data = prepared.train.metadata()
         self._batches = prepared.train.batches(config.batch_size)
-        self.epochs = Epochs(
-            self._batches.first_batch, config.gradient_accumulation * group.size
-        )
+        self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
         self.totals = Totals(task.counts)
         self._average = None
         if config.ema_decay and group.rank == 0:
