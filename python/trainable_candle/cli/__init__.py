@@ -52,6 +52,7 @@ COMMANDS: Final = {
     "resize": Command("trainable_candle.cli.resize", "cut a LoRA to a lower rank"),
     "combine": Command("trainable_candle.cli.combine", "several LoRAs in one file"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
+    "doctor": Command("trainable_candle.cli.doctor", "find faults of this machine, with cures"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
 }
 

@@ -46,9 +46,7 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     """
     _require("one_hot", input)
     if not -1 <= num_classes < 2**31:
-        raise ArgumentError(
-            f"one_hot: num_classes is {num_classes}, expected -1 or a number of rows"
-        )
+        raise ArgumentError(f"one_hot: num_classes is {num_classes}, expected -1 or a length")
     values = input.detach().numpy()
     count = int(values.max(initial=-1)) + 1 if num_classes == -1 else num_classes
     if values.size and (values.min() < 0 or values.max() >= count):
