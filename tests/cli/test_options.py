@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import yaml
 
-from trainable_candle.cli import COMMANDS, chat, main, merge, preview_data, sample
+from trainable_candle.cli import (
+    COMMANDS,
+    chat,
+    demo,
+    export,
+    main,
+    merge,
+    preview_data,
+    sample,
+    verify,
+)
 from trainable_candle.cli.train import make_parser, read_config
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig, flag, settings
@@ -195,7 +205,7 @@ def test_the_long_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", ["training.md", "sdxl.md", "data.md", "language-models.md"])
 def test_guides_name_flags_that_exist(name: str) -> None:
     guide = (DOCS / name).read_text()
-    commands = (sample, merge, chat, preview_data)
+    commands = (sample, merge, chat, preview_data, export, demo, verify)
     parsers = [make_parser("train", rare=True), *(c.make_parser("c") for c in commands)]
     known = {option for parser in parsers for a in parser._actions for option in a.option_strings}
     named = set(re.findall(r"--[a-z][a-z-]+", guide))
