@@ -12,12 +12,15 @@ from trainable_candle.cli import (
     COMMANDS,
     chat,
     combine,
+    demo,
+    export,
     extract,
     main,
     merge,
     preview_data,
     resize,
     sample,
+    verify,
 )
 from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.cli.train import make_parser, read_config
@@ -280,7 +283,9 @@ def test_the_long_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", ["training.md", "sdxl.md", "data.md", "language-models.md"])
 def test_guides_name_flags_that_exist(name: str) -> None:
     guide = (DOCS / name).read_text()
-    commands = (sample, merge, chat, preview_data, resize, combine, extract)
+    commands = (
+        sample, merge, chat, preview_data, resize, combine, extract, export, demo, verify,
+    )  # fmt: skip
     parsers = [make_parser("train", rare=True), *(c.make_parser("c") for c in commands)]
     known = {option for parser in parsers for a in parser._actions for option in a.option_strings}
     named = set(re.findall(r"--[a-z][a-z-]+", guide))

@@ -268,3 +268,23 @@ def test_what_images_train_with_trains_texts(
     run = train(config_of(weights, chats, tmp_path / "run", **given))
     rows = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]
     assert rows[-1] < rows[0]
+
+
+def test_model_and_data_can_be_names_on_the_hub(
+    weights: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for, as the client of the hub would fetch it."""
+    asked: dict[str, list[str]] = {}
+
+    def snapshot(name: str, repo_type: str, allow_patterns: list[str], **_: Any) -> str:
+        asked[repo_type] = allow_patterns
+        return {"model/tiny": str(weights), "data/chats": str(chats.parent)}[name]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    config = config_of(weights, chats, tmp_path / "run", steps=1)
+    train_adapter(config.with_(weights="model/tiny", dataset="data/chats"), progress=False)
+    assert (tmp_path / "run" / "peft").is_dir()
+    needed = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert needed <= set(asked["model"])
+    assert {"*.jsonl", "data/*.parquet"} <= set(asked["dataset"])

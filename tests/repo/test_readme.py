@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.families.causal_lm import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,6 +27,8 @@ def test_every_example_is_run_below() -> None:
     examples = {path: len(blocks(path)) for path in ("README.md", *documents())}
     assert {path: count for path, count in examples.items() if count} == {
         "README.md": 1,
+        "docs/language-models.md": 1,
+        "docs/many-gpus.md": 1,
         "docs/python.md": 3,
         "docs/training.md": 2,
     }
@@ -45,6 +48,15 @@ def test_lora_finds_the_other_layer() -> None:
 def test_the_network_reads_digits() -> None:
     names = run(blocks("docs/python.md")[0])
     assert names["accuracy"] >= 0.97
+
+
+def test_a_language_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(BUILT_IN, tmp_path / "WEIGHTS")
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("docs/language-models.md")[0])
+    texts = names["texts"]
+    assert isinstance(texts, list)
+    assert len(texts) == 2
 
 
 def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,8 @@ def weights_of(name: str, given: str | Path | None) -> Path:
 
     Args:
         name: of the model.
-        given: a path, or the name of a pipeline on the Hugging Face hub, which is fetched.
+        given: a path, or the name of a pipeline or a language model on the Hugging Face hub, which
+            is fetched.
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
@@ -76,6 +77,8 @@ def weights_of(name: str, given: str | Path | None) -> Path:
         raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH{where}")
     if family.parts and hub.is_name(str(weights)):
         return hub.download_pipeline(str(weights), family.parts)
+    if Texts in family.groups and hub.is_name(str(weights)):
+        return hub.download_language_model(str(weights))
     return existing("weights", Path(weights).expanduser())
 
 

@@ -38,6 +38,14 @@ pub trait Model: Module + Any + Send + Sync {
         self.kind().class_names[0]
     }
 
+    /// Check that all of the model is there to be saved.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if only a part was loaded.
+    fn require_whole(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The names of its layers in original checkpoints, as adapter files have them.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|_| None)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from trainable_candle import hub
 from trainable_candle.data.chats import TextOptions, load_texts
 from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError, DatasetError
@@ -104,6 +105,8 @@ class TextTask:
 
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
         config, path = self.family.config, Path(dataset).expanduser()
+        if hub.is_name(dataset):
+            path = hub.download_texts(dataset)
         options = TextOptions(
             self.sequence_length, config.train_on, self._compares, config.skip_bad
         )

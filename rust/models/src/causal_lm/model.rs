@@ -74,7 +74,7 @@ impl CausalLM {
     fn top(&self) -> Result<&Top> {
         self.top.as_ref().ok_or_else(|| {
             let layers = self.config.num_hidden_layers;
-            Error::argument(OP, format!("the model was loaded with layers={layers} and has no head; load all layers"))
+            Error::argument(OP, format!("the model was loaded with layers={layers} and neither computes scores nor can be saved; load all layers"))
         })
     }
 
@@ -309,6 +309,10 @@ impl Model for CausalLM {
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
+    }
+
+    fn require_whole(&self) -> Result<()> {
+        self.top().map(drop)
     }
 
     /// Other tools know its layers by transformers' names.

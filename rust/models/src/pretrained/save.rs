@@ -16,11 +16,11 @@ use crate::pipelines::{self, Pipeline, Place, Section, places};
 /// transformers read. Adapters are left out; a merged one is part of its layer's weight.
 ///
 /// # Errors
-/// [`Error::Io`] naming what cannot be written.
+/// [`Error::Io`] naming what cannot be written, [`Error::Argument`] if only a part of the model was loaded.
 pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
+    let entries = entries(model, model.layout(None, None).as_ref(), None)?;
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-    let entries = entries(model, model.layout(None, None).as_ref(), None)?;
     save_entries(&folder.join(model.kind().weights_name), entries, &metadata)?;
     let config = json_text(model)?;
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
@@ -108,6 +108,7 @@ fn json_text(model: &dyn Model) -> Result<String> {
 
 /// The tensors of `model` as `layout` writes them.
 fn entries(model: &dyn Model, layout: &dyn Layout, dtype: Option<DType>) -> Result<Vec<TensorEntry<'static>>> {
+    model.require_whole()?;
     let mut grouped: BTreeMap<String, Vec<(Form, Weight)>> = BTreeMap::new();
     for (name, weight) in model.named_weights() {
         let Some(place) = layout.places(&name).into_iter().next() else {
