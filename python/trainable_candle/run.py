@@ -302,6 +302,7 @@ def training_metadata(config: TrainConfig, step: int, images: int) -> dict[str, 
         "ss_noise_offset": config.noise_offset,
         "ss_seed": config.seed,
         "ss_training_comment": config.trigger,
+        "ss_training_adapter": Path(config.training_adapter or "").name,
     }
     # Names of files may contain bytes that are not valid text.
     texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}

@@ -128,12 +128,13 @@ class Flux2(FlowFamily[Flux2Texts]):
                     "guidance"
                 )
 
-    def notes(self) -> list[str]:
-        """That training spoils distilled models."""
+    @property
+    def distillation(self) -> str | None:
+        """That of the models that are not called base."""
         if not self.is_distilled:
-            return []
-        spoils = "training the distilled FLUX.2-klein directly undoes its distillation to 4 steps"
-        return [f"{spoils}; train the base, and use the adapter on the distilled model"]
+            return None
+        undone = "training the distilled FLUX.2-klein directly undoes its distillation to 4 steps"
+        return f"{undone}; train the base, and use the adapter on the distilled model"
 
     def load_encoders(self) -> Flux2Texts:
         """Qwen3 up to the last layer that is read."""

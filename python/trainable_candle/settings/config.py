@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 import yaml
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders
+from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders, TrainingAdapters
 from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 GROUPS: Final[tuple[type[Group], ...]] = (
-    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TextEncoders, Training,
-    NoisePrediction, Loss, NoiseLevels, ResolutionShift, DistilledGuidance, ClipSkip, Validation,
-    Previews, Denoising, Drawing, Writing,
-    Machine, Files,
+    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TrainingAdapters,
+    TextEncoders, Training, NoisePrediction, Loss, NoiseLevels, ResolutionShift,
+    DistilledGuidance, ClipSkip, Validation, Previews, Denoising, Drawing, Writing, Machine, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
 IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Writing})
@@ -46,8 +45,8 @@ IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Wr
 @dataclass(frozen=True)
 class TrainConfig(
     Files, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip, DistilledGuidance,
-    ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders, Adapter, Texts,
-    Captions, DefaultCaption, Images, Unusable, Parts, Data,
+    ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders, TrainingAdapters,
+    Adapter, Texts, Captions, DefaultCaption, Images, Unusable, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.
 

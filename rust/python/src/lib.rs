@@ -25,6 +25,7 @@ mod rng;
 mod runtime;
 mod tensor;
 mod train;
+mod training_adapter;
 mod types;
 mod var;
 mod verify;
@@ -95,6 +96,8 @@ mod _core {
     use crate::train::{
         DiffusionObjective, FlowMatching, NoiseSchedule, NoisedLatents, Sampler, classifier_free_guidance,
     };
+    #[pymodule_export]
+    use crate::training_adapter::TrainingAdapter;
     #[pymodule_export]
     use crate::var::Var;
     #[pymodule_export]
