@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_timing
-import numpy as np
 from gpu_sdxl import torch_optimizer
 from gpu_timing import GIB, Machine
 
@@ -152,12 +151,13 @@ def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Te
     if case.kind == "zimage":
         inputs = (random(*latents), text, times)
     elif case.kind == "flux2":
-        image_ids, text_ids = positions4(case.tokens, device)
+        side = LATENT // 2
+        image_ids, text_ids = positions(side, side, case.tokens, device, counts_words=True)
         inputs = (random(area, case.config["in_channels"]), text, times, image_ids, text_ids)
     else:
         pooled = random(case.config["pooled_projection_dim"])
         if case.kind == "flux":
-            image_ids, text_ids = positions((LATENT, LATENT), case.tokens, device)
+            image_ids, text_ids = positions(LATENT // 2, LATENT // 2, case.tokens, device)
             guidance = tc.full((1,), 1.0, device=device)
             sample = random(area, case.config["in_channels"])
             inputs = (sample, text, pooled, times, image_ids, text_ids, guidance)
@@ -174,15 +174,6 @@ def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Te
         return loss
 
     return step
-
-
-def positions4(length: int, device: str) -> tuple[tc.Tensor, tc.Tensor]:
-    """FLUX.2's positions of the image (0, row, column, 0) and of the text (0, 0, 0, number)."""
-    side = LATENT // 2
-    image, text = np.zeros((side, side, 4), np.float32), np.zeros((length, 4), np.float32)
-    image[..., 1], image[..., 2] = np.arange(side)[:, None], np.arange(side)
-    text[:, 3] = np.arange(length)
-    return tc.tensor(image.reshape(-1, 4), device=device), tc.tensor(text, device=device)
 
 
 def their_inputs(torch: Any, case: Case) -> dict[str, Any]:

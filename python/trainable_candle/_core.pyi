@@ -61,6 +61,7 @@ __all__ = [
     "T5Encoder",
     "Tensor",
     "TextFeatures",
+    "TrainingAdapter",
     "Var",
     "ZImageTransformer",
     "adapted_parts",
@@ -1688,6 +1689,20 @@ class Model:
         Raises:
             ConfigError: if no layer matches, or the model has an adapter already.
         """
+    def add_training_adapter(
+        self,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        scale: SupportsFloat | SupportsIndex = ...,
+    ) -> TrainingAdapter:
+        """
+        Put the LoRA of a file beside whatever is trained, its effect multiplied by `scale`: that over which a distilled model is trained.
+        It stays frozen, and neither files nor merged weights have it.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
+            ConfigError: if it is no LoRA of linear layers, or a layer has one already.
+        """
     def disable_gradient_checkpointing(self, /) -> None:
         """
         Keep everything between forward and backward.
@@ -3111,6 +3126,28 @@ class TextFeatures:
 
         Raises:
             ArgumentError: if the model has not so many layers.
+        """
+
+@final
+class TrainingAdapter:
+    """
+    A frozen LoRA beside whatever is trained on a model, made by `add_training_adapter`.
+    """
+    def __len__(self, /) -> int:
+        """
+        How many layers have it.
+        """
+    def numel(self, /) -> int:
+        """
+        How many numbers it consists of.
+        """
+    def remove(self, /) -> None:
+        """
+        Take it off the model.
+        """
+    def set_enabled(self, /, enabled: bool) -> None:
+        """
+        Let the model compute with it, or exactly as if it were not there.
         """
 
 @final

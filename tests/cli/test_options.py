@@ -71,6 +71,7 @@ SAMPLES: dict[str, Any] = {
     "lora_dropout": 0.1,
     "train_text_encoder": True,
     "initial_adapter": "a",
+    "training_adapter": "b",
     "format": "comfyui",
     "adapter_precision": "f16",
     "steps": 12,

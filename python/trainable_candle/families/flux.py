@@ -123,11 +123,13 @@ class Flux(FlowFamily[FluxTexts]):
         if self.config.train_guidance != 1 and not self.is_told_guidance:
             raise ConfigError("--train-guidance has no effect on Flux schnell, which is told none")
 
-    def notes(self) -> list[str]:
-        """That training spoils schnell."""
+    @property
+    def distillation(self) -> str | None:
+        """That of schnell."""
         if self.is_told_guidance:
-            return []
-        return ["training Flux schnell directly undoes its distillation to a few steps; prefer dev"]
+            return None
+        undone = "training Flux schnell directly undoes its distillation to a few steps"
+        return f"{undone}; prefer dev"
 
     def load_encoders(self) -> FluxTexts:
         """CLIP-L and T5."""

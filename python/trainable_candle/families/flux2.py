@@ -110,12 +110,33 @@ class Flux2(FlowFamily[Flux2Texts]):
         """The usual scale of the base; distilled models have none."""
         return 1.0 if self.is_distilled else 4.0
 
-    def check(self) -> None:
-        """Check that no setting asks a distilled model for a second prediction.
+    def require_own(self) -> None:
+        """As `PipelineFamily.require_own`; checks that the parts are of one size.
 
         Raises:
-            ConfigError: one does.
+            ConfigError: the text encoder is that of the other size, or the model is FLUX.2-dev.
         """
+        super().require_own()
+        config, encoder = self.facts.config, self.facts.parts["text_encoder"].config
+        if config["guidance_embeds"]:
+            raise ConfigError(
+                f"weights: {self.weights} is FLUX.2-dev, which is told a scale of guidance and is "
+                "not supported; expected FLUX.2-klein"
+            )
+        found, read = len(LAYERS) * encoder["hidden_size"], config["joint_attention_dim"]
+        if found != read:
+            raise ConfigError(
+                f"text_encoder: it makes {found} values of a token, and the transformer reads "
+                f"{read}; FLUX.2-klein 4B goes with Qwen3 4B, and 9B with Qwen3 8B"
+            )
+
+    def check(self) -> None:
+        """Check the parts, and that no setting asks a distilled model for a second prediction.
+
+        Raises:
+            ConfigError: one does, or the parts do not fit.
+        """
+        self.require_own()
         if not self.is_distilled:
             return
         for option, given in (
@@ -128,12 +149,13 @@ class Flux2(FlowFamily[Flux2Texts]):
                     "guidance"
                 )
 
-    def notes(self) -> list[str]:
-        """That training spoils distilled models."""
+    @property
+    def distillation(self) -> str | None:
+        """That of the models that are not called base."""
         if not self.is_distilled:
-            return []
-        spoils = "training the distilled FLUX.2-klein directly undoes its distillation to 4 steps"
-        return [f"{spoils}; train the base, and use the adapter on the distilled model"]
+            return None
+        undone = "training the distilled FLUX.2-klein directly undoes its distillation to 4 steps"
+        return f"{undone}; train the base, and use the adapter on the distilled model"
 
     def load_encoders(self) -> Flux2Texts:
         """Qwen3 up to the last layer that is read."""

@@ -95,13 +95,14 @@ class ZImage(FlowFamily[ZImageTexts]):
     text_tokens: ClassVar[int] = _USUAL_TOKENS
     model: ZImageTransformer
 
-    def notes(self) -> list[str]:
-        """That training spoils turbo, which only its name tells from the base."""
+    @property
+    def distillation(self) -> str | None:
+        """That of turbo, which only its name tells from the base."""
         name = self.weights.resolve().name.lower()
         if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
-            return []
-        spoils = "training Z-Image-Turbo directly undoes its distillation to a few steps"
-        return [f"{spoils}; train the base, or Z-Image-De-Turbo"]
+            return None
+        undone = "training Z-Image-Turbo directly undoes its distillation to a few steps"
+        return f"{undone}; train the base, or Z-Image-De-Turbo"
 
     def load_encoders(self) -> ZImageTexts:
         """Qwen3 without its last layer."""

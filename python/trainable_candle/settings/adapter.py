@@ -76,6 +76,27 @@ class Adapter(Group):
 
 
 @dataclass(frozen=True)
+class TrainingAdapters(Group):
+    """What distilled models are trained over."""
+
+    section: ClassVar[str] = sections.ADAPTER
+
+    training_adapter: Annotated[
+        str | None,
+        Setting(
+            "file that a distilled model is trained over, and used without",
+            rare=True,
+            aliases=("assistant-lora-path", "assistant-adapter"),
+        ),
+    ] = None
+
+    @property
+    def training_adapter_path(self) -> Path:
+        """The file that `training_adapter` names."""
+        return Path(self.training_adapter or "").expanduser()
+
+
+@dataclass(frozen=True)
 class TextEncoders(Group):
     """Adapters on text encoders."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 import yaml
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders
+from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders, TrainingAdapters
 from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GROUPS: Final[tuple[type[Group], ...]] = (
-    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TextEncoders, Training,
-    NoisePrediction, Loss, NoiseLevels, ResolutionShift, DistilledGuidance, ClipSkip, Validation,
-    Previews, Denoising, Drawing, Writing,
+    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TrainingAdapters,
+    TextEncoders, Training, NoisePrediction, Loss, NoiseLevels, ResolutionShift,
+    DistilledGuidance, ClipSkip, Validation, Previews, Denoising, Drawing, Writing,
     Machine, Several, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
@@ -50,6 +50,7 @@ IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Wr
 class TrainConfig(
     Files, Several, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip,
     DistilledGuidance, ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders,
+    TrainingAdapters,
     Adapter, Texts, Captions, DefaultCaption, Images, Unusable, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.

@@ -85,6 +85,7 @@ def training_metadata(
         "ss_flip_aug": config.flip,
         "ss_seed": config.seed,
         "ss_training_comment": config.trigger,
+        "ss_training_adapter": Path(config.training_adapter or "").name,
         "ss_training_started_at": progress.started,
         "ss_training_finished_at": date.timestamp(),
         "modelspec.title": title,

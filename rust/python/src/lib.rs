@@ -27,6 +27,7 @@ mod rng;
 mod runtime;
 mod tensor;
 mod train;
+mod training_adapter;
 mod types;
 mod var;
 mod verify;
@@ -102,6 +103,8 @@ mod _core {
     use crate::train::{
         DiffusionObjective, FlowMatching, NoiseSchedule, NoisedLatents, Sampler, classifier_free_guidance,
     };
+    #[pymodule_export]
+    use crate::training_adapter::TrainingAdapter;
     #[pymodule_export]
     use crate::var::Var;
     #[pymodule_export]

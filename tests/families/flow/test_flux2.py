@@ -92,3 +92,16 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
     whole = families.load("flux2", flux2_base, "f32", "cpu")
     options = SampleOptions(steps=2, size=(16, 24), guidance=2.0)
     np.testing.assert_array_equal(made.draw(["a"], options), whole.draw(["a"], options))
+
+
+def test_parts_of_another_size_are_named(flux2_base: Path, tmp_path: Path) -> None:
+    for field, value, message in (
+        ("joint_attention_dim", 60, "makes 48 values of a token, and the transformer reads 60"),
+        ("guidance_embeds", True, "is FLUX.2-dev"),
+    ):
+        folder = tmp_path / field
+        shutil.copytree(flux2_base, folder)
+        path = folder / "transformer" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+        with pytest.raises(ConfigError, match=message):
+            families.load("flux2", folder, "f32", "cpu")

@@ -124,6 +124,24 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
     np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
 
 
+def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
+    """diffusers all of it, ComfyUI only the layers that it calls alike."""
+    arrays = {}
+    for layer, rows, columns in (("attention_to_q", 64, 64), ("feed_forward_w2", 64, 170)):
+        module = f"lora_unet_layers_0_{layer}"
+        arrays[f"{module}.lora_down.weight"] = drawn(RANK, columns)
+        arrays[f"{module}.lora_up.weight"] = drawn(rows, RANK)
+        arrays[f"{module}.alpha"] = np.float32(2.0)
+    family = FAMILIES["zimage"]
+    path = save_arrays(tmp_path / "a.safetensors", arrays)
+    report = tc.verify_adapter(path, "zimage", family.pipeline(tmp_path / "base"))
+    found = {m.layer: set(m.ignored_by) | set(m.changed_by) for m in report.modules}
+    assert found == {
+        "transformer.layers.0.attention.to_q": {"ComfyUI", "peft"},
+        "transformer.layers.0.feed_forward.w2": {"peft"},
+    }
+
+
 LAYERS = {
     "sd3": [f"transformer_blocks.0.attn2.to_{name}" for name in "qkv"],
     "flux": [

@@ -78,6 +78,19 @@ class FlowFamily(PipelineFamily[E]):
             )
         return images
 
+    @property
+    def distillation(self) -> str | None:
+        """What training would undo of these weights, and what to train instead; None: nothing."""
+        return None
+
+    def notes(self) -> list[str]:
+        """That training spoils a distilled model, if nothing is done about it."""
+        undone, config = self.distillation, self.config
+        if config.training_adapter is None:
+            return [f"{undone}, or give a --training-adapter"] if undone else []
+        name = self.weights.resolve().name
+        return [] if undone else [f"--training-adapter is for distilled models, is {name} one?"]
+
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """The velocity from latents to noise."""
         by_size = self._shift_of_latents if self.config.resolution_shift else None

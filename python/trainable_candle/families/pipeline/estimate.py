@@ -122,6 +122,9 @@ def estimate(
         trained.append(Item(name, "activations", values * config.batch_size * itemsize))
 
     adapted(name, name, adapter_config(config, family.targets))
+    if config.training_adapter:
+        size = config.training_adapter_path.stat().st_size
+        trained.append(Item(name, "training adapter", size))
     if config.train_text_encoder:
         trained.append(texts)
         for part in facts.text_encoders:

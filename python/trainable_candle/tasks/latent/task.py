@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -33,13 +34,13 @@ from trainable_candle.tasks.task import Split
 from trainable_candle.train.adapters import Adapters, adapter_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
 
-    from trainable_candle import AdapterFile, Tensor
+    from trainable_candle import AdapterFile, Tensor, TrainingAdapter
     from trainable_candle.data import Dataset
     from trainable_candle.models import Model
     from trainable_candle.settings import TrainConfig
@@ -66,6 +67,7 @@ class LatentTask:
         self._side: int | None = None
         self._adapted: tuple[str, ...] = ()
         self._remembered: dict[str, dict[str, Tensor]] = {}
+        self._training_adapter: TrainingAdapter | None = None
 
     def check(self, report: Callable[[str], None]) -> None:
         """As `Task.check`; reports where other tools would make less of the adapter."""
@@ -92,6 +94,10 @@ class LatentTask:
         if config.initial_adapter and not config.resume:
             path = existing("initial_adapter", config.initial_adapter_path)
             family.check_initial_adapter(path, adapted)
+        if config.training_adapter:
+            family.check_training_adapter(
+                existing("training_adapter", config.training_adapter_path)
+            )
         if config.adapter == "dora" and form == family.formats[0] == "diffusers":
             report(
                 "note: of files under diffusers' names ComfyUI leaves DoRA's magnitude out; "
@@ -208,8 +214,22 @@ class LatentTask:
         if config.gradient_checkpointing != "none":
             for name in sets:
                 self._part(name).enable_gradient_checkpointing(config.gradient_checkpointing)
+        if config.training_adapter:
+            self._training_adapter = family.model.add_training_adapter(config.training_adapter_path)
         self._adapted = tuple(sets)
         return Adapters(sets)
+
+    @contextmanager
+    def _as_used(self) -> Iterator[None]:
+        """The model without the adapter that it is only trained over."""
+        if self._training_adapter is None:
+            yield
+            return
+        self._training_adapter.set_enabled(False)
+        try:
+            yield
+        finally:
+            self._training_adapter.set_enabled(True)
 
     def _part(self, name: str) -> Model:
         return self.family.model if name == self.family.component else self.family.text_models[name]
@@ -281,7 +301,7 @@ class LatentTask:
     ) -> npt.NDArray[np.uint8]:
         """One image a prompt; shape (n, height, width, 3).
 
-        The library's generator is left as it was.
+        A training adapter has no part in it. The library's generator is left as it was.
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
@@ -290,7 +310,8 @@ class LatentTask:
         options = options or SampleOptions()
         self._refuse_unused(options)
         side = self._side or self.family.resolution
-        return draw(self.family, prompts, options, self._features, (side, side))
+        with self._as_used():
+            return draw(self.family, prompts, options, self._features, (side, side))
 
     def _refuse_unused(self, options: SampleOptions) -> None:
         if Drawing in self.family.groups:

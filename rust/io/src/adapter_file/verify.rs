@@ -249,9 +249,15 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     }
 }
 
+/// Entry with the name of the adapter over which a distilled model was trained.
+const TRAINED_OVER: &str = "ss_training_adapter";
+
 /// Remarks about the header.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
+    if let Some(name) = contents.metadata.get(TRAINED_OVER) {
+        remarks.push(format!("it was trained over the training adapter {name}, which is not in it: use it without"));
+    }
     let shows = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
     if let Some(base) = parts.iter().filter(shows).find_map(|part| part.names.base)
         && !contents.metadata.is_empty()

@@ -166,7 +166,7 @@ impl AdapterSet {
     }
 
     fn build(config: LoraConfig, planned: Vec<Planned<'_>>) -> Result<Self> {
-        if let Some(taken) = planned.iter().find(|p| p.layer.slot().get().is_some()) {
+        if let Some(taken) = planned.iter().find(|p| p.layer.slot().is_taken()) {
             return Err(Error::Config(format!(
                 "add_adapter: {} already has an adapter; call remove_adapter() first",
                 taken.name

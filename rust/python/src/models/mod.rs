@@ -32,6 +32,7 @@ use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 use crate::tensor::Tensor;
+use crate::training_adapter::TrainingAdapter;
 use crate::types::{NamedTensors, NamedVars, Own};
 use crate::var::Var;
 
@@ -247,6 +248,23 @@ impl Model {
             let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
             io::attach_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
         })
+    }
+
+    /// Put the LoRA of a file beside whatever is trained, its effect multiplied by `scale`: that over which a distilled model is trained.
+    /// It stays frozen, and neither files nor merged weights have it.
+    ///
+    /// Raises:
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
+    ///     ConfigError: if it is no LoRA of linear layers, or a layer has one already.
+    #[pyo3(signature = (path, scale=Argument::of(1.0)))]
+    fn add_training_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<TrainingAdapter> {
+        const OP: &str = "add_training_adapter";
+        let (path, scale) = (path.get(OP)?, scale.get(OP, "scale")?);
+        let made = detached(py, || {
+            let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
+            io::adapter_file::attach_training_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
+        })?;
+        Ok(TrainingAdapter::new(made, self.model.clone()))
     }
 
     /// Let the adapted layers compute with one merged weight each, at the speed of the base. Training has no effect
