@@ -6,6 +6,7 @@ mod cuda;
 use candle_core::Shape;
 use smallvec::SmallVec;
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::compute::on_device;
 use crate::raw::Raw;
@@ -142,6 +143,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR,
     cases: || {

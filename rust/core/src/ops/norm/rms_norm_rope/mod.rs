@@ -1,5 +1,6 @@
 //! RMS norm and rotary position embedding in one pass: the queries and keys of models that normalise them (Flux, Qwen3).
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -12,6 +13,7 @@ use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Result, Tensor};
 
+#[cfg(feature = "testing")]
 pub(super) use cases::cases;
 
 pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
