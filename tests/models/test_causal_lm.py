@@ -35,7 +35,7 @@ def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc
     tc.save_file(own, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SWITCHES[name][form]))
     shared = {key: tensors[key] for key in ("input_ids", "attention_mask")}
-    return CausalLM.from_pretrained(folder), expected | shared
+    return CausalLM.from_pretrained(folder, dtype="f32"), expected | shared
 
 
 @pytest.mark.parametrize("family", FAMILIES)

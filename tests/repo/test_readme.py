@@ -17,8 +17,8 @@ def blocks(document: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-def run(block: str) -> dict[str, object]:
-    names: dict[str, object] = {}
+def run(block: str, given: dict[str, object] | None = None) -> dict[str, object]:
+    names: dict[str, object] = {**(given or {})}
     exec(compile(block, "a document", "exec"), names)
     return names
 
@@ -80,6 +80,18 @@ def test_a_model_of_ones_own_gets_adapters(
     assert "trainable params: 552 ||" in capsys.readouterr().out
     assert (tmp_path / "my-lora" / "adapter_config.json").is_file()
     assert names["plain"](tc.randn(2, 64)).shape == (2, 10)
+
+
+def test_a_loop_runs_alone_too() -> None:
+    parameters = {"w": tc.Var(tc.ones((3,)))}
+    given = {
+        "parameters": parameters,
+        "optimizer": tc.optim.AdamW(list(parameters.values()), lr=0.1),
+        "batches": [tc.ones((3,)) * k for k in range(4)],
+        "loss": lambda batch: (batch * parameters["w"].to(batch.device)).sum(),
+    }
+    run(blocks("docs/many-gpus.md")[0].replace("auto", "cpu"), given)
+    assert parameters["w"].detach().sum().item() < 3.0
 
 
 def test_an_adapter_is_trained_from_python(

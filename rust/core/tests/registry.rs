@@ -1,6 +1,7 @@
 //! Walks the registry: every operation, every case, against independent oracles.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::gradcheck::{Tolerance, gradcheck};
@@ -31,7 +32,35 @@ fn names_are_unique() {
     let names: Vec<&str> = REGISTRY.iter().flat_map(|e| e.iter()).map(|e| e.info.name).collect();
     let unique: BTreeSet<&str> = names.iter().copied().collect();
     assert_eq!(names.len(), unique.len(), "{names:?}");
-    assert!(names.len() > 40, "the registry is nearly empty: {names:?}");
+}
+
+/// The statics of `OpInfo` in the sources below `folder`, but for those of a macro.
+fn declared(folder: &Path, found: &mut BTreeSet<String>) {
+    for entry in folder.read_dir().unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            declared(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let source = std::fs::read_to_string(&path).unwrap();
+            found.extend(source.match_indices("OpInfo::").filter_map(|(at, _)| {
+                let (_, arguments) = source[at..].split_once('(')?;
+                arguments.strip_prefix('"')?.split_once('"').map(|(name, _)| name.to_owned())
+            }));
+        }
+    }
+}
+
+/// An operation is what `record` is given: one without cases would never be tested.
+#[test]
+fn every_operation_has_cases() {
+    let mut missing = BTreeSet::new();
+    declared(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ops"), &mut missing);
+    assert!(missing.len() > 40, "the sources declare few operations: {missing:?}");
+    for entry in REGISTRY.iter().flat_map(|entries| entries.iter()) {
+        assert!(!(entry.cases)().is_empty(), "{} brings no cases", entry.info.name);
+        missing.remove(entry.info.name);
+    }
+    assert!(missing.is_empty(), "operations without an entry in the registry: {missing:?}");
 }
 
 #[test]

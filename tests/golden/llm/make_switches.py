@@ -1,8 +1,8 @@
 """Logits of tiny decoders with each switch of their configuration, by transformers.
 
 Run with torch 2.11.0 and transformers 5.23.0. Writes `switches.json`, the configurations under
-their old names and as transformers writes them, and `switches.safetensors`, weights, ids, masks
-and logits.
+their old names and as transformers writes them, and `switches.safetensors`, weights (bf16 numbers,
+stored as bf16), ids, masks and logits.
 """
 
 import copy
@@ -92,6 +92,7 @@ def main() -> None:
                     if parameter.dim() == 1 and parameter.mean() == 1
                     else 0.3 * torch.randn_like(parameter)
                 )
+                parameter.copy_(parameter.bfloat16())
             for row, length in enumerate(mask.sum(1).tolist()):
                 # By itself, in a model that has seen no longer row, which "dynamic" remembers.
                 tensors[f"{name}|logits.{row}"] = copy.deepcopy(model)(
@@ -100,7 +101,7 @@ def main() -> None:
         head = "lm_head.weight" if config.tie_word_embeddings else None
         for key, value in model.state_dict().items():
             if key != head:
-                tensors[f"{name}|{key}"] = value.clone()
+                tensors[f"{name}|{key}"] = value.bfloat16()
         new = json.loads(config.to_json_string(use_diff=False))
         configs[name] = {"old": old, "new": new | {"architectures": [type(model).__name__]}}
     save_file(

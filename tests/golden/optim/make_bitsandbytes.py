@@ -3,10 +3,10 @@
     pip install bitsandbytes==0.50.2 torch==2.11.0 safetensors
     python make_bitsandbytes.py bitsandbytes.safetensors
 
-Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` are the values after each step of
-a parameter of N elements, `NAME.STATE.N` the states after the last. The smaller parameter is
-below `min_8bit_size`, so its states are f32. The stored file comes from the same calls with
-other random numbers.
+Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` are the values after the first and
+the last step of a parameter of N elements, `NAME.STATE.N` the states after the last. The smaller
+parameter is below `min_8bit_size`, so its states are f32. The stored file comes from the same calls
+with other random numbers.
 """
 
 import sys
@@ -42,7 +42,8 @@ def main(path: str) -> None:
             for i in range(STEPS):
                 param.grad = tensors[f"grad{i}.{n}"].cuda()
                 opt.step()
-                tensors[f"{name}.p{i + 1}.{n}"] = param.detach().clone()
+                if i in (0, STEPS - 1):
+                    tensors[f"{name}.p{i + 1}.{n}"] = param.detach().clone()
             for key, value in opt.state[param].items():
                 if torch.is_tensor(value) and not key.startswith("qmap"):
                     tensors[f"{name}.{key}.{n}"] = value

@@ -1,10 +1,10 @@
-"""Tiny models of Z-Image and FLUX.2, and what diffusers and peft make of them.
+"""Tiny models of SD3.5, Flux, FLUX.2 and Z-Image, and what diffusers and peft make of them.
 
     python make_diffusers.py FOLDER
 
-Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `zimage` and `flux2` as the folders beside
-this one, and the names and shapes of the published sizes into `full_size`. Weights are bf16
-numbers, stored as bf16; everything else is f32.
+Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `flux2` and `zimage` as the
+folders beside this one, and the names and shapes of the published sizes into `full_size`. Weights
+are bf16 numbers, stored as bf16; everything else is f32.
 """
 
 import copy
@@ -14,29 +14,55 @@ import sys
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel, ZImageTransformer2DModel
+from diffusers import (
+    AutoencoderKLFlux2,
+    Flux2Transformer2DModel,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    ZImageTransformer2DModel,
+)
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from torch.nn.functional import mse_loss
 
 OUTPUT = Path(sys.argv[1])
-RANK, ALPHA, STEPS = 4, 8.0, 4
+RANK, ALPHA, STEPS = 2, 4.0, 4
+SD3 = {
+    "sample_size": 16, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 3,
+    "attention_head_dim": 16, "num_attention_heads": 4, "joint_attention_dim": 40,
+    "caption_projection_dim": 64, "pooled_projection_dim": 24, "pos_embed_max_size": 12,
+    "dual_attention_layers": (0, 1), "qk_norm": "rms_norm",
+}  # fmt: skip
+FLUX = {
+    "in_channels": 64, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+    "num_attention_heads": 4, "joint_attention_dim": 40, "pooled_projection_dim": 24,
+    "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
+}  # fmt: skip
+FLUX2 = {
+    "in_channels": 64, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
+    "num_attention_heads": 4, "joint_attention_dim": 40, "axes_dims_rope": [4, 4, 4, 4],
+    "guidance_embeds": False,
+}  # fmt: skip
 Z_IMAGE = {
     "in_channels": 16, "dim": 64, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 4,
     "n_kv_heads": 4, "cap_feat_dim": 40, "axes_dims": [4, 6, 6], "axes_lens": [256, 64, 64],
 }  # fmt: skip
-FLUX2 = {
-    "in_channels": 64, "num_layers": 2, "num_single_layers": 3, "attention_head_dim": 16,
-    "num_attention_heads": 4, "joint_attention_dim": 40, "axes_dims_rope": [4, 4, 4, 4],
-    "guidance_embeds": False,
-}  # fmt: skip
+SD35 = {"sample_size": 128, "in_channels": 16, "out_channels": 16, "attention_head_dim": 64,
+        "joint_attention_dim": 4096, "pooled_projection_dim": 2048,
+        "qk_norm": "rms_norm"}  # fmt: skip
+SD35_MEDIUM = SD35 | {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536,
+                      "pos_embed_max_size": 384, "dual_attention_layers": range(13)}  # fmt: skip
+SD35_LARGE = SD35 | {"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
+                     "pos_embed_max_size": 192}  # fmt: skip
 KLEIN_4B = {"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24,
             "joint_attention_dim": 7680, "guidance_embeds": False}  # fmt: skip
 KLEIN_9B = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,
             "joint_attention_dim": 12288, "guidance_embeds": False}  # fmt: skip
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
-SINGLE = ["to_qkv_mlp_proj", *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(3))]
-JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", *SINGLE]
+SINGLE = ["to_qkv_mlp_proj", *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(2))]
+JOINT = [*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
+MLP = ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"]
+MODULATION = ["norm1.linear", "norm1_context.linear"]
 
 
 def randomize(model):
@@ -114,6 +140,55 @@ def family(name, make, inputs, call, linear, attention):
         adapted(other, call, targets, use_dora, inputs["hidden_states"], path)
 
 
+def texts(length):
+    """Two samples: tokens, pooled embeddings and timesteps from 0 to 1."""
+    return {"encoder_hidden_states": torch.randn(2, length, 40),
+            "pooled_projections": torch.randn(2, 24),
+            "timestep": torch.tensor([0.113, 0.871])}  # fmt: skip
+
+
+def positions(height, width, length, axes):
+    """Of the tokens of an image and of a text, for rotary embedding."""
+    image = torch.zeros(height, width, axes)
+    image[..., 1] += torch.arange(height)[:, None]
+    image[..., 2] += torch.arange(width)
+    words = torch.zeros(length, axes)
+    if axes == 4:
+        words[:, 3] = torch.arange(length)
+    return {"img_ids": image.reshape(-1, axes), "txt_ids": words}
+
+
+def sd3_model():
+    """Its table of positions is computed, and stored as bf16 too."""
+    model = SD3Transformer2DModel(**SD3)
+    model.pos_embed.pos_embed.copy_(model.pos_embed.pos_embed.bfloat16())
+    return model
+
+
+def sd3():
+    x = torch.randn(2, 16, 16, 12).requires_grad_()
+    inputs = {"hidden_states": x} | texts(21) | {"timestep": torch.tensor([12.5, 733.0])}
+
+    def call(model):
+        return model(**inputs, return_dict=False)[0]
+
+    linear = [*JOINT, *MLP, *MODULATION]
+    family("sd3", sd3_model, inputs, call, linear, JOINT)
+
+
+def flux():
+    height, width, length = 6, 4, 19
+    x = torch.randn(2, height * width, 64).requires_grad_()
+    inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 3)
+    inputs["guidance"] = torch.tensor([1.0, 3.5])
+
+    def call(model):
+        return model(**inputs, return_dict=False)[0]
+
+    linear = [*JOINT, *MLP, "proj_mlp", "proj_out", "norm.linear", *MODULATION]
+    family("flux", lambda: FluxTransformer2DModel(**FLUX), inputs, call, linear, JOINT)
+
+
 def z_image():
     """24 tokens of an image, of which 32 are made; captions of which one is longer than 32."""
     lengths = torch.tensor([37, 19])
@@ -136,20 +211,15 @@ def z_image():
 def flux2():
     height, width, length = 6, 4, 19
     x = torch.randn(2, height * width, 64).requires_grad_()
-    text, times = torch.randn(2, length, 40), torch.tensor([0.113, 0.871])
-    image = torch.zeros(height, width, 4)
-    image[..., 1] += torch.arange(height)[:, None]
-    image[..., 2] += torch.arange(width)
-    words = torch.zeros(length, 4)
-    words[:, 3] = torch.arange(length)
-    inputs = {"hidden_states": x, "encoder_hidden_states": text, "timestep": times,
-              "img_ids": image.reshape(-1, 4), "txt_ids": words}  # fmt: skip
+    inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 4)
+    inputs.pop("pooled_projections")
 
     def call(model):
         return model(**inputs, return_dict=False)[0]
 
-    linear = [*JOINT, "linear_in", "linear_out", "double_stream_modulation_img.linear"]
-    family("flux2", lambda: Flux2Transformer2DModel(**FLUX2), inputs, call, linear, JOINT)
+    attention = [*JOINT, *SINGLE]
+    linear = [*attention, "linear_in", "linear_out", "double_stream_modulation_img.linear"]
+    family("flux2", lambda: Flux2Transformer2DModel(**FLUX2), inputs, call, linear, attention)
 
 
 def autoencoder():
@@ -177,6 +247,9 @@ def autoencoder():
 def full_size():
     with torch.device("meta"):
         models = {
+            "sd35_medium": SD3Transformer2DModel(**SD35_MEDIUM),
+            "sd35_large": SD3Transformer2DModel(**SD35_LARGE),
+            "flux_dev": FluxTransformer2DModel(guidance_embeds=True),
             "zimage": ZImageTransformer2DModel(),
             "flux2_klein_4b": Flux2Transformer2DModel(**KLEIN_4B),
             "flux2_klein_9b": Flux2Transformer2DModel(**KLEIN_9B),
@@ -189,9 +262,8 @@ def full_size():
 
 
 if __name__ == "__main__":
-    torch.manual_seed(20261122)
     torch.set_num_threads(2)
-    z_image()
-    flux2()
-    autoencoder()
+    for make in (sd3, flux, z_image, flux2, autoencoder):
+        torch.manual_seed(20261122)
+        make()
     full_size()

@@ -1,5 +1,6 @@
 //! Activations with a derivative worth fusing: GELU in its forms, SiLU.
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use super::elementwise::{Pointwise, pointwise};
 use crate::cpu::{Binary, Real, Unary};
@@ -178,6 +179,7 @@ impl Tensor {
     }
 }
 
+#[cfg(feature = "testing")]
 fn gelu_tanh_plain(x: &Tensor) -> Result<Tensor> {
     let cube = x.sqr()?.mul(x)?.mul_scalar(TANH_CUBE)?;
     let inner = x.add(&cube)?.mul_scalar(TANH_SCALE)?;
@@ -185,6 +187,7 @@ fn gelu_tanh_plain(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &GELU,

@@ -1,5 +1,6 @@
 //! Arithmetic of two tensors with numpy broadcasting, and the operators.
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
 use super::scalar::Affine;
 use crate::cpu::{Add, Binary, Div, Maximum, Minimum, Mul, Real, Sub};
@@ -286,6 +287,7 @@ operators! {
     Div div |t, v| t.mul_scalar(1.0 / v), |v, t| t.recip()?.mul_scalar(v);
 }
 
+#[cfg(feature = "testing")]
 macro_rules! binary_entry {
     ($info:ident, $method:ident, $domain:ident) => {
         Entry {
@@ -303,6 +305,7 @@ macro_rules! binary_entry {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     binary_entry!(ADD, add, Normal),
     binary_entry!(SUB, sub, Normal),

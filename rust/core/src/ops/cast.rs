@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device};
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::raw::{Raw, is_float, to_cpu};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
@@ -106,6 +107,7 @@ impl Tensor {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &CAST,

@@ -1,6 +1,5 @@
 //! Comparisons: u8 results (1 true, 0 false) that carry no gradient.
 
-use super::case::Entry;
 use crate::raw::check_allocation_on;
 use crate::{Error, Result, Tensor, checkpoint};
 
@@ -39,6 +38,3 @@ comparisons! {
     gt gt "1 where this element is larger.";
     ge ge "1 where this element is larger or equal.";
 }
-
-/// Comparisons have no derivative, so the registry has no cases for them.
-pub static ENTRIES: &[Entry] = &[];

@@ -1,5 +1,6 @@
 //! Elementwise functions of one tensor: value and derivative in one table.
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
 use crate::cpu::{Binary, Real, Unary};
 use crate::raw::is_float;
@@ -91,6 +92,7 @@ macro_rules! pointwise_ops {
         )*
 
         /// Registry entries of the functions in this file.
+        #[cfg(feature = "testing")]
         pub static ENTRIES: &[Entry] = &[$(Entry {
             info: &$info,
             cases: || vec![

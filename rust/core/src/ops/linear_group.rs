@@ -5,8 +5,11 @@
 
 use candle_core::DType;
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
-use super::linear::{as_matrix, check, forward, linear, with_last};
+#[cfg(feature = "testing")]
+use super::linear::linear;
+use super::linear::{as_matrix, check, forward, with_last};
 use super::lora::{check_factors, check_frozen, check_scale};
 use super::low_rank::LowRanks;
 use crate::quantized::{Format, WeightRef, example};
@@ -111,6 +114,7 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
 }
 
 /// A frozen tensor of fixed values, of the dtype and on the device of `x`.
+#[cfg(feature = "testing")]
 fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let n = dims.iter().product::<usize>();
     let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7).sin()).collect();
@@ -118,6 +122,7 @@ fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
 }
 
 /// Registry entry of this file. The base is an input that gets no gradient, so cases close over it.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR_GROUP,
     cases: || {

@@ -11,8 +11,11 @@
 
 use candle_core::DType;
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
-use super::linear::{as_matrix, check, forward, linear, same_kind, with_last};
+#[cfg(feature = "testing")]
+use super::linear::linear;
+use super::linear::{as_matrix, check, forward, same_kind, with_last};
 use super::low_rank::{LowRankBackward, LowRanks, operand};
 use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
@@ -328,17 +331,20 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
     )
 }
 
+#[cfg(feature = "testing")]
 fn lora_plain(x: &[Tensor], scale: f64) -> Result<Tensor> {
     let base = linear(&x[0], &x[3].detach(), x.get(4).map(Tensor::detach).as_ref())?;
     base.add(&linear(&linear(&x[0], &x[1], None)?, &x[2], None)?.mul_scalar(scale)?)
 }
 
 /// f32 for tensors that are trained under f16 or bf16.
+#[cfg(feature = "testing")]
 fn master(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }
 }
 
 /// Registry entries of this file. The base is an input that gets no gradient, so cases close over it.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &LORA,

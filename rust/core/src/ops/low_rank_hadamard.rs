@@ -3,6 +3,7 @@
 //!
 //! The two products are as large as a layer's weight. They are not kept for the backward, which makes them again.
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use super::linear::same_kind;
 use crate::cpu::Mul;
@@ -74,6 +75,7 @@ pub fn low_rank_hadamard(a1: &Tensor, b1: &Tensor, a2: &Tensor, b2: &Tensor) -> 
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &HADAMARD,
     cases: || {

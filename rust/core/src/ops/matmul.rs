@@ -1,5 +1,6 @@
 //! Matrix products with numpy's batch broadcasting.
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
@@ -75,6 +76,7 @@ impl Tensor {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &MATMUL,
     cases: || {

@@ -1,5 +1,6 @@
 //! Arithmetic of a tensor and numbers.
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
 use super::elementwise::{Pointwise, pointwise};
 use super::integer;
@@ -192,6 +193,7 @@ impl Tensor {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &SCALAR,

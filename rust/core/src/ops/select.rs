@@ -3,6 +3,7 @@
 use candle_core::DType;
 
 use super::arithmetic::{check, reduced};
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::raw::{Raw, check_allocation_on};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
@@ -60,6 +61,7 @@ impl Tensor {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &SELECT,
     cases: || {

@@ -2,6 +2,7 @@
 
 use candle_core::Shape;
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::raw::{Raw, check_allocation_on};
 use crate::tape::{Backward, BackwardContext, OpInfo, record, record_view};
@@ -352,6 +353,7 @@ impl Tensor {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &RESHAPE,

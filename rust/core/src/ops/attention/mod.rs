@@ -1,6 +1,7 @@
 //! Scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762), computed block by block so that the matrix of all
 //! scores never exists (Dao et al. 2022, arXiv:2205.14135).
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -16,6 +17,7 @@ pub use normed::{HeadSizes, Stream, normed_attention};
 pub use packed::packed_attention;
 pub use varlen::varlen_attention;
 
+#[cfg(feature = "testing")]
 use super::case::Entry;
 use crate::compute::on_device;
 use crate::raw::{Raw, check_allocation_on, is_float};
@@ -210,6 +212,7 @@ impl Backward for AttentionBackward {
 }
 
 /// Registry entries of this folder.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry { info: &ATTENTION, cases: cases::attention },
     Entry { info: &packed::PACKED, cases: cases::packed },

@@ -5,6 +5,7 @@
 //! the image; there is no im2col matrix. Kernels of 1 × 1 are matrix products, convolutions of each channel by itself
 //! have loops of their own.
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -20,6 +21,7 @@ use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 use geometry::Geometry;
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 pub use geometry::Conv2dOptions;
 

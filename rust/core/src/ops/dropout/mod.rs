@@ -4,6 +4,7 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::compute::on_device;
 use crate::cpu::pool::par_chunks_mut;
@@ -127,6 +128,7 @@ impl Backward for DropoutBackward {
 }
 
 /// Registry entry of this operation.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &DROPOUT,
     cases: || {

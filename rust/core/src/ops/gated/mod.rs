@@ -1,5 +1,6 @@
 //! Gated linear units (Shazeer 2020, arXiv:2002.05202): one half of the features times an activation of the other.
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -12,6 +13,7 @@ use crate::raw::is_float;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 
 static GEGLU: OpInfo = OpInfo::cheap("geglu");

@@ -5,6 +5,7 @@
 //! element is picked several times its gradients are added in the order of the ids, in at least f32, so the sum
 //! does not depend on the number of threads.
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -15,6 +16,7 @@ use crate::raw::{Raw, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{DType, Error, Result, Tensor, compute};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 
 static INDEX_SELECT: OpInfo = OpInfo::cheap("index_select");

@@ -6,6 +6,7 @@ mod cuda;
 use candle_core::{Device, Shape};
 use smallvec::SmallVec;
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::compute::on_device;
 use crate::quantized::weight::{HeldWeight, WeightRef};
@@ -177,6 +178,7 @@ pub fn linear<'a>(x: &Tensor, weight: impl Into<WeightRef<'a>>, bias: Option<&Te
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR,
     cases: || {

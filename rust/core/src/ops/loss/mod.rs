@@ -3,6 +3,7 @@
 //! Sums over elements are made in at least f32; a result has the dtype of the input, as in torch. For a loss of bf16 values
 //! with more than three digits, convert the input first.
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cross_entropy;
 mod linear_cross_entropy;
@@ -10,6 +11,7 @@ mod regression;
 
 use crate::{Error, Result};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 pub use cross_entropy::{IGNORE_INDEX, cross_entropy};
 pub use linear_cross_entropy::{linear_cross_entropy, linear_log_probs};

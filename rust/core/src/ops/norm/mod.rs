@@ -4,6 +4,7 @@
 //! Each is one fused kernel forward and one backward. They save their input and the statistics, never the normalised values.
 //! Scale and shift may be frozen: then no gradient is made for them.
 
+#[cfg(feature = "testing")]
 mod cases;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -19,6 +20,7 @@ use crate::raw::{Raw, from_vec};
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Error, Result, Tensor, compute};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 pub use group::{group_norm, group_norm_silu};
 pub use rms_norm_rope::rms_norm_rope;

@@ -6,6 +6,7 @@
 mod extreme;
 mod logsumexp;
 
+#[cfg(feature = "testing")]
 use super::case::{Case, Domain, Entry};
 use super::index::select_raw;
 use crate::cpu::{self, Real, Ternary, Unary};
@@ -267,6 +268,7 @@ impl Tensor {
 }
 
 /// Registry entries of this file and its parts.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &SUM,

@@ -1,5 +1,6 @@
 //! Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features turn by angles that grow with the position.
 
+#[cfg(feature = "testing")]
 pub(super) mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -11,6 +12,7 @@ use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record};
 use crate::{Error, Result, Tensor, checkpoint};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 pub(super) use cpu::Angles;
 

@@ -1,5 +1,6 @@
 //! Softmax and its logarithm along a dimension, each a fused kernel of one pass over memory.
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -11,6 +12,7 @@ use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor};
 use cpu::{LogSoftmax, RowFunction, Softmax};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 
 static SOFTMAX: OpInfo = OpInfo::cheap("softmax");

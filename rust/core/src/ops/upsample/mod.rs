@@ -1,5 +1,6 @@
 //! Resizing of images by the nearest pixel.
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -12,6 +13,7 @@ use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, record};
 use crate::{Error, Result, Tensor};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 
 static UPSAMPLE_NEAREST2D: OpInfo = OpInfo::cheap("upsample_nearest2d");

@@ -17,6 +17,7 @@ use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record_with_aux};
 use crate::{DType, Error, Result, Tensor, checkpoint};
 
+#[cfg(feature = "testing")]
 pub(super) use log_probs::LOG_PROBS;
 pub use log_probs::linear_log_probs;
 

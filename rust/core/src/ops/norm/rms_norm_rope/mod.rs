@@ -1,5 +1,6 @@
 //! RMS norm and rotary position embedding in one pass: the queries and keys of models that normalise them (Flux, Qwen3).
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -13,6 +14,7 @@ use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Result, Tensor};
 
+#[cfg(feature = "testing")]
 pub(super) use cases::cases;
 pub(in crate::ops) use heads::{HeadNorms, HeadStatistics, check_head_norms};
 

@@ -19,7 +19,9 @@ use crate::{Error, Raw, Result, Tensor, dispatch_float};
 pub use modulated::modulated_layer_norm;
 pub use residual::{add_layer_norm, add_rms_norm};
 
+#[cfg(feature = "testing")]
 pub(super) use modulated::MODULATED_LAYER_NORM;
+#[cfg(feature = "testing")]
 pub(super) use residual::{ADD_LAYER_NORM, ADD_RMS_NORM};
 
 pub(super) static LAYER_NORM: OpInfo = OpInfo::cheap("layer_norm");
