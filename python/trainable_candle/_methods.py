@@ -9,17 +9,30 @@ from __future__ import annotations
 
 import math
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trainable_candle import _core
 from trainable_candle._explained import explained
+from trainable_candle._parts import (
+    as_f64,
+    is_mask,
+    is_tensor,
+    no_tape,
+    order_of,
+    own,
+    place_of,
+    plain,
+    reduced,
+    set_value,
+    sizes_of,
+    triangle,
+    true,
+)
 from trainable_candle.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from trainable_candle._core import Tensor, Var
 
 __all__ = ["ComposedMethods", "Sorted"]
@@ -43,27 +56,27 @@ class ComposedMethods:
 
     def half(self) -> Tensor:
         """Convert to f16."""
-        return _own(self).to("f16")
+        return own(self).to("f16")
 
     def bfloat16(self) -> Tensor:
         """Convert to bf16."""
-        return _own(self).to("bf16")
+        return own(self).to("bf16")
 
     def double(self) -> Tensor:
         """Convert to f64."""
-        return _own(self).to("f64")
+        return own(self).to("f64")
 
     def long(self) -> Tensor:
         """Convert to i64."""
-        return _own(self).to("i64")
+        return own(self).to("i64")
 
     def type(self, dtype: Any) -> Tensor:
         """Convert to a dtype."""
-        return _own(self).to(dtype)
+        return own(self).to(dtype)
 
     def cpu(self) -> Tensor:
         """Move to the CPU."""
-        return _own(self).to("cpu")
+        return own(self).to("cpu")
 
     def cuda(self, device: int | str = "cuda") -> Tensor:
         """Move to a GPU.
@@ -71,26 +84,26 @@ class ComposedMethods:
         Raises:
             CudaUnavailableError, DeviceError: If there is none.
         """
-        return _own(self).to(f"cuda:{device}" if isinstance(device, int) else device)
+        return own(self).to(f"cuda:{device}" if isinstance(device, int) else device)
 
     def clone(self) -> Tensor:
         """Return a copy, with the gradient of the tensor; values never change in place anyhow."""
-        tensor = _own(self)
+        tensor = own(self)
         return tensor * 1 if tensor.requires_grad else _core.tensor(tensor)
 
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or the size of a dimension."""
-        shape = _own(self).shape
-        return shape if dim is None else shape[_dim("size", shape, dim)]
+        shape = own(self).shape
+        return shape if dim is None else shape[place_of("size", shape, dim)]
 
     def dim(self) -> int:
         """Return the number of dimensions."""
-        return _own(self).ndim
+        return own(self).ndim
 
     @property
     def mT(self) -> Tensor:  # noqa: N802 - torch's name
         """The tensor with its last two dimensions exchanged."""
-        return _own(self).transpose(-2, -1)
+        return own(self).transpose(-2, -1)
 
     def t(self) -> Tensor:
         """Transpose a matrix; a vector stays.
@@ -98,7 +111,7 @@ class ComposedMethods:
         Raises:
             ShapeError: If there are more than two dimensions.
         """
-        tensor = _own(self)
+        tensor = own(self)
         if tensor.ndim > 2:
             raise ShapeError(f"t: the shape is {tensor.shape}, expected at most two dimensions")
         return tensor.transpose(0, 1) if tensor.ndim == 2 else tensor
@@ -107,53 +120,53 @@ class ComposedMethods:
 
     def __and__(self, other: Any) -> Tensor:
         """Return where both are not zero."""
-        return _true(self) * _true(other, self)
+        return true(self) * true(other, self)
 
     def __or__(self, other: Any) -> Tensor:
         """Return where one or the other is not zero."""
-        return _true(self).maximum(_true(other, self))
+        return true(self).maximum(true(other, self))
 
     def __xor__(self, other: Any) -> Tensor:
         """Return where one of the two is not zero."""
-        return _true(self) != _true(other, self)
+        return true(self) != true(other, self)
 
     def __invert__(self) -> Tensor:
         """Return where it is zero."""
-        return _own(self) == 0
+        return own(self) == 0
 
     def all(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """Return whether every element is not zero, as u8."""
-        return _reduced(_true(self), "min", dim, keepdim)
+        return reduced(true(self), "min", dim, keepdim)
 
     def any(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """Return whether some element is not zero, as u8."""
-        return _reduced(_true(self), "max", dim, keepdim)
+        return reduced(true(self), "max", dim, keepdim)
 
     def isnan(self) -> Tensor:
         """Return where it is NaN, as u8."""
-        tensor = _own(self).detach()
+        tensor = own(self).detach()
         return tensor != tensor  # noqa: PLR0124 - NaN alone differs from itself
 
     def isfinite(self) -> Tensor:
         """Return where it is neither NaN nor infinite, as u8."""
-        tensor = _own(self).detach()
+        tensor = own(self).detach()
         return (tensor - tensor) == 0
 
     def isinf(self) -> Tensor:
         """Return where it is infinite, as u8."""
-        tensor = _own(self).detach()
+        tensor = own(self).detach()
         return tensor.abs() == math.inf
 
     # Numbers.
 
     def sign(self) -> Tensor:
         """Return -1, 0 or 1."""
-        tensor = _own(self).detach()
+        tensor = own(self).detach()
         return (tensor > 0).to(tensor.dtype) - (tensor < 0).to(tensor.dtype)
 
     def floor(self) -> Tensor:
         """Round down."""
-        tensor = _own(self).detach()
+        tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
         small = (tensor.abs() < _WHOLE).to(tensor.dtype)
@@ -163,11 +176,11 @@ class ComposedMethods:
 
     def ceil(self) -> Tensor:
         """Round up."""
-        return -(-_own(self)).floor()
+        return -(-own(self)).floor()
 
     def round(self) -> Tensor:
         """Round to the nearest whole number, halves to even ones."""
-        tensor = _own(self).detach()
+        tensor = own(self).detach()
         if tensor.dtype not in _FLOATS:
             return tensor
         up = (tensor + 0.5).floor()
@@ -177,24 +190,24 @@ class ComposedMethods:
 
     def __floordiv__(self, other: Any) -> Tensor:
         """Divide and round down."""
-        tensor = _own(self)
+        tensor = own(self)
         whole = tensor.dtype not in _FLOATS
-        quotient: Tensor = tensor.to("f64") / _as_f64(other) if whole else tensor / other
+        quotient: Tensor = tensor.to("f64") / as_f64(other) if whole else tensor / other
         return quotient.floor().to(tensor.dtype)
 
     def __mod__(self, other: Any) -> Tensor:
         """Return what is left of a division, with the sign of the divisor."""
-        tensor = _own(self)
+        tensor = own(self)
         rest: Tensor = tensor - tensor.__floordiv__(other) * other
         return rest
 
     def rsqrt(self) -> Tensor:
         """Return 1 / sqrt(x)."""
-        return _own(self).sqrt().reciprocal()
+        return own(self).sqrt().reciprocal()
 
     def log1p(self) -> Tensor:
         """Return log(1 + x), exact for small x too (Higham, Accuracy and Stability, 1.14.1)."""
-        x = _own(self)
+        x = own(self)
         u = x + 1
         # What u has lost of x is in u - 1 as well.
         zero = (u.detach() - 1) == 0
@@ -204,20 +217,20 @@ class ComposedMethods:
 
     def erf(self) -> Tensor:
         """Return the error function."""
-        x = _own(self)
+        x = own(self)
         zero = x.detach() == 0
         z = _core.where(zero, 1.0, x) * math.sqrt(2)
         return _core.where(zero, x * (2 / math.sqrt(math.pi)), z.gelu() * 2 / z - 1)
 
     def clip(self, min: Any = None, max: Any = None) -> Tensor:
         """Limit to a range; the same as `clamp`."""
-        return _own(self).clamp(min, max)
+        return own(self).clamp(min, max)
 
     # Reductions.
 
     def std(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the standard deviation; takes what `var` takes."""
-        return _own(self).var(*args, **kwargs).sqrt()
+        return own(self).var(*args, **kwargs).sqrt()
 
     def norm(self, p: float | str = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
         """Return the p-norm of the elements: 1, 2, infinity, "fro" or any number above 0.
@@ -228,21 +241,21 @@ class ComposedMethods:
         p = 2 if p == "fro" else p
         if not isinstance(p, (int, float)) or not p > 0:
             raise ArgumentError(f'norm: p is {p!r}, expected a number above 0 or "fro"')
-        x = _own(self)
+        x = own(self)
         if p == 2:
-            return _reduced(x * x, "sum", dim, keepdim).sqrt()
+            return reduced(x * x, "sum", dim, keepdim).sqrt()
         if math.isinf(p):
-            return _reduced(x.abs(), "max", dim, keepdim)
-        powers = _reduced(x.abs() if p == 1 else x.abs() ** p, "sum", dim, keepdim)
+            return reduced(x.abs(), "max", dim, keepdim)
+        powers = reduced(x.abs() if p == 1 else x.abs() ** p, "sum", dim, keepdim)
         return powers if p == 1 else powers ** (1 / p)
 
     def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Return the product of the elements, of all or along a dimension."""
-        x = _own(self)
+        x = own(self)
         whole = dim is None
         if dim is None:
             x, dim = x.reshape((-1,)), 0
-        dim = _dim("prod", x.shape, dim)
+        dim = place_of("prod", x.shape, dim)
         if not x.shape[dim]:
             return (x.sum(dim, keepdim=keepdim) if not whole else x.sum()) + 1
         while (count := x.shape[dim]) > 1:
@@ -254,18 +267,18 @@ class ComposedMethods:
 
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Return the index of the least element, of all or along a dimension."""
-        x = _own(self).detach()
+        x = own(self).detach()
         return (-(x if x.dtype in _FLOATS else x.to("f64"))).argmax(dim, keepdim)
 
     def sort(self, dim: int = -1, descending: bool = False) -> Sorted:
         """Return the values in order, and their indices, which the host finds."""
-        x = _own(self)
-        order = _order(x, dim, descending=descending)
+        x = own(self)
+        order = order_of(x, dim, descending=descending)
         return Sorted(x.gather(dim, order), order)
 
     def argsort(self, dim: int = -1, descending: bool = False) -> Tensor:
         """Return the indices that sort the values; the host finds them."""
-        return _order(_own(self), dim, descending=descending)
+        return order_of(own(self), dim, descending=descending)
 
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> Sorted:
         """Return the k largest or least values in order, and their indices, which the host finds.
@@ -273,22 +286,22 @@ class ComposedMethods:
         Raises:
             ArgumentError: If there are not so many.
         """
-        x = _own(self)
-        place = _dim("topk", x.shape, dim)
+        x = own(self)
+        place = place_of("topk", x.shape, dim)
         if not 0 <= k <= x.shape[place]:
             raise ArgumentError(f"topk: k is {k}, expected 0 to {x.shape[place]}")
-        order = _order(x, place, descending=largest).narrow(place, 0, k).contiguous()
+        order = order_of(x, place, descending=largest).narrow(place, 0, k).contiguous()
         return Sorted(x.gather(place, order), order)
 
     # Shapes and places.
 
     def where(self, condition: Tensor, other: Any) -> Tensor:
         """Return this tensor where the condition is not zero, else the other."""
-        return _core.where(condition, _own(self), other)
+        return _core.where(condition, own(self), other)
 
     def masked_fill(self, mask: Tensor, value: float) -> Tensor:
         """Return the value where the mask is not zero, else this tensor."""
-        return _core.where(mask, value, _own(self))
+        return _core.where(mask, value, own(self))
 
     def repeat(self, *sizes: Any) -> Tensor:
         """Repeat along every dimension; new ones stand in front.
@@ -296,7 +309,7 @@ class ComposedMethods:
         Raises:
             ArgumentError: If there are fewer sizes than dimensions.
         """
-        x, counts = _own(self), _sizes(sizes)
+        x, counts = own(self), sizes_of(sizes)
         if len(counts) < x.ndim:
             raise ArgumentError(f"repeat: {len(counts)} sizes for the shape {x.shape}")
         x = x.reshape((1,) * (len(counts) - x.ndim) + x.shape)
@@ -307,33 +320,33 @@ class ComposedMethods:
 
     def tile(self, *sizes: Any) -> Tensor:
         """Repeat along the last dimensions."""
-        counts = _sizes(sizes)
-        return _own(self).repeat((1,) * (_own(self).ndim - len(counts)) + counts)
+        counts = sizes_of(sizes)
+        return own(self).repeat((1,) * (own(self).ndim - len(counts)) + counts)
 
     def repeat_interleave(self, repeats: int, dim: int | None = None) -> Tensor:
         """Repeat every element in its place, flattened without a dimension."""
-        x = _own(self)
+        x = own(self)
         if dim is None:
             x, dim = x.reshape((-1,)), 0
-        dim = _dim("repeat_interleave", x.shape, dim)
+        dim = place_of("repeat_interleave", x.shape, dim)
         shape = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
         whole = (*x.shape[:dim], x.shape[dim] * repeats, *x.shape[dim + 1 :])
         return x.unsqueeze(dim + 1).expand(shape).reshape(whole)
 
     def flip(self, *dims: Any) -> Tensor:
         """Reverse the order along dimensions."""
-        x = _own(self)
-        for dim in _sizes(dims):
-            place = _dim("flip", x.shape, dim)
+        x = own(self)
+        for dim in sizes_of(dims):
+            place = place_of("flip", x.shape, dim)
             x = x[(slice(None),) * place + (slice(None, None, -1),)]
         return x
 
     def roll(self, shifts: int, dims: int | None = None) -> Tensor:
         """Move elements along a dimension, or in the flattened tensor; the last come first."""
-        x = _own(self)
+        x = own(self)
         if dims is None:
             return x.reshape((-1,)).roll(shifts, 0).reshape(x.shape)
-        place = _dim("roll", x.shape, dims)
+        place = place_of("roll", x.shape, dims)
         size = x.shape[place]
         moved = shifts % size if size else 0
         if not moved:
@@ -343,17 +356,17 @@ class ComposedMethods:
 
     def unbind(self, dim: int = 0) -> list[Tensor]:
         """Return the slices along a dimension."""
-        x = _own(self)
-        place = _dim("unbind", x.shape, dim)
+        x = own(self)
+        place = place_of("unbind", x.shape, dim)
         return [x.narrow(place, n, 1).squeeze(place) for n in range(x.shape[place])]
 
     def tril(self, diagonal: int = 0) -> Tensor:
         """Keep the lower triangle of matrices, up to a diagonal, and make the rest zero."""
-        return _triangle(_own(self), lambda rows, columns: columns - rows <= diagonal)
+        return triangle(own(self), lambda rows, columns: columns - rows <= diagonal)
 
     def triu(self, diagonal: int = 0) -> Tensor:
         """Keep the upper triangle of matrices, from a diagonal on, and make the rest zero."""
-        return _triangle(_own(self), lambda rows, columns: columns - rows >= diagonal)
+        return triangle(own(self), lambda rows, columns: columns - rows >= diagonal)
 
     def scatter(self, dim: int, index: Tensor, src: Any) -> Tensor:
         """Return this tensor with values at the indices along a dimension, as torch's `scatter`.
@@ -361,8 +374,8 @@ class ComposedMethods:
         The host reads the indices. Of several values for one place the last counts. Gradients go
         to this tensor and to `src`.
         """
-        x = _own(self)
-        place = _dim("scatter", x.shape, dim)
+        x = own(self)
+        place = place_of("scatter", x.shape, dim)
         where = np.indices(index.shape)
         where[place] = index.numpy()
         flat = np.ravel_multi_index(tuple(where.reshape(x.ndim, -1)), x.shape)
@@ -385,25 +398,25 @@ class ComposedMethods:
         Raises:
             TypeError: If it is a plain tensor.
         """
-        tensor = _own(self)
+        tensor = own(self)
         if not isinstance(tensor, _core.Var):
             raise TypeError(
                 "a Tensor does not change; make another with tc.where, masked_fill or scatter, or "
                 "use a tc.Var, of which parts can be set"
             )
         chosen = np.zeros(tensor.shape, np.uint8)
-        place = key.numpy().astype(bool) if _is_mask(key) else _plain(key)
+        place = key.numpy().astype(bool) if is_mask(key) else plain(key)
         chosen[place] = 1
         new = tensor.detach().numpy().copy() if tensor.dtype != "bf16" else None
-        with _core_no_grad():
+        with no_tape():
             if new is None:
                 new = tensor.detach().to("f32").numpy().copy()
-            new[place] = value.detach().to("f32").numpy() if _is_tensor(value) else value
+            new[place] = value.detach().to("f32").numpy() if is_tensor(value) else value
             tensor.set(_core.tensor(new, dtype=tensor.dtype, device=tensor.device))
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Return a variable of this value, or the value of a variable; use the result."""
-        tensor = _own(self)
+        tensor = own(self)
         if requires_grad:
             return tensor if isinstance(tensor, _core.Var) else _core.Var(tensor)
         return tensor.detach()
@@ -415,31 +428,31 @@ class VarMethods:
     @property
     def data(self) -> Tensor:
         """The value, without gradient."""
-        return _own(self).detach()
+        return own(self).detach()
 
     def copy_(self, value: Tensor) -> Var:
         """Take over a value."""
-        return _set(self, value.detach().to(_own(self).dtype).to(_own(self).device))
+        return set_value(self, value.detach().to(own(self).dtype).to(own(self).device))
 
     def fill_(self, value: float) -> Var:
         """Make every element this number."""
-        return _set(self, _own(self).detach() * 0 + value)
+        return set_value(self, own(self).detach() * 0 + value)
 
     def zero_(self) -> Var:
         """Make every element zero."""
-        return _set(self, _core.zeros_like(_own(self).detach()))
+        return set_value(self, _core.zeros_like(own(self).detach()))
 
     def add_(self, other: Any, alpha: float = 1) -> Var:
         """Add `alpha` times a tensor or a number."""
-        return _set(self, _own(self).detach() + _plain(other) * alpha)
+        return set_value(self, own(self).detach() + plain(other) * alpha)
 
     def sub_(self, other: Any, alpha: float = 1) -> Var:
         """Subtract `alpha` times a tensor or a number."""
-        return _set(self, _own(self).detach() - _plain(other) * alpha)
+        return set_value(self, own(self).detach() - plain(other) * alpha)
 
     def mul_(self, other: Any) -> Var:
         """Multiply by a tensor or a number."""
-        return _set(self, _own(self).detach() * _plain(other))
+        return set_value(self, own(self).detach() * plain(other))
 
 
 def attach() -> None:
@@ -450,87 +463,3 @@ def attach() -> None:
             if not plain and name not in {"__doc__", "__firstlineno__", "__static_attributes__"}:
                 changed = explained(member) if isfunction(member) else member
                 setattr(target, name, changed)
-
-
-def _own(tensor: object) -> Tensor:
-    return cast("Tensor", tensor)
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, _core.Tensor)
-
-
-def _is_mask(key: object) -> bool:
-    return isinstance(key, _core.Tensor) and key.dtype == "u8"
-
-
-def _plain(value: Any) -> Any:
-    """A value without gradient; of an index, its numbers."""
-    if isinstance(value, tuple):
-        return tuple(v.numpy() if _is_tensor(v) else v for v in value)
-    return value.detach() if _is_tensor(value) else value
-
-
-def _core_no_grad() -> Any:
-    from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - it decorates
-
-    return no_grad()
-
-
-def _set(variable: object, value: Tensor) -> Var:
-    var = cast("Var", variable)
-    var.set(value)
-    return var
-
-
-def _as_f64(value: Any) -> Any:
-    return value.to("f64") if _is_tensor(value) else float(value)
-
-
-def _true(value: Any, like: Any = None) -> Tensor:
-    if not _is_tensor(value):
-        value = _core.full((), float(bool(value)), device=_own(like).device)
-    return cast("Tensor", value.detach() != 0)
-
-
-def _reduced(tensor: Tensor, how: str, dim: Any, keepdim: bool) -> Tensor:
-    function = getattr(tensor, how)
-    if dim is None:
-        return cast("Tensor", function())
-    if how in {"min", "max"} and isinstance(dim, (tuple, list)):
-        for place in sorted((_dim(how, tensor.shape, d) for d in dim), reverse=True):
-            tensor = getattr(tensor, how)(place, keepdim=keepdim)
-        return tensor
-    return cast("Tensor", function(dim, keepdim=keepdim))
-
-
-def _dim(function: str, shape: Sequence[int], dim: int) -> int:
-    if not -len(shape) <= dim < len(shape):
-        raise ArgumentError(f"{function}: dimension {dim} of a tensor of shape {tuple(shape)}")
-    return dim % len(shape)
-
-
-def _sizes(sizes: Sequence[Any]) -> tuple[int, ...]:
-    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    return tuple(int(size) for size in given)
-
-
-def _order(x: Tensor, dim: int, *, descending: bool) -> Tensor:
-    place = _dim("sort", x.shape, dim)
-    x = x.detach()
-    values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
-    if descending:
-        # Equal values keep their order, as without.
-        flipped = np.argsort(np.flip(values, place), axis=place, kind="stable")
-        order = np.flip(values.shape[place] - 1 - flipped, place)
-    else:
-        order = np.argsort(values, axis=place, kind="stable")
-    return _core.tensor(np.ascontiguousarray(order, np.int64), device=x.device)
-
-
-def _triangle(x: Tensor, keeps: Any) -> Tensor:
-    if x.ndim < 2:
-        raise ShapeError(f"tril, triu: the shape is {x.shape}, expected at least two dimensions")
-    rows, columns = np.indices(x.shape[-2:])
-    mask = _core.tensor(keeps(rows, columns).astype(np.uint8), device=x.device)
-    return _core.where(mask.broadcast_to(x.shape), x, _core.zeros_like(x.detach()))

@@ -1,6 +1,7 @@
 //! A residual with a gate: the sum of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748, section 3.2), in one pass.
 
 use super::arithmetic::{check, reduced};
+#[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::cpu::{Mul, Real, Ternary};
 use crate::raw::is_float;
@@ -78,6 +79,7 @@ impl Backward for GatedAddBackward {
 }
 
 /// Registry entries of this file.
+#[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &GATED_ADD,
     cases: || {

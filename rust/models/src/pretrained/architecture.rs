@@ -111,10 +111,7 @@ pub trait Architecture: Model + Sized {
             return Err(Error::dtype("from_config", message));
         }
         let quantization = Self::quantization("from_config", quantize)?;
-        Self::build(
-            Self::config_at(config)?,
-            &mut Source::random(dtype, device).quantized(quantization).root(),
-        )
+        Self::build(Self::config_at(config)?, &mut Source::random(dtype, device).quantized(quantization).root())
     }
 
     /// The configuration in a `config.json`, or the published model's.

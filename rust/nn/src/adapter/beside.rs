@@ -146,7 +146,7 @@ impl Adapter for Beside {
     }
 
     fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        self.inner.as_ref().map_or_else(|| Ok(base.weight.clone()), |inner| inner.merged_weight(base))
+        self.inner.as_ref().map_or_else(|| base.weight.values(base.weight.dtype()), |inner| inner.merged_weight(base))
     }
 
     fn replaces_weight(&self) -> Option<Tensor> {

@@ -1,6 +1,7 @@
 //! An activation beside other columns: what blocks with attention and a feed-forward layer side by side (Dehghani et al. 2023,
 //! arXiv:2302.05442, section 2.1) give to the layer that takes the results of both.
 
+#[cfg(feature = "testing")]
 mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -14,6 +15,7 @@ use crate::raw::{Raw, check_allocation_on, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 
+#[cfg(feature = "testing")]
 pub use cases::ENTRIES;
 
 static GELU_TANH_BESIDE: OpInfo = OpInfo::cheap("gelu_tanh_beside");
