@@ -54,6 +54,14 @@ class Packing:
             self._family.config.seed,
         )
 
+    def count(self, batch: Packed) -> float:
+        """The number of tokens, learnt or not."""
+        return int(batch.cu_seqlens[-1])
+
+    def metadata(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
     def tokens(self, batch: Packed) -> dict[str, Tensor]:
         """The tokens and the bounds of texts, on the model's device."""
         names = ("input_ids", "targets", "positions", "cu_seqlens")
@@ -68,14 +76,6 @@ class PreparedTexts(Packing):
     def weight(self, batch: Packed) -> float:
         """The tokens that are learnt: the loss of a step is the mean over those of all batches."""
         return batch.count
-
-    def count(self, batch: Packed) -> float:
-        """The number of tokens, learnt or not."""
-        return int(batch.cu_seqlens[-1])
-
-    def metadata(self) -> dict[str, str]:
-        """Nothing."""
-        return {}
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
         """The tokens, and one over the number of those that are learnt."""
