@@ -46,13 +46,16 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
             format!("found shapes {x:?}, {y:?} and {gate:?}, expected two that agree and one that broadcasts to them");
         return Err(Error::shape(op, message));
     }
+    // A checkpoint keeps a small gate too: it need not compute what makes `y`, as a product before the gate, a second time.
     record(
         &GATED_ADD,
         &[x, y, gate],
         || compute::ternary(&x.raw, &y.raw, &gate.raw, PlusProduct),
         |saver, _| GatedAddBackward {
             y: saver.needs(2).then(|| saver.save(y)),
-            gate: saver.needs(1).then(|| saver.save(gate)),
+            gate: saver
+                .needs(1)
+                .then(|| if gate.elem_count() < y.elem_count() { Saved::keep(gate) } else { saver.save(gate) }),
             gate_dims: gate.dims().to_vec(),
         },
     )

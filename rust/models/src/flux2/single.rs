@@ -55,7 +55,6 @@ impl FusedBlock {
             // The result of the first layer, and that of the attention.
             saved.keep((PROJECTED + 1) * inside);
             saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));
-            saved.keep_product(inside, false);
         });
     }
 }

@@ -80,7 +80,8 @@ impl SingleBlock {
             // The result of the first layers, and that of the attention.
             saved.keep((3 + 1 + RATIO) * inside);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
-            saved.keep_product(inside, gate);
+            // What the gate multiplies, if it learns; no checkpoint computes it otherwise.
+            saved.keep(if gate { inside } else { 0 });
         });
     }
 }
