@@ -4,7 +4,7 @@ vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) ne
 an integer, and target_modules, raises on modules_to_save and DoRA, and drops what it does not know:
 patterns among it. llama.cpp (`convert_lora_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c)
 takes lora_alpha from the configuration and ranks from tensors, and stops at any other tensor.
-mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads that of llama.cpp.
+mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's.
 """
 
 from __future__ import annotations
