@@ -10,8 +10,10 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.cli import main
+from trainable_candle.demo import words
 from trainable_candle.export import read_adapter, refusals
 from trainable_candle.export.gguf import _paired, encoded
+from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.models import CausalLM
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -270,3 +272,18 @@ def test_verify_tells_what_each_program_refuses(
     # Without its configuration no program knows the scale.
     alone = folder / "adapter_model.safetensors"
     assert main(["verify", str(alone), "--model", "causal-lm", "--weights", str(weights)]) == 0
+
+
+def test_losses_with_the_adapter_and_merged_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_adapter(BUILT_IN, tmp_path / "a.safetensors")
+    data = tmp_path / "chats.jsonl"
+    rows = [{"messages": words.chat("upper", word)} for word in ("clavo", "drenda", "spok")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exported(BUILT_IN, tmp_path / "a.safetensors", "merged", "--dataset", str(data))
+    told = capsys.readouterr().out.partition("loss: base ")[2].partition("\n")[0]
+    base, adapter, merged = (float(part.split()[-1]) for part in told.split(","))
+    assert base < 0.1
+    assert adapter > base + 0.5
+    assert merged == pytest.approx(adapter, rel=0.05)

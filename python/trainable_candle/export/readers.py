@@ -1,8 +1,10 @@
 """What programs that load adapters of language models refuse, or read in another way.
 
-Read in vLLM (`vllm/lora/peft_helper.py` at 0306474e), in llama.cpp (`convert_lora_to_gguf.py` at
-https://github.com/ggml-org/llama.cpp/blob/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c), in Ollama
-(`convert/convert.go`) and in mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e).
+vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, lora_alpha,
+an integer, and target_modules, raises on modules_to_save and DoRA, and drops what it does not know:
+patterns among it. llama.cpp (`convert_lora_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c)
+takes lora_alpha from the configuration and ranks from tensors, and stops at any other tensor.
+mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's.
 """
 
 from __future__ import annotations

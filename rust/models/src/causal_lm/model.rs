@@ -312,7 +312,8 @@ impl Model for CausalLM {
     }
 
     fn require_whole(&self) -> Result<()> {
-        self.top().map(drop)
+        self.top()?;
+        Ok(())
     }
 
     /// Other tools know its layers by transformers' names.

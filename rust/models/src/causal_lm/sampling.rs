@@ -37,11 +37,11 @@ impl Sampling {
         let wrong = |name: &str, found: f64, expected: &str| {
             Err(Error::argument(OP, format!("{name} is {found}, expected {expected}")))
         };
-        match self {
-            &Self { temperature: t, .. } if !(t >= 0.0 && t.is_finite()) => wrong("temperature", t, "0 or more"),
-            &Self { top_p: p, .. } if !(p > 0.0 && p <= 1.0) => wrong("top_p", p, "above 0 and at most 1"),
-            &Self { min_p: p, .. } if !(0.0..=1.0).contains(&p) => wrong("min_p", p, "0 to 1"),
-            &Self { repetition_penalty: r, .. } if !(r > 0.0 && r.is_finite()) => {
+        match *self {
+            Self { temperature: t, .. } if !(t >= 0.0 && t.is_finite()) => wrong("temperature", t, "0 or more"),
+            Self { top_p: p, .. } if !(p > 0.0 && p <= 1.0) => wrong("top_p", p, "above 0 and at most 1"),
+            Self { min_p: p, .. } if !(0.0..=1.0).contains(&p) => wrong("min_p", p, "0 to 1"),
+            Self { repetition_penalty: r, .. } if !(r > 0.0 && r.is_finite()) => {
                 wrong("repetition_penalty", r, "above 0")
             }
             _ => Ok(()),
