@@ -117,10 +117,21 @@ fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: 
             let count = (nf4::BLOCK - at % nf4::BLOCK).min(rest.len());
             let (block, after) = rest.split_at_mut(count);
             let scale = scale(at / nf4::BLOCK);
-            for (index, out) in (at..).zip(block) {
+            let values: [T; 16] = nf4::VALUES.map(|value| rounded(value * scale));
+            let value = |index: usize| {
                 let code = codes[index / 2] >> (if index % 2 == 0 { 4 } else { 0 }) & 0xf;
-                *out = rounded(nf4::VALUES[usize::from(code)] * scale);
+                values[usize::from(code)]
+            };
+            // Bytes whose two elements are both wanted, and what is before and after them.
+            let before = at % 2;
+            let (first, whole) = block.split_at_mut(before);
+            let bytes = &codes[(at + before) / 2..];
+            let mut pairs = whole.chunks_exact_mut(2);
+            for (pair, &byte) in pairs.by_ref().zip(bytes) {
+                (pair[0], pair[1]) = (values[usize::from(byte >> 4)], values[usize::from(byte & 0xf)]);
             }
+            first.iter_mut().for_each(|out| *out = value(at));
+            pairs.into_remainder().iter_mut().for_each(|out| *out = value(at + count - 1));
             (at, rest) = (at + count, after);
         }
     });

@@ -19,6 +19,7 @@ use candle_core::{DType, Device};
 
 pub use dynamic_map::create_dynamic_map;
 pub use format::Format;
+pub use nf4::values as nf4_values;
 pub use weight::{Weight, WeightRef};
 
 use crate::raw::{Raw, is_float, with_bytes};
@@ -215,6 +216,12 @@ impl Quantized {
         let parts = matrices.iter().flat_map(|matrix| matrix.parts.iter().cloned()).collect();
         let rows = matrices.iter().map(|matrix| matrix.dims[0]).sum();
         Ok(Self { dims: [rows, columns], dtype: first.dtype, parts })
+    }
+
+    /// The same, standing for values of `dtype`.
+    #[must_use]
+    pub fn with_dtype(&self, dtype: DType) -> Self {
+        Self { dtype, ..self.clone() }
     }
 
     /// Rows and columns.

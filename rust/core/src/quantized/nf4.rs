@@ -35,6 +35,11 @@ pub(super) const VALUES: [f32; 16] = [
     1.0,
 ];
 
+/// The values of the sixteen codes of NF4.
+pub const fn values() -> [f32; 16] {
+    VALUES
+}
+
 /// The values of the codes of scales.
 pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| create_dynamic_map(true));
 

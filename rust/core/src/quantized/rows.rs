@@ -28,7 +28,7 @@ pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Form
         for (code, x) in codes.iter_mut().zip(&values[row * columns..]) {
             let x = x / scale;
             *code = match format {
-                Format::Int8 => x.round_ties_even().clamp(-LARGEST_INT8, LARGEST_INT8) as i8 as u8,
+                Format::Int8 => round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8 as u8,
                 _ => to_e4m3(x),
             };
         }
@@ -38,15 +38,22 @@ pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Form
     Some((from_vec(codes, rows * columns), scales))
 }
 
+/// The nearest whole number of one below 2^22 in magnitude, ties to even: a sum of this size has no place for a fraction.
+/// `f32::round_ties_even` is a call on processors without SSE 4.1.
+#[inline(always)]
+fn round_to_even(x: f32) -> f32 {
+    const LARGE: f32 = 12_582_912.0;
+    (x + LARGE) - LARGE
+}
+
 /// The e4m3 number nearest to a finite `x`, ties to even, at most 448 in magnitude.
 fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs().min(LARGEST_E4M3);
-    // Adding and subtracting a large number rounds to a multiple of its last place: that of the value's exponent, or of the
-    // subnormal numbers, 2^-9.
+    // In steps of the last place of the value's exponent, or of the subnormal numbers: 2^-9.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
-    let step = 2f32.powi(exponent - 3);
-    let steps = (magnitude / step).round_ties_even() as u8;
+    let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
+    let steps = round_to_even(magnitude * steps_in_one) as u8;
     // A carry leads to the next exponent by itself; subnormal numbers have exponent field 0.
     let field = (exponent + 6) as u8;
     sign | (field * 8 + steps)

@@ -206,7 +206,8 @@ impl Pretrained {
     ) -> Result<C> {
         match (&self.config, self.original) {
             (Some(path), _) => {
-                let map: Map<String, Value> = read_json(path)?;
+                let mut map: Map<String, Value> = read_json(path)?;
+                take_quantization(&mut map).map_err(|text| Error::Config(format!("{}: {text}", path.display())))?;
                 let known = self.model.class_names;
                 if let Some(class) = class_of(&map).filter(|class| !known.contains(&class.as_str())) {
                     return Err(Error::Config(format!(
@@ -280,6 +281,24 @@ impl Pretrained {
 pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
+}
+
+/// Take out what says that the weights are NF4 of bitsandbytes: they tell it themselves.
+fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), String> {
+    const FIELD: &str = "quantization_config";
+    let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };
+    let is = |name: &str| given.get(name).and_then(Value::as_bool).unwrap_or(false);
+    let text = |name: &str| given.get(name).and_then(Value::as_str).unwrap_or("missing");
+    let is_four_bits = is("load_in_4bit") || is("_load_in_4bit");
+    if text("quant_method") == "bitsandbytes" && is_four_bits && text("bnb_4bit_quant_type") == "nf4" {
+        map.remove(FIELD);
+        return Ok(());
+    }
+    let method = text("quant_method");
+    Err(format!(
+        "weights with a {FIELD} of \"{method}\" are not supported, unless they are bitsandbytes' nf4; load the unquantized weights, \
+         with quantize= (--base-precision)"
+    ))
 }
 
 /// The entry of an original checkpoint's header with the configuration of the model that a pipeline has in `subfolder`.

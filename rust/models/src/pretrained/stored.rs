@@ -42,6 +42,9 @@ impl Stored for StoredWeights {
 
     fn read_weight(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
         let Some(format) = format else { return Ok(self.read(name)?.into()) };
+        if let Some(codes) = self.codes(name, format)? {
+            return Ok(codes.to_device(&self.device)?.into());
+        }
         // Values are quantized on the CPU: only codes and scales move.
         let values = self.read_to(name, &Device::Cpu)?;
         Ok(Quantized::new(&values, format)?.to_device(&self.device)?.into())
@@ -60,6 +63,23 @@ impl Stored for StoredWeights {
 }
 
 impl StoredWeights {
+    /// The parameter `name` as it is stored, if that is in `format`.
+    fn codes(&mut self, name: &str, format: Format) -> Result<Option<Quantized>> {
+        let Some((key, form)) = self.find(name) else { return Ok(None) };
+        if format == Format::Nf4 && form == Form::Plain && self.files.is_nf4(&key) {
+            let matrix = self.files.read_nf4(&key)?;
+            return Ok(Some(matrix.with_dtype(self.dtype.unwrap_or_else(|| matrix.dtype()))));
+        }
+        if format != Format::Fp8 {
+            return Ok(None);
+        }
+        // One scale for all lets rows and halves be cut out.
+        let Some((codes, scale)) = self.files.read_fp8(&key)? else { return Ok(None) };
+        let scale = Tensor::new(&[scale], &Device::Cpu)?;
+        let codes = form.read(&codes)?;
+        Quantized::from_fp8(&codes, &scale, self.dtype.unwrap_or(DType::BF16)).map(Some)
+    }
+
     fn read_to(&mut self, name: &str, device: &Device) -> Result<Tensor> {
         let Some((key, form)) = self.find(name) else {
             return Err(Error::weights(self.files.path(), format!("there is no parameter \"{name}\"")));
