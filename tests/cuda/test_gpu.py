@@ -1,5 +1,6 @@
 """What only a GPU shows: `pytest -m gpu tests/cuda` on a machine that has one."""
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -58,28 +59,32 @@ def test_full_memory_leaves_the_process_usable() -> None:
 
 @pytest.mark.parametrize("read", [tc.Tensor.item, float, bool, tc.Tensor.tolist, tc.Tensor.numpy])
 def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], Any]) -> None:
-    count, stop = 0, threading.Event()
+    reading = ran_meanwhile = False
+    go = threading.Event()
 
     def work() -> None:
-        nonlocal count
-        while not stop.is_set():
-            count += 1
+        nonlocal ran_meanwhile
+        go.wait()
+        ran_meanwhile = reading
 
-    x = tc.full((4096, 4096), 1 / 4096, dtype="bf16", device="cuda")
     thread = threading.Thread(target=work)
-    for _ in range(3):
-        y = x
-        for _ in range(2000):
-            y = y @ x
-        total = y.to("f32").sum()
     thread.start()
-    before = count
-    read(total)
-    during = count - before
-    stop.set()
-    thread.join()
-    # Thousands, or those of one switch if the GIL is held for the half a second.
-    assert during > 1000
+    y = x = tc.full((4096, 4096), 1 / 4096, dtype="bf16", device="cuda")
+    for _ in range(200):
+        y = y @ x
+    total = y.to("f32").sum()
+    interval = sys.getswitchinterval()
+    # From here on the other thread runs only where this one releases the GIL.
+    sys.setswitchinterval(1000)
+    try:
+        reading = True
+        go.set()
+        read(total)
+        reading = False
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert ran_meanwhile
 
 
 def test_a_scaled_loss_keeps_its_scale() -> None:

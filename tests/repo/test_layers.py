@@ -1,11 +1,14 @@
-"""Which package of the Python part may import which: data flows one way."""
+"""Which package of the Python part may import which, and what the shipped library leaves out."""
 
 import ast
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "python" / "trainable_candle"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "trainable_candle"
 ABOVE = {
     "settings": {"data", "train", "tasks", "families", "run", "cli", "demo"},
     "data": {"train", "tasks", "families", "run", "cli", "demo"},
@@ -27,3 +30,14 @@ def test_nothing_is_imported_from_above(package: str) -> None:
                 names = [alias.name for alias in node.names]
             parts = {name.split(".")[1] for name in names if name.startswith("trainable_candle.")}
             assert not parts & ABOVE[package], (path, parts)
+
+
+def test_cases_of_operations_are_compiled_for_tests_only() -> None:
+    of_tests = re.compile(r"\s*(pub\S* )?(mod cases?;|static (ENTRIES|REGISTRY)|use .*\bcases?::)")
+    for path in (ROOT / "rust" / "core" / "src" / "ops").rglob("*.rs"):
+        if path.name == "cases.rs":
+            continue
+        lines = ["", *path.read_text().splitlines()]
+        for before, line in pairwise(lines):
+            if of_tests.match(line):
+                assert before.strip() == '#[cfg(feature = "testing")]', (path, line)

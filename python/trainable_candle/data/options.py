@@ -25,7 +25,7 @@ class Source:
     path: Path
     """The folder."""
     caption: str | None = None
-    """For images that have none of their own."""
+    """The caption of images that have none of their own."""
     repeats: float | None = None
     """How often each image occurs in an epoch; 0.5: in every other epoch. Default: 1, and for
     regularisation images as often as needed to be as many as the others."""
@@ -39,7 +39,7 @@ class Source:
     mask: str | None = None
     """Where their masks are, if not where `DatasetOptions.mask` says."""
     trigger: str | None = None
-    """In place of `CaptionOptions.trigger`."""
+    """Replaces `CaptionOptions.trigger` for these images."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -87,7 +87,7 @@ class DatasetOptions:
     crop: str = "center"
     """Which part remains where the aspect ratios differ: `center` or `random`."""
     random_crops: int = 4
-    """With `crop="random"`: different cuts of an image; each has its own latents."""
+    """With `crop="random"`: the number of different crops of an image; each has its own latents."""
     flip: bool = False
     """Mirror half of the samples horizontally."""
     mask: str = "off"

@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
     Shape = Sequence[int]
-    """Of a layer's weight: (out, in), or (out, in, height, width)."""
+    """The shape of a layer's weight: (out, in), or (out, in, height, width)."""
 
 GIB: Final = 2**30
 ITEM_BYTES: Final = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 """Bytes of an element by the name of its dtype."""
 RUNTIME_BYTES: Final = 200 * 2**20
-"""Interpreter, libraries, and blocks that the allocator keeps; on a GPU kernels and workspaces."""
+"""Memory of the interpreter, the libraries and the allocator's cache, or of a GPU's kernels and
+workspaces."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing in memory."""
+    """The memory of one component for one purpose."""
 
     component: str
-    """Whose it is: `unet`, for example."""
+    """The model or the part of the run that owns it, such as `unet`."""
     what: str
     """`weights`, `activations`, `cache`, ..."""
     bytes: int
@@ -47,7 +48,7 @@ class Estimate:
 
     @property
     def place(self) -> str:
-        """Whose memory it is."""
+        """The name of the memory in messages."""
         return "GPU memory" if self.on_gpu else "memory"
 
     @property

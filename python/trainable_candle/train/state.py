@@ -25,11 +25,11 @@ _PARAMETERS: Final = "parameters.safetensors"
 _OPTIMIZER: Final = "optimizer.safetensors"
 _STATE: Final = "state.json"
 _PARTIAL: Final = ".partial"
-"""Being written."""
+"""The suffix of a folder that is being written."""
 _REPLACED: Final = ".replaced"
-"""To be removed once the new one of its name is there."""
+"""The suffix of a folder that is removed once its replacement has its name."""
 _REMOVED: Final = ".removed"
-"""Being removed."""
+"""The suffix of a folder that is being removed."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunState:
     scaler: dict[str, Any] | None
     """State of the loss scaler, if there is one."""
     settings: dict[str, Any]
-    """What the run was started with."""
+    """The settings of the run."""
 
 
 def checkpoint_path(output: Path, step: int) -> Path:
@@ -128,7 +128,7 @@ class Draft:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.path = _beside(folder, _PARTIAL)
-        """Where its files go."""
+        """The folder for its files."""
         _restore(folder)
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
@@ -145,7 +145,7 @@ class Draft:
         write_atomically(self.path / _STATE, content)
 
     def finish(self) -> None:
-        """Give it its name.
+        """Rename the folder to its final name.
 
         A process that is killed meanwhile leaves the old one or the new one: without either, the
         old one is still there under another name, and `restore` gives it back its own.
@@ -161,7 +161,7 @@ class Draft:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was written: a full disk must not stay full for it."""
+        """Remove the unfinished folder, so that it does not fill the disk."""
         _restore(self._folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -194,7 +194,7 @@ def _beside(folder: Path, end: str) -> Path:
 
 
 def _restore(folder: Path) -> None:
-    """Give an old checkpoint its name back, if its replacement did not get there."""
+    """Restore the name of an old checkpoint whose replacement was not completed."""
     replaced = _beside(folder, _REPLACED)
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)
@@ -212,7 +212,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # After the variables: the optimizer keeps track of who changed them last.
+        # After the variables: the optimizer checks whether something else has changed them.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(
@@ -268,7 +268,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
-    """The error of a checkpoint with a damaged file: what is wrong, and from where to go on."""
+    """The error for a damaged file of a checkpoint: the reason, and where to resume instead."""
     is_named = _NAME.fullmatch(folder.name) is not None
     others = checkpoints(folder.parent) if is_named else []
     earlier = [other for other in others if step_of(other) < step_of(folder)]
@@ -297,7 +297,7 @@ def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[s
 
 
 def restore(output: Path) -> None:
-    """Give checkpoints their names back that a killed run was about to replace.
+    """Restore the names of checkpoints that a killed run was about to replace.
 
     No other run may be writing there.
     """

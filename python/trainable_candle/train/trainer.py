@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 BatchOut = TypeVar("BatchOut", covariant=True)
 Inputs: TypeAlias = Mapping[str, "Tensor"]
-"""What a loss is computed from, by name, on the device of the parameters."""
+"""The inputs of a loss by name, on the device of the parameters."""
 
 MAX_SKIPPED: Final = 50
-"""Steps that a loss scaler may skip in a row: from 65536 the scale has then fallen below 1e-10."""
+"""Steps that a loss scaler may skip in a row; a scale of 65536 is then below 1e-10."""
 
 
 _SHARE: Final = "share"
@@ -60,15 +60,15 @@ class StepReport:
     """What happened in one optimizer step."""
 
     step: int
-    """1 for the first."""
+    """The number of the step, from 1."""
     loss: float
-    """Mean over the accumulated batches, weighed if they have weights."""
+    """The mean of the losses of the accumulated batches, weighted if the task weighs batches."""
     lr: float
     """The learning rate of the step."""
     grad_norm: float
-    """Before clipping; not finite if a loss scaler skipped the step."""
+    """The norm of all gradients before clipping; non-finite if a loss scaler skipped the step."""
     seconds: float
-    """How long it took."""
+    """The duration of the step."""
     epoch: float | None = None
     """Epochs seen so far, if the trainer was told about epochs."""
     amount: float = 0.0
@@ -83,13 +83,13 @@ class StepReport:
 
 
 class _Given(NamedTuple):
-    """What one of a step's losses is computed from."""
+    """The inputs of one of the losses of a step."""
 
     number: int
     """Of the batch, among those of all processes."""
     inputs: Any
     share: float
-    """Of the loss in that of the step."""
+    """The weight of this loss in the loss of the step."""
     amount: float = 0.0
     """What the trainer was told to count."""
 

@@ -16,7 +16,7 @@ use std::cell::UnsafeCell;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Smaller blocks are the C library's, which keeps them anyway.
+/// Smaller blocks come from the C library, which keeps freed ones itself.
 const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Larger blocks are not kept.
@@ -36,13 +36,13 @@ const MOST_BYTES: usize = 256 << 20;
 /// The store holds 256 MiB of any blocks of up to 128 MiB. A size that is taken again after it was freed is kept beyond that, as
 /// long as what is in use and what is kept are together at most 256 MiB more than has ever been in use at one time.
 ///
-/// Never waits: where another thread is at the same shelf, or the process was forked while one was, blocks come from the
-/// system and go back to it.
+/// Never waits: while another thread uses the same shelf, or if the process was forked during such use, blocks come from the system
+/// and go back to it.
 pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
-    /// Kept.
+    /// Bytes of the kept blocks.
     bytes: AtomicUsize,
-    /// In use, of the sizes that may be kept, and the most there has been.
+    /// Bytes in use, of the sizes that may be kept, and their maximum so far.
     used: AtomicUsize,
     most_used: AtomicUsize,
 }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How images are drawn; None stands for what suits the model."""
+    """How images are drawn; None means the default of the model's family."""
 
     steps: int = 25
     """Steps of the sampler, at least 1."""
@@ -38,7 +38,7 @@ class SampleOptions:
     guidance: float | None = None
     """Scale of classifier-free guidance; 1 is none."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
+    """The negative prompt, which guidance leads away from."""
     size: tuple[int, int] | None = None
     """Width and height, px."""
     sampler: str | None = None
@@ -65,7 +65,7 @@ def draw(
     features: Features,
     size: tuple[int, int],
 ) -> npt.NDArray[np.uint8]:
-    """One image a prompt; shape (n, height, width, 3).
+    """Draw one image per prompt; shape (n, height, width, 3).
 
     The noise of images that are drawn together comes from the seed plus the number of the first
     of them. The library's generator is left as it was.
@@ -132,7 +132,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
 def paired(
     positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The features with texts of the same length: the shorter one is said again."""
+    """The features with texts of the same length: the shorter one is repeated."""
     one, other = dict(positive), dict(negative)
     for name, found in positive.items():
         if found.ndim < 3:

@@ -1,7 +1,7 @@
-//! Which generator the draws of a thread come from.
+//! The generator that a thread draws from.
 //!
-//! There is one for all threads. What belongs to one piece of work never moves it: a [`Stream`] gives the draws of this thread a
-//! separate generator, and the replay of a checkpoint repeats the positions that its first run drew from, whatever was drawn since.
+//! All threads share one generator. Two kinds of work leave it as it is: under a [`Stream`] this thread draws from a generator of its
+//! own, and the recomputation of a checkpoint draws from the positions that its first run drew from.
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
@@ -12,7 +12,7 @@ use crate::capture::Generator;
 
 static GENERATOR: Mutex<Generator<State>> = Mutex::new(Generator::initial(State { seed: 0x7261_6e64_6f6d, offset: 0 }));
 
-/// Blocks that were drawn, and where.
+/// One draw: the generator before it, and the number of blocks of random bits that it took.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draw {
     start: State,
@@ -21,7 +21,7 @@ pub(crate) struct Draw {
 
 enum Scope {
     Stream(Generator<State>),
-    /// What is drawn is noted.
+    /// Records each draw.
     Noting(Vec<Draw>),
     Replay(Repeated),
 }
@@ -46,12 +46,12 @@ thread_local! {
     static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The scope that draws come from, none for the generator of all threads.
+/// The index of the scope that this thread draws from; none for the shared generator.
 fn source(scopes: &[Scope]) -> Option<usize> {
     scopes.iter().rposition(|scope| !matches!(scope, Scope::Noting(_)))
 }
 
-/// Do something with the place that draws come from.
+/// Call `visit` with the generator that this thread draws from.
 fn place<T>(scope: Option<&mut Scope>, visit: impl FnOnce(&mut Generator<State>) -> T) -> T {
     match scope {
         Some(Scope::Stream(generator)) => visit(generator),
@@ -128,7 +128,7 @@ impl Drop for Guard {
     }
 }
 
-/// Until it is dropped, draws of this thread come from a generator of their own; all others stay where they are.
+/// Until it is dropped, this thread draws from a generator of its own; no other generator advances.
 #[must_use = "draws come from it until it is dropped"]
 pub struct Stream(#[allow(dead_code, reason = "for its end")] Guard);
 
@@ -139,7 +139,7 @@ impl Stream {
     }
 }
 
-/// What this thread draws is noted until this is finished or dropped.
+/// Records the draws of this thread until it is finished or dropped.
 pub(crate) struct Noting(Guard);
 
 impl Noting {
@@ -155,7 +155,7 @@ impl Noting {
     }
 }
 
-/// Draws of this thread repeat those that were noted, until this is finished or dropped.
+/// Repeats recorded draws in this thread until it is finished or dropped.
 pub(crate) struct Replay(Guard);
 
 impl Replay {
@@ -168,7 +168,7 @@ impl Replay {
         })))
     }
 
-    /// Whether something else was drawn than before.
+    /// Whether the draws differed from the recorded ones.
     pub(crate) fn finish(self) -> bool {
         match self.0.leave() {
             Some(Scope::Replay(repeated)) => repeated.has_differed,
@@ -213,7 +213,7 @@ mod tests {
         let after = state();
 
         let replay = Replay::begin(draws.clone());
-        // A checkpoint within a replay notes what it is given.
+        // A checkpoint within a recomputation records the repeated draws.
         let noting = Noting::begin();
         assert_eq!(state(), START);
         assert_eq!(uniform_vec(5), first);

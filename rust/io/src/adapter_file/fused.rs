@@ -2,8 +2,8 @@
 //!
 //! The rows of such a module are those of its layers, one below the other. Factors of rank r each join into one pair of rank
 //! n r: B block by block along the diagonal, A one below the other; layers that share their A keep it. LoHa's two pairs join likewise,
-//! and a magnitude for each output is one column. What is said of all rows together (LoKr's factors, a magnitude for each input)
-//! cannot join.
+//! and a magnitude for each output is one column. Parameters that apply to all rows (LoKr's factors, a magnitude for each input) cannot
+//! join.
 
 use std::collections::BTreeMap;
 

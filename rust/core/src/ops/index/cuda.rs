@@ -1,6 +1,7 @@
 //! The CUDA form: `kernels/index.cu`.
 //!
-//! Nobody waits for the values of ids: a kernel that meets one out of range notes it on the device's board.
+//! The host does not read ids, which would synchronize: a kernel that finds one out of range records it on the device, and the next
+//! synchronization returns the error.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::index::{

@@ -1,4 +1,5 @@
-//! f32 operands as sums of two bf16 numbers, side by side in three times the channels: what `conv.cu` says.
+//! f32 operands as sums of two bf16 numbers, stored in three times the channels, so that one bf16 product computes theirs. `conv.cu`
+//! has the layout.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};

@@ -9,10 +9,10 @@ use crate::raw::{Raw, from_vec, to_cpu, to_f64_vec, to_vec};
 use crate::tape::{Backward, BackwardContext, Saved, record_with_aux};
 use crate::{DType, Error, Result, Tensor, dispatch_float};
 
-/// Elements of a row that are worked on at a time: they stay in the first-level cache.
+/// Elements of a row that one pass processes: they stay in the first-level cache.
 const BLOCK: usize = 1024;
 
-/// The class of each row, or nothing where it is ignored.
+/// The class of each row; `None` where the loss ignores the row.
 pub(in crate::ops::loss) type Targets = Vec<Option<usize>>;
 
 pub(in crate::ops::loss) fn read_targets(
@@ -41,7 +41,7 @@ pub(in crate::ops::loss) fn read_targets(
     ids.into_iter().enumerate().map(class).collect()
 }
 
-/// Logits as rows of classes, wherever the rows lie.
+/// Logits as rows of classes: `offsets` has the first element of each row in `data`.
 struct Rows<'a, T> {
     data: &'a [T],
     offsets: &'a [usize],
@@ -59,7 +59,7 @@ impl<'a, T> Rows<'a, T> {
     }
 }
 
-/// Where the rows of `logits` begin, counted from the first.
+/// The offsets of the rows of `logits` from its first element.
 fn offsets(logits: &Raw) -> Result<Vec<usize>> {
     let last = logits.rank() - 1;
     if logits.elem_count() == 0 {
