@@ -35,10 +35,14 @@ STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-pyt
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: $(VENV)/.setup ## Build the package and install it with what the demo needs into .venv
+# The GPU of this machine, if it has one: the demo is built for it alone, which takes minutes less than for all.
+GPU_ARCH := $(shell .ci/gpu_arch)
+
+setup: $(VENV)/.setup-$(or $(GPU_ARCH),cpu) ## Build the package, for the GPU if there is one, and install it for the demo into .venv
 
 demo: setup ## Set everything up and fine-tune the built-in models: the main job
 	trainable-candle demo --output demo-output/digits
+	trainable-candle demo --model causal-lm --output demo-output/words
 	rm -rf demo-output/sdxl
 	train-lora --model sdxl --dataset examples/photos --output demo-output/sdxl --rank 16 --steps 400 --batch-size 4 --learning-rate 2e-3 \
 		--target-modules all-linear --sample-prompts 'a photo of a cup of coffee with a spoon on a red plate, on a wood table'
@@ -130,8 +134,18 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$@ -m pip install --quiet --upgrade 'pip>=25.1'
 
-$(VENV)/.setup: $(PACKAGE) | $(VENV)/bin/python
+$(VENV)/.setup-cpu: $(PACKAGE) | $(VENV)/bin/python
 	pip install '.[demo]'
+	rm -f $(VENV)/.setup-*
+	touch $@
+
+# The compiler is NVIDIA's, from packages: the system needs the driver alone.
+$(VENV)/.setup-%: $(PACKAGE) | $(VENV)/bin/python
+	pip install --quiet --group cuda
+	export CUDA_HOME=$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13) CUDA_COMPUTE_CAP=80; \
+		TRAINABLE_CANDLE_CUDA_ARCHS=$* CARGO_TARGET_DIR=$(CARGO_TARGET_DIR)/cuda PATH=$$CUDA_HOME/bin:$$PATH \
+		pip install --config-settings=build-args='--features cuda' '.[demo,cuda13]'
+	rm -f $(VENV)/.setup-*
 	touch $@
 
 $(VENV)/.tools: pyproject.toml | $(VENV)/bin/python

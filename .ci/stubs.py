@@ -52,6 +52,20 @@ def qualify_hidden_builtins(source: str) -> str:
     return b"\n".join(lines).decode()
 
 
+def with_composed_methods(source: str) -> str:
+    """Name the Python classes whose methods `_methods.attach` puts on classes of the extension."""
+    for old, new in (
+        ("class Tensor:", "class Tensor(ComposedMethods):"),
+        ("class Var(Tensor):", "class Var(VarMethods, Tensor):"),
+    ):
+        if source.count(old) != 1:
+            sys.exit(f"stubs: there is no `{old}`")
+        source = source.replace(old, new)
+    first = source.index("from ")
+    names = "from trainable_candle._methods import ComposedMethods, VarMethods\n"
+    return source[:first] + names + source[first:]
+
+
 def generate(tree: Path) -> str:
     """The stubs of the extension that `tree` builds."""
     linker = f"linker={ROOT / '.ci' / 'zig-cc'}"
@@ -65,7 +79,7 @@ def generate(tree: Path) -> str:
                 f"give the Rust type an INPUT_TYPE or OUTPUT_TYPE: {line.strip()}"
             )
     source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))
-    GENERATED.write_text(qualify_hidden_builtins(source))
+    GENERATED.write_text(with_composed_methods(qualify_hidden_builtins(source)))
     config = f"--config={ROOT / 'pyproject.toml'}"
     run("ruff", "check", "--quiet", config, "--select=F401,I,UP", "--fix", str(GENERATED))
     run("ruff", "format", "--quiet", config, str(GENERATED))

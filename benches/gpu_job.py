@@ -1,12 +1,14 @@
-"""A whole SDXL job at full size through the command line, every phase beside diffusers'.
+"""A whole job at full size through the command line, SDXL's phases beside diffusers'.
 
-python benches/gpu_job.py [--folder DIR] [--only cold,warm,...] [--no-torch]
+python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
-Makes a checkpoint of random f16 weights (6.9 GB) and 24 pictures, then trains 200 steps on cold and
-on warm caches, resumes, trains with previews, validation and an average, draws, merges and
-verifies, each as a user would type it. Phases are the times between the lines that a command
-prints; of a process the most GPU memory (nvidia-smi) and resident host memory are shown. diffusers
-loads, encodes, draws and saves the same where it is installed.
+Makes a checkpoint of random weights (SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16, Z-Image 21,
+Flux.1 34; with as much for `merge`: a folder in /dev/shm holds it where the disk does not) and 24
+pictures, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes, trains with
+previews, validation and an average, draws, merges and verifies, each as a user would type it.
+Phases are the times between the lines that a command prints; of a process the most GPU memory
+(nvidia-smi) and resident host memory are shown. For SDXL, diffusers loads, encodes, draws and saves
+the same where it is installed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import full_flow
 import full_size
 import timing
 
@@ -32,10 +35,31 @@ import trainable_candle as tc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STEPS = 200
 PROMPT = "a photo of a sks thing on a table"
 # Every linear layer of the transformers, as the default of `train-lora` is.
 RANK = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is special to a model."""
+
+    model: str
+    """As `--model` has it."""
+    steps: int
+    """Of training."""
+    draw_steps: int
+    guidance: float
+
+
+JOBS = {
+    "sdxl": Job("sdxl", 200, 30, 6.0),
+    "sd3": Job("sd3", 30, 28, 4.5),
+    "sd3-large": Job("sd3", 30, 28, 4.5),
+    "flux": Job("flux", 30, 28, 3.5),
+    "zimage": Job("zimage", 30, 30, 5.0),
+    "flux2": Job("flux2", 30, 30, 4.0),
+}
 
 
 @dataclass
@@ -120,11 +144,11 @@ def show(title: str, outcome: Outcome, output: Path | None = None) -> None:
     sys.stdout.flush()
 
 
-def train(work: Path, name: str, steps: int, *more: str) -> None:
+def train(job: Job, work: Path, name: str, steps: int, *more: str) -> None:
     """Train as a user would."""
     output = work / name
     outcome = command(
-        "train", "--model", "sdxl", "--weights", str(work / "sdxl"),
+        "train", "--model", job.model, "--weights", str(work / job.model),
         "--dataset", str(work / "pictures"), "--output", str(output),
         "--device", "cuda", "--precision", "bf16", "--rank", str(RANK), "--steps", str(steps),
         *more,
@@ -132,30 +156,33 @@ def train(work: Path, name: str, steps: int, *more: str) -> None:
     show(f"train, {name}", outcome, output)
 
 
-def draw(work: Path) -> None:
+def draw(job: Job, work: Path) -> None:
     """Draw one picture, and two: the difference is a picture without start-up."""
     for count in (1, 2):
         outcome = command(
-            "sample", "--model", "sdxl", "--weights", str(work / "sdxl"),
+            "sample", "--model", job.model, "--weights", str(work / job.model),
             "--adapter", str(work / "cold" / "adapter.safetensors"),
             "--device", "cuda", "--precision", "bf16", "--prompt", PROMPT, "--count", str(count),
-            "--steps", "30", "--guidance", "6", "--output", str(work / f"drawn{count}.png"),
+            "--steps", str(job.draw_steps), "--guidance", str(job.guidance),
+            "--output", str(work / f"drawn{count}.png"),
         )  # fmt: skip
         show(f"sample, {count} of 1024 px", outcome)
 
 
-def merge(work: Path) -> None:
+def merge(job: Job, work: Path) -> None:
     """Merge the adapter into the checkpoint."""
     outcome = command(
-        "merge", "--model", "sdxl", "--weights", str(work / "sdxl"),
+        "merge", "--model", job.model, "--weights", str(work / job.model),
         "--adapter", str(work / "cold" / "adapter.safetensors"), "--output", str(work / "merged"),
     )  # fmt: skip
     show("merge into a folder, on the CPU", outcome)
+    shutil.rmtree(work / "merged", ignore_errors=True)
 
 
-def verify(work: Path) -> None:
+def verify(job: Job, work: Path) -> None:
     """Verify the adapter."""
-    show("verify", command("verify", str(work / "cold" / "adapter.safetensors")))
+    adapter = str(work / "cold" / "adapter.safetensors")
+    show("verify", command("verify", "--model", job.model, adapter))
 
 
 def peer(work: Path) -> None:
@@ -222,6 +249,7 @@ def peer(work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=sorted(JOBS), default="sdxl")
     parser.add_argument("--folder", type=Path, help="where to work; made anew and removed without")
     parser.add_argument("--only", default="", help="parts, comma-separated")
     parser.add_argument("--no-torch", action="store_true", help="leave diffusers out")
@@ -233,30 +261,35 @@ def main() -> None:
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         raise SystemExit(f"no CUDA: {reason}")
+    job = JOBS[given.model]
     work = given.folder or Path(tempfile.mkdtemp(prefix="gpu_job_"))
+    every = str(max(10, job.steps // 10))
     parts: dict[str, Callable[[], None]] = {
-        "cold": lambda: train(work, "cold", STEPS),
-        "warm": lambda: train(work, "warm", STEPS),
-        "resume": lambda: train(work, "cold", STEPS + 20, "--resume", "latest"),
+        "cold": lambda: train(job, work, "cold", job.steps),
+        "warm": lambda: train(job, work, "warm", job.steps),
+        "resume": lambda: train(job, work, "cold", job.steps + 20, "--resume", "latest"),
         "everything": lambda: train(
-            work, "everything", 60, "--save-every", "20", "--sample-every", "20",
-            "--sample-prompts", PROMPT, "--validation-split", "0.2", "--validate-every", "20",
+            job, work, "everything", 3 * int(every), "--save-every", every, "--sample-every", every,
+            "--sample-prompts", PROMPT, "--validation-split", "0.2", "--validate-every", every,
             "--ema-decay", "0.99",
         ),
-        "sample": lambda: draw(work),
-        "merge": lambda: merge(work),
-        "verify": lambda: verify(work),
+        "sample": lambda: draw(job, work),
+        "merge": lambda: merge(job, work),
+        "verify": lambda: verify(job, work),
     }  # fmt: skip
     wanted = [name for name in given.only.split(",") if name] or list(parts)
     try:
-        if not (work / "sdxl").exists():
+        if not (work / job.model).exists():
             started = time.perf_counter()
-            full_size.write_pipeline(work / "sdxl", "cuda")
+            if job.model == "sdxl":
+                full_size.write_pipeline(work / "sdxl", "cuda")
+            else:
+                full_flow.write_pipeline(work / job.model, given.model, "cuda")
             full_size.write_pictures(work / "pictures")
             print(f"made the checkpoint and pictures: {time.perf_counter() - started:.1f} s")
         for name in wanted:
             parts[name]()
-        if not given.no_torch and timing.find_torch() is not None:
+        if job.model == "sdxl" and not given.no_torch and timing.find_torch() is not None:
             peers = [sys.executable, __file__, "--peer", "--folder", str(work)]
             subprocess.run(peers, check=False)
     finally:

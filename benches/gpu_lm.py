@@ -88,12 +88,12 @@ CASES = (
 )
 
 
-def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
+def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
     tc.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(case.config | {"architectures": [case.class_name]}))
-        model = tc.models.CausalLM.from_config(path, dtype="bf16", device=device)
+        model = tc.models.CausalLM.from_config(path, dtype="bf16", device=device, quantize=base)
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
     adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=LAYERS))
@@ -169,7 +169,7 @@ def speed(case: Case, seconds: float) -> str:
 def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
     device = machine.device
     gpu_timing.fresh(device)
-    step = ours(case, device)
+    step = ours(case, device, machine.base)
     started = time.perf_counter()
     step().item()
     first = time.perf_counter() - started
@@ -182,8 +182,8 @@ def run(case: Case, machine: Machine, *, profile: bool, liger: bool) -> None:
     floor = machine.floor("bf16", case.step_flops, 0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(
-        f"{case.title}: {speed(case, recorded)}; {times}; peak {peak / GIB:.2f} GiB; "
-        f"first {first:.1f} s",
+        f"{case.title}{gpu_timing.on(machine)}: {speed(case, recorded)}; {times}; "
+        f"peak {peak / GIB:.2f} GiB; first {first:.1f} s",
         flush=True,
     )
     del step, graph

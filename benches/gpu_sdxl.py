@@ -70,9 +70,9 @@ CASES = [
 COMPILED = {(1, "no"): 170, (4, "no"): 204}
 
 
-def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
+def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
     tc.manual_seed(0)
-    model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
+    model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device, quantize=base)
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
     adapter = model.add_adapter(tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=case.targets))
@@ -140,7 +140,7 @@ def torch_optimizer(torch: Any, parameters: list[Any], kind: str) -> Any:
 def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
     device = machine.device
     gpu_timing.fresh(device)
-    step = ours(case, device)
+    step = ours(case, device, machine.base)
     started = time.perf_counter()
     step().item()
     first = time.perf_counter() - started
@@ -159,7 +159,7 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
     floor = machine.floor("bf16", case.flops, 0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
     print(
-        f"{case.title}: {times}; "
+        f"{case.title}{gpu_timing.on(machine)}: {times}; "
         f"peak {peak / GIB:.2f} GiB, as a graph {held / GIB:.2f}; "
         f"{launches.launches} launches, kernels {launches.milliseconds:.1f} ms; "
         f"first step {first:.1f} s",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GIB = 2**30
+FORMATS = ("int8", "fp8", "nf4")
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
@@ -37,6 +38,8 @@ class Machine:
     torch: Any | None
     seconds: float
     """How long a case may be timed."""
+    base: str | None = None
+    """What the frozen model is quantized as."""
 
     def floor(self, dtype: str, flops: float, moved: float) -> float:
         """The least seconds for so many operations, and bytes of memory read or written."""
@@ -50,6 +53,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="run the cases whose title contains this")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long to time a case")
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
+    parser.add_argument("--base-precision", choices=FORMATS, help="of our frozen layers")
     parser.add_argument("--profile", action="store_true", help="where our time goes, by kernel")
     return parser
 
@@ -70,7 +74,12 @@ def start(options: argparse.Namespace) -> Machine:
     rates = ", ".join(f"{dtype} {rate / 1e12:.0f} TFLOP/s" for dtype, rate in flops.items())
     print(f"rates: {rates}, {bandwidth / 1e9:.0f} GB/s", flush=True)
     fresh(device)
-    return Machine(device, flops, bandwidth, torch, options.seconds)
+    return Machine(device, flops, bandwidth, torch, options.seconds, options.base_precision)
+
+
+def on(machine: Machine) -> str:
+    """The base of a case, after its title."""
+    return f", {machine.base} base" if machine.base else ""
 
 
 def product_rate(device: str, dtype: str, size: int = 8192) -> float:

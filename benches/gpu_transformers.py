@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_timing
-import numpy as np
 from gpu_sdxl import torch_optimizer
 from gpu_timing import GIB, Machine
 
@@ -122,19 +121,19 @@ def cases() -> list[Case]:
     for name, config, tokens, flops in models:
         if config is not LARGE:
             found.append(Case(name, config, tokens, flops, "no", "adamw"))
-        if config is FLUX:
+        if config is FLUX or config is KLEIN:
             found.append(Case(name, config, tokens, flops, "selective", "adamw"))
         found.append(Case(name, config, tokens, flops, "full", "adamw8bit"))
     return found
 
 
-def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
+def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
     tc.manual_seed(0)
     kind: Any = getattr(tc.models, CLASSES[case.kind])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(case.config | {"_class_name": f"{CLASSES[case.kind]}2DModel"}))
-        model = kind.from_config(path, dtype="bf16", device=device)
+        model = kind.from_config(path, dtype="bf16", device=device, quantize=base)
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=case.layers)
@@ -152,12 +151,13 @@ def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
     if case.kind == "zimage":
         inputs = (random(*latents), text, times)
     elif case.kind == "flux2":
-        image_ids, text_ids = positions4(case.tokens, device)
+        side = LATENT // 2
+        image_ids, text_ids = positions(side, side, case.tokens, device, counts_words=True)
         inputs = (random(area, case.config["in_channels"]), text, times, image_ids, text_ids)
     else:
         pooled = random(case.config["pooled_projection_dim"])
         if case.kind == "flux":
-            image_ids, text_ids = positions((LATENT, LATENT), case.tokens, device)
+            image_ids, text_ids = positions(LATENT // 2, LATENT // 2, case.tokens, device)
             guidance = tc.full((1,), 1.0, device=device)
             sample = random(area, case.config["in_channels"])
             inputs = (sample, text, pooled, times, image_ids, text_ids, guidance)
@@ -174,15 +174,6 @@ def ours(case: Case, device: str) -> Callable[[], tc.Tensor]:
         return loss
 
     return step
-
-
-def positions4(length: int, device: str) -> tuple[tc.Tensor, tc.Tensor]:
-    """FLUX.2's positions of the image (0, row, column, 0) and of the text (0, 0, 0, number)."""
-    side = LATENT // 2
-    image, text = np.zeros((side, side, 4), np.float32), np.zeros((length, 4), np.float32)
-    image[..., 1], image[..., 2] = np.arange(side)[:, None], np.arange(side)
-    text[:, 3] = np.arange(length)
-    return tc.tensor(image.reshape(-1, 4), device=device), tc.tensor(text, device=device)
 
 
 def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
@@ -264,7 +255,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
 def run(case: Case, machine: Machine, *, profile: bool) -> None:
     device = machine.device
     gpu_timing.fresh(device)
-    step = ours(case, device)
+    step = ours(case, device, machine.base)
     started = time.perf_counter()
     step().item()
     first = time.perf_counter() - started
@@ -276,7 +267,11 @@ def run(case: Case, machine: Machine, *, profile: bool) -> None:
     recorded = gpu_timing.timed(graph, device, machine.seconds)
     floor = machine.floor("bf16", case.step_flops, 0)
     times = gpu_timing.milliseconds(ours=recorded, ours_without_graph=eager, floor=floor)
-    print(f"{case.title}: {times}; peak {peak / GIB:.2f} GiB; first {first:.1f} s", flush=True)
+    print(
+        f"{case.title}{gpu_timing.on(machine)}: {times}; peak {peak / GIB:.2f} GiB; "
+        f"first {first:.1f} s",
+        flush=True,
+    )
     del step, graph
     gc.collect()
     gpu_timing.fresh(device)

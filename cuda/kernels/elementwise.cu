@@ -169,6 +169,7 @@ BINARY(takes_maximum, a > b ? R(1) : a == b ? R(0.5) : R(0))
 BINARY(takes_minimum, a < b ? R(1) : a == b ? R(0.5) : R(0))
 BINARY(power_slope, b == R(0) ? R(0) : b * pow(a, b - R(1)))
 BINARY(power_log, a == R(0) && b >= R(0) ? R(0) : pow(a, b) * log(a))
+TERNARY(plus_product, a + b * c)
 
 // Steps of reductions and their backward.
 BINARY(equal, a == b ? R(1) : R(0))

@@ -2,7 +2,11 @@
 // of the result: the queries and keys of models that normalise them.
 //
 // x, y, grad (of y) and dx are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones; rstd =
-// 1/√(mean(x²) + eps) is one value a row, f32 (f64 for f64); cos and sin as for rope.cuh.
+// 1/√(mean(x²) + eps) is one value a row, f32 (f64 for f64); cos and sin as for rope.cuh, null where nothing turns.
+//
+// The forms for heads read the queries, keys and perhaps values of a projection where they lie: x and dx are (batch, tokens, ≥ parts
+// heads width), y and grad (batch, tokens, parts heads, width), each by its distances of tokens and samples in elements. With
+// three parts, which are values, a row of the third is copied.
 //
 // A row is short, so it belongs to a team of 1 to 32 lanes of a warp, as many as it has packs of pairs. Each lane keeps the first
 // of its pairs in registers; those beyond 64 WIDE values are read again.
@@ -33,14 +37,49 @@ template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows
     }
 }
 
-template <typename T, int N, bool INTERLEAVED>
-__device__ __forceinline__ void forward(const T *x, Affine affine, Angles<Acc<T>> angles, T *y, Acc<T> *rstd, uint64_t rows,
-                                        Acc<T> eps) {
+// Where a row of x, one of dx, and one of y and grad start; the weight of the row; whether it is copied, not normalised and turned.
+struct Place {
+    uint64_t x, dx, y;
+    const void *weight;
+    bool is_copied;
+};
+
+// Rows one after another.
+struct DenseRows {
+    const void *weight;
+    uint32_t width;
+
+    __device__ __forceinline__ Place operator()(uint64_t row) const {
+        return {row * width, row * width, row * width, weight, false};
+    }
+};
+
+// The heads of a projection, part by part in each token.
+struct HeadRows {
+    const void *weights[2];
+    uint64_t x_token, x_sample, dx_token, dx_sample, y_token, y_sample;
+    uint32_t tokens, heads, parts, width;
+
+    __device__ __forceinline__ Place operator()(uint64_t row) const {
+        const auto [token, head] = divide(row, parts * heads);
+        const auto [sample, position] = divide(token, tokens);
+        const uint64_t inside = static_cast<uint64_t>(head) * width;
+        const uint32_t part = head / heads;
+        return {sample * x_sample + position * x_token + inside, sample * dx_sample + position * dx_token + inside,
+                sample * y_sample + position * y_token + inside,
+                part == 0 ? weights[0] : part == 1 ? weights[1] : nullptr, part == 2};
+    }
+};
+
+template <typename T, int N, bool INTERLEAVED, typename R>
+__device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angles<Acc<T>> angles, T *y, Acc<T> *rstd,
+                                        uint64_t rows, Acc<T> eps) {
     using A = Acc<T>;
     using Packs = Pairs<T, N, INTERLEAVED>;
     const uint32_t half = angles.half, packs = half / N, width = 2 * half;
     for_each_row(rows, packs, [&](uint64_t row, uint32_t lane, uint32_t lanes, bool exists) {
-        const T *from = x + row * width;
+        const Place place = places(exists ? row : 0);
+        const T *from = x + place.x;
         const uint32_t end = exists ? packs : 0;
         A squares = 0;
         const auto add_squares = [&](const Packs &pairs) {
@@ -58,19 +97,22 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, Angles<Acc<T>
             more.load(from, pack * N, half);
             add_squares(more);
         }
-        const A scale = A(1) / sqrt(lanes_sum(squares, lanes) / width + eps);
+        const A root = sqrt(lanes_sum(squares, lanes) / width + eps);
+        const A scale = place.is_copied ? A(1) : A(1) / root;
         const auto finish = [&](Packs &pairs, uint32_t pair) {
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 A weight[N];
-                load_parameter<T>(affine.weight, affine.is_f32, Packs::start(side, pair, half), A(1), weight);
+                load_parameter<T>(place.weight, is_f32, Packs::start(side, pair, half), A(1), weight);
 #pragma unroll
                 for (int i = 0; i < N; i++) pairs.values[side][i] *= scale * weight[i];
             }
-            A cos[N], sin[N];
-            angles.load(row, pair, cos, sin);
-            pairs.turn(cos, sin, false);
-            pairs.store(y + row * width, pair, half);
+            if (angles.cos != nullptr && !place.is_copied) {
+                A cos[N], sin[N];
+                angles.load(row, pair, cos, sin);
+                pairs.turn(cos, sin, false);
+            }
+            pairs.store(y + place.y, pair, half);
         };
         if (lane < end) finish(held, lane * N);
         for (uint32_t pack = lane + lanes; pack < end; pack += lanes) {
@@ -87,14 +129,16 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
     using A = Acc<T>;
     Pairs<T, N, INTERLEAVED> grads, normal;
 
-    __device__ __forceinline__ void load(const T *x, const T *grad, const Angles<A> &angles, uint64_t row, uint32_t pair, A scale) {
+    __device__ __forceinline__ void load(const T *x, const T *grad, const Angles<A> &angles, const Place &place, uint64_t row,
+                                         uint32_t pair, A scale) {
         const uint32_t half = angles.half;
-        const uint64_t start = row * 2 * half;
-        grads.load(grad + start, pair, half);
-        normal.load(x + start, pair, half);
-        A cos[N], sin[N];
-        angles.load(row, pair, cos, sin);
-        grads.turn(cos, sin, true);
+        grads.load(grad + place.y, pair, half);
+        normal.load(x + place.x, pair, half);
+        if (angles.cos != nullptr && !place.is_copied) {
+            A cos[N], sin[N];
+            angles.load(row, pair, cos, sin);
+            grads.turn(cos, sin, true);
+        }
 #pragma unroll
         for (int i = 0; i < N; i++) {
             normal.values[0][i] *= scale;
@@ -103,12 +147,12 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
     }
 
     // The gradient becomes that of the normalised pairs. Returns its product with them.
-    __device__ __forceinline__ A weigh(const Affine &affine, uint32_t pair, uint32_t half) {
+    __device__ __forceinline__ A weigh(const void *parameter, bool is_f32, uint32_t pair, uint32_t half) {
         A dot = 0;
 #pragma unroll
         for (int side = 0; side < 2; side++) {
             A weight[N];
-            load_parameter<T>(affine.weight, affine.is_f32, Pairs<T, N, INTERLEAVED>::start(side, pair, half), A(1), weight);
+            load_parameter<T>(parameter, is_f32, Pairs<T, N, INTERLEAVED>::start(side, pair, half), A(1), weight);
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 grads.values[side][i] *= weight[i];
@@ -128,32 +172,33 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
     }
 };
 
-template <typename T, int N, bool INTERLEAVED>
-__device__ __forceinline__ void backward(const T *x, const T *grad, Affine affine, Angles<Acc<T>> angles, const Acc<T> *rstd,
-                                         T *dx, uint64_t rows) {
+template <typename T, int N, bool INTERLEAVED, typename R>
+__device__ __forceinline__ void backward(const T *x, const T *grad, R places, bool is_f32, Angles<Acc<T>> angles,
+                                         const Acc<T> *rstd, T *dx, uint64_t rows) {
     using A = Acc<T>;
     const uint32_t half = angles.half, packs = half / N, width = 2 * half;
     for_each_row(rows, packs, [&](uint64_t row, uint32_t lane, uint32_t lanes, bool exists) {
+        const Place place = places(exists ? row : 0);
         const uint32_t end = exists ? packs : 0;
-        const A scale = exists ? rstd[row] : A(0);
+        const A scale = !exists ? A(0) : place.is_copied ? A(1) : rstd[row];
         A dot = 0;
         Slopes<T, N, INTERLEAVED> held;
         if (lane < end) {
-            held.load(x, grad, angles, row, lane * N, scale);
-            dot += held.weigh(affine, lane * N, half);
+            held.load(x, grad, angles, place, row, lane * N, scale);
+            dot += held.weigh(place.weight, is_f32, lane * N, half);
         }
         for (uint32_t pack = lane + lanes; pack < end; pack += lanes) {
             Slopes<T, N, INTERLEAVED> more;
-            more.load(x, grad, angles, row, pack * N, scale);
-            dot += more.weigh(affine, pack * N, half);
+            more.load(x, grad, angles, place, row, pack * N, scale);
+            dot += more.weigh(place.weight, is_f32, pack * N, half);
         }
-        const A mean = lanes_sum(dot, lanes) / width;
-        T *to = dx + row * width;
+        const A sum = lanes_sum(dot, lanes), mean = place.is_copied ? A(0) : sum / width;
+        T *to = dx + place.dx;
         if (lane < end) held.store(to, lane * N, half, mean, scale);
         for (uint32_t pack = lane + lanes; pack < end; pack += lanes) {
             Slopes<T, N, INTERLEAVED> more;
-            more.load(x, grad, angles, row, pack * N, scale);
-            more.weigh(affine, pack * N, half);
+            more.load(x, grad, angles, place, row, pack * N, scale);
+            more.weigh(place.weight, is_f32, pack * N, half);
             more.store(to, pack * N, half, mean, scale);
         }
     });
@@ -174,7 +219,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         if (tile + lane < packs)
             for (uint64_t row = first + team; row < last; row += teams) {
                 Slopes<T, N, INTERLEAVED> slopes;
-                slopes.load(x, grad, angles, row, (tile + lane) * N, rstd[row]);
+                const uint64_t start = row * 2 * half;
+                slopes.load(x, grad, angles, Place{start, start, start, nullptr, false}, row, (tile + lane) * N, rstd[row]);
 #pragma unroll
                 for (int side = 0; side < 2; side++)
 #pragma unroll
@@ -202,12 +248,12 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_forward_##SUFFIX(                              \
         const T *x, const void *weight, const Acc<T> *cos, const Acc<T> *sin, T *y, Acc<T> *rstd, uint64_t rows,       \
         uint32_t positions, uint32_t repeats, uint32_t width, double eps, uint32_t weight_f32, uint32_t interleaved) { \
-        const Affine affine{weight, nullptr, weight_f32 != 0};                                                         \
+        const DenseRows places{weight, width};                                                                         \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin) && are_wide(weight);   \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
-            forward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, affine, angles, y, rstd, rows,          \
-                                                                            static_cast<Acc<T>>(eps));                 \
+            forward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, places, weight_f32 != 0, angles, y,     \
+                                                                            rstd, rows, static_cast<Acc<T>>(eps));     \
         });                                                                                                            \
     }
 
@@ -217,12 +263,13 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
         uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t weight_f32,                      \
         uint32_t interleaved) {                                                                                        \
-        const Affine affine{weight, nullptr, weight_f32 != 0};                                                         \
+        const DenseRows places{weight, width};                                                                         \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide =                                                                                           \
             angles.half % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(cos, sin) && are_wide(weight);             \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
-            backward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, grad, affine, angles, rstd, dx, rows); \
+            backward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, grad, places, weight_f32 != 0, angles, \
+                                                                             rstd, dx, rows);                          \
         });                                                                                                            \
     }
 
@@ -243,5 +290,47 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-#define DEFINE_RMS_NORM_ROPE(SUFFIX, T) DEFINE_FORWARD(SUFFIX, T) DEFINE_BACKWARD(SUFFIX, T) DEFINE_WEIGHT(SUFFIX, T)
+// The forms for heads, of rows = batch tokens parts heads. Launches as those of the dense forms.
+#define HEAD_ROWS(T, dx_token, dx_sample)                                                                              \
+    const HeadRows places{{q_weight, k_weight}, x_token,  x_sample, dx_token, dx_sample,                               \
+                          y_token,              y_sample, tokens,   heads,    parts,    width};                        \
+    const uint64_t distances = x_token | x_sample | dx_token | dx_sample | y_token | y_sample;                         \
+    const bool are_aligned = distances % WIDE<T> == 0 && are_wide(q_weight, k_weight)
+
+#define DEFINE_HEADS_FORWARD(SUFFIX, T)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_heads_forward_##SUFFIX(                        \
+        const T *x, const void *q_weight, const void *k_weight, const Acc<T> *cos, const Acc<T> *sin, T *y,            \
+        Acc<T> *rstd, uint64_t rows, uint64_t x_token, uint64_t x_sample, uint64_t y_token, uint64_t y_sample,         \
+        uint32_t tokens, uint32_t heads, uint32_t parts, uint32_t positions, uint32_t width, double eps,               \
+        uint32_t weight_f32, uint32_t interleaved) {                                                                   \
+        HEAD_ROWS(T, x_token, x_sample);                                                                                               \
+        const Angles<Acc<T>> angles{cos, sin, positions, parts * heads, width / 2};                                    \
+        const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin);        \
+        choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
+            forward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, places, weight_f32 != 0, angles, y,     \
+                                                                            rstd, rows, static_cast<Acc<T>>(eps));     \
+        });                                                                                                            \
+    }
+
+#define DEFINE_HEADS_BACKWARD(SUFFIX, T)                                                                               \
+    extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_heads_backward_##SUFFIX(                       \
+        const T *x, const T *grad, const void *q_weight, const void *k_weight, const Acc<T> *cos, const Acc<T> *sin,   \
+        const Acc<T> *rstd, T *dx, uint64_t rows, uint64_t x_token, uint64_t x_sample, uint64_t dx_token,              \
+        uint64_t dx_sample, uint64_t y_token, uint64_t y_sample, uint32_t tokens, uint32_t heads, uint32_t parts, uint32_t positions, uint32_t width,        \
+        uint32_t weight_f32, uint32_t interleaved) {                                                                   \
+        HEAD_ROWS(T, dx_token, dx_sample);                                                                                               \
+        const Angles<Acc<T>> angles{cos, sin, positions, parts * heads, width / 2};                                    \
+        const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(cos, sin); \
+        choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
+            backward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, grad, places, weight_f32 != 0, angles, \
+                                                                             rstd, dx, rows);                          \
+        });                                                                                                            \
+    }
+
+#define DEFINE_RMS_NORM_ROPE(SUFFIX, T)                                                                                \
+    DEFINE_FORWARD(SUFFIX, T)                                                                                          \
+    DEFINE_BACKWARD(SUFFIX, T)                                                                                         \
+    DEFINE_WEIGHT(SUFFIX, T)                                                                                           \
+    DEFINE_HEADS_FORWARD(SUFFIX, T)                                                                                    \
+    DEFINE_HEADS_BACKWARD(SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_RMS_NORM_ROPE)

@@ -21,7 +21,7 @@ use std::path::Path;
 use thiserror::Error;
 
 #[cfg(feature = "cuda")]
-pub use linked::{check_device, download, kernels, memory, upload};
+pub use linked::{check_device, download, kernels, memory, nccl, upload};
 
 /// The lowest CUDA version that the driver must offer, as (major, minor).
 pub const MINIMUM_DRIVER: (i32, i32) = (13, 0);
@@ -64,6 +64,18 @@ pub enum Unavailable {
         file: &'static str,
         /// The function's name.
         symbol: &'static str,
+    },
+    /// NCCL cannot be opened.
+    #[error("libnccl.so.2 cannot be opened ({0}); pip install \"trainable-candle[nccl]\"")]
+    NoNccl(String),
+    /// NCCL has another interface than the one that is called.
+    #[error(
+        "found NCCL {}.{}.{}, expected at least 2.27 and below 3; pip install \"trainable-candle[nccl]\"",
+        found / 10_000, found / 100 % 100, found % 100
+    )]
+    NcclVersion {
+        /// As `major * 10000 + minor * 100 + patch`.
+        found: i32,
     },
     /// The driver sees no GPU.
     #[error("the NVIDIA driver finds no GPU; is it hidden by CUDA_VISIBLE_DEVICES?")]

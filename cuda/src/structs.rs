@@ -99,6 +99,17 @@ structs! {
     /// Of kernels/low_rank.cu.
     LowRankTerms { list: [LowRankTerm; 4], }
 
+    /// Of kernels/dequantize.cu.
+    #[derive(Default)]
+    QuantizedPart {
+        codes: Address, scales: Address, inner: Address,
+        start: u64, count: u64,
+        columns: u32, format: u32, scale_count: u32, offset: f32,
+    }
+
+    /// Of kernels/dequantize.cu.
+    QuantizedParts { list: [QuantizedPart; 8], }
+
     /// Of include/strided.cuh.
     Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
 
@@ -146,6 +157,8 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankSizes::layout("LowRankSizes"),
     LowRankTerm::layout("LowRankTerm"),
     LowRankTerms::layout("LowRankTerms"),
+    QuantizedPart::layout("QuantizedPart"),
+    QuantizedParts::layout("QuantizedParts"),
     Strided::<1>::layout("Strided<1>"),
     Strided::<2>::layout("Strided<2>"),
     Strided::<3>::layout("Strided<3>"),

@@ -1,9 +1,9 @@
 """Fine-tune large models with LoRA and DoRA, without PyTorch."""
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trainable_candle import _functions, _methods
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
@@ -13,7 +13,9 @@ from trainable_candle._core import (
     DType,
     LoraConfig,
     PartFacts,
+    QuantizedTensor,
     Tensor,
+    TrainingAdapter,
     Var,
     __version__,
     arange,
@@ -37,6 +39,7 @@ from trainable_candle._core import (
     ones,
     ones_like,
     prepare_adapters,
+    quantize,
     rand,
     randint,
     randn,
@@ -53,6 +56,16 @@ from trainable_candle._core import (
     zeros,
     zeros_like,
 )
+from trainable_candle._functions import (
+    allclose,
+    concat,
+    einsum,
+    is_tensor,
+    linspace,
+    multinomial,
+    normal,
+    randperm,
+)
 from trainable_candle._grad_mode import enable_grad, no_grad
 from trainable_candle._info import info
 from trainable_candle.errors import (
@@ -62,6 +75,7 @@ from trainable_candle.errors import (
     CudaUnavailableError,
     DatasetError,
     DeviceError,
+    DistributedError,
     DTypeError,
     Error,
     FileError,
@@ -78,15 +92,20 @@ from trainable_candle.errors import (
 if TYPE_CHECKING:
     from trainable_candle import (
         cuda,
+        distributed,
         errors,
         families,
         memory,
         models,
         nn,
         optim,
+        peft,
         testing,
         train,
     )
+    from trainable_candle.peft import PeftModel, get_peft_model
+
+_methods.attach()
 
 float32 = DType("f32")
 float16 = DType("f16")
@@ -110,6 +129,7 @@ __all__ = [
     "DTypeError",
     "DatasetError",
     "DeviceError",
+    "DistributedError",
     "Error",
     "FileError",
     "IndexOutOfRangeError",
@@ -120,16 +140,23 @@ __all__ = [
     "NonFiniteError",
     "OutOfMemoryError",
     "PartFacts",
+    "PeftModel",
+    "QuantizedTensor",
     "ShapeError",
     "Tensor",
+    "TrainingAdapter",
     "Var",
     "WeightsFormatError",
     "__version__",
+    "allclose",
     "arange",
     "bfloat16",
     "cat",
     "checkpoint",
+    "concat",
     "cuda",
+    "distributed",
+    "einsum",
     "empty_like",
     "enable_grad",
     "errors",
@@ -142,6 +169,7 @@ __all__ = [
     "full",
     "get_float32_matmul_precision",
     "get_num_threads",
+    "get_peft_model",
     "get_rng_state",
     "grad",
     "gradcheck",
@@ -149,21 +177,28 @@ __all__ = [
     "inspect",
     "int64",
     "is_grad_enabled",
+    "is_tensor",
+    "linspace",
     "load_file",
     "lora_backward",
     "lora_backward_",
     "manual_seed",
     "memory",
     "models",
+    "multinomial",
     "nn",
     "no_grad",
+    "normal",
     "ones",
     "ones_like",
     "optim",
+    "peft",
     "prepare_adapters",
+    "quantize",
     "rand",
     "randint",
     "randn",
+    "randperm",
     "save_adapters",
     "save_file",
     "set_float32_matmul_precision",
@@ -183,12 +218,47 @@ __all__ = [
 ]
 
 # Imported at first use, so that `import trainable_candle` stays fast.
-_LAZY = frozenset({"families", "memory", "models", "nn", "optim", "testing", "train"})
+_LAZY = frozenset(
+    {"distributed", "families", "memory", "models", "nn", "optim", "peft", "testing", "train"}
+)
+_DTYPES = {
+    "float": "f32",
+    "half": "f16",
+    "double": "f64",
+    "long": "i64",
+    "bool": "u8",  # what comparisons give
+}
+"""Torch's other names of dtypes."""
+_INSTEAD = {
+    "save": "use tc.save_file, which writes tensors by name as safetensors",
+    "load": "use tc.load_file for tensors by name, and models.load for a model",
+    "compile": "there is nothing to compile; tc.cuda.capture makes a CUDA graph of a function",
+    "autocast": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
+    "amp": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
+    "int32": "use tc.int64; indices may be uint32 too",
+    "device": 'a device is a text: "cpu", "cuda" or "cuda:1"',
+    "Generator": "use tc.manual_seed, tc.get_rng_state and tc.set_rng_state",
+    "inference_mode": "use tc.no_grad",
+    "set_grad_enabled": "use tc.no_grad and tc.enable_grad",
+    "utils": "tc.checkpoint is torch.utils.checkpoint's; any list of batches is a data loader",
+}
+"""What to use where torch has something that is not here."""
+_FROM_PEFT = frozenset({"PeftModel", "get_peft_model"})
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return import_module(f"{__name__}.{name}")
+    if name in _functions.NAMES:
+        # Made at first use, and found without this function from then on.
+        globals()[name] = _functions.function(name)
+        return globals()[name]
+    if name in _DTYPES:
+        return DType(_DTYPES[name])
+    if name in _INSTEAD:
+        raise AttributeError(f"module {__name__!r} has no {name!r}: {_INSTEAD[name]}")
+    if name in _FROM_PEFT:
+        return getattr(import_module(f"{__name__}.peft"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

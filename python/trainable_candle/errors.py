@@ -13,6 +13,7 @@ __all__ = [
     "DTypeError",
     "DatasetError",
     "DeviceError",
+    "DistributedError",
     "Error",
     "FileError",
     "IndexOutOfRangeError",
@@ -80,6 +81,10 @@ class DatasetError(Error, ValueError):
 
 class ConfigError(Error, ValueError):
     """A configuration cannot be used."""
+
+
+class DistributedError(Error, RuntimeError):
+    """Processes that train together do not find each other, differ, or one has failed."""
 
 
 class FileError(Error, OSError):

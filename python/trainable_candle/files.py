@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _TOO_DEEP: Final = "its values are nested too deeply"
+_LARGEST_HEADER: Final = 100_000_000
+"""Bytes, as for the safetensors library."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
@@ -164,3 +166,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """The text entries of a safetensors file's header; none if it has none.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no such file.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _LARGEST_HEADER:
+            raise ValueError(f"{path}: is no safetensors file")
+        header = parse_json(file.read(size))
+    entries = header.get("__metadata__", {}) if isinstance(header, dict) else {}
+    return {str(name): str(text) for name, text in entries.items()}

@@ -6,7 +6,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
+from trainable_candle.data.chats.reading import SUFFIXES
 from trainable_candle.errors import MissingFileError
+from trainable_candle.text.chat_tokenizer import FILES
 
 # The names of a weight file without its ending: diffusers', then transformers'.
 _STEMS: Final = ("diffusion_pytorch_model", "model")
@@ -95,6 +97,32 @@ def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Pa
     return folders[0].parent
 
 
+def download_language_model(name: str) -> Path:
+    """The local folder of a language model on the hub with its tokenizer.
+
+    Args:
+        name: "organisation/name".
+
+    Raises:
+        MissingFileError: as `download`.
+    """
+    weights = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+    return _fetch(name, ["config.json", *FILES, *weights], [])
+
+
+def download_texts(name: str) -> Path:
+    """The local folder of a data set of texts on the hub.
+
+    Args:
+        name: "organisation/name".
+
+    Raises:
+        MissingFileError: as `download`.
+    """
+    files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in SUFFIXES]
+    return _fetch(name, files, ["dataset_infos.json"], kind="dataset")
+
+
 def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
     """Whether a folder holds weights of a variant."""
     names = [path.name for path in folder.glob("*.safetensors")]
@@ -106,21 +134,25 @@ def _weights(folder: Path, variant: tuple[str, ...]) -> bool:
     )
 
 
-def _fetch(name: str, wanted: list[str], others: list[str]) -> Path:
+def _fetch(name: str, wanted: list[str], others: list[str], kind: str = "model") -> Path:
     """The local snapshot of a repository, with the files that match `wanted` and not `others`."""
     try:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 # optional
         from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
     except ImportError as error:
         raise MissingFileError(
-            f"{name}: there is no such file or folder; to fetch the model of that name from the "
+            f"{name}: there is no such file or folder; to fetch the {kind} of that name from the "
             "Hugging Face hub, pip install huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=others or None))
+        return Path(
+            snapshot_download(
+                name, repo_type=kind, allow_patterns=wanted, ignore_patterns=others or None
+            )
+        )
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise MissingFileError(
-            f"{name}: there is no such file or folder, and the Hugging Face hub gave no model of "
+            f"{name}: there is no such file or folder, and the Hugging Face hub gave no {kind} of "
             f"that name: {reason}"
         ) from error

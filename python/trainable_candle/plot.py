@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from trainable_candle.errors import ArgumentError
 from trainable_candle.files import write_atomically
@@ -137,12 +138,29 @@ def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
     return max(1, 64 // int(pictures.shape[1]))
 
 
-def save_png(image: Image.Image, path: Path) -> None:
+def padded(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    """RGB images of any sizes as one array, white where they do not reach the largest."""
+    height, width = (max(picture.shape[side] for picture in pictures) for side in (0, 1))
+    whole = np.full((len(pictures), height, width, 3), 255, np.uint8)
+    for place, picture in zip(whole, pictures, strict=True):
+        place[: picture.shape[0], : picture.shape[1]] = picture
+    return whole
+
+
+def save_png(image: Image.Image, path: Path, parameters: str | None = None) -> None:
     """Write an image as PNG.
+
+    Args:
+        image: the image.
+        path: the file.
+        parameters: a text for the entry in which A1111 and others look for the prompt.
 
     Raises:
         OSError: the file cannot be written.
     """
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG")
+    entries = PngInfo()
+    if parameters is not None:
+        entries.add_text("parameters", parameters)
+    image.save(buffer, format="PNG", pnginfo=entries)
     write_atomically(path, buffer.getvalue())

@@ -13,35 +13,35 @@ from typing import TYPE_CHECKING, Any, Final
 import trainable_candle as tc
 from trainable_candle import families, plot
 from trainable_candle.data.folder import counted
+from trainable_candle.distributed import device_of
+from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import held, write_atomically
-from trainable_candle.placement import choose
+from trainable_candle.placement import Placement, choose
+from trainable_candle.session import Session, adapter_path
 from trainable_candle.settings.checks import check_groups, check_settings, differences
+from trainable_candle.settings.prompts import expanded
 from trainable_candle.tasks.estimate import memory_limit, require_fit
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
-from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.evaluation import BEST, Previews, StepAdapters, Validation, evaluated
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
-from trainable_candle.train.optimizers import make_optimizer, make_scheduler
-from trainable_candle.train.trainer import Trainer
+from trainable_candle.train.wandb_log import WandbLog
 
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
-    from trainable_candle import AdapterFile
+    from trainable_candle.distributed.world import World
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
 
 ADAPTER: Final = "adapter.safetensors"
+"""The finished adapter, without `--name`."""
 CONFIG: Final = "config.yaml"
 LOG: Final = "train.csv"
 JSON_LOG: Final = "train.jsonl"
 TENSORBOARD: Final = "tensorboard"
-SAMPLES: Final = "samples"
 CURVE: Final = "loss.png"
 LOCK: Final = ".lock"
 
@@ -60,11 +60,13 @@ class TrainingRun:
     """Whether the last step was reached; the adapter file is written only then."""
     stopped_by: signal.Signals | None
     """The signal that ended the run, if one did."""
+    file: str = ADAPTER
+    """The name of the adapter's file."""
 
     @property
     def adapter_path(self) -> Path:
         """The adapter's file."""
-        return self.output / ADAPTER
+        return self.output / self.file
 
 
 def train_adapter(
@@ -73,6 +75,7 @@ def train_adapter(
     callbacks: Sequence[Callback] = (),
     progress: bool = True,
     report: Callable[[str], None] = print,
+    world: World | None = None,
 ) -> TrainingRun:
     """Train an adapter; writes it, its configuration, logs, previews and checkpoints to `output`.
 
@@ -82,33 +85,77 @@ def train_adapter(
         callbacks: called after those that write the logs and show the progress.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
+        world: the place of this process among those that train together; only the first of them
+            writes, draws, validates and reports.
 
     Raises:
         ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: before the first
             step.
         CudaUnavailableError, DeviceError: there is no such device; before anything is read.
         NonFiniteError: the loss or the gradient is NaN or infinite.
+        DistributedError: another process of the run is missing, differs, or has failed.
     """
     config.require("model", "dataset", "output")
+    config = config.with_(sample_prompts=expanded(config.sample_prompts))
     family = families.find(config.model)
     check_groups(config, family.groups)
     config = _with_defaults(config, family)
-    placement = choose(config.device, config.precision)
+    placement = choose(device_of(world, config.device), config.precision)
     config = config.with_(device=placement.device, precision=placement.precision)
+    config = _shared_out(config, world)
     check_settings(config)
+    group = make_group(
+        world,
+        config.device,
+        _agreed(config),
+        narrow=config.reduce == "bf16",
+        step_seconds=config.step_limit,
+    )
+    try:
+        return _train_in(group, family, config, placement, (callbacks, progress), report)
+    except BaseException as error:
+        group.fail(f"rank {group.rank}: {str(error) or type(error).__name__}")
+        raise
+    finally:
+        group.close()
+
+
+def _train_in(
+    group: Group,
+    family: type[Family],
+    config: TrainConfig,
+    placement: Placement,
+    shown: tuple[Sequence[Callback], bool],
+    report: Callable[[str], None],
+) -> TrainingRun:
+    """Check, read and train as one of a group of processes.
+
+    Args:
+        group: the processes.
+        family: the model's.
+        config: the settings, complete.
+        placement: what chose device and precision.
+        shown: the callbacks of the caller, and whether to show a progress bar.
+        report: gets a line at each stage.
+    """
+    callbacks, progress = shown
+    is_first = group.rank == 0
+    if not is_first:
+        callbacks, progress, report = (), False, _silent
     # Before anything is read, so that a missing device is reported at once.
     limit = memory_limit(config)
     weights = families.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
-    if run_state.needs_restoring(output):
+    if is_first and run_state.needs_restoring(output):
         with held(output / LOCK, f"output: {output} is in use"):
             run_state.restore(output)
+    group.barrier()
     start = run_state.find(output, config.resume) if config.resume else None
     step = run_state.read_state(start).step if start else -1
     if config.epochs is None:
         _require_steps_left(config, step)
     run_state.refuse_later(output, step)
-    logs = _logs(config, output)
+    logs = _logs(config, output) if is_first else []
     task = family(weights, config.precision, config.device, config).task()
     task.check(report)
     data = task.read(report)
@@ -117,16 +164,22 @@ def train_adapter(
     for line in estimate.table():
         report(line)
     require_fit(estimate, config, limit, lambda other: task.estimate(other, data, limit))
+    train = partial(_train, group, config, task, start, data)
+    if not is_first:
+        return train(([], []), report)
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have used the folder in the meantime.
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
-        bar = [ProgressBar()] if progress else []
-        return _train(config, task, start, data, (logs, [*bar, *callbacks]), report)
+        if not progress:
+            return train((logs, callbacks), report)
+        bar = ProgressBar(unit=task.counts)
+        return train((logs, [bar, *callbacks]), bar.beside(report))
 
 
 def _train(
+    group: Group,
     config: TrainConfig,
     task: Task,
     start: Path | None,
@@ -137,6 +190,7 @@ def _train(
     """Load, encode, train, write to the output, which the caller holds.
 
     Args:
+        group: the processes that train together.
         config: the settings.
         task: the model.
         start: the checkpoint to continue from.
@@ -147,9 +201,13 @@ def _train(
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
+    if group.rank > 0:
+        group.barrier()  # The first process fills the cache, the others read it.
     prepared = task.prepare(data, report)
+    if group.rank == 0:
+        group.barrier()
     if config.epochs is not None:
-        config = _in_steps(config, prepared.train, task.noun, report)
+        config = _in_steps(config, prepared.train, task.noun, group.size, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # Training must not depend on how many random numbers the preparation drew.
     tc.manual_seed(config.seed)
@@ -161,8 +219,9 @@ def _train(
     count = sum(var.numel() for var in parameters.values())
     report(f"adapter: {count} parameters in {len(parameters)} tensors")
 
-    session = _Session(config, task, adapters, prepared, output, report)
-    settings = {**asdict(config), "examples": len(prepared.train)}
+    session = Session(group, config, task, adapters, prepared, output, report)
+    session.announce(report)
+    settings = {**config.portable(output), "examples": len(prepared.train)}
     before, after = callbacks
     trainer = session.trainer([*before, *session.callbacks, *after], settings)
     if start is not None:
@@ -170,142 +229,18 @@ def _train(
         report(f"resume: from step {trainer.step} of {config.steps} ({start})")
         for line in differences(earlier, settings):
             report(f"resume: {line}")
-    write_atomically(output / CONFIG, config.with_(resume=None).to_yaml())
+    if group.rank == 0:
+        write_atomically(output / CONFIG, config.with_(resume=None).to_yaml(output))
     adapters.set_training(True)
     plot.prepare()
     completed = trainer.train()
     session.finish()
-    if completed:
+    if completed and group.rank == 0:
         session.conclude(trainer.step, report)
         _draw_curve(output, report)
-    return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by)
-
-
-class _Session:
-    """The averages, validation, previews and saves of one run."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        task: Task,
-        adapters: Adapters,
-        prepared: Split[Prepared[Any]],
-        output: Path,
-        report: Callable[[str], None],
-    ) -> None:
-        self._config = config
-        self._task = task
-        self._adapters = adapters
-        self._train = prepared.train
-        self._output = output
-        self._average = AdapterAverage(adapters, config.ema_decay) if config.ema_decay else None
-        as_used: Callable[[], AbstractContextManager[None]] = partial(
-            evaluated, adapters, self._average
-        )
-        self.validation = None
-        if prepared.validation is not None:
-            held_out, every = prepared.validation, config.validate_every
-            self.validation = Validation(
-                held_out.validation_loss,
-                every,
-                as_used,
-                self.adapter_file,
-                held_out.validation_facts,
-            )
-        self.callbacks: list[Callback] = [
-            callback for callback in (self._average, self.validation) if callback is not None
-        ]
-        if config.sample_prompts:
-            folder = output / SAMPLES
-            self.callbacks.append(
-                Previews(task.preview, config.sample_every, folder, as_used, report)
-            )
-        self.callbacks.append(StepAdapters(config.keep_adapters, as_used, self.adapter_file))
-
-    def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
-        """The training loop with all of these."""
-        config = self._config
-        optimizer = make_optimizer(config, self._adapters.groups(config))
-        return Trainer(
-            self._train.loss,
-            self._adapters.named_parameters(),
-            optimizer,
-            self._train.batches(config.batch_size),
-            inputs=self._train.inputs,
-            weigh=self._train.weight if self._task.weighs else None,
-            cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
-            steps=config.steps,
-            scheduler=make_scheduler(config, optimizer),
-            gradient_accumulation=config.gradient_accumulation,
-            max_grad_norm=config.max_grad_norm,
-            scaler=tc.optim.GradScaler() if config.precision == "f16" else None,
-            output=self._output,
-            save_every=config.save_every,
-            keep_checkpoints=config.keep_checkpoints,
-            callbacks=callbacks,
-            settings=settings,
-            seed=config.seed,
-        )
-
-    def adapter_file(self, path: Path, step: int) -> AdapterFile:
-        """A snapshot of the adapters, for a file that is written later."""
-        metadata = training_metadata(self._config, step, len(self._train))
-        return self._task.adapter_file(self._adapters, path, metadata)
-
-    def conclude(self, step: int, report: Callable[[str], None]) -> None:
-        """Write the finished adapter, and say what there is now."""
-        output = self._output
-        file = self.adapter_file(output / ADAPTER, step)
-        file.write()
-        report(f"adapter: {output / ADAPTER}")
-        metadata = training_metadata(self._config, step, len(self._train))
-        published = self._task.publish(self._adapters, output, metadata)
-        if published is not None:
-            report(f"adapter for other tools: {published}")
-        idle = file.idle
-        if idle:
-            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
-        if self.validation is not None:
-            best = self.validation
-            report(f"best: {output / BEST} (step {best.best_step}, loss {best.best_loss:.4f})")
-        if self._config.sample_prompts:
-            report(f"previews: {output / SAMPLES}")
-
-    def finish(self) -> None:
-        """Leave the model with the parameters of its adapter files."""
-        self._adapters.set_training(False)
-        if self._average is not None:
-            self._average.keep()
-
-
-_KOHYA_PRECISIONS = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
-
-
-def training_metadata(config: TrainConfig, step: int, images: int) -> dict[str, str]:
-    """The training metadata of an adapter file's header, under kohya's names."""
-    side = config.resolution
-    facts = {
-        "ss_output_name": Path(config.output).name,
-        "ss_sd_model_name": Path(config.weights).name or config.model,
-        "ss_steps": step,
-        "ss_max_train_steps": config.steps,
-        "ss_num_train_images": images,
-        "ss_total_batch_size": config.batch_size * config.gradient_accumulation,
-        "ss_resolution": f"({side}, {side})" if side else None,
-        "modelspec.resolution": f"{side}x{side}" if side else None,
-        "ss_clip_skip": config.clip_skip,
-        "ss_learning_rate": config.learning_rate,
-        "ss_optimizer": config.optimizer,
-        "ss_lr_scheduler": config.lr_scheduler,
-        "ss_mixed_precision": _KOHYA_PRECISIONS[config.precision],
-        "ss_min_snr_gamma": config.min_snr_gamma,
-        "ss_noise_offset": config.noise_offset,
-        "ss_seed": config.seed,
-        "ss_training_comment": config.trigger,
-    }
-    # Names of files may contain bytes that are not valid text.
-    texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
-    return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
+        report(f"settings and logs: {output / CONFIG}, {LOG}, {JSON_LOG}")
+    file = adapter_path(config, output).name
+    return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by, file)
 
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
@@ -315,13 +250,47 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
     return config.with_(**missing)
 
 
+def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
+    """The settings of one of several processes: its accumulation, its CPU threads.
+
+    Raises:
+        ConfigError: the effective batch cannot be dealt out evenly.
+    """
+    size = 1 if world is None else world.size
+    whole = config.effective_batch
+    if whole is not None:
+        at_once = config.batch_size * size
+        if whole % at_once:
+            raise ConfigError(
+                f"effective_batch: {whole} samples a step cannot be dealt out to {size} processes "
+                f"of batch size {config.batch_size}; give a multiple of {at_once}"
+            )
+        config = config.with_(gradient_accumulation=whole // at_once)
+    if world is not None and config.threads is None:
+        config = config.with_(threads=max(1, tc.get_num_threads() // world.local_size))
+    return config
+
+
+def _agreed(config: TrainConfig) -> dict[str, str]:
+    """The settings that must be equal in all processes."""
+    return {name: str(v) for name, v in asdict(config).items() if name not in {"device", "threads"}}
+
+
+def _silent(_line: str) -> None:
+    """Report nothing: the first process does."""
+
+
 def _in_steps(
-    config: TrainConfig, data: Prepared[Any], noun: str, report: Callable[[str], None]
+    config: TrainConfig,
+    data: Prepared[Any],
+    noun: str,
+    size: int,
+    report: Callable[[str], None],
 ) -> TrainConfig:
-    """The settings with the number of steps of their epochs."""
+    """The settings with the number of steps of their epochs, on `size` processes."""
     epochs = config.epochs or 0
     batches = data.batches(config.batch_size).first_batch(epochs)
-    steps = max(1, math.ceil(batches / config.gradient_accumulation))
+    steps = max(1, math.ceil(batches / (config.gradient_accumulation * size)))
     report(f"epochs: {epochs} of {counted(len(data), noun)}: {counted(steps, 'step')}")
     return config.with_(epochs=None, steps=steps)
 
@@ -341,6 +310,10 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
     ]
     if config.tensorboard:
         logs.append(TensorBoardLog(output / TENSORBOARD, config.log_every))
+    if config.wandb is not None:
+        name = config.name or output.resolve().name
+        settings = config.portable(output)
+        logs.append(WandbLog(config.wandb, name, output, settings, config.log_every))
     return logs
 
 

@@ -7,10 +7,26 @@ from typing import Any
 import pytest
 import yaml
 
-from trainable_candle.cli import COMMANDS, chat, main, merge, preview_data, sample
+from trainable_candle import families
+from trainable_candle.cli import (
+    COMMANDS,
+    chat,
+    combine,
+    demo,
+    export,
+    extract,
+    main,
+    merge,
+    preview_data,
+    resize,
+    sample,
+    verify,
+)
+from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.cli.train import make_parser, read_config
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig, flag, settings
+from trainable_candle.settings.checks import check_groups, check_settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 SAMPLES: dict[str, Any] = {
@@ -18,6 +34,7 @@ SAMPLES: dict[str, Any] = {
     "weights": "w",
     "text_encoder": ["t 1.safetensors", "t2"],
     "vae": "ae",
+    "text_encoder_precision": "int8",
     "dataset": "d",
     "output": "o",
     "resolution": 512,
@@ -54,6 +71,7 @@ SAMPLES: dict[str, Any] = {
     "lora_dropout": 0.1,
     "train_text_encoder": True,
     "initial_adapter": "a",
+    "training_adapter": "b",
     "format": "comfyui",
     "adapter_precision": "f16",
     "steps": 12,
@@ -86,24 +104,34 @@ SAMPLES: dict[str, Any] = {
     "validate_every": 5,
     "sample_prompts": ["a cat, a dog", "a tree"],
     "sample_every": 6,
+    "sample_every_epochs": 2,
     "negative_prompt": "blurry",
     "guidance": 3.0,
     "sampler": "euler",
     "sample_steps": 7,
     "sample_size": "64x32",
     "sample_seed": 8,
+    "dpo_beta": 0.2,
     "sample_tokens": 9,
     "sample_temperature": 0.5,
     "device": "cuda:1",
     "precision": "bf16",
+    "base_precision": "nf4",
     "gradient_checkpointing": "full",
     "memory_limit": 8.0,
     "threads": 1,
+    "gpus": "0,2",
+    "effective_batch": 12,
+    "reduce": "bf16",
+    "step_limit": 30.0,
+    "name": "coffee",
     "save_every": 0,
+    "save_every_epochs": 4,
     "keep_checkpoints": 7,
     "keep_adapters": 2,
     "log_every": 8,
     "tensorboard": True,
+    "wandb": "loras",
     "resume": "latest",
 }
 
@@ -121,7 +149,8 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 
 def test_every_setting_has_a_flag() -> None:
-    exclusive = {"validation_dataset"}
+    # What contradicts others of these.
+    exclusive = {"validation_dataset", "objective"}
     assert SAMPLES.keys() | exclusive == settings().keys()
     default = TrainConfig()
     for name, value in SAMPLES.items():
@@ -131,6 +160,67 @@ def test_every_setting_has_a_flag() -> None:
     assert parse("--validation-dataset", "v").validation_dataset == "v"
     assert parse("--mixed-precision", "bf16").precision == "bf16"
     assert parse("--dtype", "bf16").precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--network_dim 8 --network_alpha 4", {"rank": 8, "alpha": 4.0}),
+        ("--learning_rate=1e-3 --lr-scheduler constant_with_warmup", {"learning_rate": 1e-3}),
+        ("--mixed_precision fp16 --save_precision bf16", {"precision": "f16"}),
+        ("--gradient_checkpointing --flip_aug", {"gradient_checkpointing": "full", "flip": True}),
+        ("--train_batch_size 4 --max_train_epochs 2", {"batch_size": 4, "epochs": 2}),
+        ("--output_name sks --output_dir o", {"name": "sks", "output": "o"}),
+        ("--optimizer_type AdamW8bit --text_encoder_lr 1e-5", {"optimizer": "adamw8bit"}),
+        ("--shuffle_caption --keep_tokens 2", {"caption_shuffle": True, "caption_keep_tokens": 2}),
+        ("--save_every_n_epochs 1", {"save_every_epochs": 1}),
+    ],
+)
+def test_flags_of_other_tools_mean_the_same(text: str, expected: dict[str, Any]) -> None:
+    config = parse(*text.split())
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_the_guide_for_those_who_come_from_kohya_names_flags_that_work() -> None:
+    table = re.findall(
+        r"^\| ([^|]*)\| ([^|]*)\|", (DOCS / "migrating.md").read_text(), re.MULTILINE
+    )
+    rows = [[set(re.findall(r"`--([a-z_-]+)", cell)) for cell in row] for row in table]
+    assert len([ours for ours, _ in rows if ours]) > 30
+    unknown = []
+    for ours, theirs in rows:
+        names = [name.replace("-", "_") for name in ours]
+        synonyms = {s for n in names if n in settings() for s in settings()[n][1].synonyms}
+        named = {text.replace("_", "-") for text in theirs}
+        unknown += sorted(named - synonyms - ours - {text[2:] for text in INSTEAD})
+    assert unknown == []
+
+
+def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
+    model = ("--model", "sdxl")
+    config = parse(*model, "--preset", "quality", "--rank", "4")
+    assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)
+    # Without a default that stands for a value that was given.
+    assert parse(*model, "--preset", "quality", "--rank", "16").rank == 16
+    assert parse(*model, "--preset", "fast", "--epochs", "3").steps == TrainConfig().steps
+    path = tmp_path / "run.yaml"
+    path.write_text("model: causal-lm\npreset: balanced\nrank: 2\n")
+    config = parse("--config", str(path))
+    assert (config.rank, config.epochs, config.lr_scheduler) == (2, 2, "cosine")
+    # What it stands for is written out, so that a file does not change with the preset.
+    path.write_text(parse(*model, "--preset", "fast").to_yaml())
+    with pytest.raises(ConfigError, match="preset: `fast` has no effect: all of its settings"):
+        parse("--config", str(path), "--preset", "fast")
+    with pytest.raises(ConfigError, match="preset: `quik` is not known"):
+        parse(*model, "--preset", "quik")
+
+
+@pytest.mark.parametrize("model", families.NAMES)
+def test_every_model_takes_its_presets(model: str) -> None:
+    for values in families.presets(model).values():
+        config = TrainConfig(model=model, **values)
+        check_groups(config, families.find(model).groups)
+        check_settings(config)
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:
@@ -150,7 +240,8 @@ def test_a_flag_can_mend_a_wrong_line_of_the_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--learning-rte", "1"], r"unknown flag `--learning-rte`; did you mean `--learning-rate`"),
-        (["--learning_rate=1"], r"unknown flag `--learning_rate`; did you mean `--learning-rate`"),
+        (["--network_module", "networks.lora"], "--network-module has no .* give --adapter lora"),
+        (["--xformers"], "--xformers is not needed here, .*: leave it out"),
         (["--xyzzy"], r"unknown flag `--xyzzy` \(see train-lora --help\)"),
         (["--learn", "1"], "unknown flag `--learn`"),
         (["digits"], "unexpected argument `digits`"),
@@ -193,7 +284,9 @@ def test_the_long_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("name", ["training.md", "sdxl.md", "data.md", "language-models.md"])
 def test_guides_name_flags_that_exist(name: str) -> None:
     guide = (DOCS / name).read_text()
-    commands = (sample, merge, chat, preview_data)
+    commands = (
+        sample, merge, chat, preview_data, resize, combine, extract, export, demo, verify,
+    )  # fmt: skip
     parsers = [make_parser("train", rare=True), *(c.make_parser("c") for c in commands)]
     known = {option for parser in parsers for a in parser._actions for option in a.option_strings}
     named = set(re.findall(r"--[a-z][a-z-]+", guide))

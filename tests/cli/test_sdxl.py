@@ -105,11 +105,12 @@ def trained(flags: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
 def test_a_run_leaves_adapters_logs_previews_and_checkpoints(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     expected = ["adapter.safetensors", "adapter-best.safetensors", "config.yaml", "loss.png"]
-    expected += ["train.csv", "train.jsonl", "tensorboard", "samples"]
+    expected += ["train.csv", "train.jsonl", "tensorboard", "samples", "previews.png"]
     expected += [f"adapter-step00000{n}.safetensors" for n in (2, 4)]
     assert names == {*expected, *(f"checkpoint-00000{n}" for n in (2, 4, 6))}
     previews = sorted(path.name for path in (trained / "samples").iterdir())
-    assert previews == ["step-000000.png", "step-000003.png", "step-000006.png"]
+    steps = ["step-000000.png", "step-000003.png", "step-000006.png"]
+    assert previews in (["index.html", *steps], ["images", "index.html", *steps])
     rows = read_json_log(trained / "train.jsonl")
     assert [row["step"] for row in rows if "validation_loss" in row] == [0, 2, 4, 6]
 

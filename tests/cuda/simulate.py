@@ -23,15 +23,18 @@ from elftools.elf.elffile import ELFFile
 
 SOURCES = Path(__file__).parent / "simulated"
 DRIVER = "libcuda.so.1"
+NCCL = "libnccl.so.2"
 LIBRARIES = {
     DRIVER: ("device.c", "memory.c", "transfer.c", "stream.c", "launch.c"),
     "libcublas.so.13": ("blas.c",),
     "libcublasLt.so.13": ("lt.c",),
     "libcurand.so.10": ("random.c",),
+    NCCL: ("nccl.c",),
 }
 # Where pip puts what comes with CUDA, below a folder that Python imports from; the driver comes
 # with the system.
 PIP_FOLDER = Path("nvidia") / "cu13"
+NCCL_FOLDER = Path("nvidia") / "nccl"
 DRIVER_FOLDER = "driver"
 
 
@@ -76,7 +79,9 @@ def build(
 
 def library_folder(folder: Path, name: str) -> Path:
     """Where a library is put."""
-    return folder / (DRIVER_FOLDER if name == DRIVER else PIP_FOLDER / "lib")
+    if name == DRIVER:
+        return folder / DRIVER_FOLDER
+    return folder / (NCCL_FOLDER if name == NCCL else PIP_FOLDER) / "lib"
 
 
 def environment(folder: Path) -> dict[str, str]:

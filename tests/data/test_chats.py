@@ -191,7 +191,12 @@ ANSWER = {"role": "assistant", "content": "b"}
         ({"messages": [ASKED, ANSWER], "tools": "{"}, "`tools` is text that is not JSON"),
         ({"instruction": "a", "output": ""}, "`output` is empty"),
         ({"prompt": 3, "completion": "b"}, "`prompt` is int, expected text"),
-        ({"chosen": "a", "rejected": "b"}, "not trained yet"),
+        ({"chosen": "a", "rejected": "a"}, "`chosen` and `rejected` are the same"),
+        ({"chosen": [ASKED, ANSWER], "rejected": [ASKED]}, "`rejected` has no message of the role"),
+        (
+            {"chosen": [ASKED, ANSWER], "rejected": [{**ASKED, "content": "c"}, ANSWER]},
+            "differ before their last messages",
+        ),
     ],
 )
 def test_wrong_rows_are_named_by_field(row: dict[str, Any], message: str) -> None:

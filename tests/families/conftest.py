@@ -50,11 +50,11 @@ def write_t5(folder: Path) -> None:
     write_model(T5Encoder, folder, config)
 
 
-def write_qwen3(folder: Path) -> None:
-    """An encoder of 300 tokens and 3 layers."""
+def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
+    """An encoder of 300 tokens."""
     config = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300,
-        "hidden_size": TEXT_WIDTH, "intermediate_size": 64, "num_hidden_layers": 3,
+        "hidden_size": width, "intermediate_size": 64, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "tie_word_embeddings": True, "hidden_act": "silu",
@@ -74,12 +74,17 @@ def write_chat_tokenizer(folder: Path) -> None:
 
 
 def write_pipeline(
-    folder: Path, family: str, class_name: str, scheduler: dict[str, Any], vae: dict[str, float]
+    folder: Path,
+    family: str,
+    class_name: str,
+    scheduler: dict[str, Any],
+    vae: dict[str, float],
+    autoencoder: str = "flux",
 ) -> None:
     """The transformer, the autoencoder and the index of a pipeline."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copytree(GOLDEN / family / "transformer", folder / "transformer")
-    shutil.copytree(GOLDEN / "flux" / "vae", folder / "vae")
+    shutil.copytree(GOLDEN / autoencoder / "vae", folder / "vae")
     path = folder / "vae" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | vae))
     (folder / "scheduler").mkdir()
@@ -129,4 +134,31 @@ def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pipeline(folder, "zimage", "ZImagePipeline", {"shift": 3.0}, latents)
     write_chat_tokenizer(folder / "tokenizer")
     write_qwen3(folder / "text_encoder")
+    return folder
+
+
+def widen(folder: Path, sizes: dict[str, int]) -> None:
+    """Give a golden transformer of FLUX.2 other sizes of tokens: its weights repeated."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    path = folder / "diffusion_pytorch_model.safetensors"
+    weights = tc.load_file(path)
+    channels, text = sizes["in_channels"], sizes["joint_attention_dim"]
+    for name, dim, size in (("x_embedder", 1, channels), ("proj_out", 0, channels),
+                            ("context_embedder", 1, text)):  # fmt: skip
+        weight = weights[f"{name}.weight"]
+        weights[f"{name}.weight"] = tc.cat([weight, weight], dim).narrow(dim, 0, size).contiguous()
+    tc.save_file(weights, path)
+
+
+@pytest.fixture(scope="session")
+def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's folder."""
+    folder = tmp_path_factory.mktemp("flux2 model") / "klein-base"
+    scheduler = {"use_dynamic_shifting": True, "shift": 3.0}
+    write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
+    widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
+    write_chat_tokenizer(folder / "tokenizer")
+    # Of three layers of the text encoder, the 27th the last.
+    write_qwen3(folder / "text_encoder", 16, 28)
     return folder

@@ -175,6 +175,38 @@ def test_a_resumed_run_repeats_bit_for_bit(weights: Path, chats: Path, tmp_path:
     assert parameters(resumed) == parameters(whole)
 
 
+@pytest.mark.parametrize(("base", "near"), [("int8", 0.005), ("fp8", 0.01), ("nf4", 0.05)])
+def test_a_run_on_a_quantized_base_learns_as_one_on_the_whole(
+    weights: Path, chats: Path, tmp_path: Path, base: str, near: float
+) -> None:
+    def losses(name: str, **settings: Any) -> list[float]:
+        # A higher rate makes the curve itself sensitive to any change.
+        given = {"steps": 30, "learning_rate": 2e-3, **settings}
+        run = train(config_of(weights, chats, tmp_path / name, **given))
+        return [row["loss"] for row in read_json_log(run.output / "train.jsonl") if "loss" in row]
+
+    found, expected = losses("codes", base_precision=base), losses("values")
+    assert expected[-1] < 0.1 * expected[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=near * expected[0])
+
+
+def test_a_run_on_a_quantized_base_resumes_bit_for_bit(
+    weights: Path, chats: Path, tmp_path: Path
+) -> None:
+    given = {"base_precision": "nf4", "steps": 4, "save_every": 2}
+    given["gradient_checkpointing"] = "full"
+    whole = train(config_of(weights, chats, tmp_path / "a", **given))
+    train(config_of(weights, chats, tmp_path / "b", **{**given, "steps": 2}))
+    lines: list[str] = []
+    resumed = train(config_of(weights, chats, tmp_path / "b", resume="latest", **given), lines)
+    assert parameters(resumed) == parameters(whole)
+    changed = {**given, "base_precision": "int8", "steps": 5}
+    train(config_of(weights, chats, tmp_path / "b", resume="latest", **changed), lines)
+    assert any(
+        "base_precision is 'int8', was 'nf4': the run will not repeat" in line for line in lines
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -236,3 +268,23 @@ def test_what_images_train_with_trains_texts(
     run = train(config_of(weights, chats, tmp_path / "run", **given))
     rows = [row["loss"] for row in read_json_log(run.output / "train.jsonl")]
     assert rows[-1] < rows[0]
+
+
+def test_model_and_data_can_be_names_on_the_hub(
+    weights: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is asked for, as the client of the hub would fetch it."""
+    asked: dict[str, list[str]] = {}
+
+    def snapshot(name: str, repo_type: str, allow_patterns: list[str], **_: Any) -> str:
+        asked[repo_type] = allow_patterns
+        return {"model/tiny": str(weights), "data/chats": str(chats.parent)}[name]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    config = config_of(weights, chats, tmp_path / "run", steps=1)
+    train_adapter(config.with_(weights="model/tiny", dataset="data/chats"), progress=False)
+    assert (tmp_path / "run" / "peft").is_dir()
+    needed = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert needed <= set(asked["model"])
+    assert {"*.jsonl", "data/*.parquet"} <= set(asked["dataset"])

@@ -89,7 +89,10 @@ def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
     assert part.num_hidden_layers == 2
     np.testing.assert_array_equal(part.hidden_states(ids)[0].numpy(), states[2].numpy())
     assert set(part.named_tensors()) < set(whole.named_tensors())
-    with pytest.raises(tc.ArgumentError, match="layers=2 and has no head; load all layers"):
+    with pytest.raises(
+        tc.ArgumentError,
+        match="layers=2 and neither computes scores nor can be saved; load all layers",
+    ):
         part(ids)
     with pytest.raises(tc.ArgumentError, match="layer 3 of the hidden states, expected 0 to 2"):
         part.hidden_states(ids, layers=[3])
@@ -325,3 +328,9 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
     with torch.no_grad():
         scores = reference(input_ids=torch.from_numpy(ids.numpy())).logits.numpy()
     np.testing.assert_allclose(expected, scores, rtol=1e-4, atol=2e-5)
+
+
+def test_a_part_of_a_model_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(tc.ArgumentError, match=r"layers=2 .* can be saved; load all layers"):
+        model_of("llama", layers=2).save_pretrained(tmp_path / "part")
+    assert not (tmp_path / "part").exists()

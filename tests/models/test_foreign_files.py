@@ -20,7 +20,7 @@ SD3 = "model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight"
         (SD1_ENCODER, r"no CLIPTextModel .*: the file is a checkpoint of Stable Diffusion 1,"),
         ("cond_stage_model.model.ln_final.weight", "a checkpoint of Stable Diffusion 2,"),
         (SD3, "a checkpoint of SD3.5 without this model"),
-        ("double_blocks.0.img_attn.proj.weight", "a checkpoint of Flux without this model"),
+        ("vector_in.in_layer.weight", "a checkpoint of Flux without this model"),
         ("model.diffusion_model.input_blocks.0.0.weight", "of SDXL without this model"),
         ("model.diffusion_model.x", "a checkpoint without this model"),
         ("down_blocks.0.resnets.0.conv1.weight", "the weights of a UNet from a pipeline's folder"),

@@ -15,6 +15,21 @@ def arrays(seed, *shapes):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
+def test_numbers_make_a_trainable_layer_as_in_torch() -> None:
+    tc.manual_seed(3)
+    layer = nn.Linear(4, 2)
+    tc.manual_seed(3)
+    expected = nn.Linear.init(4, 2)
+    assert layer.weight.tolist() == expected.weight.tolist()
+    assert len(layer.parameters()) == 2
+    assert nn.Linear(4, 2, bias=False).bias is None
+    assert nn.Linear(4, 2, dtype="bf16").weight.dtype == "bf16"
+    shift = tc.ones(2)
+    assert nn.Linear(tc.ones(2, 4), bias=shift).bias is shift
+    with pytest.raises(TypeError, match="Linear: the weight is int"):
+        nn.Linear(4, "2")  # type: ignore[arg-type]
+
+
 def test_linear():
     x, w, b = arrays(0, (2, 3, 5), (4, 5), (4,))
     assert_close(nn.Linear(tc.tensor(w), tc.tensor(b))(tc.tensor(x)), x @ w.T + b, atol=1e-5)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.families.causal_lm import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,8 +17,8 @@ def blocks(document: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-def run(block: str) -> dict[str, object]:
-    names: dict[str, object] = {}
+def run(block: str, given: dict[str, object] | None = None) -> dict[str, object]:
+    names: dict[str, object] = {**(given or {})}
     exec(compile(block, "a document", "exec"), names)
     return names
 
@@ -26,7 +27,9 @@ def test_every_example_is_run_below() -> None:
     examples = {path: len(blocks(path)) for path in ("README.md", *documents())}
     assert {path: count for path, count in examples.items() if count} == {
         "README.md": 1,
-        "docs/python.md": 2,
+        "docs/language-models.md": 1,
+        "docs/many-gpus.md": 1,
+        "docs/python.md": 3,
         "docs/training.md": 2,
     }
 
@@ -47,6 +50,15 @@ def test_the_network_reads_digits() -> None:
     assert names["accuracy"] >= 0.97
 
 
+def test_a_language_model_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(BUILT_IN, tmp_path / "WEIGHTS")
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("docs/language-models.md")[0])
+    texts = names["texts"]
+    assert isinstance(texts, list)
+    assert len(texts) == 2
+
+
 def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
@@ -58,6 +70,28 @@ def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names["states"].shape == (1, 256, 16)
     difference = (names["states"] - names["unpadded"]).to("f32").abs().max()
     assert difference.item() > 0.1
+
+
+def test_a_model_of_ones_own_gets_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(blocks("docs/python.md")[2])
+    assert "trainable params: 552 ||" in capsys.readouterr().out
+    assert (tmp_path / "my-lora" / "adapter_config.json").is_file()
+    assert names["plain"](tc.randn(2, 64)).shape == (2, 10)
+
+
+def test_a_loop_runs_alone_too() -> None:
+    parameters = {"w": tc.Var(tc.ones((3,)))}
+    given = {
+        "parameters": parameters,
+        "optimizer": tc.optim.AdamW(list(parameters.values()), lr=0.1),
+        "batches": [tc.ones((3,)) * k for k in range(4)],
+        "loss": lambda batch: (batch * parameters["w"].to(batch.device)).sum(),
+    }
+    run(blocks("docs/many-gpus.md")[0].replace("auto", "cpu"), given)
+    assert parameters["w"].detach().sum().item() < 3.0
 
 
 def test_an_adapter_is_trained_from_python(

@@ -16,7 +16,7 @@ from trainable_candle.data.chats.dataset import Counts
 from trainable_candle.nn.functional import cross_entropy
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text.prepared import PreparedTexts, perplexity
-from trainable_candle.tasks.text.writing import WritingOptions, choose, continuation
+from trainable_candle.tasks.text.writing import streamed
 from trainable_candle.train import Trainer
 
 VOCABULARY, LENGTH = 7, 12
@@ -42,6 +42,12 @@ class Bigrams:
     ) -> tc.Tensor:
         states = self.logits(self.hidden(input_ids, positions, cu_seqlens))
         return cross_entropy(states, targets, reduction="sum")
+
+    def log_probs(
+        self, input_ids: tc.Tensor, targets: tc.Tensor, positions: tc.Tensor, cu_seqlens: tc.Tensor
+    ) -> tc.Tensor:
+        states = self.logits(self.hidden(input_ids, positions, cu_seqlens))
+        return -cross_entropy(states, targets, reduction="none")
 
     def logits(self, hidden: tc.Tensor) -> tc.Tensor:
         return hidden @ (self.table if self.enabled else self.table * 0.0)
@@ -128,34 +134,25 @@ def test_validation_is_the_mean_over_tokens_beside_that_of_the_base() -> None:
     assert perplexity(1e4) == float("inf")
 
 
-def test_tokens_are_chosen_as_the_options_say() -> None:
-    scores = np.log(np.array([0.1, 0.5, 0.15, 0.25]))
-    rng = np.random.default_rng(0)
+class Letters:
+    """A tokenizer whose tokens are bytes; like SentencePiece's it drops a space at the start."""
 
-    def drawn(**options: Any) -> set[int]:
-        chosen = WritingOptions(**{"temperature": 1.0, **options})
-        return {choose(scores, [1], chosen, rng) for _ in range(300)}
-
-    assert drawn(temperature=0.0) == {1}
-    assert drawn() == {0, 1, 2, 3}
-    assert drawn(top_k=2) == {1, 3}
-    assert drawn(top_p=0.6) == {1, 3}
-    assert drawn(top_p=0.5) == {1}
-    # The scores are negative: a penalty of 2 makes 0.5 a quarter, 0.25 stays.
-    assert drawn(temperature=0.0, repetition_penalty=2.1) == {3}
-    shares = np.bincount(
-        [choose(scores, [], WritingOptions(temperature=1), rng) for _ in range(4000)]
-    )
-    np.testing.assert_allclose(shares / 4000, np.exp(scores), atol=0.04)
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
 
 
-def test_a_text_ends_before_its_stop_token() -> None:
-    model = Bigrams()
-    table = np.full((VOCABULARY, VOCABULARY), -9.0, np.float32)
-    for token in range(VOCABULARY - 1):
-        table[token, token + 1] = 9.0
-    model.table = tc.Var(table)
-    found = continuation(model, [0, 2], {5}, WritingOptions(tokens=9), "cpu")  # type: ignore[arg-type]
-    assert list(found) == [3, 4]
-    few = continuation(model, [0], {5}, WritingOptions(tokens=2), "cpu")  # type: ignore[arg-type]
-    assert list(few) == [1, 2]
+def pieces(text: str, *stop: str) -> list[str]:
+    return list(streamed(text.encode(), Letters(), stop))  # type: ignore[arg-type]
+
+
+def test_a_text_comes_in_whole_characters_with_its_spaces() -> None:
+    assert pieces("a b\u00e9\u20ac!") == ["a", " ", "b", "\u00e9", "\u20ac", "!"]
+    # A character that never ends is shown as what it is.
+    assert "".join(streamed("\u20ac".encode()[:2], Letters())) == "\ufffd"  # type: ignore[arg-type]
+
+
+def test_a_text_ends_before_a_stop_text_of_which_nothing_is_told() -> None:
+    assert pieces("one\n\ntwo", "\n\n") == ["o", "n", "e"]
+    assert pieces("a\nb\n", "\n\n") == ["a", "\nb", "\n"]
+    assert "".join(pieces("abcabd", "abd", "zz")) == "abc"
+    assert pieces("stop", "stop") == []

@@ -13,10 +13,11 @@ from PIL import Image
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, NonFiniteError
 from trainable_candle.families.digits import Digits
-from trainable_candle.run import ADAPTER, JSON_LOG, LOG, SAMPLES, train_adapter
+from trainable_candle.run import ADAPTER, JSON_LOG, LOG, train_adapter
+from trainable_candle.session import SAMPLES
 from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
-from trainable_candle.train.evaluation import BEST, Previews, step_adapters
+from trainable_candle.train.evaluation import Previews, best_path, step_adapters
 from trainable_candle.train.logs import read_json_log, read_log
 
 Train = Callable[..., dict[str, bytes]]
@@ -56,7 +57,7 @@ def test_what_lies_in_the_folder(everything: TrainConfig, train: Train) -> None:
     train(everything)
     output = Path(everything.output)
     names = [f"step-{step:06d}.png" for step in (0, 3, 6, 9, 12)]
-    assert sorted(path.name for path in (output / SAMPLES).iterdir()) == names
+    assert sorted(path.name for path in (output / SAMPLES).glob("*.png")) == names
     before, after = (pixels(output / SAMPLES / names[n]) for n in (0, -1))
     assert before.shape[1] > 64
     kept = [f"adapter-step{step:06d}.safetensors" for step in (6, 8, 10)]
@@ -77,7 +78,7 @@ def test_the_best_adapter_is_that_of_the_least_validation_loss(
         config.with_(output=f"{config.output}-again", save_every=1, keep_adapters=9), Until(best)
     )
     expected = tc.load_file(step_of(Path(f"{config.output}-again"), best))
-    found = tc.load_file(output / BEST)
+    found = tc.load_file(best_path(output))
     assert len(again) > 0
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -111,7 +112,7 @@ def test_a_run_with_everything_resumes_bit_for_bit(
     assert validations(broken.output) == validations(everything.output)
     one, other = Path(everything.output), Path(broken.output)
     assert files(one / SAMPLES, "*.png") == files(other / SAMPLES, "*.png")
-    for name in (ADAPTER, BEST):
+    for name in (ADAPTER, best_path(one).name):
         found, expected = (tc.load_file(folder / name) for folder in (one, other))
         assert {n: t.tolist() for n, t in found.items()} == {
             n: t.tolist() for n, t in expected.items()

@@ -8,6 +8,8 @@ pub const SUCCESS: c_int = 0;
 pub const INVALID_VALUE: c_int = 1;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub const OUT_OF_MEMORY: c_int = 2;
+/// `CUDA_ERROR_NOT_READY`.
+pub const NOT_READY: c_int = 600;
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
 pub const CAPTURE_UNSUPPORTED: c_int = 900;
 
@@ -70,5 +72,6 @@ unsafe extern "C" {
     pub fn cuMemUnmap(address: u64, size: usize) -> c_int;
     pub fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, size: usize, stream: Stream) -> c_int;
     pub fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, size: usize, stream: Stream) -> c_int;
+    pub fn cuStreamQuery(stream: Stream) -> c_int;
     pub fn cuStreamSynchronize(stream: Stream) -> c_int;
 }

@@ -26,12 +26,13 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     if known.is_some() {
         return Ok(());
     }
-    let driver = open(DRIVER, &[]).map_err(Unavailable::NoDriver)?;
+    let driver = open(DRIVER.file, &[]).map_err(Unavailable::NoDriver)?;
     let mut found = resolve(&driver, DRIVER)?;
     let devices = Driver(&found).check()?;
     let mut handles = vec![driver];
     for library in TOOLKIT {
-        let handle = open(library, folders).map_err(|reason| Unavailable::NoLibrary { file: library.file, reason })?;
+        let handle =
+            open(library.file, folders).map_err(|reason| Unavailable::NoLibrary { file: library.file, reason })?;
         found.extend(resolve(&handle, library)?);
         handles.push(handle);
     }
@@ -68,9 +69,9 @@ fn stand_in(name: &str, address: *mut ()) -> *mut () {
 }
 
 /// Open the library from the first of `folders` that has it, else where the system finds it. The error is the loader's message.
-fn open(library: &Library, folders: &[&Path]) -> Result<Handle, String> {
-    let path = folders.iter().map(|folder| folder.join(library.file)).find(|path| path.is_file());
-    let name = path.as_deref().map_or(OsStr::new(library.file), Path::as_os_str);
+pub(super) fn open(file: &str, folders: &[&Path]) -> Result<Handle, String> {
+    let path = folders.iter().map(|folder| folder.join(file)).find(|path| path.is_file());
+    let name = path.as_deref().map_or(OsStr::new(file), Path::as_os_str);
     // SAFETY: these are NVIDIA's libraries, whose initialisers ask nothing of the caller.
     unsafe { Handle::new(name) }.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
 }

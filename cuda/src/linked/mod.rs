@@ -5,6 +5,7 @@ mod driver;
 pub mod kernels;
 mod library;
 pub mod memory;
+pub mod nccl;
 mod pinned;
 mod symbols;
 pub mod upload;

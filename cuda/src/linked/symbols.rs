@@ -69,7 +69,7 @@ library!(driver, "libcuda.so.1", [
     cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuMemcpyDtoDAsync_v2
     cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction cuModuleLoad
     cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture
-    cuStreamIsCapturing cuStreamSynchronize cuStreamWaitEvent cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
+    cuStreamIsCapturing cuStreamQuery cuStreamSynchronize cuStreamWaitEvent cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 ]);
 library!(blas, "libcublas.so.13", [
     cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmBatchedEx cublasGemmStridedBatchedEx cublasSetMathMode

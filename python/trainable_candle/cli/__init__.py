@@ -45,7 +45,14 @@ COMMANDS: Final = {
     "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
     "chat": Command("trainable_candle.cli.chat", "talk to a language model"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),
+    "export": Command(
+        "trainable_candle.cli.export", "write a language model's adapter for other programs"
+    ),
+    "extract": Command("trainable_candle.cli.extract", "the difference of two models as a LoRA"),
+    "resize": Command("trainable_candle.cli.resize", "cut a LoRA to a lower rank"),
+    "combine": Command("trainable_candle.cli.combine", "several LoRAs in one file"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
+    "doctor": Command("trainable_candle.cli.doctor", "find faults of this machine, with cures"),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
 }
 

@@ -6,7 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from trainable_candle.cli.loading import add_model, load_model
-from trainable_candle.cli.options import Parser, add_help, guidance, whole
+from trainable_candle.cli.options import Parser, add_help
+from trainable_candle.cli.writing import add_writing, writing_options
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import AUTO, choose
 
@@ -21,23 +22,15 @@ def run(arguments: Sequence[str], program: str) -> int:
     """Talk as the arguments say; returns the exit status."""
     parser = make_parser(program)
     given = parser.parse(arguments)
-    parser.require(given, "model", "weights")
+    parser.require(given, "model")
 
     # Expensive imports, after the flags are parsed.
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
     from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
-    from trainable_candle.tasks.text.writing import WritingOptions  # noqa: PLC0415
 
     for prompt in given.get("prompt", []):
         require_text("--prompt", prompt)
-    names = ("tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
-    options = WritingOptions(**{name: given[name] for name in names if name in given})
-    if not 0 < options.top_p <= 1:
-        raise ConfigError(f"--top-p is {options.top_p}, expected above 0 and at most 1")
-    if not options.repetition_penalty > 0:
-        raise ConfigError("--repetition-penalty is 0, expected above 0")
-    if not options.temperature and {"top_k", "top_p", "seed"} & given.keys():
-        raise ConfigError("--top-k, --top-p and --seed have no effect without --temperature")
+    options = writing_options(given)
     placement = choose(given.get("device", AUTO), given.get("precision", AUTO))
     task = load_model(given, placement.device, placement.precision)
     if not isinstance(task, TextTask):
@@ -84,7 +77,7 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Talk to a language model, with an adapter or without; a line is a message.",
-        "--model NAME --weights DIR [options]",
+        "--model NAME [options]",
     )
     group = parser.add_argument_group("whom to talk to")
     add_model(group, "f32, bf16 or f16 (default: bf16 on a GPU, else f32)")
@@ -97,21 +90,6 @@ def make_parser(program: str) -> Parser:
         help="a message, instead of standard input; may be given again",
     )
     group.add_argument("--system", metavar="TEXT", help="what the model is told before")
-    group.add_argument(
-        "--tokens", metavar="N", type=whole(1), help="of an answer, at most (default: 512)"
-    )
-    group.add_argument(
-        "--temperature", metavar="X", type=guidance, help="0 (default): the likeliest token"
-    )
-    group.add_argument(
-        "--top-k", metavar="N", type=whole(0), help="draw from the N likeliest; 0: from all"
-    )
-    group.add_argument(
-        "--top-p", metavar="X", type=guidance, help="from those with this probability together"
-    )
-    group.add_argument(
-        "--repetition-penalty", metavar="X", type=guidance, help="above 1: fewer repetitions"
-    )
-    group.add_argument("--seed", metavar="N", type=whole(0), help="of the draws (default: 0)")
+    add_writing(group)
     add_help(group)
     return parser

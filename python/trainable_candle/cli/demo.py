@@ -1,27 +1,36 @@
-"""`trainable-candle demo`: teach the built-in generator an unseen digit."""
+"""`trainable-candle demo`: teach a built-in model what it has never seen."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trainable_candle.cli.options import Parser, add_help, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+DIGITS: Final = "digits"
+MODELS: Final = (DIGITS, "causal-lm")
+
 
 def run(arguments: Sequence[str], program: str) -> int:
     """Run the demo; returns the exit status."""
     given = make_parser(program).parse(arguments)
+    options = {"seed": given.get("seed", 0), "threads": given.get("threads")}
+    output = Path(given.get("output", "demo-output")).expanduser()
+    if given.get("model", DIGITS) == DIGITS:
+        from trainable_candle.demo.run import run_demo  # noqa: PLC0415 - after the arguments proved right
 
-    from trainable_candle.demo.run import run_demo  # noqa: PLC0415 - after the arguments proved right
+        return run_demo(output, **options)
 
-    return run_demo(
-        Path(given.get("output", "demo-output")).expanduser(),
-        seed=given.get("seed", 0),
-        threads=given.get("threads"),
-    )
+    from trainable_candle.demo.language import run_demo as run_language  # noqa: PLC0415
+
+    verdict = run_language(output, **options)
+    if verdict is None:
+        return 1
+    print(f"\n{verdict}\n\nEverything is in {output}")
+    return 0 if verdict.passed else 1
 
 
 def make_parser(program: str) -> Parser:
@@ -29,10 +38,14 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Fine-tune the built-in generator of handwritten digits on the one digit it has never "
-        "seen, through the path that train-lora takes, and let a classifier judge.",
+        "seen, or the built-in language model on a task that it has never seen, through the path "
+        "that train-lora takes, and judge the result.",
         "[options]",
     )
     group = parser.add_argument_group("options")
+    group.add_argument(
+        "--model", metavar="NAME", choices=MODELS, help=f"{' or '.join(MODELS)} (default: {DIGITS})"
+    )
     group.add_argument(
         "--output", metavar="DIR", help="folder for the results (default: demo-output)"
     )

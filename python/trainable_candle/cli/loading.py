@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainable_candle.cli.adapter_files import scales_of
 from trainable_candle.cli.options import factor
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings.checks import existing
@@ -31,9 +32,15 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         help="a text encoder beside --weights; may be given again",
     )
     group.add_argument("--vae", metavar="PATH", help="the autoencoder beside --weights")
-    group.add_argument("--adapter", metavar="FILE", help="an adapter that train-lora wrote")
     group.add_argument(
-        "--scale", metavar="X", type=factor, help="factor on the adapter's effect (default: 1)"
+        "--adapter", metavar="FILE", action="append", help="an adapter; several LoRAs add up"
+    )
+    group.add_argument(
+        "--scale",
+        metavar="X",
+        type=factor,
+        action="append",
+        help="factor on the effect of all adapters, or of each (default: 1)",
     )
     group.add_argument("--precision", metavar="NAME", help=precision)
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
@@ -56,6 +63,7 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
     # After the arguments proved right.
     from trainable_candle import families  # noqa: PLC0415
     from trainable_candle.settings import TrainConfig  # noqa: PLC0415
+    from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
 
     if "scale" in given and "adapter" not in given:
         raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
@@ -63,6 +71,12 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
     parts = TrainConfig(text_encoder=given.get("text_encoder", []), vae=given.get("vae"))
     task = families.load(given["model"], given.get("weights"), dtype, device, parts)
     if "adapter" in given:
-        adapter = existing("adapter", Path(given["adapter"]).expanduser())
-        task.load_adapter(adapter, given.get("scale", 1.0))
+        adapters = [existing("adapter", Path(text).expanduser()) for text in given["adapter"]]
+        scales = scales_of(given, len(adapters))
+        if len(adapters) == 1:
+            task.load_adapter(adapters[0], scales[0])
+        elif isinstance(task, LatentTask):
+            task.load_adapters(list(zip(adapters, scales, strict=True)))
+        else:
+            raise ConfigError(f"--adapter: {given['model']} takes one adapter at a time")
     return task

@@ -7,21 +7,17 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn, get_args, get_origin
 
+from trainable_candle.cli.foreign import INSTEAD
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig, flag, group_of, nearest, settings
-from trainable_candle.settings.sections import FILES, SECTIONS
+from trainable_candle.settings.presets import NAMES as PRESETS
+from trainable_candle.settings.presets import PRESET
+from trainable_candle.settings.sections import FILES, SECTIONS, TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from trainable_candle.settings import Setting
-
-ALIASES: Final = {
-    flag(alias): flag(name)
-    for name, (_, setting) in settings().items()
-    for alias in setting.aliases
-}
-"""Flags of other tools and the corresponding flags here, for error messages."""
 
 _WIDTH: Final = 80
 _HELP_COLUMN: Final = 33
@@ -61,15 +57,19 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
         """
-        known, unknown = self.parse_known_args(arguments)
+        known, unknown = self.parse_known_args([_hyphenated(text) for text in arguments])
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 raise ConfigError(f"unexpected argument `{name}` (see {self.prog} --help)")
-            flags = [option for action in self._actions for option in action.option_strings]
-            meant = ALIASES.get(name.replace("_", "-"))
-            if meant in flags:
-                raise ConfigError(f"unknown flag `{name}`; did you mean `{meant}`?")
+            if name in INSTEAD:
+                raise ConfigError(f"{name} {INSTEAD[name]}")
+            flags = [
+                option
+                for action in self._actions
+                for option in action.option_strings
+                if action.help != argparse.SUPPRESS or flag(action.dest) == option
+            ]
             hint = nearest(name, [option for option in flags if option.startswith("--")])
             if "did you mean" not in hint:
                 hint = f" (see {self.prog} --help)"
@@ -96,7 +96,8 @@ class _CompactHelp(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
             return ", ".join(action.option_strings) or super()._format_action_invocation(action)
-        return f"{', '.join(action.option_strings)} {self._format_args(action, action.dest)}"
+        shown = action.metavar if action.nargs == "?" else self._format_args(action, action.dest)
+        return f"{', '.join(action.option_strings)} {shown}"
 
 
 def add_settings(parser: Parser, *, rare: bool) -> None:
@@ -120,13 +121,26 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
                 facts["action"] = "append"
             facts["type"] = _kind(hint)
             facts["metavar"] = _metavar(setting, _kind(hint))
+            if setting.bare is not None:
+                facts |= {"nargs": "?", "const": setting.bare}
         group.add_argument(flag(name), **facts)
         for synonym in setting.synonyms:
-            parser.add_argument(flag(synonym), dest=name, type=str, help=argparse.SUPPRESS)
+            parser.add_argument(flag(synonym), **{**facts, "help": argparse.SUPPRESS})
+    groups[TRAINING].add_argument(
+        flag(PRESET), metavar="NAME", help=f"{', '.join(PRESETS)}: fills in what is not given"
+    )
     files = groups[FILES]
     files.add_argument("--config", metavar="FILE", help="YAML file, a `setting: value` a line")
     add_help(files)
     files.add_argument("--help-all", action="store_true", help="show all options")
+
+
+def _hyphenated(text: str) -> str:
+    """An argument with hyphens for the underscores that a flag may be written with."""
+    if not text.startswith("--"):
+        return text
+    name, equals, value = text.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}"
 
 
 def add_help(group: argparse._ArgumentGroup) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainable_candle.cli.options import Parser, add_help, whole
-from trainable_candle.settings.texts import TRAIN_ON
+from trainable_candle.settings.texts import OBJECTIVES, TRAIN_ON
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     options = TextOptions(
         sequence_length=given.get("sequence_length", TextOptions.sequence_length),
         train_on=given.get("train_on", TextOptions.train_on),
+        preferences=given.get("objective") == "dpo",
         skip_bad=given.get("skip_bad", False),
     )
     train, validation = load_texts(Path(given["dataset"]).expanduser(), tokenizer, options)
@@ -63,6 +64,7 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--sequence-length", metavar="N", type=whole(2), help="longest example (default: 2048)"
     )
+    group.add_argument("--objective", choices=OBJECTIVES, metavar="NAME", help="sft (default), dpo")
     group.add_argument("--train-on", choices=TRAIN_ON, metavar="NAME", help=", ".join(TRAIN_ON))
     group.add_argument(
         "--skip-bad", action="store_true", help="leave out lines that cannot be used"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainable_candle.cli.adapter_files import new_file
 from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help, guidance, whole
 from trainable_candle.errors import ConfigError
@@ -24,12 +24,12 @@ def run(arguments: Sequence[str], program: str) -> int:
     # Expensive imports, after the flags are parsed.
     from trainable_candle import plot  # noqa: PLC0415
     from trainable_candle.settings.checks import require_text  # noqa: PLC0415
+    from trainable_candle.settings.prompts import expanded  # noqa: PLC0415
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
     from trainable_candle.tasks.latent.drawing import SampleOptions, parse_size  # noqa: PLC0415
+    from trainable_candle.tasks.latent.prompts import parse_prompt  # noqa: PLC0415
 
-    output = Path(given["output"]).expanduser()
-    if output.suffix.lower() != ".png":
-        raise ConfigError(f"--output is {output}, expected the name of a .png file")
+    output = new_file(given["output"], overwrite="overwrite" in given, suffix=".png")
     options = SampleOptions(
         steps=given.get("steps", 25),
         seed=given.get("seed", 0),
@@ -38,8 +38,10 @@ def run(arguments: Sequence[str], program: str) -> int:
         size=parse_size(given["size"]) if "size" in given else None,
         sampler=given.get("sampler"),
     )
-    for prompt in given["prompt"]:
+    texts = expanded(given["prompt"], "--prompt")
+    for prompt in texts:
         require_text("--prompt", prompt)
+    wanted = [parse_prompt(prompt, options) for prompt in texts]
     require_text("--negative-prompt", given.get("negative_prompt", ""))
     if given.get("guidance") == 1 and given.get("negative_prompt"):
         raise ConfigError("--negative-prompt has no effect with --guidance 1; leave it out")
@@ -50,13 +52,16 @@ def run(arguments: Sequence[str], program: str) -> int:
             f"--model {given['model']} writes texts, and sample draws images; "
             "use trainable-candle chat"
         )
-    task.require_room(len(given["prompt"]) * given.get("count", 1), options)
+    count = given.get("count", 1)
+    for different in {prompt.options for prompt in wanted}:
+        task.require_room(len(wanted) * count, different)
     print(placement, flush=True)
-    prompts = [prompt for prompt in given["prompt"] for _ in range(given.get("count", 1))]
-    images = task.draw(prompts, options)
+    drawn = task.draw_prompts([prompt for prompt in wanted for _ in range(count)])
+    images = plot.padded([image for image, _ in drawn])
     scale = plot.visible_scale(images)
     output.parent.mkdir(parents=True, exist_ok=True)
-    plot.save_png(plot.image_grid(images, columns=given.get("columns"), scale=scale), output)
+    grid = plot.image_grid(images, columns=given.get("columns"), scale=scale)
+    plot.save_png(grid, output, "\n\n".join(text for _, text in drawn))
     print(f"{len(images)} {'image' if len(images) == 1 else 'images'}: {output}")
     return 0
 
@@ -71,12 +76,13 @@ def make_parser(program: str) -> Parser:
     group = parser.add_argument_group("what to draw")
     add_model(group, "f32, bf16 or f16 (default: bf16 on a GPU, else f32)")
     group.add_argument(
-        "--prompt", metavar="TEXT", action="append", help="what to draw; may be given again"
+        "--prompt", metavar="TEXT", action="append", help="what to draw, or a .txt file of prompts"
     )
     group.add_argument(
         "--count", metavar="N", type=whole(1), help="images for each prompt (default: 1)"
     )
     group.add_argument("--output", metavar="PNG", help="the image to write")
+    group.add_argument("--overwrite", action="store_true", help="replace an image that is there")
     group.add_argument(
         "--columns", metavar="N", type=whole(1), help="images in a row (default: square)"
     )

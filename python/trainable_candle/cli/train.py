@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainable_candle.cli.options import Parser, add_settings
+from trainable_candle.distributed.launch import chosen_gpus, follow_launcher, launch
+from trainable_candle.distributed.world import from_environment
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig
-from trainable_candle.settings.reading import read_yaml
+from trainable_candle.settings.config import read_settings
+from trainable_candle.settings.presets import IMAGES, PRESET, TEXTS, completed, described
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +25,21 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     if given.pop("help_all", False):
         make_parser(program, rare=True).print_help()
+        print("\npresets for images:", *described(IMAGES), sep="\n")
+        print("\npresets for texts:", *described(TEXTS), sep="\n")
         return 0
     config = read_config(given)
+    world = from_environment()
+    if config.gpus is not None and world is None:
+        return _launch(config, arguments)
+    follow_launcher()
 
     # Imported after the arguments are checked.
     from trainable_candle.run import CONFIG, train_adapter  # noqa: PLC0415
 
-    result = train_adapter(config, report=lambda line: print(line, flush=True))
+    result = train_adapter(config, world=world, report=lambda line: print(line, flush=True))
+    if world is not None and world.rank > 0:
+        return 0
     if result.completed:
         return 0
     print(
@@ -36,6 +48,18 @@ def run(arguments: Sequence[str], program: str) -> int:
         file=sys.stderr,
     )
     return 128 + result.stopped_by if result.stopped_by else 0
+
+
+def _launch(config: TrainConfig, arguments: Sequence[str]) -> int:
+    """Train in several processes of this machine."""
+    config.require("model", "dataset", "output")
+    gpus = str(config.gpus)
+    on_gpu = config.device != "cpu"
+    if config.device not in {"auto", "cuda", "cpu"}:
+        raise ConfigError(f"gpus: --device {config.device} is one GPU; leave it out")
+    numbers = chosen_gpus(gpus) if on_gpu else list(range(int(gpus.split(",", maxsplit=1)[0])))
+    output = Path(config.output).expanduser()
+    return launch(arguments, numbers, on_gpu=on_gpu, output=output)
 
 
 def make_parser(program: str, *, rare: bool) -> Parser:
@@ -57,10 +81,14 @@ def read_config(given: dict[str, Any]) -> TrainConfig:
     """
     flags = dict(given)
     path = flags.pop("config", None)
-    if path is None:
-        try:
-            return TrainConfig(**flags)
-        except ConfigError as error:
-            raise ConfigError(f"command line: {error}") from None
-    source = f"{path} with the flags given" if flags else str(path)
-    return TrainConfig.from_mapping({**read_yaml(path), **flags}, source)
+    source = "command line"
+    values = flags
+    if path is not None:
+        source = f"{path} with the flags given" if flags else str(path)
+        values = {**read_settings(path), **flags}
+    preset = values.pop(PRESET, None)
+    if preset is not None:
+        from trainable_candle import families  # noqa: PLC0415 - only a preset needs them
+
+        values = completed(values, preset, families.presets(values.get("model", "")))
+    return TrainConfig.from_mapping(values, source)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.cli.options import Parser, add_help
+from trainable_candle.errors import Error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "file")
 
     from trainable_candle import families, verify_adapter  # noqa: PLC0415 - after the arguments proved right
+    from trainable_candle.settings.texts import Texts  # noqa: PLC0415
 
     path = Path(given["file"]).expanduser()
     weights = Path(given["weights"]).expanduser() if "weights" in given else None
@@ -43,6 +45,9 @@ def run(arguments: Sequence[str], program: str) -> int:
         )
     for line in lines(path, report, every="all" in given):
         print(line)
+    if weights is not None and Texts in families.find(model).groups:
+        for line in _refusals(path, model, weights):
+            print(line)
     return 0 if report.good else BAD
 
 
@@ -79,7 +84,25 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
             f"scale {m.scale:g})"
             for m in modules
         ]
-    text.append("good: ComfyUI applies all of it" if report.good else "not good")
+    text.append(f"good: {report.tools[0]} applies all of it" if report.good else "not good")
+    return text
+
+
+def _refusals(path: Path, model: str, weights: Path) -> list[str]:
+    """What the programs that load adapters of language models refuse, in lines."""
+    from trainable_candle import export  # noqa: PLC0415 - after the arguments proved right
+    from trainable_candle.export.adapter import adapter_settings  # noqa: PLC0415
+
+    try:
+        adapter = export.read_adapter(path, model, weights)
+    except Error as error:
+        return [f"not for export: {error}"]
+    settings = adapter_settings(path if path.is_dir() else path.parent)
+    text = []
+    for reader, reasons in export.refusals(adapter, settings).items():
+        said = "; ".join(reasons) or "loads it as it is"
+        cure = "" if not reasons else f" (`trainable-candle export --for {reader}`)"
+        text.append(f"{export.READERS[reader]}: {said}{cure}")
     return text
 
 

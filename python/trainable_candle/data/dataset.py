@@ -12,6 +12,7 @@ from PIL import Image
 
 from trainable_candle.data.batches import ShuffledBatches
 from trainable_candle.data.captions import CaptionMaker
+from trainable_candle.data.metadata import described
 from trainable_candle.data.pixels import read_alpha, read_grey, read_rgb
 from trainable_candle.draws import generator, pair
 from trainable_candle.errors import ConfigError
@@ -114,6 +115,10 @@ class Dataset:
     def summary(self) -> str:
         """A table of folders, buckets and what is left out."""
         return self._summary
+
+    def metadata(self) -> dict[str, str]:
+        """What adapter files say of the images, under kohya's names and ModelSpec's."""
+        return described(self.items, self._captions.separator)
 
     def part(self, numbers: Sequence[int]) -> Dataset:
         """The items of these numbers as a data set of their own."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle import hub
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings import nearest
+from trainable_candle.settings import group_of, nearest
 from trainable_candle.settings.checks import existing
+from trainable_candle.settings.presets import IMAGES, TEXTS
+from trainable_candle.settings.texts import Texts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.task import Family, Task
 
@@ -20,6 +24,7 @@ NAMES: Final = {
     "sd3": "trainable_candle.families.sd3:SD3",
     "flux": "trainable_candle.families.flux:Flux",
     "zimage": "trainable_candle.families.z_image:ZImage",
+    "flux2": "trainable_candle.families.flux2:Flux2",
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",
     "digits": "trainable_candle.families.digits:Digits",
 }
@@ -39,12 +44,27 @@ def find(name: str) -> type[Family]:
     return family
 
 
+def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The presets of a model by name: values of the settings that it has.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    groups = find(name).groups
+    presets = TEXTS if Texts in groups else IMAGES
+    return {
+        preset: {key: value for key, value in values.items() if group_of(key) in groups}
+        for preset, values in presets.items()
+    }
+
+
 def weights_of(name: str, given: str | Path | None) -> Path:
     """Where the weights of a model are: as given, else those that the package ships.
 
     Args:
         name: of the model.
-        given: a path, or the name of a pipeline on the Hugging Face hub, which is fetched.
+        given: a path, or the name of a pipeline or a language model on the Hugging Face hub, which
+            is fetched.
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
@@ -57,6 +77,8 @@ def weights_of(name: str, given: str | Path | None) -> Path:
         raise ConfigError(f"model: `{name}` needs its checkpoint; give --weights PATH{where}")
     if family.parts and hub.is_name(str(weights)):
         return hub.download_pipeline(str(weights), family.parts)
+    if Texts in family.groups and hub.is_name(str(weights)):
+        return hub.download_language_model(str(weights))
     return existing("weights", Path(weights).expanduser())
 
 
@@ -85,4 +107,4 @@ def load(
     return family.task()
 
 
-__all__ = ["NAMES", "find", "load", "weights_of"]
+__all__ = ["NAMES", "find", "load", "presets", "weights_of"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import trainable_candle as tc
 from trainable_candle.settings import TrainConfig
@@ -12,6 +13,7 @@ from trainable_candle.settings.data import Data, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.previews import Previews, Validation
+from trainable_candle.settings.several import Several
 from trainable_candle.settings.texts import Texts, Writing
 from trainable_candle.settings.training import Training
 from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
@@ -22,11 +24,13 @@ from trainable_candle.train.adapters import adapter_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
-    from pathlib import Path
 
     from trainable_candle import PartFacts
     from trainable_candle.settings import Group
     from trainable_candle.tasks.estimate import Shape
+
+
+BUILT_IN: Final = Path(__file__).parents[1] / "assets" / "llama_tiny"
 
 
 class CausalLM:
@@ -40,10 +44,11 @@ class CausalLM:
     """
 
     name: ClassVar[str] = "causal-lm"
-    summary: ClassVar[str] = "language models: Llama 2 and 3, Qwen 2 to 3, Mistral, SmolLM"
-    download: ClassVar[str] = "a folder with config.json, tokenizer.json and safetensors"
+    summary: ClassVar[str] = "language models: Llama, Qwen, Mistral, SmolLM (a tiny one built in)"
+    download: ClassVar[str] = ""
     groups: ClassVar[tuple[type[Group], ...]] = (
-        Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Files,
+        Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Several,
+        Files,
     )  # fmt: skip
     parts: ClassVar[tuple[str, ...]] = ()
     component: ClassVar[str] = ""
@@ -62,13 +67,14 @@ class CausalLM:
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """None: the package ships no language model."""
-        return None
+        """A tiny Llama that knows tasks on words (`assets/llama_tiny`)."""
+        return BUILT_IN
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """A scale of 2 and the learning rate that goes with it."""
-        return {"learning_rate": 2e-4, "alpha": 2.0 * config.rank}
+        """A scale of 2 and the learning rate that goes with it and with the objective."""
+        rate = 1e-5 if config.objective == "dpo" else 2e-4
+        return {"learning_rate": rate, "alpha": 2.0 * config.rank}
 
     def task(self) -> TextTask:
         """What trains this model and writes with it."""
@@ -92,6 +98,11 @@ class CausalLM:
         """The positions that the model was made for."""
         # transformers' default for Llama; configurations of the other models always have it.
         return int(self._facts.config.get("max_position_embeddings", 2048))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The model's `config.json`."""
+        return self._facts.config
 
     @property
     def vocabulary(self) -> int:
@@ -124,7 +135,7 @@ class CausalLM:
         size = ITEM_BYTES[config.precision]
         saved = facts.saved_values(adapter, config.gradient_checkpointing, tokens=tokens)
         items = [
-            Item("model", "weights", facts.elements * size),
+            Item("model", "weights", facts.weight_bytes(config.precision, config.base_format)),
             *adapter_items("model", facts.layers, adapter, config),
             Item("model", "activations", saved * size),
         ]
@@ -134,5 +145,5 @@ class CausalLM:
     def model(self) -> tc.models.CausalLM:
         """The model, which is loaded when it is first asked for."""
         return tc.models.CausalLM.from_pretrained(
-            self.weights, dtype=self.dtype, device=self.device
+            self.weights, dtype=self.dtype, device=self.device, quantize=self.config.base_format
         )

@@ -29,6 +29,7 @@ from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
 from trainable_candle.settings.objective import Loss, NoiseLevels
 from trainable_candle.settings.previews import Denoising, Previews, Validation
+from trainable_candle.settings.several import Several
 from trainable_candle.settings.training import Training
 from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
 from trainable_candle.tasks.latent.family import LatentFamily
@@ -94,7 +95,7 @@ class Digits(LatentFamily):
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
     groups: ClassVar[tuple[type[Group], ...]] = (
         Data, DefaultCaption, Adapter, Training, Loss, NoiseLevels, Validation, Previews, Denoising,
-        Machine, Files,
+        Machine, Several, Files,
     )  # fmt: skip
     component: ClassVar[str] = ""
     formats: ClassVar[tuple[str, ...]] = ("peft", "kohya", "diffusers")
@@ -162,7 +163,7 @@ class Digits(LatentFamily):
         policy = config.gradient_checkpointing
         count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
         items = [
-            Item("model", "weights", model.elements * ITEM_BYTES[config.precision]),
+            Item("model", "weights", model.weight_bytes(config.precision, config.base_format)),
             *adapter_items("model", model.layers, adapter, config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]
@@ -178,7 +179,9 @@ class Digits(LatentFamily):
     @cached_property
     def model(self) -> DigitsTransformer:
         """The transformer."""
-        return DigitsTransformer.from_pretrained(self.weights, dtype=self.dtype, device=self.device)
+        return DigitsTransformer.from_pretrained(
+            self.weights, dtype=self.dtype, device=self.device, quantize=self.config.base_format
+        )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """The velocity from an image to noise."""

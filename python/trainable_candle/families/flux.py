@@ -10,7 +10,13 @@ import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.errors import ConfigError
 from trainable_candle.families.flow import FlowFamily
-from trainable_candle.families.flow.patches import packed, positions, unpacked
+from trainable_candle.families.flow.patches import (
+    as_tokens,
+    from_squares,
+    from_tokens,
+    positions,
+    squares,
+)
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.clip import clip_tokenizer
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
@@ -117,11 +123,13 @@ class Flux(FlowFamily[FluxTexts]):
         if self.config.train_guidance != 1 and not self.is_told_guidance:
             raise ConfigError("--train-guidance has no effect on Flux schnell, which is told none")
 
-    def notes(self) -> list[str]:
-        """That training spoils schnell."""
+    @property
+    def distillation(self) -> str | None:
+        """That of schnell."""
         if self.is_told_guidance:
-            return []
-        return ["training Flux schnell directly undoes its distillation to a few steps; prefer dev"]
+            return None
+        undone = "training Flux schnell directly undoes its distillation to a few steps"
+        return f"{undone}; prefer dev"
 
     def load_encoders(self) -> FluxTexts:
         """CLIP-L and T5."""
@@ -152,19 +160,18 @@ class Flux(FlowFamily[FluxTexts]):
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """What the transformer says."""
-        height, width = sample.shape[2:]
+        packed = squares(sample)
+        height, width = packed.shape[2:]
         text = conditions["encoder_hidden_states"]
-        image_ids, text_ids = positions((height, width), text.shape[1], self.device)
         predicted = self.model(
-            packed(sample),
+            as_tokens(packed),
             text,
             conditions["pooled_projections"],
             times / 1000.0,
-            image_ids,
-            text_ids,
+            *positions(height, width, text.shape[1], self.device),
             conditions.get("guidance"),
         )
-        return unpacked(predicted, (height, width))
+        return from_squares(from_tokens(predicted, (height, width)))
 
     def text_identity(self) -> dict[str, str]:
         """The text encoders' files, and how they encode."""
@@ -172,6 +179,6 @@ class Flux(FlowFamily[FluxTexts]):
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, shipped),
-            "dtype": str(self.dtype),
+            "dtype": self.text_precision,
             "tokens": str(self.text_tokens),
         }

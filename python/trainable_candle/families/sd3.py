@@ -146,6 +146,6 @@ class SD3(FlowFamily[SD3Texts]):
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             **tokenizers_identity(self.weights, shipped),
-            "dtype": str(self.dtype),
+            "dtype": self.text_precision,
             "tokens": str(self.text_tokens),
         }

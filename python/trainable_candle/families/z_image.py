@@ -90,20 +90,19 @@ class ZImage(FlowFamily[ZImageTexts]):
     targets: ClassVar[tuple[str, ...]] = (
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
-    # ComfyUI's own names join queries, keys and values, which diffusers cannot load.
-    formats: ClassVar[tuple[str, ...]] = ("diffusers", "peft")
     guidance: ClassVar[float] = 5.0
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
     model: ZImageTransformer
 
-    def notes(self) -> list[str]:
-        """That training spoils turbo, which only its name tells from the base."""
+    @property
+    def distillation(self) -> str | None:
+        """That of turbo, which only its name tells from the base."""
         name = self.weights.resolve().name.lower()
         if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
-            return []
-        spoils = "training Z-Image-Turbo directly undoes its distillation to a few steps"
-        return [f"{spoils}; train the base, or Z-Image-De-Turbo"]
+            return None
+        undone = "training Z-Image-Turbo directly undoes its distillation to a few steps"
+        return f"{undone}; train the base, or Z-Image-De-Turbo"
 
     def load_encoders(self) -> ZImageTexts:
         """Qwen3 without its last layer."""
@@ -143,6 +142,6 @@ class ZImage(FlowFamily[ZImageTexts]):
         return {
             **parts_identity(self.facts, self.facts.text_encoders),
             "tokenizer": file_identity(tokenizer_folder(self)),
-            "dtype": str(self.dtype),
+            "dtype": self.text_precision,
             "tokens": str(MOST_TOKENS),
         }

@@ -1,7 +1,9 @@
 """Layers."""
 
+from trainable_candle._core import Var
 from trainable_candle.nn import functional
 from trainable_candle.nn.containers import ModuleList, Sequential
+from trainable_candle.nn.conv_adapter import LoRAConv2d
 from trainable_candle.nn.layers import (
     GELU,
     Conv2d,
@@ -21,6 +23,9 @@ from trainable_candle.nn.layers import (
 from trainable_candle.nn.linear import DoRALinear, Linear, LoRALinear
 from trainable_candle.nn.module import LoadResult, Module
 
+Parameter = Var
+"""Torch's name of a trained tensor."""
+
 __all__ = [
     "GELU",
     "Conv2d",
@@ -32,10 +37,12 @@ __all__ = [
     "Identity",
     "LayerNorm",
     "Linear",
+    "LoRAConv2d",
     "LoRALinear",
     "LoadResult",
     "Module",
     "ModuleList",
+    "Parameter",
     "RMSNorm",
     "ReLU",
     "Sequential",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from trainable_candle._core import Adapter, Tensor, Var, init_linear
 from trainable_candle._core import linear as _linear
@@ -26,19 +26,40 @@ def _check_tensors(layer: str, weight: object, bias: object) -> None:
 class Linear(Module):
     """y = x @ weight.T + bias.
 
-    A `Tensor` as weight or bias is frozen, a `Var` is trained.
+    `Linear(64, 32)` makes a trainable layer with torch's initial values, as `Linear.init` does.
+    `Linear(weight, bias)` takes tensors: a `Tensor` is frozen, a `Var` is trained.
 
     Args:
-        weight: (out_features, in_features).
-        bias: (out_features,).
+        weight: (out_features, in_features), or the number of input features.
+        shift: The bias, (out_features,), or the number of output features.
+        bias: The bias, if `shift` is not given; beside numbers, whether there is one (default).
+        dtype: Beside numbers, a floating point dtype; default f32.
+        device: Beside numbers, the device.
 
     Raises:
-        TypeError: If the weight or the bias is not a tensor.
+        TypeError: If the weight and the bias are neither tensors nor numbers.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor | int,
+        shift: Tensor | int | None = None,
+        /,
+        bias: Tensor | bool | None = None,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        if isinstance(weight, int) and isinstance(shift, int):
+            with_bias = bias if isinstance(bias, bool) else True
+            weight, shift = init_linear(weight, shift, with_bias, dtype, device)
+        else:
+            shift = bias if shift is None else shift
+        self._adopt(weight, shift)
+
+    def _adopt(self, weight: object, bias: object) -> None:
         _check_tensors("Linear", weight, bias)
+        weight, bias = cast("Tensor", weight), cast("Tensor | None", bias)
         if weight.ndim != 2:
             raise ShapeError(
                 f"Linear: the weight has shape {weight.shape}, expected (out_features, in_features)"
@@ -102,6 +123,7 @@ class _AdaptedLinear(Module):
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
         self._adapter = Adapter(self._kind, self.weight, self.bias, rank, alpha, dropout, rslora)
+        self.enabled = True
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
             setattr(self, name, var)
 
@@ -120,6 +142,8 @@ class _AdaptedLinear(Module):
         Raises:
             ShapeError, DTypeError, DeviceError: If the input does not fit.
         """
+        if not self.enabled:
+            return _linear(input, self.weight, self.bias)
         self._adapter.set_training(self.training)
         return self._adapter.forward(input, self.weight, self.bias)
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from trainable_candle._core import DType
+    from trainable_candle._core import DType, LoraConfig
+    from trainable_candle.peft import ModuleAdapter
 
 __all__ = ["LoadResult", "Module"]
 
@@ -240,6 +241,37 @@ class Module:
                 yield path, value
             elif isinstance(value, (list, tuple, dict)):
                 yield from self._children(path, value)
+
+    def named_children(self) -> Iterator[tuple[str, Any, Any, Module]]:
+        """Iterate over the modules inside, however deep, each wherever it is.
+
+        Yields the name, what holds the module (a module, list or dict), its key there, the module.
+        """
+        yield from self._held("", self, {id(self)})
+
+    def _held(
+        self, prefix: str, node: Any, path: set[int]
+    ) -> Iterator[tuple[str, Any, Any, Module]]:
+        for key, value in _items(node):
+            name = f"{prefix}.{key}" if prefix else str(key)
+            if isinstance(value, Module):
+                yield name, node, key, value
+            if isinstance(value, (Module, list, tuple, dict)) and id(value) not in path:
+                yield from self._held(name, value, path | {id(value)})
+
+    def add_adapter(self, config: LoraConfig) -> ModuleAdapter:
+        """Freeze all parameters and put trainable adapters on linear layers and convolutions.
+
+        Args:
+            config: Which layers, what kind and size.
+
+        Raises:
+            ConfigError: If the configuration names no layer, or an adapter that these layers
+                cannot have.
+        """
+        from trainable_candle.peft import ModuleAdapter  # noqa: PLC0415 - it builds on modules
+
+        return ModuleAdapter(self, config)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor with its name; later steps do not change the copies of variables."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Final
 
 from trainable_candle._core import choices
 from trainable_candle.settings import sections
-from trainable_candle.settings.machine import PRECISIONS
+from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 ADAPTERS: Final = tuple(choices()["adapter"])
@@ -22,14 +22,16 @@ class Adapter(Group):
     section: ClassVar[str] = sections.ADAPTER
 
     adapter: Annotated[str, Setting("kind", choices=ADAPTERS)] = "lora"
-    rank: Annotated[int, Setting("rank", low=1, aliases=("network-dim", "dim", "r"))] = 16
+    rank: Annotated[
+        int, Setting("rank", low=1, synonyms=("network-dim", "lora-rank", "dim", "r"))
+    ] = 16
     alpha: Annotated[
         float | None,
         Setting(
             "scale is alpha / rank (default: rank)",
             low=0,
             above=True,
-            aliases=("network-alpha", "lora-alpha"),
+            synonyms=("network-alpha", "lora-alpha"),
         ),
     ] = None
     target_modules: Annotated[
@@ -43,20 +45,55 @@ class Adapter(Group):
         float, Setting("dropout on the adapter's input", low=0, below=1, rare=True)
     ] = 0.0
     initial_adapter: Annotated[
-        str | None, Setting("file to start from: same kind and ranks", rare=True)
+        str | None,
+        Setting(
+            "file to start from: same kind and ranks",
+            rare=True,
+            synonyms=("network-weights", "lora-model-name"),
+            path=True,
+        ),
     ] = None
     format: Annotated[
         str | None,
         Setting("whose keys (default: model's)", choices=FORMATS, rare=True, free=True),
     ] = None
     adapter_precision: Annotated[
-        str, Setting("of the adapter files", choices=PRECISIONS, rare=True, free=True)
+        str,
+        Setting(
+            "of the adapter files",
+            choices=PRECISIONS,
+            rare=True,
+            free=True,
+            synonyms=("save-precision", "output-dtype"),
+            spellings=PRECISION_SPELLINGS,
+        ),
     ] = "f32"
 
     @property
     def initial_adapter_path(self) -> Path:
         """The file that `initial_adapter` names."""
         return Path(self.initial_adapter or "").expanduser()
+
+
+@dataclass(frozen=True)
+class TrainingAdapters(Group):
+    """What distilled models are trained over."""
+
+    section: ClassVar[str] = sections.ADAPTER
+
+    training_adapter: Annotated[
+        str | None,
+        Setting(
+            "file that a distilled model is trained over, and used without",
+            rare=True,
+            aliases=("assistant-lora-path", "assistant-adapter"),
+        ),
+    ] = None
+
+    @property
+    def training_adapter_path(self) -> Path:
+        """The file that `training_adapter` names."""
+        return Path(self.training_adapter or "").expanduser()
 
 
 @dataclass(frozen=True)
@@ -77,7 +114,14 @@ class TextEncoders(Group):
     )
     text_encoder_learning_rate: Annotated[
         float | None,
-        Setting("(default: a tenth)", low=0, above=True, rare=True, section=sections.TRAINING),
+        Setting(
+            "(default: a tenth)",
+            low=0,
+            above=True,
+            rare=True,
+            section=sections.TRAINING,
+            synonyms=("text-encoder-lr",),
+        ),
     ] = None
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
 import yaml
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders
+from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders, TrainingAdapters
 from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
@@ -21,21 +22,23 @@ from trainable_candle.settings.objective import (
     NoisePrediction,
     ResolutionShift,
 )
+from trainable_candle.settings.paths import inward, outward
+from trainable_candle.settings.presets import PRESET
 from trainable_candle.settings.previews import Denoising, Drawing, Previews, Validation
 from trainable_candle.settings.reading import read_yaml
 from trainable_candle.settings.setting import Group, Setting, checked, flag, nearest
+from trainable_candle.settings.several import Several
 from trainable_candle.settings.texts import Texts, Writing
 from trainable_candle.settings.training import Training
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 GROUPS: Final[tuple[type[Group], ...]] = (
-    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TextEncoders, Training,
-    NoisePrediction, Loss, NoiseLevels, ResolutionShift, DistilledGuidance, ClipSkip, Validation,
-    Previews, Denoising, Drawing, Writing,
-    Machine, Files,
+    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TrainingAdapters,
+    TextEncoders, Training, NoisePrediction, Loss, NoiseLevels, ResolutionShift,
+    DistilledGuidance, ClipSkip, Validation, Previews, Denoising, Drawing, Writing,
+    Machine, Several, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
 IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Writing})
@@ -45,9 +48,10 @@ IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Wr
 # Python orders the fields of bases from the last one to the first.
 @dataclass(frozen=True)
 class TrainConfig(
-    Files, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip, DistilledGuidance,
-    ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders, Adapter, Texts,
-    Captions, DefaultCaption, Images, Unusable, Parts, Data,
+    Files, Several, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip,
+    DistilledGuidance, ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders,
+    TrainingAdapters,
+    Adapter, Texts, Captions, DefaultCaption, Images, Unusable, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.
 
@@ -81,33 +85,41 @@ class TrainConfig(
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "configuration") -> TrainConfig:
-        """Settings by name.
+        """Settings by name; also by the names that other tools have for them.
 
         Raises:
             ConfigError: a name is unknown (the nearest one is suggested), or a value is wrong.
         """
-        for key in values:
-            if key not in settings():
-                hint = nearest(str(key).replace("-", "_"), settings())
-                raise ConfigError(f"{source}: unknown setting `{key}`{hint}")
         try:
-            return cls(**values)
+            return cls(**canonical(values))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
 
     @classmethod
     def from_yaml(cls, path: str | bytes | Path) -> TrainConfig:
-        """Settings from a YAML file of `name: value` lines.
+        """Settings from a YAML file of `name: value` lines, whose paths are relative to the file.
 
         Raises:
             MissingFileError: there is no such file.
             ConfigError: the file cannot be read or is no YAML, a name is unknown, a value is wrong.
         """
-        return cls.from_mapping(read_yaml(path), os.fsdecode(path))
+        return cls.from_mapping(read_settings(path), os.fsdecode(path))
 
-    def to_yaml(self) -> str:
-        """The settings as YAML that `from_yaml` reads back to an equal configuration."""
-        return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True)
+    def to_yaml(self, folder: Path | None = None) -> str:
+        """The settings as YAML that `from_yaml` reads back.
+
+        Args:
+            folder: where the file will be, to which its paths are made relative; None leaves them.
+        """
+        values = asdict(self) if folder is None else self.portable(folder)
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+    def portable(self, folder: Path) -> dict[str, Any]:
+        """The settings by name with paths relative to a folder: they move with it."""
+        values = asdict(self)
+        for name in _paths():
+            values[name] = outward(name, values[name], folder)
+        return values
 
     def with_(self, **changes: Any) -> TrainConfig:
         """A copy with other values.
@@ -121,6 +133,61 @@ class TrainConfig(
         """The settings that differ from their defaults, by name."""
         default = asdict(TrainConfig())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
+
+
+def read_settings(path: str | bytes | Path) -> dict[str, Any]:
+    """The lines of a YAML file by the names of settings, paths made relative to the present folder.
+
+    A `preset` among them is left as it is: `families.preset` has its values.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ConfigError: the file cannot be read or is no YAML, or a name is unknown.
+    """
+    file = Path(os.fsdecode(path)).expanduser()
+    lines = read_yaml(file)
+    preset = {PRESET: lines.pop(PRESET)} if PRESET in lines else {}
+    try:
+        values = {**canonical(lines), **preset}
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    for name in _paths():
+        if name in values:
+            values[name] = inward(name, values[name], file.parent)
+    return values
+
+
+def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names that settings have here.
+
+    Raises:
+        ConfigError: a name is unknown, or two names mean the same setting.
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        text = str(key).replace("-", "_")
+        name = _synonyms().get(text, text)
+        if name not in settings():
+            raise ConfigError(f"unknown setting `{key}`{nearest(text, settings())}")
+        if name in found:
+            raise ConfigError(f"`{key}` is another name of `{name}`, which is given too")
+        found[name] = value
+    return found
+
+
+@cache
+def _synonyms() -> dict[str, str]:
+    return {
+        synonym.replace("-", "_"): name
+        for name, (_, setting) in settings().items()
+        for synonym in setting.synonyms
+    }
+
+
+@cache
+def _paths() -> tuple[str, ...]:
+    # Of prompts only those that name a file of prompts.
+    return (*(name for name, (_, s) in settings().items() if s.path), "sample_prompts")
 
 
 @cache

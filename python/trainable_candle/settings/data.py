@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle.settings import sections
+from trainable_candle.settings.machine import FORMATS, SAME
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 CROPS: Final = ("center", "random")
@@ -28,20 +29,25 @@ class Data(Group):
         str,
         Setting(
             "its checkpoint: a folder or a file",
-            aliases=("pretrained-model-name-or-path", "checkpoint", "ckpt"),
+            synonyms=("pretrained-model-name-or-path", "base-model-name", "checkpoint", "ckpt"),
+            path=True,
         ),
     ] = ""
     dataset: Annotated[
         str,
         Setting(
             "images with .txt captions, or texts",
-            aliases=("train-data-dir", "data", "instance-data-dir"),
+            synonyms=("train-data-dir", "instance-data-dir", "data"),
+            path=True,
         ),
     ] = ""
     output: Annotated[
         str,
         Setting(
-            "folder for adapter, checkpoints and logs", free=True, aliases=("output-dir", "out")
+            "folder for adapter, checkpoints and logs",
+            free=True,
+            synonyms=("output-dir", "out"),
+            path=True,
         ),
     ] = ""
 
@@ -74,9 +80,21 @@ class Parts(Group):
 
     text_encoder: Annotated[
         list[str],
-        Setting("a text encoder beside --weights; may be given again", texts=True, rare=True),
+        Setting(
+            "a text encoder beside --weights; may be given again", texts=True, rare=True, path=True
+        ),
     ] = field(default_factory=list)
-    vae: Annotated[str | None, Setting("the autoencoder beside --weights", rare=True)] = None
+    vae: Annotated[
+        str | None, Setting("the autoencoder beside --weights", rare=True, path=True)
+    ] = None
+    text_encoder_precision: Annotated[
+        str, Setting("of the text encoders' linear layers", (SAME, *FORMATS), rare=True)
+    ] = SAME
+
+    @property
+    def text_encoder_format(self) -> str | None:
+        """What the text encoders are quantized as, if they are."""
+        return None if self.text_encoder_precision == SAME else self.text_encoder_precision
 
 
 @dataclass(frozen=True)
@@ -96,18 +114,36 @@ class Images(Group):
     ] = None
     bucketing: Annotated[bool, Setting("keep aspect ratios", rare=True)] = True
     bucket_step: Annotated[
-        int | None, Setting("sides are multiples (default: 64, or less)", low=8, rare=True)
+        int | None,
+        Setting(
+            "sides are multiples (default: 64, or less)",
+            low=8,
+            rare=True,
+            synonyms=("bucket-reso-steps",),
+        ),
     ] = None
     min_side: Annotated[
-        int | None, Setting("shortest side (default: resolution / 4)", low=8, rare=True)
+        int | None,
+        Setting(
+            "shortest side (default: resolution / 4)",
+            low=8,
+            rare=True,
+            synonyms=("min-bucket-reso",),
+        ),
     ] = None
     max_side: Annotated[
-        int | None, Setting("longest side (default: resolution x 2)", low=8, rare=True)
+        int | None,
+        Setting(
+            "longest side (default: resolution x 2)",
+            low=8,
+            rare=True,
+            synonyms=("max-bucket-reso",),
+        ),
     ] = None
     upscale: Annotated[bool, Setting("enlarge small images", rare=True)] = False
     crop: Annotated[str, Setting("what remains", choices=CROPS, rare=True)] = "center"
     random_crops: Annotated[int, Setting("cuts of an image", low=1, high=MOST_VIEWS, rare=True)] = 4
-    flip: Annotated[bool, Setting("mirror half of them", rare=True)] = False
+    flip: Annotated[bool, Setting("mirror half of them", rare=True, synonyms=("flip-aug",))] = False
     mask: Annotated[str, Setting("where loss counts", choices=MASKS, rare=True)] = "off"
     prior_loss_weight: Annotated[
         float, Setting("weight of regularization images", low=0, rare=True)
@@ -118,7 +154,12 @@ class Images(Group):
     ] = "disk"
     cache_dir: Annotated[
         str | None,
-        Setting("its folder (default: .trainable-candle in the dataset)", rare=True, free=True),
+        Setting(
+            "its folder (default: .trainable-candle in the dataset)",
+            rare=True,
+            free=True,
+            path=True,
+        ),
     ] = None
 
 
@@ -150,14 +191,33 @@ class Captions(Group):
         ),
     )
 
-    trigger: Annotated[str, Setting("tag put before every caption", rare=True, tokenized=True)] = ""
+    trigger: Annotated[
+        str,
+        Setting(
+            "tag put before every caption", rare=True, tokenized=True, synonyms=("trigger-word",)
+        ),
+    ] = ""
     caption_dropout: Annotated[
-        float, Setting("share of empty captions", low=0, high=1, rare=True)
+        float,
+        Setting(
+            "share of empty captions", low=0, high=1, rare=True, synonyms=("caption-dropout-rate",)
+        ),
     ] = 0.0
-    caption_shuffle: Annotated[bool, Setting("shuffle the tags", rare=True)] = False
-    caption_keep_tokens: Annotated[int, Setting("tags that keep their place", low=0, rare=True)] = 0
+    caption_shuffle: Annotated[
+        bool, Setting("shuffle the tags", rare=True, synonyms=("shuffle-caption",))
+    ] = False
+    caption_keep_tokens: Annotated[
+        int, Setting("tags that keep their place", low=0, rare=True, synonyms=("keep-tokens",))
+    ] = 0
     caption_tag_dropout: Annotated[
-        float, Setting("share of tags left out", low=0, below=1, rare=True)
+        float,
+        Setting(
+            "share of tags left out",
+            low=0,
+            below=1,
+            rare=True,
+            synonyms=("caption-tag-dropout-rate",),
+        ),
     ] = 0.0
     caption_separator: Annotated[str, Setting("what is between tags", rare=True)] = ","
     caption_variants: Annotated[

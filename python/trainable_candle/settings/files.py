@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from trainable_candle.settings import sections
-from trainable_candle.settings.setting import Group, Setting
+from trainable_candle.settings.setting import Condition, Group, Setting
+
+
+def _no_file_name(config: Any) -> str | None:
+    if "/" in config.name or config.name.startswith(".") or "\0" in config.name:
+        return f"name is `{config.name}`, expected the name of a file without its ending"
+    return None
 
 
 @dataclass(frozen=True)
@@ -14,16 +20,44 @@ class Files(Group):
     """Checkpoints, adapters of earlier steps, logs."""
 
     section: ClassVar[str] = sections.FILES
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("save_every",),
+            lambda c: c.save_every_epochs is None,
+            "",
+            "--save-every and --save-every-epochs both say when to save; give one of the two",
+        ),
+    )
+    contradictions = (_no_file_name,)
 
+    name: Annotated[
+        str,
+        Setting(
+            "of the adapter's files (default: adapter)",
+            rare=True,
+            free=True,
+            synonyms=("output-name",),
+        ),
+    ] = ""
     save_every: Annotated[
         int,
         Setting(
-            "steps between saves; 0: only the last",
+            "steps between saves; 0: the last",
             low=0,
             free=True,
-            aliases=("save-steps", "checkpointing-steps"),
+            synonyms=("save-every-n-steps", "checkpointing-steps", "save-steps"),
         ),
     ] = 250
+    save_every_epochs: Annotated[
+        int | None,
+        Setting(
+            "epochs between saves, in place of steps",
+            low=1,
+            rare=True,
+            free=True,
+            synonyms=("save-every-n-epochs",),
+        ),
+    ] = None
     keep_checkpoints: Annotated[
         int, Setting("checkpoints to keep", low=1, rare=True, free=True)
     ] = 3
@@ -34,4 +68,15 @@ class Files(Group):
         int, Setting("steps between lines of logs", low=1, rare=True, free=True)
     ] = 1
     tensorboard: Annotated[bool, Setting("log for TensorBoard too", rare=True, free=True)] = False
-    resume: Annotated[str | None, Setting("a checkpoint folder, or `latest`", free=True)] = None
+    wandb: Annotated[
+        str | None,
+        Setting("log to Weights & Biases: the project", rare=True, free=True),
+    ] = None
+    resume: Annotated[
+        str | None, Setting("a checkpoint folder, or `latest`", free=True, path=True)
+    ] = None
+
+    @property
+    def stem(self) -> str:
+        """What the names of the adapter's files begin with."""
+        return self.name or "adapter"

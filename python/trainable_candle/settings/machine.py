@@ -10,6 +10,21 @@ from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 PRECISIONS: Final = ("f32", "bf16", "f16")
+PRECISION_SPELLINGS: Final = {
+    "fp32": "f32",
+    "float32": "f32",
+    "float": "f32",
+    "no": "f32",
+    "fp16": "f16",
+    "float16": "f16",
+    "half": "f16",
+    "bfloat16": "bf16",
+}
+"""What other tools call the precisions."""
+SAME: Final = "same"
+"""Weights in the precision of the computation."""
+FORMATS: Final = ("int8", "fp8", "nf4")
+"""What the weights of linear layers may be quantized as."""
 CHECKPOINTING: Final = ("none", "full", "selective")
 
 
@@ -28,11 +43,16 @@ class Machine(Group):
         Setting(
             "auto: bf16 on a GPU",
             choices=(AUTO, *PRECISIONS),
-            synonyms=("mixed-precision", "dtype"),
+            synonyms=("mixed-precision", "train-dtype", "dtype"),
+            spellings=PRECISION_SPELLINGS,
         ),
     ] = AUTO
+    base_precision: Annotated[
+        str,
+        Setting("of the frozen model's linear layers, adapters apart", (SAME, *FORMATS)),
+    ] = SAME
     gradient_checkpointing: Annotated[
-        str, Setting("what to recompute", choices=CHECKPOINTING, free=True)
+        str, Setting("what to recompute", choices=CHECKPOINTING, free=True, bare="full")
     ] = "none"
     cuda_graphs: Annotated[
         int,
@@ -44,6 +64,11 @@ class Machine(Group):
     threads: Annotated[
         int | None, Setting("CPU threads (default: all)", low=1, rare=True, free=True)
     ] = None
+
+    @property
+    def base_format(self) -> str | None:
+        """What the base is quantized as, if it is."""
+        return None if self.base_precision == SAME else self.base_precision
 
     @property
     def on_gpu(self) -> bool:

@@ -27,7 +27,10 @@ class NoisePrediction(Group):
     max_timestep: Annotated[
         int | None, Setting("one after the last (default: model's)", low=1, rare=True)
     ] = None
-    noise_offset: Annotated[float, Setting("noise of whole channels", low=0, rare=True)] = 0.0
+    noise_offset: Annotated[
+        float,
+        Setting("noise of whole channels", low=0, rare=True, synonyms=("offset-noise-weight",)),
+    ] = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,12 @@ class Loss(Group):
         ),
     )
 
-    loss: Annotated[str, Setting("loss", choices=LOSSES, rare=True)] = "mse"
+    loss: Annotated[
+        str,
+        Setting(
+            "loss", choices=LOSSES, rare=True, synonyms=("loss-type",), spellings={"l2": "mse"}
+        ),
+    ] = "mse"
     huber_delta: Annotated[
         float, Setting("where Huber turns linear", low=0, above=True, rare=True)
     ] = 0.1

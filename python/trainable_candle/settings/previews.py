@@ -39,7 +39,7 @@ class Validation(Group):
     contradictions = (_two_validations,)
 
     validation_dataset: Annotated[
-        str | None, Setting("folder or file to validate on", rare=True)
+        str | None, Setting("folder or file to validate on", rare=True, path=True)
     ] = None
     validation_split: Annotated[
         float, Setting("share of the dataset to validate on", low=0, below=1, rare=True)
@@ -54,15 +54,40 @@ class Previews(Group):
     """Which previews there are, and when."""
 
     section: ClassVar[str] = sections.VALIDATION
-    conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_every", "sample_seed"),)
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        _previews("sample_every", "sample_every_epochs", "sample_seed"),
+        Condition(
+            ("sample_every",),
+            lambda c: c.sample_every_epochs is None,
+            "",
+            "--sample-every and --sample-every-epochs both say when to draw; give one of the two",
+        ),
+    )
 
     sample_prompts: Annotated[
         list[str],
-        Setting("make a preview; may be given again", texts=True, tokenized=True, free=True),
+        Setting("make a preview; or a .txt file of prompts", texts=True, tokenized=True, free=True),
     ] = field(default_factory=list)
-    sample_every: Annotated[int, Setting("steps between previews", low=1, rare=True, free=True)] = (
-        250
-    )
+    sample_every: Annotated[
+        int,
+        Setting(
+            "steps between previews",
+            low=1,
+            rare=True,
+            free=True,
+            synonyms=("sample-every-n-steps",),
+        ),
+    ] = 250
+    sample_every_epochs: Annotated[
+        int | None,
+        Setting(
+            "epochs between previews, in place of steps",
+            low=1,
+            rare=True,
+            free=True,
+            synonyms=("sample-every-n-epochs",),
+        ),
+    ] = None
     sample_seed: Annotated[
         int, Setting("seed of the previews", low=0, below=2**64, rare=True, free=True)
     ] = 0

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import math
 from collections.abc import Callable, Mapping  # noqa: TC003 - get_type_hints reads them
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, get_args, get_origin
 
@@ -44,10 +44,15 @@ class Setting:
     values of all settings."""
     section: str | None = None
     """The section of the help, if not that of the group."""
-    aliases: tuple[str, ...] = ()
-    """What other tools call it: suggested for an unknown flag."""
     synonyms: tuple[str, ...] = ()
-    """Names of other tools that the command line takes for it."""
+    """What other tools call a setting of the same meaning, in the spelling of flags: flags and YAML
+    files may use these names too."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """What other tools call its choices, in lower case."""
+    bare: str | None = None
+    """The value of the flag if none follows it."""
+    path: bool = False
+    """Whether it names files or folders: in a YAML file, relative to that file."""
 
 
 class Condition(NamedTuple):
@@ -84,6 +89,9 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
         ConfigError: the type is another, or the value lies outside its range.
     """
     value = _typed(name, value, hint, setting)
+    if setting.choices and isinstance(value, str) and value not in setting.choices:
+        value = setting.spellings.get(value.lower(), value)
+        value = value.lower() if value.lower() in setting.choices else value
     _check_range(name, value, setting)
     return value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
@@ -12,11 +12,38 @@ TRAIN_ON: Final = ("answers", "last-answer", "all")
 """What the loss counts: every answer, the last one of each example, every token."""
 
 
+OBJECTIVES: Final = ("sft", "dpo")
+"""What is learnt of texts: what they say, or which of two answers is better."""
+
+
+def _answers_compared(config: Any) -> str | None:
+    if config.objective == "dpo" and config.initial_adapter:
+        return (
+            "objective dpo compares with the model without its adapter, and initial_adapter is "
+            "part of what is trained; merge that into the weights first"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class Texts(Group):
-    """How texts become rows of tokens."""
+    """How texts become rows of tokens, and what is learnt of them."""
 
     section: ClassVar[str] = sections.TEXTS
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(("dpo_beta",), lambda c: c.objective == "dpo", "--objective dpo"),
+        Condition(("train_on",), lambda c: c.objective == "sft", "--objective sft"),
+    )
+    contradictions = (_answers_compared,)
+
+    objective: Annotated[
+        str,
+        Setting("sft: learn answers; dpo: prefer one of two", choices=OBJECTIVES, rare=True),
+    ] = "sft"
+    dpo_beta: Annotated[
+        float,
+        Setting("larger: stay nearer to the base", low=0, above=True, rare=True, aliases=("beta",)),
+    ] = 0.1
 
     sequence_length: Annotated[
         int | None,
@@ -24,7 +51,7 @@ class Texts(Group):
             "tokens of a row (default: 2048, or the model's)",
             low=2,
             rare=True,
-            aliases=("max-length", "max-seq-length", "cutoff-len", "sequence-len"),
+            synonyms=("max-length", "max-seq-length", "cutoff-len", "sequence-len"),
         ),
     ] = None
     train_on: Annotated[

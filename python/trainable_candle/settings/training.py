@@ -44,7 +44,7 @@ class Training(Group):
             low=1,
             # A course that does not lead to the last step is the same for more of them.
             free=lambda values: values["lr_scheduler"] == "constant",
-            aliases=("max-train-steps", "num-steps"),
+            synonyms=("max-train-steps", "num-steps"),
         ),
     ] = 1000
     epochs: Annotated[
@@ -52,7 +52,7 @@ class Training(Group):
         Setting(
             "passes over the dataset, in place of steps",
             low=1,
-            aliases=("max-train-epochs", "num-train-epochs", "num-epochs"),
+            synonyms=("max-train-epochs", "num-train-epochs", "num-epochs"),
         ),
     ] = None
     batch_size: Annotated[
@@ -60,29 +60,44 @@ class Training(Group):
         Setting(
             "images or rows in a batch",
             low=1,
-            aliases=("batch", "bs", "train-batch-size"),
+            synonyms=("train-batch-size", "batch", "bs"),
         ),
     ] = 1
     gradient_accumulation: Annotated[
         int,
-        Setting("batches in a step", low=1, rare=True, aliases=("gradient-accumulation-steps",)),
+        Setting("batches in a step", low=1, rare=True, synonyms=("gradient-accumulation-steps",)),
     ] = 1
     optimizer: Annotated[
-        str, Setting("update rule", choices=OPTIMIZERS, aliases=("optim", "optimizer-type"))
+        str, Setting("update rule", choices=OPTIMIZERS, synonyms=("optimizer-type", "optim"))
     ] = "adamw8bit"
     learning_rate: Annotated[
-        float | None, Setting("(default: model's)", low=0, above=True, aliases=("lr",))
+        float | None, Setting("(default: model's)", low=0, above=True, synonyms=("lr",))
     ] = None
     lr_scheduler: Annotated[
-        str, Setting("its course", choices=SCHEDULERS, rare=True, aliases=("scheduler",))
+        str,
+        Setting(
+            "its course",
+            choices=SCHEDULERS,
+            rare=True,
+            synonyms=("learning-rate-scheduler", "scheduler"),
+            spellings={"constant_with_warmup": "constant"},
+        ),
     ] = "constant"
     warmup_steps: Annotated[
         int,
-        Setting("steps of linear warm-up", low=0, rare=True, aliases=("lr-warmup-steps",)),
+        Setting(
+            "steps of linear warm-up",
+            low=0,
+            rare=True,
+            synonyms=("lr-warmup-steps", "learning-rate-warmup-steps"),
+        ),
     ] = 0
     weight_decay: Annotated[float, Setting("weight decay", low=0, rare=True)] = 0.01
     max_grad_norm: Annotated[
-        float, Setting("clip the gradient's norm; 0: do not", low=0, rare=True)
+        float,
+        Setting(
+            "clip the gradient's norm; 0: do not", low=0, rare=True, synonyms=("clip-grad-norm",)
+        ),
     ] = 1.0
     ema_decay: Annotated[
         float, Setting("average the adapter; 0: do not", low=0, below=1, rare=True)

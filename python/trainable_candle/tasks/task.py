@@ -81,6 +81,12 @@ class Prepared(Protocol[BatchT]):
         The library's generator is left as it was.
         """
 
+    def count(self, batch: BatchT) -> float:
+        """The number of images or tokens of a batch, for reports of speed."""
+
+    def metadata(self) -> Mapping[str, str]:
+        """What adapter files say of the data, under the names of kohya's scripts."""
+
     def validation_facts(self, loss: float) -> Mapping[str, float]:
         """What is logged of a validation whose loss is `loss`, that included, by name."""
 
@@ -96,6 +102,8 @@ class Task(Protocol):
 
     noun: ClassVar[str]
     """What an example of its data is called in messages."""
+    counts: ClassVar[str]
+    """What `Prepared.count` counts: `image` or `token`."""
     repeats: ClassVar[bool]
     """Whether a pass does the same for all batches of a shape, as CUDA graphs need it."""
     weighs: ClassVar[bool]
@@ -146,10 +154,13 @@ class Task(Protocol):
             ConfigError: a target matches no layer.
         """
 
-    def preview(self, path: Path) -> None:
+    def preview(self, path: Path) -> Path:
         """Write a preview, as the settings say, to `path` plus a suitable extension.
 
         The library's generator is left as it was.
+
+        Returns:
+            The file.
 
         Raises:
             NonFiniteError: the model gives no finite numbers.

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FILE: Final = "tokenizer.json"
-_TOKENS: Final = ("<|im_start|>", "<|im_end|>")
+_PAD: Final = "<|endoftext|>"
+_TOKENS: Final = ("<|im_start|>", "<|im_end|>", _PAD)
 _TURN: Final = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 """What Qwen3's template makes of a user's turn, up to where the answer begins."""
 _NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
@@ -69,6 +70,11 @@ class PromptTokenizer:
     def size(self) -> int:
         """One more than the largest number of a token."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def pad(self) -> int:
+        """The number of the token that fills rows up."""
+        return int(self._tokenizer.token_to_id(_PAD) or 0)
 
     def encode(self, prompt: str, most: int) -> list[int]:
         """The numbers of a prompt's tokens in the template, at most `most`: the end is cut."""

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
     from typing import TextIO
 
@@ -43,14 +43,16 @@ class Callback:
 
 
 class ProgressBar(Callback):
-    """A bar with loss (running mean), learning rate and time per step.
+    """A bar with epoch, loss (running mean), learning rate, time per step, rate and GPU memory.
 
     Args:
         file: where it is drawn; standard error by default.
+        unit: what the trainer counts: `image`, `token`.
     """
 
-    def __init__(self, file: TextIO | None = None) -> None:
+    def __init__(self, file: TextIO | None = None, unit: str = "image") -> None:
         self._file = file
+        self._unit = unit
         self._bar: tqdm[Any] | None = None
         self._loss = math.nan
 
@@ -73,13 +75,31 @@ class ProgressBar(Callback):
             return
         first = math.isnan(self._loss)
         self._loss = report.loss if first else 0.95 * self._loss + 0.05 * report.loss
-        self._bar.set_postfix_str(
-            f"loss {self._loss:.4f}, lr {report.lr:.2e}, {1e3 * report.seconds:.0f} ms",
-            refresh=False,
-        )
+        parts = [] if report.epoch is None else [f"epoch {report.epoch:.1f}"]
+        parts += [f"loss {self._loss:.4f}", f"lr {report.lr:.2e}"]
+        parts.append(f"{1e3 * report.seconds:.0f} ms")
+        if report.amount:
+            parts.append(f"{report.rate:.3g} {self._unit}s/s")
+        if report.memory is not None:
+            parts.append(f"{report.memory / 2**30:.1f} GiB")
+        self._bar.set_postfix_str(", ".join(parts), refresh=False)
         self._bar.update()
+
+    def beside(self, report: Callable[[str], None]) -> Callable[[str], None]:
+        """A function like `report` whose lines do not run into the bar."""
+
+        def write(line: str) -> None:
+            if self._bar is None or self._bar.disable:
+                report(line)
+                return
+            self._bar.clear()
+            report(line)
+            self._bar.refresh()
+
+        return write
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:  # noqa: ARG002
         """Close the bar."""
         if self._bar is not None:
             self._bar.close()
+            self._bar = None

@@ -13,6 +13,7 @@ import trainable_candle as tc
 from trainable_candle.errors import NonFiniteError
 from trainable_candle.files import write_atomically
 from trainable_candle.train.callbacks import Callback
+from trainable_candle.train.epochs import is_due
 from trainable_candle.train.state import damaged, read_json
 
 if TYPE_CHECKING:
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from trainable_candle import AdapterFile
     from trainable_candle.train.adapters import Adapters
     from trainable_candle.train.ema import AdapterAverage
+    from trainable_candle.train.epochs import Moments
+    from trainable_candle.train.metadata import Stamped
     from trainable_candle.train.trainer import StepReport, Trainer
 
-BEST: Final = "adapter-best.safetensors"
 _BEST_STATE: Final = "validation.json"
-_STEP_NAME: Final = re.compile(r"adapter-step\d+\.safetensors")
 
 
 @contextmanager
@@ -57,19 +57,23 @@ class Validation(Callback):
 
     Args:
         loss: the mean over this data, with the same random numbers at every call.
-        every: steps between two measurements.
+        every: steps between two measurements, or which steps have one.
         evaluated: the context to measure in.
         adapter: takes the adapter of a step for a file that is written later.
         facts: what is logged of a measurement, by name, measured in the same context.
+        stem: what the name of the best adapter's file begins with.
+        report: gets a line at each measurement of which the loss is all there is to say.
     """
 
     def __init__(
         self,
         loss: Callable[[], float],
-        every: int,
+        every: Moments,
         evaluated: Callable[[], AbstractContextManager[None]],
-        adapter: Callable[[Path, int], AdapterFile],
+        adapter: Callable[[Path, int], Stamped],
         facts: Callable[[float], Mapping[str, float]] = lambda loss: {"validation_loss": loss},
+        stem: str = "adapter",
+        report: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.best_loss = math.inf
         self.best_step = 0
@@ -78,6 +82,8 @@ class Validation(Callback):
         self._evaluated = evaluated
         self._adapter = adapter
         self._facts = facts
+        self._stem = stem
+        self._report = report
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Measure the initial model."""
@@ -86,14 +92,14 @@ class Validation(Callback):
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Measure if the step is due."""
-        if report.step % self._every and report.step != trainer.steps:
+        if not is_due(self._every, report.step) and report.step != trainer.steps:
             return
         loss = self._measure(trainer)
         if loss < self.best_loss:
             self.best_loss, self.best_step = loss, report.step
             if trainer.output is not None:
                 with self._evaluated():
-                    best = self._adapter(trainer.output / BEST, report.step)
+                    best = self._adapter(best_path(trainer.output, self._stem), report.step)
                 trainer.write_later(best.write)
 
     def _measure(self, trainer: Trainer[Any]) -> float:
@@ -101,6 +107,9 @@ class Validation(Callback):
             loss = self._loss()
             facts = self._facts(loss)
         trainer.report(facts)
+        if len(facts) == 1:
+            best = ", the best so far" if trainer.step and loss < self.best_loss else ""
+            self._report(f"step {trainer.step}: validation loss {loss:.4f}{best}")
         return loss
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
@@ -127,17 +136,17 @@ class Previews(Callback):
     There is one before the first step and one after the last.
 
     Args:
-        preview: writes one; is given the file's path but for the ending.
-        every: steps between two previews.
+        preview: writes one; is given the file's path but for the ending, and returns it with that.
+        every: steps between two previews, or which steps have one.
         folder: for `step-000250` and so on.
         evaluated: the context to work in.
-        report: gets a line if a preview cannot be made.
+        report: gets a line for each preview.
     """
 
     def __init__(
         self,
-        preview: Callable[[Path], None],
-        every: int,
+        preview: Callable[[Path], Path],
+        every: Moments,
         folder: Path,
         evaluated: Callable[[], AbstractContextManager[None]],
         report: Callable[[str], None] = print,
@@ -155,13 +164,14 @@ class Previews(Callback):
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Draw a preview if the step is due."""
-        if report.step % self._every == 0 or report.step == trainer.steps:
+        if is_due(self._every, report.step) or report.step == trainer.steps:
             self._show(report.step)
 
     def _show(self, step: int) -> None:
         try:
             with self._evaluated():
-                self._preview(self._folder / f"step-{step:06d}")
+                written = self._preview(self._folder / f"step-{step:06d}")
+            self._report(f"step {step}: preview {written}")
         except NonFiniteError as error:
             # The training may recover; it checks loss and gradients itself.
             self._report(f"no preview of step {step}: {error}")
@@ -171,6 +181,7 @@ class StepAdapters(Callback):
     """Writes `adapter-step000500.safetensors` and so on with every checkpoint but the last.
 
     Args:
+        stem: what the names begin with, `adapter` for example.
         keep: how many of them to keep, the newest.
         evaluated: the context to write in.
         adapter: takes the adapter of a step for a file that is written later.
@@ -178,10 +189,12 @@ class StepAdapters(Callback):
 
     def __init__(
         self,
+        stem: str,
         keep: int,
         evaluated: Callable[[], AbstractContextManager[None]],
-        adapter: Callable[[Path, int], AdapterFile],
+        adapter: Callable[[Path, int], Stamped],
     ) -> None:
+        self._stem = stem
         self._keep = keep
         self._evaluated = evaluated
         self._adapter = adapter
@@ -191,21 +204,28 @@ class StepAdapters(Callback):
         if trainer.output is None or trainer.step == trainer.steps:
             return
         with self._evaluated():
-            path = step_adapter_path(trainer.output, trainer.step)
+            path = step_adapter_path(trainer.output, trainer.step, self._stem)
             trainer.write_later(self._adapter(path, trainer.step).write)
         trainer.write_later(partial(self._prune, trainer.output))
 
     def _prune(self, output: Path) -> None:
-        for path in step_adapters(output)[: -self._keep]:
+        for path in step_adapters(output, self._stem)[: -self._keep]:
             path.unlink(missing_ok=True)
 
 
-def step_adapter_path(output: Path, step: int) -> Path:
+def best_path(output: Path, stem: str = "adapter") -> Path:
+    """The file of the adapter with the lowest validation loss."""
+    return output / f"{stem}-best.safetensors"
+
+
+def step_adapter_path(output: Path, step: int, stem: str = "adapter") -> Path:
     """The file of the adapter after `step` steps."""
-    return output / f"adapter-step{step:06d}.safetensors"
+    return output / f"{stem}-step{step:06d}.safetensors"
 
 
-def step_adapters(output: Path) -> list[Path]:
+def step_adapters(output: Path, stem: str = "adapter") -> list[Path]:
     """The adapters of earlier steps in `output`, oldest first."""
-    found = [path for path in output.iterdir() if _STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("adapter-step")))
+    name = re.compile(rf"{re.escape(stem)}-step(\d+)\.safetensors")
+    found = [(name.fullmatch(path.name), path) for path in output.iterdir()]
+    steps = [(int(match[1]), path) for match, path in found if match]
+    return [path for _, path in sorted(steps)]

@@ -38,7 +38,7 @@ class CsvLog(Callback):
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Append a line."""
-        if _is_due(trainer, report, self._every):
+        if is_logged(trainer, report, self._every):
             _append(
                 self.path,
                 f"{report.step},{report.loss!r},{report.lr!r},{report.grad_norm!r},"
@@ -66,10 +66,10 @@ class JsonLog(Callback):
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Append the step."""
-        if _is_due(trainer, report, self._every):
+        if is_logged(trainer, report, self._every):
             values = {name: getattr(report, name) for name in CsvLog.COLUMNS}
             values["seconds"] = round(report.seconds, 4)
-            self._write(values)
+            self._write({**values, **rates(report)})
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Append what was measured."""
@@ -116,9 +116,9 @@ class TensorBoardLog(Callback):
 
     def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
         """Add the step's points."""
-        if _is_due(trainer, report, self._every):
-            for name in ("loss", "lr", "grad_norm", "seconds"):
-                self._writer.add_scalar(f"train/{name}", getattr(report, name), report.step)
+        if is_logged(trainer, report, self._every):
+            for name, value in scalars(report).items():
+                self._writer.add_scalar(f"train/{name}", value, report.step)
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
         """Add what was measured."""
@@ -129,6 +129,29 @@ class TensorBoardLog(Callback):
         """Write what is buffered."""
         if self._writer is not None:
             self._writer.close()
+
+
+def scalars(report: StepReport) -> dict[str, float]:
+    """Everything that is known of a step, by name."""
+    names = [name for name in CsvLog.COLUMNS if name != "step"]
+    return {**{name: getattr(report, name) for name in names}, **rates(report)}
+
+
+def rates(report: StepReport) -> dict[str, float]:
+    """What is known of a step besides the columns of `CsvLog`, by name."""
+    known: dict[str, float] = {}
+    if report.epoch is not None:
+        known["epoch"] = round(report.epoch, 4)
+    if report.amount:
+        known["per_second"] = round(report.rate, 3)
+    if report.memory is not None:
+        known["gpu_memory"] = report.memory
+    return known
+
+
+def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
+    """Whether a step is one of every so many, or the last."""
+    return report.step % every == 0 or report.step == trainer.steps
 
 
 def read_log(path: Path) -> list[dict[str, str]]:
@@ -167,10 +190,6 @@ def _is_complete(row: dict[str, str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _is_due(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
-    return report.step % every == 0 or report.step == trainer.steps
 
 
 def _append(path: Path, line: str) -> None:

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Typ
 import numpy as np
 
 import trainable_candle as tc
+from trainable_candle._core import gradient_vectors, set_gradient_vectors
+from trainable_candle.distributed.group import Alone
 from trainable_candle.draws import drawn
 from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
+from trainable_candle.train.epochs import is_due
 from trainable_candle.train.graphs import PassGraphs
 from trainable_candle.train.interrupt import InterruptGuard
 from trainable_candle.train.saver import Saver
@@ -26,9 +29,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle import Tensor, Var
+    from trainable_candle.distributed.group import Group
     from trainable_candle.optim import GradScaler, Optimizer
     from trainable_candle.optim.lr_scheduler import LRScheduler
     from trainable_candle.train.callbacks import Callback
+    from trainable_candle.train.epochs import Moments
 
 Batch = TypeVar("Batch")
 BatchOut = TypeVar("BatchOut", covariant=True)
@@ -64,14 +69,29 @@ class StepReport:
     """The norm of all gradients before clipping; non-finite if a loss scaler skipped the step."""
     seconds: float
     """The duration of the step."""
+    epoch: float | None = None
+    """Epochs seen so far, if the trainer knows their length."""
+    amount: float = 0.0
+    """Images, tokens or what else the trainer counts; 0 if it counts nothing."""
+    memory: int | None = None
+    """Bytes of the GPU's memory that the run holds; None on the CPU."""
+
+    @property
+    def rate(self) -> float:
+        """The counted amount per second."""
+        return self.amount / self.seconds if self.seconds else 0.0
 
 
 class _Given(NamedTuple):
     """The inputs of one of the losses of a step."""
 
+    number: int
+    """Of the batch, among those of all processes."""
     inputs: Any
     share: float
     """The weight of this loss in the loss of the step."""
+    amount: float = 0.0
+    """Images, tokens or what else the trainer counts."""
 
 
 class Trainer(Generic[Batch]):
@@ -101,13 +121,17 @@ class Trainer(Generic[Batch]):
         max_grad_norm: clip the global norm to this; 0 leaves it alone.
         scaler: for f16.
         output: folder for checkpoints; None keeps none.
-        save_every: steps between checkpoints; 0 saves at the end only.
+        save_every: steps between checkpoints, or which steps have one; 0 saves at the end only.
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
         settings: stored in checkpoints, for people and for comparison.
+        group: the processes that train together. A step has the batches of all of them, dealt out
+            by number, and `gradient_accumulation` for each; only rank 0 has an `output`.
         seed: what `data`, `inputs` and `loss` draw from tc's generator comes from streams of this
             seed and the batch's number instead, so that it depends on nothing drawn before; by
             default the seed of that generator at present.
+        count: from a batch to the number of its images or tokens, for reports.
+        epoch: from a number of steps to the epochs that they see, for reports.
     """
 
     def __init__(
@@ -126,17 +150,21 @@ class Trainer(Generic[Batch]):
         max_grad_norm: float = 0.0,
         scaler: GradScaler | None = None,
         output: Path | None = None,
-        save_every: int = 0,
+        save_every: Moments = 0,
         keep_checkpoints: int = 3,
         callbacks: Sequence[Callback] = (),
         settings: Mapping[str, object] | None = None,
+        group: Group | None = None,
         seed: int | None = None,
+        count: Callable[[Batch], float] | None = None,
+        epoch: Callable[[int], float] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
         self.steps = steps
         self.step = 0
-        self.output = output
+        self.group: Group = group or Alone()
+        self.output = output if self.group.rank == 0 else None
         self.stopped_by: signal.Signals | None = None
         """The signal that ended `train` before the last step."""
         self._loss = loss
@@ -161,7 +189,13 @@ class Trainer(Generic[Batch]):
         self._keep = keep_checkpoints
         self._callbacks = list(callbacks)
         self._settings = dict(settings or {})
+        self._count = count
+        self._epoch = epoch
         self._stop = False
+        self._asked = False
+        """Whether this process has been asked to stop after the present step."""
+        self._agreed = False
+        """Whether one of the processes has."""
 
     def train(self) -> bool:
         """Run to the last step.
@@ -177,16 +211,19 @@ class Trainer(Generic[Batch]):
                 step before. With a scaler such steps are skipped, and 50 in a row are an error.
             OSError: a checkpoint cannot be written; the older ones are as they were.
         """
-        self._stop = False
+        self._stop = self._agreed = False
+        self.group.broadcast_(self.parameters)
         with InterruptGuard() as guard:
             try:
                 for callback in self._callbacks:
                     callback.on_train_begin(self)
-                while self.step < self.steps and not (self._stop or guard.signal):
-                    report = self._one_step()
+                while self.step < self.steps and not self._is_stopped(guard):
+                    self._asked = bool(self._stop or guard.signal)
+                    with self.group.in_step():
+                        report = self._one_step()
                     for callback in self._callbacks:
                         callback.on_step_end(self, report)
-                    if self._save_every and self.step % self._save_every == 0:
+                    if is_due(self._save_every, self.step):
                         self._begin_save()
                     self._saver.check()
                 self.stopped_by = guard.signal if self.step < self.steps else None
@@ -202,6 +239,10 @@ class Trainer(Generic[Batch]):
                     callback.on_train_end(self)
         return self.step >= self.steps
 
+    def _is_stopped(self, guard: InterruptGuard) -> bool:
+        """Whether to stop before the next step: of several processes all stop after the same."""
+        return self._agreed if self.group.size > 1 else bool(self._stop or guard.signal)
+
     def stop(self) -> None:
         """Let `train` save and return after the present step; for callbacks."""
         self._stop = True
@@ -216,23 +257,47 @@ class Trainer(Generic[Batch]):
         given = self._take()
         losses = self._backward(given)
         # On the CPU the numbers are there: a step that would do harm is not taken.
-        if not self._on_gpu:
+        if not self._on_gpu and self.group.size == 1:
             self._check_losses(losses)
         lr = self.optimizer.lr
-        measured = self._update(losses)
+        measured = self._update(given, losses)
         if self._scheduler is not None:
             self._scheduler.step()
         if self._on_gpu and self.step + 1 < self.steps:
             self._make_ready()
+        self.group.wait()
         *values, norm = measured.tolist()  # On a GPU this waits for the step.
-        self._check_losses(values)
+        if self.group.size > 1:
+            mean, asked, amount = values
+            self._agreed = asked > 0
+            self._check_losses([mean])
+        else:
+            self._check_losses(values)
+            mean = self._mean(given, values)
+            amount = math.fsum(one.amount for one in given)
         self._check_norm(norm)
         self.step += 1
+        return StepReport(
+            self.step,
+            mean,
+            lr,
+            norm,
+            time.perf_counter() - started,
+            None if self._epoch is None else self._epoch(self.step),
+            amount,
+            self._memory(),
+        )
+
+    def _memory(self) -> int | None:
+        device = next(iter(self.parameters.values())).device
+        if not device.startswith("cuda"):
+            return None
+        return tc.cuda.memory_stats(device)["reserved"]
+
+    def _mean(self, given: Sequence[_Given], losses: Sequence[float]) -> float:
         if self._weigh is None:
-            mean = math.fsum(values) / len(values)
-        else:
-            mean = math.fsum(one.share * value for one, value in zip(given, values, strict=True))
-        return StepReport(self.step, mean, lr, norm, time.perf_counter() - started)
+            return math.fsum(losses) / len(losses)
+        return math.fsum(one.share * loss for one, loss in zip(given, losses, strict=True))
 
     def _take(self) -> list[_Given]:
         """What the losses of the next step are computed from."""
@@ -240,28 +305,43 @@ class Trainer(Generic[Batch]):
         return self._make() if ready is None else ready
 
     def _make(self) -> list[_Given]:
-        first = self._batches
+        numbers = range(
+            self._batches + self.group.rank, self._batches + self._batches_in_step, self.group.size
+        )
         made = [
             drawn(self._seed, "inputs", number, partial(self._make_one, number))
-            for number in range(first, first + self._accumulation)
+            for number in numbers
         ]
         if self._weigh is None:
-            return [_Given(inputs, 1.0 / len(made)) for inputs, _ in made]
-        whole = math.fsum(weight for _, weight in made)
+            equal = 1.0 / self._batches_in_step
+            return [
+                _Given(number, inputs, equal, amount)
+                for number, (inputs, _, amount) in zip(numbers, made, strict=True)
+            ]
+        # Of several processes none knows the weights of the others before the step: then the sums
+        # are divided by that of all weights.
+        alone = self.group.size == 1
+        whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
         device = next(iter(self.parameters.values())).device
         given = []
-        for inputs, weight in made:
+        for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
             share = np.array(weight / whole, np.float32)
             # A tensor, as it is another one in every step: a CUDA graph reads it anew.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
-            given.append(_Given(named, weight / whole))
+            given.append(_Given(number, named, weight / whole, amount))
         return given
 
-    def _make_one(self, number: int) -> tuple[Any, float]:
-        """What the loss of a batch is computed from, and the weight of the batch."""
+    @property
+    def _batches_in_step(self) -> int:
+        """Of all processes."""
+        return self._accumulation * self.group.size
+
+    def _make_one(self, number: int) -> tuple[Any, float, float]:
+        """What the loss of a batch is computed from, the weight of the batch, and its count."""
         batch = self._data.batch(number)
         weight = 1.0 if self._weigh is None else self._weigh(batch)
-        return batch if self._inputs is None else self._inputs(batch), weight
+        amount = 0.0 if self._count is None else self._count(batch)
+        return batch if self._inputs is None else self._inputs(batch), weight, amount
 
     def _make_ready(self) -> None:
         """Make the inputs of the step after this one."""
@@ -273,7 +353,7 @@ class Trainer(Generic[Batch]):
 
     def _backward(self, given: Sequence[_Given]) -> list[Tensor]:
         """Set the gradients to the mean over the batches; returns the losses."""
-        self._batches += len(given)
+        self._batches += self._batches_in_step
         try:
             return self._passes(given)
         except OutOfMemoryError:
@@ -283,9 +363,8 @@ class Trainer(Generic[Batch]):
         return self._passes(given)
 
     def _passes(self, given: Sequence[_Given]) -> list[Tensor]:
-        first = self._batches - len(given)
         return [
-            drawn(self._seed, "pass", first + n, partial(self._graphs, one.inputs, n == 0))
+            drawn(self._seed, "pass", one.number, partial(self._graphs, one.inputs, n == 0))
             for n, one in enumerate(given)
         ]
 
@@ -297,25 +376,28 @@ class Trainer(Generic[Batch]):
         share = loss
         if self._weigh is not None:
             share = loss * inputs[_SHARE]
-        elif self._accumulation > 1:
-            share = loss * (1.0 / self._accumulation)
+        elif self._batches_in_step > 1:
+            share = loss * (1.0 / self._batches_in_step)
         (share if self._scaler is None else self._scaler.scale(share)).backward()
         return loss.detach()
 
-    def _update(self, losses: Sequence[Tensor]) -> Tensor:
+    def _update(self, given: Sequence[_Given], losses: Sequence[Tensor]) -> Tensor:
         """Clip and step, unless a loss or the gradient is not finite.
 
         With a scaler, which expects overflow, the gradient alone decides.
 
         Returns:
-            The losses and the gradient's norm, f64.
+            The losses, of several processes what `_sum_up` gives, and the gradient's norm, f64.
         """
         limit = self._max_grad_norm or math.inf
         parameters = list(self.parameters.values())
+        known = [loss.to("f64").reshape(()) for loss in losses]
+        if self.group.size > 1:
+            known = self._sum_up(given, known)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = tc.optim.clip_grad_norm_(parameters, limit)
-        measured = tc.stack([*(loss.to("f64").reshape(()) for loss in losses), norm])
+        measured = tc.stack([*known, norm])
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -324,10 +406,33 @@ class Trainer(Generic[Batch]):
             self.optimizer.step(if_finite=measured.sum())
         return measured
 
+    def _sum_up(self, given: Sequence[_Given], losses: Sequence[Tensor]) -> list[Tensor]:
+        """Add up the gradients of all processes.
+
+        Returns:
+            The mean loss, how many processes were asked to stop, and the count of all batches.
+        """
+        shares = [one.share for one in given]
+        terms = [share * one for share, one in zip(shares, losses, strict=True)]
+        amount = math.fsum(one.amount for one in given)
+        known = [math.fsum(shares), float(self._asked), amount]
+        told = tc.tensor(known, dtype="f64", device=losses[0].device)
+        tail = tc.cat([tc.stack(terms).sum().reshape((1,)), told])
+        sums = self.group.sum_gradients(self.parameters, tail)
+        mean, whole, asked, amounts = sums.chunk(4)
+        if self._weigh is not None:
+            mean = mean / whole
+            vectors = gradient_vectors(self.parameters)
+            by = whole.to(vectors[0].dtype)
+            set_gradient_vectors(self.parameters, [vector / by for vector in vectors])
+        return [each.reshape(()) for each in (mean, asked, amounts)]
+
     def _check_losses(self, losses: Sequence[Tensor | float]) -> None:
         if self._scaler is None:
-            for number, loss in enumerate(losses, self._batches - len(losses)):
-                self._require_finite(float(loss), f"the loss of batch {number}")
+            first = self._batches - self._batches_in_step
+            for number, loss in enumerate(losses, first):
+                what = f"the loss of batch {number}" if self.group.size == 1 else "the mean loss"
+                self._require_finite(float(loss), what)
 
     def _check_norm(self, norm: float) -> None:
         if self._scaler is None:

@@ -8,6 +8,7 @@ use candle_core::{Device, DeviceLocation};
 
 use crate::{Error, Result};
 
+pub use crate::cuda::communicator;
 pub use stats::{KernelTime, MemoryStats};
 
 /// Whether `text` means a device (known or not), as opposed to a dtype.

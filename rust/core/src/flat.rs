@@ -125,6 +125,17 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
     storage_identity(a).0 == storage_identity(b).0
 }
 
+/// The gradients of all of `vars` as vectors that may be changed in place (a sum over processes): one without a gradient has zeros from
+/// now on, so that every process has vectors of the same sizes.
+///
+/// # Errors
+/// [`Error::OutOfMemory`] if the vectors of variables that are in no flat buffer do not fit.
+pub fn all_gradients(vars: &[Var]) -> Result<Vec<Raw>> {
+    collect_grads(vars)?;
+    vars.iter().for_each(|var| var.leaf().is_present());
+    joined(vars.iter().filter_map(|var| var.leaf().vector()))
+}
+
 /// Clear the gradients of `vars`; adjacent ones in a flat buffer with one fill.
 ///
 /// # Errors

@@ -25,20 +25,36 @@ pub fn set_check(check: Check) {
     let _ = CHECK.set(check);
 }
 
+/// Asks in a loop that waits; the loop sees to it that this is not too often.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only what waits for a GPU asks"))]
+pub(crate) fn ask() -> Result<()> {
+    CHECK.get().map_or(Ok(()), |check| check())
+}
+
 /// Asks once in a while in a loop of many steps.
-pub(crate) struct Interrupt {
+pub struct Interrupt {
     check: Option<Check>,
     steps: u32,
     last: Option<Instant>,
 }
 
+impl Default for Interrupt {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Interrupt {
-    pub(crate) fn new() -> Self {
+    /// For one loop.
+    pub fn new() -> Self {
         Self { check: CHECK.get().copied(), steps: 0, last: None }
     }
 
     /// To be called at every step, with the number of elements that it works on.
-    pub(crate) fn step(&mut self, elements: usize) -> Result<()> {
+    ///
+    /// # Errors
+    /// The check's.
+    pub fn step(&mut self, elements: usize) -> Result<()> {
         let Some(check) = self.check else { return Ok(()) };
         self.steps += 1;
         if elements < LARGE && !self.steps.is_multiple_of(STEPS) {

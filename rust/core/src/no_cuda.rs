@@ -176,3 +176,91 @@ pub mod exchange {
         unavailable()
     }
 }
+
+pub mod communicator {
+    //! Sums and copies over the GPUs of several processes: there are none.
+
+    use std::path::Path;
+    use std::time::Duration;
+
+    use candle_core::Device;
+
+    use crate::{Error, Raw, Result};
+
+    fn unavailable<T>() -> Result<T> {
+        Err(Error::CudaUnavailable(trainable_candle_cuda::Unavailable::NotBuilt.to_string()))
+    }
+
+    /// How the processes find each other.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`].
+    pub fn unique_id(_folders: &[&Path]) -> Result<[u8; 128]> {
+        unavailable()
+    }
+
+    /// The version of NCCL.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`].
+    pub fn version(_folders: &[&Path]) -> Result<i32> {
+        unavailable()
+    }
+
+    /// This process's part in a group: there is none.
+    pub struct Communicator(std::convert::Infallible);
+
+    impl Communicator {
+        /// # Errors
+        /// [`Error::CudaUnavailable`].
+        pub fn new(
+            _device: &Device,
+            _rank: usize,
+            _size: usize,
+            _id: [u8; 128],
+            _limit: Duration,
+            _folders: &[&Path],
+        ) -> Result<Self> {
+            unavailable()
+        }
+
+        /// Which of the processes this one is.
+        pub const fn rank(&self) -> usize {
+            match self.0 {}
+        }
+
+        /// How many processes there are.
+        pub const fn size(&self) -> usize {
+            match self.0 {}
+        }
+
+        /// The sum over all processes.
+        ///
+        /// # Errors
+        /// None.
+        pub fn all_reduce(&self, _tensors: &[&Raw]) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// A copy to all processes.
+        ///
+        /// # Errors
+        /// None.
+        pub fn broadcast(&self, _tensors: &[&Raw], _root: usize) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// Wait for what is queued.
+        ///
+        /// # Errors
+        /// None.
+        pub fn wait(&self, _limit: Duration) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// Let a wait end.
+        pub const fn stop(&self) {
+            match self.0 {}
+        }
+    }
+}

@@ -292,7 +292,7 @@ fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
             let mut loss = Tensor::zeros((), dtype, device)?;
             for i in 0..layers {
                 let (down, up) = (&vars[2 * i], &vars[2 * i + 1]);
-                let w = LoraWeights { weight: &base[i], bias: None, down, up, scale: 0.25 };
+                let w = LoraWeights { weight: (&base[i]).into(), bias: None, down, up, scale: 0.25 };
                 // One input, as for the queries, keys and values of an attention.
                 loss = loss.add(&lora_linear(&inputs[0], w)?.mean_all()?)?;
             }

@@ -1,7 +1,11 @@
 //! Fused kernels where the registry's small cases do not reach: sizes beyond one block, layouts, extremes, mixed dtypes.
 
 use trainable_candle_core::cpu::pool::set_num_threads;
-use trainable_candle_core::ops::attention::scaled_dot_product_attention as attention;
+use trainable_candle_core::ops::attention::{
+    HeadSizes, Stream, normed_attention, scaled_dot_product_attention as attention,
+};
+use trainable_candle_core::ops::beside::{Activation, activate_beside};
+use trainable_candle_core::ops::gated_add::gated_add;
 use trainable_candle_core::ops::norm::{group_norm, group_norm_silu, layer_norm, rms_norm, rms_norm_rope};
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{DType, Device, Result, Tensor, Var, grad, raw::to_f64_vec};
@@ -312,4 +316,37 @@ fn operands_that_do_not_fit_are_errors_that_name_the_operation() {
     for (found, expected) in cases {
         assert!(found.starts_with(expected), "{found}");
     }
+}
+
+/// Each wrong input is an error that says what was found.
+#[test]
+fn operations_over_projections_name_what_does_not_fit() {
+    let x = draw(&[2, 3, 24], 1, DType::F32);
+    let sizes = HeadSizes { heads: 2, width: 4, eps: 1e-6 };
+    let stream = Stream { x: &x, norms: [None, None], angles: None };
+    let says = |result: Result<Tensor>, part: &str| {
+        let message = result.expect_err(part).to_string();
+        assert!(message.contains(part), "{message}");
+    };
+    assert_eq!(normed_attention(&[stream], sizes, None).unwrap().dims(), [2, 3, 8]);
+    says(normed_attention(&[], sizes, None), "at least one stream");
+    says(normed_attention(&[stream], HeadSizes { width: 3, ..sizes }, None), "even width");
+    says(normed_attention(&[stream], HeadSizes { heads: 3, ..sizes }, None), "[2, 3, 24]");
+    says(normed_attention(&[stream], HeadSizes { eps: f64::NAN, ..sizes }, None), "eps is NaN");
+    let scale = draw(&[5], 2, DType::F32);
+    says(normed_attention(&[Stream { norms: [Some(&scale), None], ..stream }], sizes, None), "expected [4]");
+    let learns = Var::from_tensor(&draw(&[4], 2, DType::F32)).unwrap();
+    says(normed_attention(&[Stream { norms: [Some(learns.as_tensor()), None], ..stream }], sizes, None), "frozen");
+    let table = draw(&[3, 1], 3, DType::F32);
+    says(normed_attention(&[Stream { angles: Some([&table, &table]), ..stream }], sizes, None), "cos has shape [3, 1]");
+    let mask = draw(&[2, 3], 6, DType::F32);
+    says(normed_attention(&[stream], sizes, Some(&mask)), "the mask has shape [2, 3]");
+    let other = draw(&[1, 3, 24], 4, DType::F32);
+    says(normed_attention(&[stream, Stream { x: &other, ..stream }], sizes, None), "[1, 3, 24]");
+
+    says(activate_beside(None, &x, 25, Activation::GeluTanh), "at least 25 columns");
+    says(activate_beside(None, &x, 1, Activation::SwiGlu), "even number");
+    says(activate_beside(Some(&other), &x, 0, Activation::GeluTanh), "[1, 3, 24]");
+    says(gated_add(&x, &x, &draw(&[2, 24], 5, DType::F32)), "[2, 24]");
+    says(gated_add(&x, &x.to_dtype(DType::F64).unwrap(), &x), "f64");
 }

@@ -119,7 +119,7 @@ impl Layer {
 
     fn run(&self, dora: bool) -> Result<Tensor> {
         let Self { x, weight, bias, down, up, magnitude } = self;
-        let weights = LoraWeights { weight, bias: Some(bias), down, up, scale: 0.5 };
+        let weights = LoraWeights { weight: weight.into(), bias: Some(bias), down, up, scale: 0.5 };
         if dora { dora_linear(x, weights, magnitude) } else { lora_linear(x, weights) }
     }
 
@@ -167,7 +167,7 @@ fn dora_of_small_f16_weights_starts_as_its_base() -> Result<()> {
         let weight = draw(&[8, 64], 6).mul_scalar(size)?.to_dtype(DType::F16)?;
         let magnitude = weight.to_dtype(DType::F64)?.sqr()?.sum(&[1], false)?.sqrt()?.to_dtype(DType::F32)?;
         let (down, up) = (var(&[2, 64], 7), Var::zeros((8, 2), DType::F32, &CPU)?);
-        let w = LoraWeights { weight: &weight, bias: None, down: &down, up: &up, scale: 0.5 };
+        let w = LoraWeights { weight: (&weight).into(), bias: None, down: &down, up: &up, scale: 0.5 };
         let magnitude = Var::from_tensor(&magnitude)?;
         let found = dora_linear(&x, w, &magnitude)?;
         assert_eq!(values(&found), values(&linear(&x, &weight, None)?), "weights of size {size}");

@@ -42,7 +42,8 @@ fn saved_bytes_count_each_storage_once_and_end_with_the_pass() -> Result<()> {
     let x = Var::from_tensor(&ramp(40, &[8, 5]))?.add_scalar(1.0)?;
     let w = ramp(30, &[6, 5]);
     let vars = [Var::zeros((2, 5), DType::F32, &CPU)?, Var::zeros((6, 2), DType::F32, &CPU)?];
-    let lora = || lora_linear(&x, LoraWeights { weight: &w, bias: None, down: &vars[0], up: &vars[1], scale: 1.0 });
+    let lora =
+        || lora_linear(&x, LoraWeights { weight: (&w).into(), bias: None, down: &vars[0], up: &vars[1], scale: 1.0 });
     let y = lora()?.add(&lora()?)?.add(&lora()?)?;
     // x once, three times x Aᵀ.
     assert_eq!(saved_bytes() - before, 4 * (40 + 3 * 16));

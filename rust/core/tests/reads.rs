@@ -18,7 +18,7 @@ fn ramp(phase: f64) -> Tensor {
 }
 
 fn weights<'a>(weight: &'a Tensor, bias: Option<&'a Tensor>, factors: &'a [Tensor; 2]) -> LoraWeights<'a> {
-    LoraWeights { weight, bias, down: &factors[0], up: &factors[1], scale: 0.5 }
+    LoraWeights { weight: weight.into(), bias, down: &factors[0], up: &factors[1], scale: 0.5 }
 }
 
 /// A function of x and of a (4, 4) that gets no gradient.
@@ -44,7 +44,7 @@ const FUNCTIONS: [(&str, Function); 13] = [
     }),
     ("weight of a group", |x, v| {
         let low_rank = LowRank { down: ramp(0.1).narrow(0, 0, 2)?, up: ramp(0.2).narrow(1, 0, 2)?, scale: 0.5 };
-        linear_group(x, LinearGroup { weight: v, bias: None, sizes: &[4], low_rank: &[Some(low_rank)] })
+        linear_group(x, LinearGroup { weight: v.into(), bias: None, sizes: &[4], low_rank: &[Some(low_rank)] })
     }),
     ("compared", |x, v| Tensor::select(&x.detach().gt(v)?, x, &x.mul_scalar(3.0)?)),
     ("argmax", |x, v| x.index_select(&v.argmax(1, false)?, 0)),

@@ -2,6 +2,7 @@
 
 pub mod adapter_file;
 mod atomic;
+mod bitsandbytes;
 pub mod form;
 mod fp8;
 pub mod tensor_file;

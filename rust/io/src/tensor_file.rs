@@ -165,6 +165,15 @@ impl TensorFile {
         Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
     }
 
+    /// The bytes of a tensor of numbers of eight bits, in its shape.
+    pub(crate) fn read_codes(&self, name: &str) -> Result<Tensor> {
+        let Some(info) = self.metadata.info(name) else {
+            return Err(Error::weights(&self.path, format!("there is no tensor \"{name}\"")));
+        };
+        check_allocation("load", &info.shape, DType::U8)?;
+        Ok(Tensor::from_raw(&self.read_stored(info, DType::U8)?))
+    }
+
     /// Whether a tensor is of numbers of eight bits.
     pub(crate) fn is_fp8(&self, name: &str) -> bool {
         self.metadata.info(name).is_some_and(|info| info.dtype == Dtype::F8_E4M3)

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use trainable_candle_core::quantized::{create_dynamic_map, nf4_values};
 use trainable_candle_core::raw::is_float;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor};
 
+use crate::bitsandbytes::{self, State};
 use crate::fp8;
 use crate::tensor_file::TensorFile;
 
@@ -16,6 +18,15 @@ pub struct WeightFiles {
     index: BTreeMap<String, usize>,
     /// What the values of a weight of eight bits are multiplied by.
     scales: BTreeMap<String, f32>,
+    /// The weights of four bits, and the files of what is beside them.
+    packed: BTreeMap<String, Packed>,
+}
+
+/// A weight of four bits.
+struct Packed {
+    state: State,
+    /// The files of its parts, by their names.
+    parts: BTreeMap<String, usize>,
 }
 
 impl WeightFiles {
@@ -34,8 +45,9 @@ impl WeightFiles {
                 index.insert(name, i);
             }
         }
-        let mut found = Self { files, index, scales: BTreeMap::new() };
+        let mut found = Self { files, index, scales: BTreeMap::new(), packed: BTreeMap::new() };
         found.take_scales()?;
+        found.take_packed()?;
         Ok(found)
     }
 
@@ -71,6 +83,32 @@ impl WeightFiles {
         Ok(())
     }
 
+    /// Take what is beside weights of four bits out of the names, likewise.
+    fn take_packed(&mut self) -> Result<()> {
+        let states: Vec<(String, usize)> = self
+            .index
+            .iter()
+            .filter(|(key, _)| key.ends_with(bitsandbytes::STATE) || key.ends_with(bitsandbytes::OTHER_STATE))
+            .map(|(key, &file)| (key.clone(), file))
+            .collect();
+        for (key, file) in states {
+            let error = |text: String| Error::weights(self.files[file].path(), text);
+            let Some(weight) = key.strip_suffix(bitsandbytes::STATE).map(str::to_owned) else {
+                let text = format!("\"{key}\": weights of the type fp4 are not supported; use nf4, or bf16 weights");
+                return Err(error(text));
+            };
+            let path = self.files[file].path().to_path_buf();
+            let json = self.files[file].read(&key, &Device::Cpu)?.to_vec::<u8>()?;
+            let state = State::parse(&json).map_err(|text| Error::weights(&path, format!("\"{weight}\": {text}")))?;
+            self.index.remove(&key);
+            let ends = [bitsandbytes::SCALES, bitsandbytes::CODE, bitsandbytes::OUTER, bitsandbytes::OUTER_CODE];
+            let names = ends.map(|end| format!("{weight}{end}"));
+            let parts = names.into_iter().filter_map(|name| Some((name.clone(), self.index.remove(&name)?))).collect();
+            self.packed.insert(weight, Packed { state, parts });
+        }
+        Ok(())
+    }
+
     /// The names of the tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.index.keys().map(String::as_str)
@@ -83,11 +121,17 @@ impl WeightFiles {
 
     /// The shape of a tensor, if there is one of that name.
     pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        if let Some(packed) = self.packed.get(name) {
+            return Some(&packed.state.dims);
+        }
         self.files[*self.index.get(name)?].shape(name)
     }
 
     /// The dtype of a tensor, if there is one of that name and its dtype is supported.
     pub fn dtype(&self, name: &str) -> Option<DType> {
+        if let Some(packed) = self.packed.get(name) {
+            return Some(packed.state.dtype);
+        }
         self.files[*self.index.get(name)?].dtype_of(name)
     }
 
@@ -118,8 +162,63 @@ impl WeightFiles {
         let Some(&file) = self.index.get(name) else {
             return Err(Error::weights(self.path(), format!("there is no tensor \"{name}\"")));
         };
+        if self.packed.contains_key(name) {
+            let matrix = self.read_nf4(name)?.to_device(device)?;
+            return matrix.dequantize(dtype.unwrap_or_else(|| matrix.dtype()));
+        }
         let Some(&scale) = self.scales.get(name) else { return self.files[file].read_as(name, dtype, device) };
         let values = self.files[file].read_as(name, Some(DType::F32), device)?;
         values.mul_scalar(f64::from(scale))?.to_dtype(dtype.unwrap_or(DType::BF16))
+    }
+
+    /// Whether a weight is of four bits, as bitsandbytes stores it.
+    pub fn is_nf4(&self, name: &str) -> bool {
+        self.packed.contains_key(name)
+    }
+
+    /// A weight of four bits as it is stored, on the CPU.
+    ///
+    /// # Errors
+    /// [`Error::WeightsFormat`] if a part is missing or has other values than the format's; as [`Quantized::from_nf4`].
+    pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
+        let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
+        let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
+            return Err(error("there is no weight of four bits".to_owned()));
+        };
+        let (state, parts) = (packed.state.clone(), packed.parts.clone());
+        let missing = |end: &str| error(format!("{name}{end} is missing"));
+        let file_of = |end: &str| parts.get(&format!("{name}{end}")).copied().ok_or_else(|| missing(end));
+        let nested = state.offset.is_some();
+        let [scales, code] = [file_of(bitsandbytes::SCALES)?, file_of(bitsandbytes::CODE)?];
+        let outer =
+            if nested { Some([file_of(bitsandbytes::OUTER)?, file_of(bitsandbytes::OUTER_CODE)?]) } else { None };
+        let mut read = |file: usize, end: &str| self.files[file].read(&format!("{name}{end}"), &Device::Cpu);
+        let (codes, scales) = (read(file, "")?, read(scales, bitsandbytes::SCALES)?);
+        let map = read(code, bitsandbytes::CODE)?.to_vec::<f32>()?;
+        let outer = match outer {
+            Some([of_scales, of_code]) => {
+                Some((read(of_scales, bitsandbytes::OUTER)?, read(of_code, bitsandbytes::OUTER_CODE)?.to_vec::<f32>()?))
+            }
+            None => None,
+        };
+        let is_known = map == nf4_values() && outer.as_ref().is_none_or(|(_, map)| *map == create_dynamic_map(true));
+        if !is_known {
+            return Err(Error::weights(
+                self.path(),
+                format!("\"{name}\": its codes stand for other values than NF4's"),
+            ));
+        }
+        let nested = outer.as_ref().map(|(scales, _)| scales).zip(state.offset);
+        Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype)
+    }
+
+    /// The codes of a weight of e4m3 numbers in its shape, and what they are multiplied by; none for other weights.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if reading fails.
+    pub fn read_fp8(&mut self, name: &str) -> Result<Option<(Tensor, f32)>> {
+        let Some(&file) = self.index.get(name).filter(|&&file| self.files[file].is_fp8(name)) else { return Ok(None) };
+        let scale = self.scales.get(name).copied().unwrap_or(1.0);
+        Ok(Some((self.files[file].read_codes(name)?, scale)))
     }
 }

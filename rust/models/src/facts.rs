@@ -7,12 +7,13 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::ops::conv::Conv2dOptions;
+use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_format};
 use trainable_candle_io::{TensorFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
-use trainable_candle_nn::{Base, Operation};
+use trainable_candle_nn::{Base, Layer, Operation};
 
 use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
 use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
@@ -91,12 +92,30 @@ impl PartFacts {
 
     /// Its parameters with their shapes in files.
     pub fn tensors(&self) -> BTreeMap<String, Vec<usize>> {
-        self.model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
+        self.model.named_weights().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
     }
 
     /// The layers that adapters can sit on, with the shapes of their weights in files: (out, in), or (out, in, height, width).
     pub fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         pipelines::layer_shapes(self.model.as_ref())
+    }
+
+    /// Bytes of its weights in a dtype, its layers in a format if one is given.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if no layer may be quantized.
+    pub fn weight_bytes(&self, dtype: DType, format: Option<Format>) -> Result<usize> {
+        let size = dtype.size_in_bytes();
+        let all: usize = self.tensors().values().map(|dims| dims.iter().product::<usize>() * size).sum();
+        let Some(format) = format else { return Ok(all) };
+        self.kind.check_quantizable("weight_bytes")?;
+        let layers = self.model.named_layers();
+        let quantized = layers.iter().filter(|(name, layer)| !layer.is_conv() && self.kind.quantizable.has(name));
+        let saved = |(_, layer): &(String, Layer<'_>)| {
+            let base = layer.base();
+            (base.rows() * base.columns() * size).saturating_sub(format.bytes(base.rows(), base.columns()))
+        };
+        Ok(all - quantized.map(saved).sum::<usize>())
     }
 
     /// About how many values the tape holds at its fullest, for one sample of `size`.
@@ -303,5 +322,5 @@ fn with_base<T>(dims: &[usize], run: impl FnOnce(&Base<'_>) -> T) -> Result<T> {
         _ => return Err(Error::shape("LoraConfig", format!("{dims:?} is the shape of no layer's weight"))),
     };
     let weight = Tensor::zeros((), DType::F32, &Device::Cpu)?.broadcast_as(dims)?;
-    Ok(run(&Base { weight: &weight, bias: None, operation }))
+    Ok(run(&Base { weight: (&weight).into(), bias: None, operation }))
 }

@@ -6,10 +6,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
+use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Module, Source};
+use trainable_candle_nn::{Module, Quantizable, Source};
 
 use crate::pipelines::{self, Place};
 use crate::pretrained::{Architecture, Choice, Configuration, Layout, Original, Pretrained};
@@ -37,6 +38,14 @@ pub trait Model: Module + Any + Send + Sync {
         self.kind().class_names[0]
     }
 
+    /// Check that all of the model is there to be saved.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if only a part was loaded.
+    fn require_whole(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The names of its layers in original checkpoints, as adapter files have them.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|_| None)
@@ -62,7 +71,9 @@ pub struct ModelKind {
     /// Load it, frozen, its weights converted to a dtype if one is given.
     pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
     /// A frozen model of random weights of the sizes in a `config.json`, or of the published model.
-    pub random: fn(Option<&Path>, DType, &Device) -> Made,
+    pub random: fn(Option<&Path>, DType, &Device, Option<Format>) -> Made,
+    /// The linear layers that may be quantized.
+    pub quantizable: Quantizable,
     /// The `config.json` of files, of which no weight is read.
     pub config: fn(&Pretrained) -> Result<Map<String, Value>>,
     /// A model of a configuration without weights: its layers and their shapes.
@@ -84,13 +95,27 @@ impl ModelKind {
             class_names,
             weights_name,
             load: |files, dtype, device| Ok(Arc::new(M::load(files, dtype, device)?)),
-            random: |config, dtype, device| Ok(Arc::new(M::from_config(config, dtype, device)?)),
+            random: |config, dtype, device, quantize| Ok(Arc::new(M::from_config(config, dtype, device, quantize)?)),
+            quantizable: M::QUANTIZABLE,
             config: |files| Ok(M::read_config(files)?.to_json()),
             shapes: |config| {
                 let config = M::Config::from_json(config)?;
                 Ok(Arc::new(M::build(config, &mut Source::shapes(DType::F16).root())?))
             },
         }
+    }
+}
+
+impl ModelKind {
+    /// Check that some of its layers may be quantized.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if not.
+    pub fn check_quantizable(&self, op: &'static str) -> Result<()> {
+        if self.quantizable == Quantizable::NOTHING {
+            return Err(Error::argument(op, format!("{} has no layers that may be quantized", self.noun)));
+        }
+        Ok(())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::{Error, Result, Tensor, WeightRef};
 
 /// The operation of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,10 +18,14 @@ impl Operation {
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the operands do not fit.
-    pub fn apply(self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        match self {
-            Self::Linear => linear(x, weight, bias),
-            Self::Conv2d(options) => conv2d(x, weight, bias, options),
+    pub fn apply<'a>(self, x: &Tensor, weight: impl Into<WeightRef<'a>>, bias: Option<&Tensor>) -> Result<Tensor> {
+        match (self, weight.into()) {
+            (Self::Linear, weight) => linear(x, weight, bias),
+            (Self::Conv2d(options), WeightRef::Plain(weight)) => conv2d(x, weight, bias, options),
+            (Self::Conv2d(_), WeightRef::Quantized(_)) => Err(Error::argument(
+                "conv2d",
+                "the weight is quantized, which only linear layers take; dequantize() it",
+            )),
         }
     }
 }
@@ -30,7 +34,7 @@ impl Operation {
 #[derive(Clone, Copy)]
 pub struct Base<'a> {
     /// (out, in), or (out, kernel height, kernel width, in / groups).
-    pub weight: &'a Tensor,
+    pub weight: WeightRef<'a>,
     /// (out).
     pub bias: Option<&'a Tensor>,
     /// The operation.

@@ -1,7 +1,7 @@
 //! [`Conv2d`]: convolution of channels-last images over frozen or trainable parameters, with a slot for an adapter.
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, Weight};
 
 use crate::base::{Base, Operation};
 use crate::init;
@@ -104,14 +104,14 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
     }
 
     /// The weight that the layer computes with: its own, or a merged one.
-    pub fn effective_weight(&self) -> Tensor {
-        self.adapter.effective_weight(self.weight.as_ref())
+    pub fn effective_weight(&self) -> Weight {
+        self.adapter.effective_weight(self.weight.as_ref().into())
     }
 
     /// The layer as adapters see it.
     pub fn base(&self) -> Base<'_> {
         Base {
-            weight: self.weight.as_ref(),
+            weight: self.weight.as_ref().into(),
             bias: self.bias.as_ref().map(AsRef::as_ref),
             operation: Operation::Conv2d(self.options),
         }

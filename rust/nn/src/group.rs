@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 use trainable_candle_core::ops::linear_group::{self, linear_group};
-use trainable_candle_core::{Error, Result, Tensor, Var};
+use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
 
 use crate::{Layer, Linear, Visitor};
 
@@ -15,9 +15,9 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The storage that the members' parameters are views of.
+/// The parameters of all members: what theirs are views of, or the same quantized rows.
 struct Joined {
-    weight: Tensor,
+    weight: Weight,
     bias: Option<Tensor>,
 }
 
@@ -48,7 +48,9 @@ impl LinearGroup {
             let mut start = 0;
             for (member, &size) in members.iter_mut().zip(&sizes) {
                 let part = |tensor: &Tensor| tensor.narrow(0, start, size);
-                *member = Linear::from_weight(part(weight)?, bias.as_ref().map(part).transpose()?);
+                let own =
+                    weight.tensor().map_or_else(|| Ok(member.weight.clone()), |all| part(all).map(Weight::from))?;
+                *member = Linear::from_weight(own, bias.as_ref().map(part).transpose()?);
                 start += size;
             }
         }
@@ -73,7 +75,8 @@ impl LinearGroup {
                 },
             });
         }
-        let group = linear_group::LinearGroup { weight, bias: bias.as_ref(), sizes: &self.sizes, low_rank: &low_rank };
+        let (weight, bias) = (weight.into(), bias.as_ref());
+        let group = linear_group::LinearGroup { weight, bias, sizes: &self.sizes, low_rank: &low_rank };
         Ok(Projected::Joined(linear_group(x, group)?))
     }
 
@@ -91,15 +94,16 @@ impl LinearGroup {
     }
 }
 
-/// Concatenate the parameters of frozen layers. None if a layer is trainable or has only shapes.
+/// Join the parameters of frozen layers. None if a layer is trainable or has only shapes, or only some are quantized.
 fn join(members: &[Linear<Tensor>]) -> Result<Option<Joined>> {
-    let parameters = |member: &Linear<Tensor>| -> SmallVec<[Tensor; 2]> {
-        std::iter::once(member.weight.clone()).chain(member.bias.clone()).collect()
+    let tensors = |member: &Linear<Tensor>| -> SmallVec<[Tensor; 2]> {
+        member.weight.tensor().cloned().into_iter().chain(member.bias.clone()).collect()
     };
     let Some(first) = members.first() else { return Ok(None) };
     let alike = members.iter().all(|member| {
         member.bias.is_some() == first.bias.is_some()
-            && parameters(member).iter().all(|tensor| {
+            && member.weight.tensor().is_some() == first.weight.tensor().is_some()
+            && tensors(member).iter().all(|tensor| {
                 Var::of(tensor).is_none()
                     && tensor.raw().is_contiguous()
                     && tensor.dtype() == first.weight.dtype()
@@ -110,7 +114,13 @@ fn join(members: &[Linear<Tensor>]) -> Result<Option<Joined>> {
         return Ok(None);
     }
     let all = |tensors: Vec<&Tensor>| Tensor::cat(&tensors, 0).map(|tensor| tensor.detach());
-    let weight = all(members.iter().map(|member| &member.weight).collect())?;
+    let weights: Vec<&Tensor> = members.iter().filter_map(|member| member.weight.tensor()).collect();
+    let weight = if weights.is_empty() {
+        let matrices: Vec<&Quantized> = members.iter().filter_map(|member| member.weight.quantized()).collect();
+        Quantized::cat(&matrices)?.into()
+    } else {
+        all(weights)?.into()
+    };
     let bias = first.bias.is_some().then(|| all(members.iter().filter_map(|member| member.bias.as_ref()).collect()));
     Ok(Some(Joined { weight, bias: bias.transpose()? }))
 }

@@ -1,17 +1,43 @@
 //! [`Linear`]: y = x Wᵀ + b over frozen or trainable parameters, with a slot for an adapter.
 
-use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, Weight, WeightRef};
 
 use crate::base::{Base, Operation};
 use crate::init;
 use crate::slot::AdapterSlot;
 
-/// A linear layer. `Linear<Tensor>` is frozen, `Linear<Var>` trainable.
+/// What a layer's parameters are.
+pub trait Parameter: AsRef<Tensor> + Sized {
+    /// What the weight of a linear layer is then.
+    type Weight: From<Self>;
+
+    /// The weight as operations take it.
+    fn weight(weight: &Self::Weight) -> WeightRef<'_>;
+}
+
+impl Parameter for Tensor {
+    /// A frozen weight may be quantized.
+    type Weight = Weight;
+
+    fn weight(weight: &Weight) -> WeightRef<'_> {
+        weight.into()
+    }
+}
+
+impl Parameter for Var {
+    type Weight = Self;
+
+    fn weight(weight: &Self) -> WeightRef<'_> {
+        weight.into()
+    }
+}
+
+/// A linear layer. `Linear<Tensor>` is frozen, and its weight may be quantized; `Linear<Var>` is trainable.
 ///
 /// Adapters attach to the layer's slot, which is shared, so the owner of the layer takes no part.
-pub struct Linear<T: AsRef<Tensor>> {
+pub struct Linear<T: Parameter> {
     /// (out_features, in_features).
-    pub weight: T,
+    pub weight: T::Weight,
     /// (out_features).
     pub bias: Option<T>,
     adapter: AdapterSlot,
@@ -36,12 +62,12 @@ impl Linear<Var> {
 
 impl Linear<Tensor> {
     /// A frozen layer over a weight `(out_features, in_features)` and a bias `(out_features)`.
-    pub fn from_weight(weight: Tensor, bias: Option<Tensor>) -> Self {
-        Self { weight, bias, adapter: AdapterSlot::default() }
+    pub fn from_weight(weight: impl Into<Weight>, bias: Option<Tensor>) -> Self {
+        Self { weight: weight.into(), bias, adapter: AdapterSlot::default() }
     }
 }
 
-impl<T: AsRef<Tensor>> Linear<T> {
+impl<T: Parameter> Linear<T> {
     /// A layer over given parameters.
     ///
     /// # Errors
@@ -60,7 +86,7 @@ impl<T: AsRef<Tensor>> Linear<T> {
                 format!("the bias has shape {:?}, expected ({},)", bias.dims(), dims[0]),
             ));
         }
-        Ok(Self { weight, bias, adapter: AdapterSlot::default() })
+        Ok(Self { weight: weight.into(), bias, adapter: AdapterSlot::default() })
     }
 
     /// `x (..., in_features)` → `(..., out_features)`, through the adapter if one is attached.
@@ -73,22 +99,26 @@ impl<T: AsRef<Tensor>> Linear<T> {
 
     /// Size of the input's last dimension.
     pub fn in_features(&self) -> usize {
-        self.weight.as_ref().dims().get(1).copied().unwrap_or(0)
+        T::weight(&self.weight).dims().get(1).copied().unwrap_or(0)
     }
 
     /// Size of the result's last dimension.
     pub fn out_features(&self) -> usize {
-        self.weight.as_ref().dims().first().copied().unwrap_or(0)
+        T::weight(&self.weight).dims().first().copied().unwrap_or(0)
     }
 
     /// The weight that the layer computes with: its own, or a merged one.
-    pub fn effective_weight(&self) -> Tensor {
-        self.adapter.effective_weight(self.weight.as_ref())
+    pub fn effective_weight(&self) -> Weight {
+        self.adapter.effective_weight(T::weight(&self.weight))
     }
 
     /// The layer as adapters see it.
     pub fn base(&self) -> Base<'_> {
-        Base { weight: self.weight.as_ref(), bias: self.bias.as_ref().map(AsRef::as_ref), operation: Operation::Linear }
+        Base {
+            weight: T::weight(&self.weight),
+            bias: self.bias.as_ref().map(AsRef::as_ref),
+            operation: Operation::Linear,
+        }
     }
 
     pub(crate) const fn slot(&self) -> &AdapterSlot {

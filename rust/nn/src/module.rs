@@ -1,7 +1,7 @@
 //! Iterate over the named layers and tensors of a model.
 
 use trainable_candle_core::checkpoint::Policy;
-use trainable_candle_core::{Result, Tensor, Var};
+use trainable_candle_core::{Result, Tensor, Var, Weight};
 
 use crate::base::Base;
 use crate::blocks::{Blocks, Kept};
@@ -40,10 +40,13 @@ impl<'a> Layer<'a> {
     }
 
     /// The weight that the layer computes with, in the layout of files: a convolution's is (out, in / groups, height, width).
-    fn file_weight(self) -> Result<Tensor> {
+    fn file_weight(self) -> Result<Weight> {
         match self {
             Self::Linear(linear) => Ok(linear.effective_weight()),
-            Self::Conv(conv) => weight_to_file(&conv.effective_weight()),
+            Self::Conv(conv) => match conv.effective_weight() {
+                Weight::Plain(weight) => Ok(weight_to_file(&weight)?.into()),
+                quantized @ Weight::Quantized(_) => Ok(quantized),
+            },
         }
     }
 }
@@ -70,16 +73,25 @@ pub trait Module {
     }
 
     /// Every parameter with its name (`blocks.0.attn.to_q.weight`) in the layout of files, without adapters
-    /// (a merged adapter is part of its layer's weight).
+    /// (a merged adapter is part of its layer's weight). Quantized ones are dequantized.
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
+        let values = |(name, weight): (String, Weight)| match weight {
+            Weight::Plain(tensor) => Some((name, tensor)),
+            Weight::Quantized(matrix) => Some((name, matrix.dequantize(matrix.dtype()).ok()?)),
+        };
+        self.named_weights().into_iter().filter_map(values).collect()
+    }
+
+    /// As [`named_tensors`](Self::named_tensors), quantized ones as they are.
+    fn named_weights(&self) -> Vec<(String, Weight)> {
         let mut tensors = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             match part {
                 Part::Layer(name, layer) => {
                     tensors.push((format!("{name}.weight"), layer.file_weight()?));
-                    tensors.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone())));
+                    tensors.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone().into())));
                 }
-                Part::Tensor(name, tensor) => tensors.push((name, tensor.clone())),
+                Part::Tensor(name, tensor) => tensors.push((name, tensor.clone().into())),
                 Part::Blocks(_) => {}
             }
             Ok(())
@@ -95,7 +107,7 @@ pub trait Module {
             match part {
                 Part::Layer(name, layer) => {
                     let base = layer.base();
-                    vars.extend(Var::of(base.weight).map(|var| (format!("{name}.weight"), var)));
+                    vars.extend(base.weight.tensor().and_then(Var::of).map(|var| (format!("{name}.weight"), var)));
                     vars.extend(base.bias.and_then(Var::of).map(|var| (format!("{name}.bias"), var)));
                 }
                 Part::Tensor(name, tensor) => vars.extend(Var::of(tensor).map(|var| (name, var))),

@@ -3,43 +3,88 @@
 use std::sync::Arc;
 
 use trainable_candle_core::capture::HostState;
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::{Result, Tensor, Weight, WeightRef};
 
-use crate::adapter::Adapter;
+use crate::adapter::{Adapter, Beside, Product};
 use crate::base::Base;
 
 /// Holds a layer's adapter. Shared, so that a set of adapters can be removed again.
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
-/// An adapter, or none.
-#[derive(Clone)]
-struct Occupant(Option<Arc<dyn Adapter>>);
+/// An adapter and a frozen product beside it, or none.
+#[derive(Clone, Default)]
+struct Occupant {
+    adapter: Option<Arc<dyn Adapter>>,
+    product: Option<Arc<Product>>,
+    /// What the two compute together, made once: a CUDA graph is of this object.
+    both: Option<Arc<dyn Adapter>>,
+    is_off: bool,
+}
 
 impl PartialEq for Occupant {
     fn eq(&self, other: &Self) -> bool {
-        match (&self.0, &other.0) {
+        match (self.computes(), other.computes()) {
             (Some(one), Some(other)) => Arc::ptr_eq(one, other),
             (one, other) => one.is_none() && other.is_none(),
         }
     }
 }
 
+impl Occupant {
+    fn computes(&self) -> Option<&Arc<dyn Adapter>> {
+        self.both.as_ref().filter(|_| !self.is_off).or(self.adapter.as_ref())
+    }
+
+    /// Make what the two compute together.
+    fn join(&mut self) {
+        let both = |product: &Arc<Product>| Arc::new(Beside::new(self.adapter.clone(), product.clone()));
+        self.both = self.product.as_ref().map(|product| both(product) as Arc<dyn Adapter>);
+    }
+}
+
 impl Default for AdapterSlot {
     fn default() -> Self {
-        Self(HostState::new("the adapter of a layer", Occupant(None)))
+        Self(HostState::new("the adapter of a layer", Occupant::default()))
     }
 }
 
 impl AdapterSlot {
-    /// The adapter, if any.
+    /// What the layer computes with in place of its own, if anything.
     pub(crate) fn get(&self) -> Option<Arc<dyn Adapter>> {
-        self.0.read().0
+        self.0.read().computes().cloned()
     }
 
-    /// Put `adapter` into the slot, or empty it.
+    /// Whether an adapter is attached, whatever stands beside it.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.0.read().adapter.is_some()
+    }
+
+    /// Put `adapter` into the slot, or empty it; a product beside it stays.
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
-        self.0.change(|occupant| occupant.0 = adapter);
+        self.0.change(|occupant| {
+            occupant.adapter = adapter;
+            occupant.join();
+        });
+    }
+
+    /// Put a frozen product beside whatever is attached, or take it off.
+    pub(crate) fn set_beside(&self, product: Option<Arc<Product>>) {
+        self.0.change(|occupant| {
+            occupant.product = product;
+            occupant.is_off = false;
+            occupant.join();
+        });
+    }
+
+    /// Let the product beside the adapter count, or not.
+    pub(crate) fn enable_beside(&self, enabled: bool) {
+        self.0.change(|occupant| occupant.is_off = !enabled);
+    }
+
+    /// Whether there is a product beside the adapter.
+    pub(crate) fn has_beside(&self) -> bool {
+        self.0.read().product.is_some()
     }
 
     /// The layer's result, with the adapter if there is one.
@@ -51,7 +96,8 @@ impl AdapterSlot {
     }
 
     /// The weight that the layer computes with: its own, or a merged one.
-    pub(crate) fn effective_weight(&self, own: &Tensor) -> Tensor {
-        self.get().and_then(|adapter| adapter.replaces_weight()).unwrap_or_else(|| own.clone())
+    pub(crate) fn effective_weight(&self, own: WeightRef<'_>) -> Weight {
+        let replaced = self.get().and_then(|adapter| adapter.replaces_weight());
+        replaced.map_or_else(|| own.to_owned(), Weight::from)
     }
 }

@@ -2,14 +2,16 @@
 
 use std::collections::BTreeSet;
 
-use trainable_candle_core::{DType, Device, Error, Result, Shape, Tensor, Var};
+use trainable_candle_core::quantized::Format;
+use trainable_candle_core::{DType, Device, Error, Quantized, Result, Shape, Tensor, Var, Weight};
 
 use crate::conv::weight_from_file;
-use crate::{Init, Weights, init};
+use crate::{Init, Quantization, Weights, init};
 
 /// Provides parameters: stored (frozen), fresh (trainable or frozen), or shapes alone.
 pub struct Source {
     kind: Kind,
+    quantization: Option<Quantization>,
 }
 
 /// Stored parameters, read one at a time as a model asks for them.
@@ -25,6 +27,15 @@ pub trait Stored {
     /// # Errors
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if they do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
+
+    /// The weight of a linear layer: as it is stored if it is quantized already, otherwise quantized if a format is given.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); as [`Quantized::new`].
+    fn read_weight(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
+        let values = self.read(name)?;
+        format.map_or_else(|| Ok(values.clone().into()), |format| Ok(Quantized::new(&values, format)?.into()))
+    }
 
     /// The stored parameters of the model that are not in `taken`, by the names in the store.
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
@@ -78,22 +89,32 @@ impl Packing {
 impl Source {
     /// Provide stored parameters, frozen.
     pub fn stored(stored: impl Stored + 'static) -> Self {
-        Self { kind: Kind::Stored { stored: Box::new(stored), taken: BTreeSet::new(), missing: Vec::new() } }
+        Self::of(Kind::Stored { stored: Box::new(stored), taken: BTreeSet::new(), missing: Vec::new() })
     }
 
     /// Provide fresh trainable f32 variables, drawn from the library's generator.
     pub fn fresh(device: &Device) -> Self {
-        Self { kind: Kind::Fresh { device: device.clone() } }
+        Self::of(Kind::Fresh { device: device.clone() })
     }
 
     /// Provide fresh frozen tensors, drawn from the library's generator, to measure the speed and size of a model.
     pub fn random(dtype: DType, device: &Device) -> Self {
-        Self { kind: Kind::Random { dtype, device: device.clone() } }
+        Self::of(Kind::Random { dtype, device: device.clone() })
     }
 
     /// Provide zeros that take no memory: names, shapes and a dtype, enough to list a model and to estimate its memory.
     pub const fn shapes(dtype: DType) -> Self {
-        Self { kind: Kind::Shapes { dtype } }
+        Self::of(Kind::Shapes { dtype })
+    }
+
+    const fn of(kind: Kind) -> Self {
+        Self { kind, quantization: None }
+    }
+
+    /// Quantize linear layers one by one as they are asked for; none if None. Trainable parameters and mere shapes stay as they are.
+    #[must_use]
+    pub fn quantized(self, quantization: Option<Quantization>) -> Self {
+        Self { quantization, ..self }
     }
 
     /// The root of the names.
@@ -118,15 +139,32 @@ impl Source {
         )))
     }
 
+    /// The weight of the linear layer `layer`, of `shape`.
+    pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
+        let name = format!("{layer}.weight");
+        let wanted =
+            self.quantization.filter(|quantization| quantization.layers.has(layer)).map(|wanted| wanted.format);
+        if let Kind::Stored { stored, taken, .. } = &mut self.kind
+            && let Some(found) = stored.shape(&name)?
+        {
+            check_shape(&name, &found, shape)?;
+            let weight = stored.read_weight(&name, wanted)?;
+            taken.insert(name);
+            return Ok(weight);
+        }
+        let values = self.get(name, shape, init, Packing::Plain)?;
+        match (wanted, &self.kind) {
+            (Some(format), Kind::Random { .. }) => Ok(Quantized::new(&values, format)?.into()),
+            _ => Ok(values.into()),
+        }
+    }
+
     /// The parameter `name`, of `shape` in files.
     pub(crate) fn get(&mut self, name: String, shape: &Shape, init: Init, packing: Packing) -> Result<Tensor> {
         match &mut self.kind {
             Kind::Stored { stored, taken, missing } => match stored.shape(&name)? {
-                Some(found) if found != shape.dims() => Err(Error::Config(format!(
-                    "{name} has shape {found:?}, the model's configuration expects {:?}; are the weights of another model?",
-                    shape.dims()
-                ))),
-                Some(_) => {
+                Some(found) => {
+                    check_shape(&name, &found, shape)?;
                     let tensor = packing.pack(stored.read(&name)?)?;
                     taken.insert(name);
                     Ok(tensor)
@@ -148,6 +186,17 @@ impl Source {
             Kind::Shapes { dtype } => without_memory(&packing.shape(shape), *dtype),
         }
     }
+}
+
+/// A stored parameter must have the shape that the model asks for.
+fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
+    if found == expected.dims() {
+        return Ok(());
+    }
+    Err(Error::Config(format!(
+        "{name} has shape {found:?}, the model's configuration expects {:?}; are the weights of another model?",
+        expected.dims()
+    )))
 }
 
 /// How many missing parameters are collected: a wrong configuration may ask for millions.

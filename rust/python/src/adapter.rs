@@ -98,13 +98,13 @@ impl Adapter {
     #[pyo3(signature = (input, weight, bias=None))]
     fn forward(&self, py: Python<'_>, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let work = input.0.elem_count().saturating_add(weight.0.elem_count());
-        let base = Base { weight: &weight.0, bias: bias.map(|b| &b.0), operation: Operation::Linear };
+        let base = Base { weight: (&weight.0).into(), bias: bias.map(|b| &b.0), operation: Operation::Linear };
         compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
     /// The weight of a plain layer that computes the same.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
-        let base = Base { weight: &weight.0, bias: None, operation: Operation::Linear };
+        let base = Base { weight: (&weight.0).into(), bias: None, operation: Operation::Linear };
         compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)
     }
 

@@ -43,8 +43,13 @@ pub fn parse(text: &str) -> Result<tc::Device> {
 
 /// The places of NVIDIA's libraries from pip, in every folder that Python imports from.
 fn library_folders(py: Python<'_>) -> Vec<PathBuf> {
+    pip_folders(py, "nvidia/cu13/lib")
+}
+
+/// A folder of a package from pip, in every folder that Python imports from where it exists.
+pub fn pip_folders(py: Python<'_>, below: &str) -> Vec<PathBuf> {
     let entries = || py.import("sys")?.getattr("path")?.cast_into::<PyList>().map_err(PyErr::from);
-    let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join("nvidia/cu13/lib"));
+    let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join(below));
     entries()
         .map_or_else(|_| Vec::new(), |entries| entries.iter().filter_map(folder).filter(|path| path.is_dir()).collect())
 }

@@ -19,7 +19,7 @@ use trainable_candle_nn::optim::KINDS as OPTIMIZERS;
 use crate::adapter_set::LoraConfig;
 use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
-use crate::dtype::DType;
+use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 
 /// What a checkpoint is, as its headers and configurations say.
@@ -100,6 +100,19 @@ impl PartFacts {
     #[getter]
     fn elements(&self) -> usize {
         self.0.tensors().values().map(|dims| dims.iter().product::<usize>()).sum()
+    }
+
+    /// Bytes of its weights.
+    ///
+    /// Args:
+    ///     dtype: of the weights.
+    ///     quantize: the format of linear layers in blocks, as in `from_pretrained`.
+    ///
+    /// Raises:
+    ///     ArgumentError: if the format is unknown, or the model has no layers that may be quantized.
+    #[pyo3(signature = (dtype, quantize=None))]
+    fn weight_bytes(&self, dtype: DTypeArg, quantize: Option<&str>) -> Result<usize> {
+        Ok(self.0.weight_bytes(dtype.0, quantize.map(str::parse).transpose()?)?)
     }
 
     /// About how many values are kept between forward and backward at the fullest, for one sample.

@@ -10,6 +10,7 @@ use crate::argument::Argument;
 use crate::arguments::{Integer, Pair};
 use crate::call::{compute, detached};
 use crate::error::Result;
+use crate::quantized::WeightArg;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
@@ -21,7 +22,7 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
 ///
 /// Args:
 ///     input: (..., in_features).
-///     weight: (out_features, in_features). The backward pass saves the input only if the weight needs a gradient.
+///     weight: (out_features, in_features), or what `quantize` makes of it, which gets no gradient. The backward pass saves the input only if the weight needs a gradient.
 ///     bias: (out_features,).
 ///
 /// Returns:
@@ -31,9 +32,10 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
 #[pyfunction]
 #[pyo3(signature = (input, weight, bias=None))]
-pub fn linear(py: Python<'_>, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let work = input.0.elem_count().saturating_add(weight.0.elem_count());
-    compute(py, work, || lin::linear(&input.0, &weight.0, inner(bias))).map(Tensor)
+pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Option<&Tensor>) -> Result<Tensor> {
+    let weight = weight.get();
+    let work = input.0.elem_count().saturating_add(weight.dims().iter().product());
+    compute(py, work, || lin::linear(&input.0, weight, inner(bias))).map(Tensor)
 }
 
 /// The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.

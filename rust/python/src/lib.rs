@@ -10,6 +10,7 @@ mod autograd;
 mod call;
 mod capture;
 mod device;
+mod distributed;
 mod dlpack;
 mod dtype;
 mod error;
@@ -21,10 +22,12 @@ mod loss;
 mod models;
 mod norm;
 mod optim;
+mod quantized;
 mod rng;
 mod runtime;
 mod tensor;
 mod train;
+mod training_adapter;
 mod types;
 mod var;
 mod verify;
@@ -49,6 +52,8 @@ mod _core {
         cuda_start_profile, cuda_synchronize, cuda_unavailable_reason,
     };
     #[pymodule_export]
+    use crate::distributed::{NcclCommunicator, gradient_vectors, nccl_unique_id, nccl_version, set_gradient_vectors};
+    #[pymodule_export]
     use crate::dlpack::from_dlpack;
     #[pymodule_export]
     use crate::dtype::DType;
@@ -67,8 +72,9 @@ mod _core {
     };
     #[pymodule_export]
     use crate::models::{
-        AutoencoderKL, CLIPTextModel, CausalLM, DigitsTransformer, Flux2Transformer, FluxTransformer, Model,
-        SD3Transformer, SDXLUNet, T5Encoder, TextFeatures, ZImageTransformer, save_checkpoint, set_resolver,
+        AutoencoderKL, CLIPTextModel, CausalLM, DigitsTransformer, Flux2Transformer, FluxTransformer, Generation,
+        KVCache, Model, SD3Transformer, SDXLUNet, T5Encoder, TextFeatures, ZImageTransformer, save_checkpoint,
+        set_resolver,
     };
     #[pymodule_export]
     use crate::norm::{
@@ -79,6 +85,8 @@ mod _core {
         Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, Prodigy, SGD,
         Schedule, clip_grad_norm_,
     };
+    #[pymodule_export]
+    use crate::quantized::{QuantizedTensor, quantize};
     #[pymodule_export]
     use crate::rng::{draw_from, get_rng_state, manual_seed, normal_samples, set_rng_state, stream_seed};
     #[pymodule_export]
@@ -95,6 +103,8 @@ mod _core {
     use crate::train::{
         DiffusionObjective, FlowMatching, NoiseSchedule, NoisedLatents, Sampler, classifier_free_guidance,
     };
+    #[pymodule_export]
+    use crate::training_adapter::TrainingAdapter;
     #[pymodule_export]
     use crate::var::Var;
     #[pymodule_export]

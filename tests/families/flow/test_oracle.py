@@ -1,6 +1,7 @@
 """Pictures, step by step, against diffusers' pipelines; needs torch, transformers and diffusers."""
 
 import gzip
+import json
 import os
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def clip_tokenizer(folder: Path) -> "transformers.CLIPTokenizer":
     return transformers.CLIPTokenizer.from_pretrained(folder)
 
 
-def noise() -> "torch.Tensor":
-    shape = (1, 16, SIZE[1] // 2, SIZE[0] // 2)
+def noise(channels: int = 16, factor: int = 2) -> "torch.Tensor":
+    shape = (1, channels, SIZE[1] // factor, SIZE[0] // factor)
     return torch.from_numpy(draw_from(SEED, lambda: tc.randn(shape)).numpy())
 
 
@@ -128,3 +129,44 @@ def test_z_image(zimage_base: Path, guidance: float) -> None:
     ).images  # fmt: skip
     found = ours("zimage", zimage_base, guidance, "")
     np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)
+
+
+def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
+    return diffusers.Flux2KleinPipeline(
+        transformer=load(diffusers.Flux2Transformer2DModel, base / "transformer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(base / "scheduler"),
+        vae=load(diffusers.AutoencoderKLFlux2, base / "vae"),
+        text_encoder=load(transformers.Qwen3ForCausalLM, base / "text_encoder"),
+        tokenizer=chat_tokenizer(base / "tokenizer"),
+        is_distilled=is_distilled,
+    )
+
+
+def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
+    """Words, the padding after them, which is read too, and a caption that is cut."""
+    pipeline = klein(flux2_base, is_distilled=False)
+    captions = ["", PROMPT, "a blur " * 100]
+    with torch.no_grad():
+        theirs, _ = pipeline.encode_prompt(captions)
+    family = families.load("flux2", flux2_base, "f32", "cpu").family
+    found = family.features(captions)["encoder_hidden_states"].numpy()
+    assert found.shape == (3, 512, 48)
+    scale = np.abs(theirs.numpy()).max()
+    np.testing.assert_allclose(found / scale, theirs.numpy() / scale, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_distilled", [False, True])
+def test_flux2(flux2_base: Path, tmp_path: Path, is_distilled: bool) -> None:
+    """Of the distilled models, a scale of guidance changes nothing."""
+    base = tmp_path / "klein"
+    base.mkdir()
+    for part in flux2_base.iterdir():
+        (base / part.name).symlink_to(part)
+    (base / "model_index.json").unlink()
+    index = {"_class_name": "Flux2KleinPipeline", "is_distilled": is_distilled}
+    (base / "model_index.json").write_text(json.dumps(index))
+    theirs = klein(base, is_distilled=is_distilled)(
+        prompt=PROMPT, num_inference_steps=STEPS, guidance_scale=4.0, height=SIZE[1],
+        width=SIZE[0], latents=noise(128, 4), output_type="np",
+    ).images  # fmt: skip
+    np.testing.assert_allclose(ours("flux2", base, 4.0, ""), theirs, atol=1e-3 + 0.5 / 255)

@@ -10,6 +10,7 @@ import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.flux import Flux
+from trainable_candle.families.flux2 import Flux2
 from trainable_candle.families.sd3 import SD3
 
 STORED = tc.load_file(Path(__file__).parents[2] / "golden" / "schedules" / "flow.safetensors")
@@ -24,6 +25,15 @@ def test_flux_is_shifted_by_the_size() -> None:
     expected = STORED["flux_28_seq1024_sigmas"].numpy()
     np.testing.assert_allclose(Flux.schedule.levels(28, 1024), expected, atol=1e-6)
     assert Flux.schedule.at(4096) == pytest.approx(3.158, abs=1e-3)
+
+
+def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
+    """The values of diffusers' `compute_empirical_mu`."""
+    shifts = [Flux2.schedule.drawing(steps, 4096) for steps in (50, 4)]
+    np.testing.assert_allclose(np.log(shifts), [2.02335, 2.29118], atol=1e-5)
+    # Above 4300 tokens, steps do not count.
+    assert Flux2.schedule.drawing(4, 4301) == Flux2.schedule.drawing(50, 4301)
+    assert Flux2.schedule.in_training(4096) == pytest.approx(Flux.schedule.at(4096))
 
 
 def test_training_may_shift_by_the_size() -> None:

@@ -98,6 +98,59 @@ def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
     return found
 
 
+def flux2_slices(blocks: int, singles: int) -> dict[str, Slice]:
+    """As `flux_slices`, for FLUX.2, whose single blocks have the original matrices."""
+    found = {
+        "x_embedder": Slice("img_in"),
+        "context_embedder": Slice("txt_in"),
+        "proj_out": Slice("final_layer.linear"),
+        "norm_out.linear": Slice("final_layer.adaLN_modulation.1", swapped=True),
+    }
+    for i, layer in ((1, "in_layer"), (2, "out_layer")):
+        found[f"time_guidance_embed.timestep_embedder.linear_{i}"] = Slice(f"time_in.{layer}")
+    for name in ("double_stream_modulation_img", "double_stream_modulation_txt"):
+        found[f"{name}.linear"] = Slice(f"{name}.lin")
+    found["single_stream_modulation.linear"] = Slice("single_stream_modulation.lin")
+    for i in range(blocks):
+        a, b = f"transformer_blocks.{i}.", f"double_blocks.{i}."
+        found |= _attention(f"{a}attn.", OWN, f"{b}img_attn.qkv", f"{b}img_attn.proj")
+        found |= _attention(f"{a}attn.", ADDED, f"{b}txt_attn.qkv", f"{b}txt_attn.proj")
+        for stream, ff in (("img", "ff"), ("txt", "ff_context")):
+            found[f"{a}{ff}.linear_in"] = Slice(f"{b}{stream}_mlp.0")
+            found[f"{a}{ff}.linear_out"] = Slice(f"{b}{stream}_mlp.2")
+    for i in range(singles):
+        a, b = f"single_transformer_blocks.{i}.attn.", f"single_blocks.{i}."
+        found[f"{a}to_qkv_mlp_proj"] = Slice(f"{b}linear1")
+        found[f"{a}to_out"] = Slice(f"{b}linear2")
+    return found
+
+
+def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
+    """As `flux_slices`, for Z-Image."""
+    found = {
+        "all_x_embedder.2-1": Slice("x_embedder"),
+        "all_final_layer.2-1.linear": Slice("final_layer.linear"),
+        "all_final_layer.2-1.adaLN_modulation.1": Slice("final_layer.adaLN_modulation.1"),
+    }
+    counts = {"layers": layers, "noise_refiner": refiners, "context_refiner": refiners}
+    for blocks, count in counts.items():
+        for i in range(count):
+            a = f"{blocks}.{i}."
+            found |= _attention(f"{a}attention.", OWN, f"{a}attention.qkv", f"{a}attention.out")
+            alike = [f"{a}feed_forward.w{number}" for number in (1, 2, 3)]
+            if blocks != "context_refiner":
+                alike.append(f"{a}adaLN_modulation.0")
+            found |= {name: Slice(name) for name in alike}
+    for name in ("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"):
+        found[name] = Slice(name)
+    return found
+
+
+# Layers that ComfyUI knows by their original names only.
+_NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guidance_embed.",
+           "cap_embedder.", "t_embedder.")  # fmt: skip
+
+
 def originals(weights: Arrays, slices: Mapping[str, Slice]) -> dict[str, np.ndarray]:
     """The original matrices of diffusers' weights."""
     rows: dict[str, dict[int, np.ndarray]] = {}
@@ -118,6 +171,8 @@ def applied(
     """
     modules: dict[str, Slice] = {}
     for layer, place in slices.items():
+        if layer.startswith(_NATIVE):
+            continue
         modules[f"transformer.{layer}"] = place
         flat = layer.replace(".", "_")
         modules[f"lycoris_{flat}"] = modules[f"lora_transformer_{flat}"] = place

@@ -1,4 +1,4 @@
-"""The tiny transformers of SD3.5 and Flux with adapters of each kind."""
+"""The tiny transformers of flow models with adapters of each kind."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.models import FluxTransformer, Model, SD3Transformer
+from trainable_candle.models import (
+    Flux2Transformer,
+    FluxTransformer,
+    Model,
+    SD3Transformer,
+    ZImageTransformer,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-COMMON = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+UNPOOLED = ("hidden_states", "encoder_hidden_states", "timestep")
+COMMON = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
 EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
 KINDS: dict[str, dict[str, Any]] = {
@@ -34,6 +41,10 @@ class Family(NamedTuple):
     name: str
     kind: type[Model]
     inputs: tuple[str, ...]
+    layer: str = "transformer_blocks.0.attn.to_q"
+    """One of its layers."""
+    native: tuple[str, ...] = ()
+    """Layers that ComfyUI knows by their original names only."""
 
     @property
     def folder(self) -> Path:
@@ -63,6 +74,19 @@ class Family(NamedTuple):
 FAMILIES = {
     "sd3": Family("sd3", SD3Transformer, COMMON),
     "flux": Family("flux", FluxTransformer, (*COMMON, "img_ids", "txt_ids", "guidance")),
+    "zimage": Family(
+        "zimage",
+        ZImageTransformer,
+        (*UNPOOLED, "lengths"),
+        "layers.0.attention.to_q",
+        (r"(cap|t)_embedder\..*",),
+    ),
+    "flux2": Family(
+        "flux2",
+        Flux2Transformer,
+        (*UNPOOLED, "img_ids", "txt_ids"),
+        native=(r".*_modulation.*\.linear", r"time_guidance_embed\..*"),
+    ),
 }
 
 

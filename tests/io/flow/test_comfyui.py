@@ -1,4 +1,4 @@
-"""Adapter files of SD3.5 and Flux as ComfyUI applies them."""
+"""Adapter files of flow models as ComfyUI applies them."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,10 @@ def slices(family: Family) -> Slices:
     config = json.loads((family.folder / "config.json").read_text())
     if family.name == "sd3":
         return comfyui.sd3_slices(config["num_layers"], len(config["dual_attention_layers"]))
-    return comfyui.flux_slices(config["num_layers"], config["num_single_layers"])
+    if family.name == "zimage":
+        return comfyui.z_image_slices(config["n_layers"], config["n_refiner_layers"])
+    made = comfyui.flux2_slices if family.name == "flux2" else comfyui.flux_slices
+    return made(config["num_layers"], config["num_single_layers"])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,8 @@ def test_comfyui_merges_the_same(
     linear = {name for name, value in base.items() if name.endswith(".weight") and value.ndim == 2}
     assert linear <= {f"{layer}.weight" for layer in slices}
     path = tmp_path / "adapter.safetensors"
-    attach(model, kind).save(path, format=format)
+    exclude = [] if format else list(family.native)
+    attach(model, kind, exclude_modules=exclude).save(path, format=format)
     tensors = {name: tensor.numpy() for name, tensor in tc.load_file(path).items()}
     found = comfyui.applied(tensors, matrices, slices)
     expected = comfyui.originals(merged(model), slices)
@@ -57,9 +61,22 @@ def test_what_comfyui_leaves_out_is_said(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "adapter.safetensors"
-    attach(family.load(), kind).save(path)
+    attach(family.load(), kind, exclude_modules=list(family.native)).save(path)
     report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
     assert not report.good
     reasons = {m.changed_by.get("ComfyUI") for m in report.modules}
     assert reasons == {"it knows DoRA's magnitude as dora_scale only"}
     assert not any("diffusers" in {**m.changed_by, **m.ignored_by} for m in report.modules)
+
+
+def test_layers_that_comfyui_knows_by_other_names_are_said(
+    family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path
+) -> None:
+    if not family.native:
+        return
+    path = tmp_path / "adapter.safetensors"
+    for form, ignored in (("diffusers", {"it knows no such key"}), ("comfyui", {None})):
+        adapter = attach(family.load(), "lora", target_modules=list(family.native))
+        adapter.save(path, format=form)
+        report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
+        assert {m.ignored_by.get("ComfyUI") for m in report.modules} == ignored

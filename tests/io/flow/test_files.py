@@ -1,4 +1,4 @@
-"""Adapter files of SD3.5 and Flux under everybody's names, out and in."""
+"""Adapter files of flow models under everybody's names, out and in."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -57,10 +57,10 @@ def test_the_default_form_has_the_scale_in_its_factors(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
     model = family.load()
-    adapter = attach(model, "rslora")
+    adapter = attach(model, "rslora", exclude_modules=list(family.native))
     adapter.save(tmp_path / "adapter.safetensors")
     tensors = tc.load_file(tmp_path / "adapter.safetensors")
-    layer = "transformer_blocks.0.attn.to_q"
+    layer = family.layer
     up = adapter.named_parameters()[f"{layer}.lora_B.weight"].numpy()
     # The scale is 6 over the root of 4.
     found = tensors[f"transformer.{layer}.lora_B.weight"].numpy()
@@ -84,34 +84,62 @@ def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape) + sum(shape)).normal(0, 0.1, shape).astype(np.float32)
 
 
-# Names of one layer of Flux as other tools write them, in kohya's files with an alpha.
+# Names of one layer as other tools write them, in kohya's files with an alpha.
 BLOCK, FLAT = "transformer_blocks.1.attn.to_out.0", "transformer_blocks_1_attn_to_out_0"
 PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
 TO_OUT = {
-    "sd-scripts": ("lora_unet_double_blocks_1_img_attn_proj", KOHYA),
-    "ai-toolkit": (f"transformer.{BLOCK}", PEFT),
-    "ai-toolkit, later": ("diffusion_model.double_blocks.1.img_attn.proj", PEFT),
-    "OneTrainer": (f"lora_transformer_{FLAT}", KOHYA),
-    "SimpleTuner": (f"transformer.{BLOCK}", ("lora.down", "lora.up")),
-    "SimpleTuner, LyCORIS": (f"lycoris_{FLAT}", KOHYA),
-    "peft": (f"base_model.model.{BLOCK}", PEFT),
-    "DiffSynth": (BLOCK, ("lora_A.default", "lora_B.default")),
+    ("flux", "sd-scripts"): ("lora_unet_double_blocks_1_img_attn_proj", KOHYA),
+    ("flux", "ai-toolkit"): (f"transformer.{BLOCK}", PEFT),
+    ("flux", "ai-toolkit, later"): ("diffusion_model.double_blocks.1.img_attn.proj", PEFT),
+    ("flux", "OneTrainer"): (f"lora_transformer_{FLAT}", KOHYA),
+    ("flux", "SimpleTuner"): (f"transformer.{BLOCK}", ("lora.down", "lora.up")),
+    ("flux", "SimpleTuner, LyCORIS"): (f"lycoris_{FLAT}", KOHYA),
+    ("flux", "peft"): (f"base_model.model.{BLOCK}", PEFT),
+    ("flux", "DiffSynth"): (BLOCK, ("lora_A.default", "lora_B.default")),
+    ("flux2", "musubi-tuner"): ("lora_unet_double_blocks_1_img_attn_proj", KOHYA),
+    ("flux2", "ai-toolkit"): ("diffusion_model.double_blocks.1.img_attn.proj", PEFT),
+    ("flux2", "OneTrainer"): (f"transformer.{BLOCK}", PEFT),
+    ("flux2", "SimpleTuner, LyCORIS"): (f"lycoris_{FLAT}", KOHYA),
+    ("zimage", "musubi-tuner"): ("lora_unet_layers_1_attention_to_out_0", KOHYA),
+    ("zimage", "ComfyUI's own"): ("lora_unet_layers_1_attention_out", KOHYA),
+    ("zimage", "ai-toolkit"): ("diffusion_model.layers.1.attention.to_out.0", PEFT),
+    ("zimage", "OneTrainer"): ("transformer.layers.1.attention.to_out.0", KOHYA),
+    ("zimage", "DiffSynth"): ("layers.1.attention.to_out.0", ("lora_A.default", "lora_B.default")),
 }
 
 
-@pytest.mark.parametrize("tool", TO_OUT)
-def test_names_of_other_tools_are_read(tmp_path: Path, tool: str) -> None:
-    module, (down, up) = TO_OUT[tool]
+@pytest.mark.parametrize(("name", "tool"), TO_OUT)
+def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> None:
+    module, (down, up) = TO_OUT[name, tool]
     has_alpha = (down, up) == KOHYA
     a, b = drawn(RANK, 64), drawn(64, RANK)
     arrays = {f"{module}.{down}.weight": a, f"{module}.{up}.weight": b}
     if has_alpha:
         arrays[f"{module}.alpha"] = np.float32(2.0)
-    model = FAMILIES["flux"].load()
-    layer = "transformer_blocks.1.attn.to_out.0.weight"
+    model = FAMILIES[name].load()
+    layer = "layers.1.attention.to_out.0" if name == "zimage" else BLOCK
+    layer = f"{layer}.weight"
     expected = model.named_tensors()[layer].numpy() + (0.5 if has_alpha else 1.0) * b @ a
     model.load_adapter(save_arrays(tmp_path / "a.safetensors", arrays))
     np.testing.assert_allclose(merged(model)[layer], expected, atol=1e-6)
+
+
+def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
+    """diffusers all of it, ComfyUI only the layers that it calls alike."""
+    arrays = {}
+    for layer, rows, columns in (("attention_to_q", 64, 64), ("feed_forward_w2", 64, 170)):
+        module = f"lora_unet_layers_0_{layer}"
+        arrays[f"{module}.lora_down.weight"] = drawn(RANK, columns)
+        arrays[f"{module}.lora_up.weight"] = drawn(rows, RANK)
+        arrays[f"{module}.alpha"] = np.float32(2.0)
+    family = FAMILIES["zimage"]
+    path = save_arrays(tmp_path / "a.safetensors", arrays)
+    report = tc.verify_adapter(path, "zimage", family.pipeline(tmp_path / "base"))
+    found = {m.layer: set(m.ignored_by) | set(m.changed_by) for m in report.modules}
+    assert found == {
+        "transformer.layers.0.attention.to_q": {"ComfyUI", "peft"},
+        "transformer.layers.0.feed_forward.w2": {"peft"},
+    }
 
 
 LAYERS = {
@@ -120,8 +148,15 @@ LAYERS = {
         f"single_transformer_blocks.1.{name}"
         for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
     ],
+    "zimage": [f"noise_refiner.0.attention.to_{name}" for name in "qkv"],
+    "flux2": [f"transformer_blocks.1.attn.add_{name}_proj" for name in "qkv"],
 }
-MODULE = {"sd3": "joint_blocks.0.x_block.attn2.qkv", "flux": "single_blocks.1.linear1"}
+MODULE = {
+    "sd3": "joint_blocks.0.x_block.attn2.qkv",
+    "flux": "single_blocks.1.linear1",
+    "zimage": "noise_refiner.0.attention.qkv",
+    "flux2": "double_blocks.1.txt_attn.qkv",
+}
 
 
 @pytest.mark.parametrize("style", ["lora_unet", "diffusion_model"])

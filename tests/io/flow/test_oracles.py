@@ -17,10 +17,13 @@ torch = pytest.importorskip("torch")
 
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
 OUTSIDE = ["x_embedder", "context_embedder", r"time_text_embed\..*", "norm_out.linear"]
-OUTSIDE += ["^proj_out"]
+OUTSIDE += ["^proj_out", "all_.*", ".*_stream_modulation.*", r"time_guidance_embed\..*"]
+ENDS = {"zimage": ["all_x_embedder.2-1"], "flux2": [r"time_guidance_embed\..*"]}
 CLASSES = {
     "sd3": ("SD3Transformer2DModel", "StableDiffusion3Pipeline"),
     "flux": ("FluxTransformer2DModel", "FluxPipeline"),
+    "zimage": ("ZImageTransformer2DModel", "ZImagePipeline"),
+    "flux2": ("Flux2Transformer2DModel", "Flux2KleinPipeline"),
 }
 
 
@@ -43,7 +46,14 @@ def load_lora(family: Family, transformer: Any, path: Path) -> None:
 def prediction(family: Family, model: Any) -> np.ndarray:
     given = {name: torch.from_numpy(tensor.numpy()) for name, tensor in family.given().items()}
     with torch.no_grad():
-        return model(**given).sample.numpy()
+        if family.name != "zimage":
+            return model(**given).sample.numpy()
+        # One by one, and each without the padding of its text.
+        lengths = given["lengths"].long().tolist()
+        texts = [t[:n] for t, n in zip(given["encoder_hidden_states"], lengths, strict=True)]
+        images = [image[:, None] for image in given["hidden_states"]]
+        made = model(images, given["timestep"], texts, return_dict=False)[0]
+        return torch.stack(list(made))[:, :, 0].numpy()
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray, base: np.ndarray) -> None:
@@ -120,7 +130,7 @@ def test_what_verify_says_of_diffusers_is_so(
     base = family.predict(model)
     config: dict[str, Any] = {"exclude_modules": LINEAR1 + OUTSIDE}
     if style == "outside":
-        config = {"target_modules": ["context_embedder", "^proj_out"]}
+        config = {"target_modules": ENDS.get(family.name, ["context_embedder", "^proj_out"])}
     form = {"comfyui": "comfyui", "kohya": "kohya", "outside": "kohya"}.get(style)
     attach(model, kind, **config).save(path, format=form)
     if style in {"alpha", "OneTrainer", "peft", "bare"}:

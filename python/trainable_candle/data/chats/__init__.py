@@ -13,13 +13,14 @@ attention stays within them.
 """
 
 from trainable_candle.data.chats.dataset import TextDataset, TextOptions, load_texts
-from trainable_candle.data.chats.labels import Tokens, tokens_of
+from trainable_candle.data.chats.labels import Pair, Tokens, tokens_of
 from trainable_candle.data.chats.packing import IGNORED, Packed, PackedRows, best_fit, in_order
 
 __all__ = [
     "IGNORED",
     "Packed",
     "PackedRows",
+    "Pair",
     "TextDataset",
     "TextOptions",
     "Tokens",

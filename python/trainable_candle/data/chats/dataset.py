@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from trainable_candle.data.chats.forms import Form, expected, form_of
-from trainable_candle.data.chats.labels import Tokens, tokens_of
+from trainable_candle.data.chats.forms import Form, Preference, expected, form_of
+from trainable_candle.data.chats.labels import Pair, Tokens, tokens_of
 from trainable_candle.data.chats.messages import RowError
 from trainable_candle.data.chats.reading import BadRow, Row, find_files, read_rows
 from trainable_candle.data.folder import counted, first_lines
@@ -30,6 +30,8 @@ class TextOptions:
     """Tokens of an example, at most: the beginning is kept."""
     train_on: str = "answers"
     """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
+    preferences: bool = False
+    """Whether examples are pairs of answers to compare."""
     skip_bad: bool = False
     """Whether lines that cannot be used are left out."""
 
@@ -61,7 +63,7 @@ class TextDataset:
     """
 
     def __init__(
-        self, examples: Sequence[Tokens], counts: Counts, options: TextOptions, place: Path
+        self, examples: Sequence[Tokens | Pair], counts: Counts, options: TextOptions, place: Path
     ) -> None:
         self.examples = list(examples)
         self.counts = counts
@@ -168,13 +170,21 @@ def _form(row: Row) -> Form:
 
 def _example(
     row: Row, form: Form, tokenizer: ChatTokenizer, options: TextOptions, counts: Counts
-) -> Tokens | None:
+) -> Tokens | Pair | None:
     """The tokens of a line; None if nothing in it is learnt.
 
     Raises:
         ValueError: it cannot be used.
     """
-    tokens = tokens_of(form.read(row.values), tokenizer, options.train_on)
+    read = form.read(row.values)
+    if isinstance(read, Preference) and not options.preferences:
+        raise RowError(
+            "`chosen` and `rejected` are answers to compare, which --objective dpo does; name the "
+            "chosen one `completion` to learn it alone"
+        )
+    if options.preferences and not isinstance(read, Preference):
+        raise RowError("has no `chosen` and `rejected`, which --objective dpo compares")
+    tokens = tokens_of(read, tokenizer, options.train_on)
     counts.forms[form.name] += 1
     counts.ignored.update(set(row.values) - {*form.fields, *form.others})
     counts.answers += tokens.answers
@@ -183,14 +193,15 @@ def _example(
     if len(kept) < len(tokens):
         counts.truncated += 1
         counts.cut_tokens += len(tokens) - len(kept)
-    if not kept.learnt.any():
+    parts = (kept.chosen, kept.rejected) if isinstance(kept, Pair) else (kept,)
+    if not all(part.learnt.any() for part in parts):
         counts.unlearnt += 1
         return None
     return kept
 
 
 def _require_something(
-    counts: Counts, examples: Sequence[Tokens], rows: int, place: Path, options: TextOptions
+    counts: Counts, examples: Sequence[Tokens | Pair], rows: int, place: Path, options: TextOptions
 ) -> None:
     start = f"dataset: {counted(rows, 'line')} in {place}:"
     if not rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from trainable_candle.data.chats.messages import RowError, conversation, functions, text
@@ -29,7 +30,15 @@ class Completion:
     completion: str
 
 
-Example: TypeAlias = Chat | Completion
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, of which one is better."""
+
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+
+
+Example: TypeAlias = Chat | Completion | Preference
 
 
 @dataclass(frozen=True)
@@ -91,17 +100,51 @@ def _text(values: Mapping[str, Any]) -> Completion:
     return Completion("", text(values.get("text"), "text"))
 
 
-def _preference(_: Mapping[str, Any]) -> Example:
-    raise RowError(
-        "`chosen` and `rejected` are pairs of answers to compare, which is not trained yet; "
-        "name the chosen one `completion` to learn it alone"
-    )
+def _preference(values: Mapping[str, Any]) -> Preference:
+    prompt, names = values.get("prompt"), ("chosen", "rejected")
+    if not any(isinstance(values.get(name), list) for name in names):
+        chosen, rejected = (text(values.get(name), name) for name in names)
+        if prompt is None and chosen != rejected:
+            # What both begin with; a space belongs to the word after it.
+            before = commonprefix([chosen, rejected]).rstrip(" ")  # noqa: RUF071 - no paths
+            chosen, rejected = (answer.removeprefix(before) for answer in (chosen, rejected))
+        else:
+            before = text(prompt or "", "prompt", empty=True)
+        if not chosen or not rejected:
+            raise RowError("one of `chosen` and `rejected` is the beginning of the other")
+        said = Preference(Completion(before, chosen), Completion(before, rejected))
+    else:
+        asked = [] if prompt is None else _asked(prompt)
+        pair = [_answered(asked, values, name) for name in names]
+        if pair[0].messages[:-1] != pair[1].messages[:-1]:
+            raise RowError("`chosen` and `rejected` differ before their last messages")
+        said = Preference(*pair)
+    if said.chosen == said.rejected:
+        raise RowError("`chosen` and `rejected` are the same")
+    return said
+
+
+def _asked(prompt: Any) -> list[Message]:
+    if isinstance(prompt, list):
+        return conversation(prompt, "prompt", answered=False)
+    return [{"role": "user", "content": text(prompt, "prompt")}]
+
+
+def _answered(asked: list[Message], values: Mapping[str, Any], name: str) -> Chat:
+    """A conversation whose last message is the answer; a text is that message."""
+    said = values.get(name)
+    if not isinstance(said, list):
+        said = [{"role": "assistant", "content": text(said, name)}]
+    both = conversation([*asked, *said], f"prompt + {name}" if asked else name)
+    if both[-1]["role"] != "assistant":
+        raise RowError(f"`{name}` does not end with an answer of the assistant")
+    return Chat(both, functions(values.get("tools")))
 
 
 FORMS: Final = (
     Form("messages", ("messages",), ("tools",), _chat),
     Form("conversations (ShareGPT)", ("conversations",), ("tools", "system"), _sharegpt),
-    Form("preferences", ("chosen", "rejected"), ("prompt",), _preference),
+    Form("preferences", ("chosen", "rejected"), ("prompt", "tools"), _preference),
     Form("prompt and completion", ("prompt", "completion"), ("tools",), _completion),
     Form("instruction and output", ("instruction", "output"), ("input", "system", "history"),
          _instruction),
@@ -119,4 +162,4 @@ def form_of(values: Mapping[str, Any]) -> Form | None:
 
 def expected() -> str:
     """The fields of all forms, for a message."""
-    return "; ".join(" and ".join(form.fields) for form in FORMS if form.name != "preferences")
+    return "; ".join(" and ".join(form.fields) for form in FORMS)

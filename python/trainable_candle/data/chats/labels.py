@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainable_candle.data.chats.forms import Chat, Completion
+from trainable_candle.data.chats.forms import Chat, Completion, Preference
 from trainable_candle.data.chats.messages import RowError
 
 if TYPE_CHECKING:
@@ -45,8 +46,48 @@ class Tokens:
         return Tokens(self.ids[:length], self.learnt[:length], stops, self.answers)
 
 
-def tokens_of(example: Example, tokenizer: ChatTokenizer, train_on: str = "answers") -> Tokens:
-    """The tokens of an example.
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt as the model sees them, each with the prompt before it."""
+
+    chosen: Tokens
+    rejected: Tokens
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
+
+    @cached_property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Those of both."""
+        return np.concatenate([self.chosen.ids, self.rejected.ids])
+
+    @cached_property
+    def learnt(self) -> npt.NDArray[np.bool_]:
+        """Which tokens belong to the answers."""
+        return np.concatenate([self.chosen.learnt, self.rejected.learnt])
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Where the answers end in a token that stops generation."""
+        return (*self.chosen.stops, *(len(self.chosen) + n for n in self.rejected.stops))
+
+    @property
+    def answers(self) -> int:
+        """Both."""
+        return self.chosen.answers + self.rejected.answers
+
+    def truncated(self, length: int) -> Pair:
+        """The first tokens of both, so many together; the longer one loses first."""
+        half = length // 2
+        chosen = max(half, length - len(self.rejected))
+        rejected = max(half, length - min(len(self.chosen), chosen))
+        return Pair(self.chosen.truncated(chosen), self.rejected.truncated(rejected))
+
+
+def tokens_of(
+    example: Example, tokenizer: ChatTokenizer, train_on: str = "answers"
+) -> Tokens | Pair:
+    """The tokens of an example; of a preference, a pair whose last answers count.
 
     The text is tokenized once, as a whole, and the offsets of the tokens decide which count. An
     answer includes the token that ends its turn.
@@ -55,6 +96,16 @@ def tokens_of(example: Example, tokenizer: ChatTokenizer, train_on: str = "answe
         ValueError: the template refuses the example, or gives an answer another text when more
             messages follow.
     """
+    if isinstance(example, Preference):
+        # What came before is not what they differ in.
+        last = "answers" if isinstance(example.chosen, Completion) else "last-answer"
+        return Pair(
+            _tokens(example.chosen, tokenizer, last), _tokens(example.rejected, tokenizer, last)
+        )
+    return _tokens(example, tokenizer, train_on)
+
+
+def _tokens(example: Chat | Completion, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
     if isinstance(example, Chat):
         return _chat(example, tokenizer, train_on)
     return _completion(example, tokenizer, train_on)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from trainable_candle.data.chats.labels import Pair
 from trainable_candle.draws import generator
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Packed:
     """(N,): from 0 in every example."""
     cu_seqlens: npt.NDArray[np.int64]
     """(S,): where examples begin, and N; repeated up to the length that all batches have."""
+
+    answers: npt.NDArray[np.float32] | None = None
+    """(pairs, N) of preferences: 1 at the targets of a pair's chosen answer, -1 at those of the
+    rejected one, else 0."""
 
     @property
     def count(self) -> int:
@@ -86,7 +91,7 @@ class PackedRows:
 
     def __init__(
         self,
-        examples: Sequence[Tokens],
+        examples: Sequence[Tokens | Pair],
         sequence_length: int,
         batch_size: int,
         seed: int,
@@ -102,8 +107,9 @@ class PackedRows:
         rows = best_fit(lengths, sequence_length)
         self.rows = len(rows)
         """Rows of an epoch."""
+        texts = max(2 if isinstance(example, Pair) else 1 for example in examples)
         # With the rest of the row as one more.
-        self._most = max(map(len, rows)) + 1
+        self._most = texts * max(map(len, rows)) + 1
         self._epoch = lru_cache(maxsize=2)(self._packed)
 
     def batch(self, index: int) -> Packed:
@@ -128,7 +134,9 @@ class PackedRows:
         return [rows[place] for place in places]
 
 
-def in_order(examples: Sequence[Tokens], sequence_length: int, batch_size: int = 1) -> list[Packed]:
+def in_order(
+    examples: Sequence[Tokens | Pair], sequence_length: int, batch_size: int = 1
+) -> list[Packed]:
     """All examples once, packed; the same at every call."""
     rows = [
         [examples[item] for item in row]
@@ -138,7 +146,7 @@ def in_order(examples: Sequence[Tokens], sequence_length: int, batch_size: int =
     return [joined(rows[start : start + batch_size]) for start in starts]
 
 
-def joined(rows: Sequence[Sequence[Tokens]], length: int = 0, bounds: int = 0) -> Packed:
+def joined(rows: Sequence[Sequence[Tokens | Pair]], length: int = 0, bounds: int = 0) -> Packed:
     """Rows of examples as one stream.
 
     Args:
@@ -146,12 +154,17 @@ def joined(rows: Sequence[Sequence[Tokens]], length: int = 0, bounds: int = 0) -
         length: of a row; what it has less is filled with tokens that are nobody's target.
         bounds: numbers in `cu_seqlens`, at least.
     """
-    ids, targets, lengths = [], [], []
+    ids, targets, lengths = [], [], list[int]()
+    pairs = []
     for row in rows:
         for example in row:
-            ids.append(example.ids)
-            targets.append(shifted(example))
-            lengths.append(len(example))
+            texts = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+            if len(texts) > 1:
+                pairs.append(len(lengths))
+            for text in texts:
+                ids.append(text.ids)
+                targets.append(shifted(text))
+                lengths.append(len(text))
         room = length - sum(map(len, row))
         if room > 0:
             ids.append(np.zeros(room, np.int64))
@@ -160,7 +173,15 @@ def joined(rows: Sequence[Sequence[Tokens]], length: int = 0, bounds: int = 0) -
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ends = np.pad(ends, (0, max(0, bounds - len(ends))), mode="edge")
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
-    return Packed(np.concatenate(ids), np.concatenate(targets), positions, ends)
+    packed = Packed(np.concatenate(ids), np.concatenate(targets), positions, ends)
+    if not pairs:
+        return packed
+    answers = np.zeros((len(pairs), len(positions)), np.float32)
+    for pair, first in enumerate(pairs):
+        begin, middle, end = ends[first : first + 3]
+        answers[pair, begin:middle], answers[pair, middle:end] = 1, -1
+    answers *= packed.targets != IGNORED
+    return replace(packed, answers=answers)
 
 
 def shifted(example: Tokens) -> npt.NDArray[np.int64]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainable_candle.data.chats.labels import Tokens
+    from trainable_candle.data.chats.labels import Pair, Tokens
     from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 _GIVEN, _LEARNT, _STOP = range(3)
@@ -25,7 +25,7 @@ def legend(*, colour: bool) -> str:
     return f"{', '.join(named)}; | is between tokens"
 
 
-def shown(example: Tokens, tokenizer: ChatTokenizer, *, colour: bool) -> str:
+def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> str:
     """An example with its tokens apart.
 
     Args:

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline import PipelineFamily
 from trainable_candle.families.pipeline.family import Encoders
 from trainable_candle.settings import IMAGE_GROUPS
@@ -16,6 +15,7 @@ from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
 
 if TYPE_CHECKING:
     from trainable_candle.data import Dataset
+    from trainable_candle.families.flow.schedule import FlowSchedule
     from trainable_candle.settings import Group
 
 E = TypeVar("E", bound=Encoders)
@@ -51,7 +51,7 @@ class FlowFamily(PipelineFamily[E]):
         Raises:
             ConfigError: the scheduler's configuration is wrong.
         """
-        return FlowSchedule.of(self.weights, self.schedule)
+        return type(self.schedule).of(self.weights, self.schedule)
 
     @property
     def training_shift(self) -> float:
@@ -78,6 +78,19 @@ class FlowFamily(PipelineFamily[E]):
             )
         return images
 
+    @property
+    def distillation(self) -> str | None:
+        """What training would undo of these weights, and what to train instead; None: nothing."""
+        return None
+
+    def notes(self) -> list[str]:
+        """That training spoils a distilled model, if nothing is done about it."""
+        undone, config = self.distillation, self.config
+        if config.training_adapter is None:
+            return [f"{undone}, or give a --training-adapter"] if undone else []
+        name = self.weights.resolve().name
+        return [] if undone else [f"--training-adapter is for distilled models, is {name} one?"]
+
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002
         """The velocity from latents to noise."""
         by_size = self._shift_of_latents if self.config.resolution_shift else None
@@ -87,7 +100,8 @@ class FlowFamily(PipelineFamily[E]):
 
     def _shift_of_latents(self, size: tuple[int, int]) -> float:
         """The shift for latents of a height and width."""
-        return self.found_schedule.in_training(size[0] * size[1] // self.patch**2)
+        height, width = (side * self.coder.factor for side in size)
+        return self.found_schedule.in_training(self.tokens_of((width, height)))
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> FlowSampler:
         """Euler's method.

@@ -1,4 +1,4 @@
-"""Latents as tokens: squares of two by two, their positions, and back."""
+"""Latents as squares of two by two, images as tokens, their positions, and back."""
 
 from __future__ import annotations
 
@@ -15,39 +15,57 @@ if TYPE_CHECKING:
 _SIDE: Final = 2
 
 
-def packed(latents: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, H W / 4, 4 C): squares row by row, the channels of each outermost."""
+def squares(latents: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, 4 C, H / 2, W / 2): the four of a square are channels, C outermost."""
     batch, channels, height, width = latents.shape
     rows, columns = height // _SIDE, width // _SIDE
-    squares = latents.reshape(batch, channels, rows, _SIDE, columns, _SIDE)
-    return squares.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * _SIDE**2)
+    split = latents.reshape(batch, channels, rows, _SIDE, columns, _SIDE)
+    return split.permute(0, 1, 3, 5, 2, 4).reshape(batch, channels * _SIDE**2, rows, columns)
 
 
-def unpacked(tokens: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, H W / 4, 4 C) -> (B, C, H, W), of latents of a height and width."""
-    height, width = size
-    batch, _, values = tokens.shape
-    rows, columns, channels = height // _SIDE, width // _SIDE, values // _SIDE**2
-    squares = tokens.reshape(batch, rows, columns, channels, _SIDE, _SIDE)
-    return squares.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, height, width)
+def from_squares(packed: Tensor) -> Tensor:
+    """(B, 4 C, h, w) -> (B, C, 2 h, 2 w), back from `squares`."""
+    batch, values, rows, columns = packed.shape
+    channels = values // _SIDE**2
+    split = packed.reshape(batch, channels, _SIDE, _SIDE, rows, columns)
+    return split.permute(0, 1, 4, 2, 5, 3).reshape(batch, channels, rows * _SIDE, columns * _SIDE)
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """(B, C, h, w) -> (B, h w, C), row by row."""
+    batch, channels, height, width = x.shape
+    return x.reshape(batch, channels, height * width).transpose(1, 2)
+
+
+def from_tokens(tokens: Tensor, size: tuple[int, int]) -> Tensor:
+    """(B, h w, C) -> (B, C, h, w), back from `as_tokens` of a height and width."""
+    batch, _, channels = tokens.shape
+    return tokens.transpose(1, 2).reshape(batch, channels, *size)
 
 
 # Made once for a size: a recorded pass on a GPU copies nothing from the host.
 @lru_cache(maxsize=64)
-def positions(size: tuple[int, int], length: int, device: str) -> tuple[Tensor, Tensor]:
-    """Positions (0, row, column) of the squares of latents, and zeros for a text.
+def positions(
+    rows: int, columns: int, length: int, device: str, *, counts_words: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Positions of an image's tokens, row by row, and of a text's.
 
     Args:
-        size: height and width of the latents.
+        rows: of tokens.
+        columns: of tokens.
         length: tokens of the text.
         device: of the results.
+        counts_words: whether there is a fourth axis, on which the text's tokens are numbered;
+            without it, all of them are at zero.
 
     Returns:
-        (H W / 4, 3) and (length, 3), f32.
+        (rows columns, axes) of (0, row, column) or (0, row, column, 0), and (length, axes), f32.
     """
-    rows, columns = size[0] // _SIDE, size[1] // _SIDE
-    ids = np.zeros((rows, columns, 3), np.float32)
-    ids[..., 1] = np.arange(rows)[:, None]
-    ids[..., 2] = np.arange(columns)
-    image = tc.tensor(ids.reshape(-1, 3), device=device)
-    return image, tc.zeros((length, 3), device=device)
+    axes = 4 if counts_words else 3
+    image = np.zeros((rows, columns, axes), np.float32)
+    image[..., 1] = np.arange(rows)[:, None]
+    image[..., 2] = np.arange(columns)
+    words = np.zeros((length, axes), np.float32)
+    if counts_words:
+        words[:, 3] = np.arange(length)
+    return tc.tensor(image.reshape(-1, axes), device=device), tc.tensor(words, device=device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.files import parse_json
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 TRAINED_LEVELS = 1000
 """How many levels models were trained with."""
+_MOST_FITTED: Final = 4300
+"""Tokens of an image above which mu of FLUX.2 does not depend on the number of steps."""
 
 
 def shifted_last(shift: float) -> float:
@@ -54,6 +56,10 @@ class FlowSchedule:
         (first, last), (low, high) = self.tokens, self.mu
         return math.exp(low + (high - low) * (tokens - first) / (last - first))
 
+    def drawing(self, steps: int, tokens: int) -> float:  # noqa: ARG002 - for others
+        """The shift k of drawing an image of so many tokens in so many steps."""
+        return self.at(tokens)
+
     def in_training(self, tokens: int) -> float:
         """The shift k of an image of so many tokens that is trained on.
 
@@ -73,7 +79,7 @@ class FlowSchedule:
         if steps < 1:
             raise ArgumentError(f"sampler: found {steps} steps, expected at least 1")
         last = 1 / steps if self.last is None else self.last
-        k = self.at(tokens)
+        k = self.drawing(steps, tokens)
         equal = [1 - (1 - last) * i / max(1, steps - 1) for i in range(steps)]
         return [k * level / (1 + (k - 1) * level) for level in equal] + [0.0]
 
@@ -115,3 +121,23 @@ class FlowSchedule:
             tokens=(number("base_image_seq_len", first), number("max_image_seq_len", last)),
             mu=(number("base_shift", low), number("max_shift", high)),
         )
+
+
+@dataclass(frozen=True)
+class KleinSchedule(FlowSchedule):
+    """Where the shift also falls with the number of steps: FLUX.2's, whose mu was fitted.
+
+    In training it grows with the image alone, as Flux.1's. Follows `compute_empirical_mu` of
+    diffusers' pipeline:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
+    """
+
+    def drawing(self, steps: int, tokens: int) -> float:
+        """exp(mu), of which mu lies on a line between the fits for 10 and for 200 steps."""
+        if not self.grows:
+            return self.shift
+        at_10 = 8.73809524e-05 * tokens + 1.89833333
+        at_200 = 0.00016927 * tokens + 0.45666666
+        if tokens > _MOST_FITTED:
+            return math.exp(at_200)
+        return math.exp(at_200 + (steps - 200) * (at_200 - at_10) / 190)

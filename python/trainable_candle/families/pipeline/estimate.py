@@ -80,9 +80,10 @@ def estimate(
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
     name = family.component
-    denoiser = Item(name, "weights", facts.values(name) * itemsize)
-    texts = Item("text encoders", "weights", facts.values(*facts.text_encoders) * itemsize)
-    vae = Item("vae", "weights", 4 * facts.values("vae"))
+    base = facts.bytes(config.precision, name, quantize=config.base_format)
+    denoiser = Item(name, "weights", base)
+    texts = Item("text encoders", "weights", _text_bytes(facts, config))
+    vae = Item("vae", "weights", facts.bytes("f32", "vae"))
     pictures = len(data.train) + len(data.validation or ())
     area = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
 
@@ -121,6 +122,9 @@ def estimate(
         trained.append(Item(name, "activations", values * config.batch_size * itemsize))
 
     adapted(name, name, adapter_config(config, family.targets))
+    if config.training_adapter:
+        size = config.training_adapter_path.stat().st_size
+        trained.append(Item(name, "training adapter", size))
     if config.train_text_encoder:
         trained.append(texts)
         for part in facts.text_encoders:
@@ -154,10 +158,15 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     """
     if not config.on_gpu:
         return 0
-    texts = facts.values(*facts.text_encoders)
-    models = 4 * facts.values("vae") + ITEM_BYTES[config.precision] * texts
+    models = facts.bytes("f32", "vae") + _text_bytes(facts, config)
     room = (limit - RUNTIME_BYTES - models) / 2
     return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
+
+
+def _text_bytes(facts: Facts, config: TrainConfig) -> int:
+    """Bytes of the text encoders' weights."""
+    wanted = config.text_encoder_format
+    return facts.bytes(config.precision, *facts.text_encoders, quantize=wanted)
 
 
 def text_parts(config: TrainConfig) -> int:
@@ -180,9 +189,9 @@ def sampling_bytes(family: Sizes, size: tuple[int, int], count: int) -> int:
     """
     facts, area = family.facts, size[0] * size[1]
     # As stored where no dtype is given, here taken for f16.
-    itemsize = ITEM_BYTES.get(family.dtype or "f16", 4)
-    models = facts.values(family.component, *facts.text_encoders) * itemsize
-    models += 4 * facts.values("vae")
+    dtype = family.dtype or "f16"
+    itemsize = ITEM_BYTES[dtype]
+    models = facts.bytes(dtype, family.component, *facts.text_encoders) + facts.bytes("f32", "vae")
     predicting = _GUIDED * family.predicting_values(area // facts.factor**2) * itemsize
     tile = 4 * facts.vae_width * area_at_once(area) * _ENCODER_IMAGES
     decoding = tile + 2 * 4 * 3 * area

@@ -26,6 +26,12 @@ class Source(TypedDict):
     subfolder: str | None
 
 
+class Loading(Source):
+    """What `from_pretrained` is given of a part that may be quantized."""
+
+    quantize: str | None
+
+
 def source(path: Path, part: str) -> Source:
     """A part of what is at `path`: a pipeline's folder, a file, or the part's own folder."""
     alone = path.is_dir() and not (path / part).is_dir()
@@ -74,9 +80,9 @@ class Facts:
         """The folders of the text encoders."""
         return tuple(sorted(name for name in self.parts if name.startswith("text_encoder")))
 
-    def values(self, *parts: str) -> int:
-        """Numbers that parts consist of."""
-        return sum(self.parts[part].elements for part in parts)
+    def bytes(self, dtype: str, *parts: str, quantize: str | None = None) -> int:
+        """What the weights of parts take."""
+        return sum(self.parts[part].weight_bytes(dtype, quantize) for part in parts)
 
 
 def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:

@@ -11,7 +11,7 @@ from trainable_candle import _core
 from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.families.pipeline import estimate as sizes
 from trainable_candle.families.pipeline import saving
-from trainable_candle.families.pipeline.facts import Source, facts, source
+from trainable_candle.families.pipeline.facts import Loading, facts, source
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.models import load
 from trainable_candle.settings.checks import existing
@@ -49,6 +49,8 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     text_tokens: ClassVar[int]
     """Tokens of a caption, as the denoiser sees them."""
+    coder_kind: ClassVar[type[KLCoder]] = KLCoder
+    """What makes the denoiser's latents of the autoencoder's."""
 
     @property
     def facts(self) -> Facts:
@@ -135,15 +137,26 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """The denoiser."""
         return load(**self.source(self.component), dtype=self.dtype, device=self.device)
 
-    def source(self, part: str) -> Source:
+    def source(self, part: str) -> Loading:
         """What `from_pretrained` is given to load a part."""
-        return source(self.facts.parts[part].path, part)
+        where = source(self.facts.parts[part].path, part)
+        quantize = self.config.base_format if part == self.component else None
+        if part in self.facts.text_encoders:
+            quantize = self.config.text_encoder_format
+        return {**where, "quantize": quantize}
+
+    @property
+    def text_precision(self) -> str:
+        """The dtype of the text encoders, with their format if they are quantized."""
+        return f"{self.dtype} {self.config.text_encoder_format or ''}".rstrip()
 
     @cached_property
     def coder(self) -> KLCoder:
         """The autoencoder."""
         config, factor = self.facts.parts["vae"].config, self.facts.factor
-        return KLCoder(self.source("vae"), config, factor, self.device, self._latents_identity)
+        return self.coder_kind(
+            self.source("vae"), config, factor, self.device, self._latents_identity
+        )
 
     def _latents_identity(self) -> Mapping[str, str]:
         return parts_identity(self.facts, ("vae",))

@@ -58,6 +58,13 @@ class Qwen3:
         states: list[Tensor] = self._model.hidden_states(ids, layers=self._layers)
         return states
 
+    def padded_states(self, tokens: Sequence[int], length: int) -> list[Tensor]:
+        """The states of a row of tokens and the padding after it, (length, width) each."""
+        row = [*tokens, *[self.tokenizer.pad] * (length - len(tokens))]
+        ids = tc.tensor(np.array(row, np.int64), device=self._device)
+        states: list[Tensor] = self._model.padded_states(ids, len(tokens), self._layers)
+        return states
+
 
 def tokenizer_folder(family: PipelineFamily[Any]) -> Path:
     """Where the tokenizer is: in the pipeline's folder, or beside the text encoder.

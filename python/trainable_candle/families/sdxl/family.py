@@ -17,6 +17,7 @@ from trainable_candle.families.pipeline.identity import parts_identity, tokenize
 from trainable_candle.families.sdxl.schedule import schedule
 from trainable_candle.families.sdxl.text import TextEncoders, unread_layers
 from trainable_candle.settings import IMAGE_GROUPS
+from trainable_candle.settings.adapter import TrainingAdapters
 from trainable_candle.settings.objective import DistilledGuidance, ResolutionShift
 from trainable_candle.tasks.latent.objectives import NoiseObjective
 from trainable_candle.text.clip_tokenizer import SHIPPED
@@ -43,7 +44,9 @@ class SDXL(PipelineFamily[TextEncoders]):
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
     groups: ClassVar[tuple[type[Group], ...]] = tuple(
-        group for group in IMAGE_GROUPS if group not in {ResolutionShift, DistilledGuidance}
+        group
+        for group in IMAGE_GROUPS
+        if group not in {ResolutionShift, DistilledGuidance, TrainingAdapters}
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sdxl"))
     component: ClassVar[str] = "unet"
@@ -142,7 +145,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     def text_identity(self) -> dict[str, str]:
         """The text encoders' files, and how they encode."""
-        how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": str(self.dtype)}
+        how = {"clip_skip": str(self.config.clip_skip or 0), "dtype": self.text_precision}
         tokenizers = dict.fromkeys(("tokenizer", "tokenizer_2"), SHIPPED)
         return {
             **parts_identity(self.facts, _TEXT_ENCODERS),

@@ -79,7 +79,8 @@ class KLCoder:
     ) -> None:
         self.channels = int(config["latent_channels"])
         self.factor = factor
-        self._scaling_factor = float(config["scaling_factor"])
+        self._downscale = factor
+        self._scaling_factor = float(config.get("scaling_factor", 1.0))
         self._shift_factor = float(config.get("shift_factor") or 0.0)
         self._source = source
         self._device = device
@@ -110,18 +111,22 @@ class KLCoder:
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
         """Latents of these distributions, shifted and scaled as the model was trained."""
-        latents = kept["mean"]
-        if normal is not None:
-            latents = latents + (kept["logvar"] * 0.5).exp() * normal()
+        latents = self.drawn(kept, normal)
         shifted = latents - self._shift_factor if self._shift_factor else latents
         return shifted * self._scaling_factor
+
+    @staticmethod
+    def drawn(kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+        """Latents of these distributions, as the autoencoder has them."""
+        mean = kept["mean"]
+        return mean if normal is None else mean + (kept["logvar"] * 0.5).exp() * normal()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images (n, 3, h, w), -1 to 1."""
         height, width = latents.shape[2:]
         latents = latents.to("f32") / self._scaling_factor
         latents = latents + self._shift_factor if self._shift_factor else latents
-        tile = tile_size(width * self.factor, height * self.factor)
+        tile = tile_size(width * self._downscale, height * self._downscale)
         return self.model.decode(latents, tile_size=tile)
 
     def load(self) -> None:

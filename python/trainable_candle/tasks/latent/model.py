@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from trainable_candle._core import verify_adapter
+from trainable_candle.errors import ConfigError
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.latent.data import load_images
@@ -136,6 +137,26 @@ class LatentModel(ABC):
             expected=(self.component, *texts),
             layers=layers,
         )
+
+    def check_training_adapter(self, path: Path) -> None:
+        """Check that a file is a LoRA of the trained model.
+
+        Raises:
+            ConfigError: it is not.
+            MissingFileError, WeightsFormatError: it is damaged.
+        """
+        start = f"--training-adapter: {path}"
+        modules = verify_adapter(path, self.name, self.weights).modules
+        if not modules:
+            raise ConfigError(f"{start} is no adapter: it is empty")
+        for module in modules:
+            what = module.fault
+            if module.layer is None or not module.layer.startswith(f"{self.component}."):
+                what = f"the {self.component} has no such layer"
+            elif what is None and module.kind != "lora":
+                what = f"it is a {module.kind}, expected a LoRA"
+            if what:
+                raise ConfigError(f"{start} is no training adapter: {module.module}: {what}")
 
     def check_prompt(self, prompt: str) -> None:  # noqa: B027 - most draw any text
         """Check that a preview can be drawn of a text.

@@ -72,6 +72,14 @@ class PreparedLatents:
         """The number of images."""
         return len(batch)
 
+    def count(self, batch: Batch) -> float:
+        """The number of images."""
+        return len(batch)
+
+    def metadata(self) -> dict[str, str]:
+        """Folders, tags and buckets."""
+        return self._dataset.metadata()
+
     def validation_facts(self, loss: float) -> dict[str, float]:
         """The loss alone."""
         return {"validation_loss": loss}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
 from trainable_candle import plot
@@ -10,8 +14,10 @@ from trainable_candle.data import LatentCache
 from trainable_candle.data.folder import counted
 from trainable_candle.data.options import CacheOptions
 from trainable_candle.errors import ConfigError
+from trainable_candle.lora.stack import stacked
 from trainable_candle.settings.checks import existing
 from trainable_candle.settings.previews import Drawing
+from trainable_candle.sheet import write_sheet
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers, available_bytes, require_memory
 from trainable_candle.tasks.latent.data import cache_options, folder_for_cache, read_datasets
@@ -22,18 +28,19 @@ from trainable_candle.tasks.latent.drawing import (
     require_multiple,
 )
 from trainable_candle.tasks.latent.prepared import PreparedLatents
+from trainable_candle.tasks.latent.prompts import Place, Prompt, infotext, parse_prompt
 from trainable_candle.tasks.latent.texts import prepare_texts
 from trainable_candle.tasks.task import Split
 from trainable_candle.train.adapters import Adapters, adapter_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
 
-    from trainable_candle import AdapterFile, Tensor
+    from trainable_candle import AdapterFile, Tensor, TrainingAdapter
     from trainable_candle.data import Dataset
     from trainable_candle.models import Model
     from trainable_candle.settings import TrainConfig
@@ -53,12 +60,14 @@ class LatentTask:
     noun: ClassVar[str] = "image"
     repeats: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
+    counts: ClassVar[str] = "image"
 
     def __init__(self, family: LatentModel) -> None:
         self.family = family
         self._side: int | None = None
         self._adapted: tuple[str, ...] = ()
         self._remembered: dict[str, dict[str, Tensor]] = {}
+        self._training_adapter: TrainingAdapter | None = None
 
     def check(self, report: Callable[[str], None]) -> None:
         """As `Task.check`; reports where other tools would make less of the adapter."""
@@ -69,14 +78,8 @@ class LatentTask:
         for note in family.notes():
             report(f"note: {note}")
         family.objective("cpu")
-        if config.sample_prompts:
-            for prompt in config.sample_prompts:
-                family.check_prompt(prompt)
-            side = config.resolution or family.resolution
-            size = parse_size(config.sample_size) if config.sample_size else (side, side)
-            family.stepper(config.sample_steps, config.sampler, size)
-            if config.sample_size:
-                require_multiple(size, family.multiple)
+        for prompt in self.prompts:
+            self._check_prompt(prompt)
         layers = family.layers()
         others = {
             layer: shape
@@ -91,6 +94,10 @@ class LatentTask:
         if config.initial_adapter and not config.resume:
             path = existing("initial_adapter", config.initial_adapter_path)
             family.check_initial_adapter(path, adapted)
+        if config.training_adapter:
+            family.check_training_adapter(
+                existing("training_adapter", config.training_adapter_path)
+            )
         if config.adapter == "dora" and form == family.formats[0] == "diffusers":
             report(
                 "note: of files under diffusers' names ComfyUI leaves DoRA's magnitude out; "
@@ -105,6 +112,33 @@ class LatentTask:
                 f"note: of files under kohya's names diffusers {leaves}{instead}; "
                 "ComfyUI applies all"
             )
+
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of the settings, each with how it is drawn.
+
+        Raises:
+            ConfigError: one has a setting that is wrong.
+        """
+        config = self.family.config
+        options = SampleOptions(
+            steps=config.sample_steps,
+            seed=config.sample_seed,
+            guidance=config.guidance,
+            negative_prompt=config.negative_prompt,
+            size=parse_size(config.sample_size) if config.sample_size else None,
+            sampler=config.sampler,
+        )
+        return [parse_prompt(prompt, options) for prompt in config.sample_prompts]
+
+    def _check_prompt(self, prompt: Prompt) -> None:
+        family, options = self.family, prompt.options
+        family.check_prompt(prompt.text)
+        self._refuse_unused(options)
+        side = family.config.resolution or family.resolution
+        family.stepper(options.steps, options.sampler, options.size or (side, side))
+        if options.size:
+            require_multiple(options.size, family.multiple)
 
     def read(self, report: Callable[[str], None]) -> Split[Dataset]:
         """Find and check the images and captions; as `Task.read`."""
@@ -132,7 +166,7 @@ class LatentTask:
         # Before the text encoders are loaded, as for the estimate.
         area = family.encode_area()
         # Without previews no encoder is loaded for features that are cached.
-        prompts = {*config.sample_prompts, config.negative_prompt} if config.sample_prompts else {}
+        prompts = {text for p in self.prompts for text in (p.text, p.options.negative_prompt)}
         texts, self._remembered = prepare_texts(family, data, sorted(prompts), report)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, area, report) for part in parts]
@@ -180,27 +214,73 @@ class LatentTask:
         if config.gradient_checkpointing != "none":
             for name in sets:
                 self._part(name).enable_gradient_checkpointing(config.gradient_checkpointing)
+        if config.training_adapter:
+            self._training_adapter = family.model.add_training_adapter(config.training_adapter_path)
         self._adapted = tuple(sets)
         return Adapters(sets)
+
+    @contextmanager
+    def _as_used(self) -> Iterator[None]:
+        """The model without the adapter that it is only trained over."""
+        if self._training_adapter is None:
+            yield
+            return
+        self._training_adapter.set_enabled(False)
+        try:
+            yield
+        finally:
+            self._training_adapter.set_enabled(True)
 
     def _part(self, name: str) -> Model:
         return self.family.model if name == self.family.component else self.family.text_models[name]
 
-    def preview(self, path: Path) -> None:
-        """Write a grid of images of the settings' prompts; as `Task.preview`."""
-        config = self.family.config
-        options = SampleOptions(
-            steps=config.sample_steps,
-            seed=config.sample_seed,
-            guidance=config.guidance,
-            negative_prompt=config.negative_prompt,
-            size=parse_size(config.sample_size) if config.sample_size else None,
-            sampler=config.sampler,
+    def preview(self, path: Path) -> Path:
+        """Write a grid of images of the settings' prompts; as `Task.preview`.
+
+        Several prompts have their images by themselves, too; a page and a picture show all
+        previews of the folder.
+        """
+        drawn = self.draw_prompts(self.prompts)
+        whole = path.with_suffix(".png")
+        (path.parent / "images" if len(drawn) > 1 else path.parent).mkdir(
+            parents=True, exist_ok=True
         )
-        images = self.draw(config.sample_prompts, options)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        images = plot.padded([image for image, _ in drawn])
         grid = plot.image_grid(images, scale=plot.visible_scale(images))
-        plot.save_png(grid, path.with_suffix(".png"))
+        plot.save_png(grid, whole, "\n\n".join(text for _, text in drawn))
+        if len(drawn) > 1:
+            for number, (image, text) in enumerate(drawn, 1):
+                alone = plot.image_grid(image[None], scale=plot.visible_scale(image[None]))
+                name = f"{path.name}-{number}.png"
+                plot.save_png(alone, path.parent / "images" / name, text)
+        write_sheet(path.parent, self.family.config.sample_prompts)
+        return whole
+
+    def draw_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[npt.NDArray[np.uint8], str]]:
+        """The image (height, width, 3) of each prompt, and its settings as A1111 writes them.
+
+        Neighbours that are drawn in the same way share their noise as in `draw`.
+
+        Raises:
+            ConfigError, NonFiniteError: as for `draw`.
+        """
+        family, drawn = self.family, []
+        for options, group in groupby(prompts, key=lambda prompt: prompt.options):
+            alike = list(group)
+            images = self.draw([prompt.text for prompt in alike], options)
+            told = family.guidance if options.guidance is None else options.guidance
+            for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
+                start = number - number % family.at_once
+                seeded = replace(options, seed=(options.seed + start) % 2**64)
+                place = Place(number - start, min(family.at_once, len(alike) - start))
+                size = (image.shape[1], image.shape[0])
+                named = Prompt(prompt.text, seeded)
+                drawn.append((image, infotext(named, self._model_name, told, size, place)))
+        return drawn
+
+    @property
+    def _model_name(self) -> str:
+        return self.family.weights.stem or self.family.name
 
     def require_room(self, count: int, options: SampleOptions) -> None:
         """Check that there is memory to draw `count` images.
@@ -221,7 +301,7 @@ class LatentTask:
     ) -> npt.NDArray[np.uint8]:
         """One image a prompt; shape (n, height, width, 3).
 
-        The library's generator is left as it was.
+        A training adapter has no part in it. The library's generator is left as it was.
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
@@ -230,7 +310,8 @@ class LatentTask:
         options = options or SampleOptions()
         self._refuse_unused(options)
         side = self._side or self.family.resolution
-        return draw(self.family, prompts, options, self._features, (side, side))
+        with self._as_used():
+            return draw(self.family, prompts, options, self._features, (side, side))
 
     def _refuse_unused(self, options: SampleOptions) -> None:
         if Drawing in self.family.groups:
@@ -272,6 +353,21 @@ class LatentTask:
             name: self._part(name).load_adapter(path, scale=scale)
             for name in self.family.adapted_parts(path)
         }
+        self._adapted = tuple(sets)
+        return Adapters(sets)
+
+    def load_adapters(self, files: Sequence[tuple[Path, float]]) -> Adapters:
+        """Put the sum of the LoRAs of several files on the model, each with a factor on its effect.
+
+        Raises:
+            MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
+            ConfigError: a file is of another model, or holds other adapters than LoRA.
+        """
+        by_part: dict[str, list[tuple[Path, float]]] = {}
+        for path, scale in files:
+            for name in self.family.adapted_parts(path):
+                by_part.setdefault(name, []).append((path, scale))
+        sets = {name: stacked(self._part(name), found) for name, found in by_part.items()}
         self._adapted = tuple(sets)
         return Adapters(sets)
 

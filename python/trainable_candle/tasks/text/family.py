@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
     from trainable_candle import AdapterSet, LoraConfig, Tensor
@@ -22,11 +22,18 @@ class CausalModel(Protocol):
     ) -> Tensor:
         """The sum of the cross-entropies of a packed row's targets but for -100, f32."""
 
-    def hidden(self, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The states that the head reads, of a packed row: (N, D)."""
+    def log_probs(
+        self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """The logarithm of the probability of each target but -100, (N) in f32."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The scores of the next token for states."""
+    @property
+    def generate(self) -> Callable[..., list[list[int]]]:
+        """The tokens that follow each prompt."""
+
+    @property
+    def stream(self) -> Callable[..., Iterator[list[int | None]]]:
+        """The next token of each prompt, step by step."""
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
         """Put trainable adapters on layers."""
@@ -68,6 +75,10 @@ class TextFamily(Protocol):
     @property
     def context(self) -> int:
         """The positions that the model was made for."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The model's `config.json`."""
 
     @property
     def vocabulary(self) -> int:

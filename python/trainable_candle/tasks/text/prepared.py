@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 
-class PreparedTexts:
-    """A data set of texts, and the loss of a model on it.
+class Packing:
+    """A data set of texts as packed rows.
 
     Args:
         family: the model.
@@ -41,7 +41,6 @@ class PreparedTexts:
         self._dataset = dataset
         self._without_adapter = without_adapter
         self._report = report
-        self._base: float | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -55,20 +54,33 @@ class PreparedTexts:
             self._family.config.seed,
         )
 
+    def count(self, batch: Packed) -> float:
+        """The number of tokens, learnt or not."""
+        return int(batch.cu_seqlens[-1])
+
+    def metadata(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
+    def tokens(self, batch: Packed) -> dict[str, Tensor]:
+        """The tokens and the bounds of texts, on the model's device."""
+        names = ("input_ids", "targets", "positions", "cu_seqlens")
+        return {name: tc.tensor(getattr(batch, name), device=self._family.device) for name in names}
+
+
+class PreparedTexts(Packing):
+    """A data set of texts, and the loss of a model on it: the cross-entropy of what is learnt."""
+
+    _base: float | None = None
+
     def weight(self, batch: Packed) -> float:
         """The tokens that are learnt: the loss of a step is the mean over those of all batches."""
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
         """The tokens, and one over the number of those that are learnt."""
-        arrays = {
-            "input_ids": batch.input_ids,
-            "targets": batch.targets,
-            "positions": batch.positions,
-            "cu_seqlens": batch.cu_seqlens,
-            "scale": np.array(1.0 / max(1, batch.count), np.float32),
-        }
-        return {name: tc.tensor(a, device=self._family.device) for name, a in arrays.items()}
+        scale = np.array(1.0 / max(1, batch.count), np.float32)
+        return self.tokens(batch) | {"scale": tc.tensor(scale, device=self._family.device)}
 
     def loss(self, inputs: Inputs) -> Tensor:
         """The mean cross-entropy of the tokens that are learnt."""

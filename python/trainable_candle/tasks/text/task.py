@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from trainable_candle import hub
 from trainable_candle.data.chats import TextOptions, load_texts
 from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.export.adapter import short_names
+from trainable_candle.export.writers import copy_files
 from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
 from trainable_candle.tasks.estimate import adapted_layers
 from trainable_candle.tasks.task import Split, held_out_items
+from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
-from trainable_candle.tasks.text.writing import WritingOptions, continuation, streamed
-from trainable_candle.text.chat_tokenizer import FILES
+from trainable_candle.tasks.text.writing import WritingOptions, streamed
 from trainable_candle.train.adapters import Adapters, adapter_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from trainable_candle import AdapterFile
     from trainable_candle.data.chats import TextDataset
@@ -46,6 +48,7 @@ class TextTask:
     """
 
     noun: ClassVar[str] = "example"
+    counts: ClassVar[str] = "token"
     # How attention goes through a row depends on the bounds of its examples.
     repeats: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
@@ -95,9 +98,18 @@ class TextTask:
             report(f"validation: {counted(len(validation), self.noun)}")
         return Split(train, validation)
 
+    @property
+    def _compares(self) -> bool:
+        """Whether pairs of answers are compared."""
+        return self.family.config.objective == "dpo"
+
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
         config, path = self.family.config, Path(dataset).expanduser()
-        options = TextOptions(self.sequence_length, config.train_on, config.skip_bad)
+        if hub.is_name(dataset):
+            path = hub.download_texts(dataset)
+        options = TextOptions(
+            self.sequence_length, config.train_on, self._compares, config.skip_bad
+        )
         train, validation = load_texts(path, self.family.tokenizer, options)
         for part in (train, *([validation] if validation else [])):
             largest = max(int(example.ids.max()) for example in part.examples)
@@ -120,11 +132,12 @@ class TextTask:
 
     def prepare(
         self, data: Split[TextDataset], report: Callable[[str], None]
-    ) -> Split[PreparedTexts]:
+    ) -> Split[PreparedTexts | PreparedPreferences]:
         """Load the model; as `Task.prepare`."""
         _ = self.family.model
+        kind = PreparedPreferences if self._compares else PreparedTexts
         made = [
-            PreparedTexts(self.family, part, self.without_adapter, report)
+            kind(self.family, part, self.without_adapter, report)
             for part in (data.train, data.validation)
             if part is not None
         ]
@@ -177,26 +190,49 @@ class TextTask:
             ConfigError: as `prompt_tokens`.
         """
         asked = self.prompt_tokens(messages)
-        room = replace(options, tokens=min(options.tokens, self.family.context - len(asked)))
         family = self.family
-        tokens = continuation(family.model, asked, family.tokenizer.stops, room, family.device)
-        return streamed(tokens, family.tokenizer)
+        given = self._room(options, [asked]).arguments(family.tokenizer.stops)
+        steps = family.model.stream([asked], **given)
+        tokens = (token for step in steps for token in step if token is not None)
+        return streamed(tokens, family.tokenizer, options.stop)
 
-    def preview(self, path: Path) -> None:
+    def answers(
+        self, conversations: Sequence[Sequence[Mapping[str, str]]], options: WritingOptions
+    ) -> list[str]:
+        """The model's answers to conversations, together.
+
+        Raises:
+            ConfigError: as `prompt_tokens`.
+        """
+        asked = [self.prompt_tokens(messages) for messages in conversations]
+        family = self.family
+        given = self._room(options, asked).arguments(family.tokenizer.stops)
+        written = family.model.generate(asked, **given)
+        return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
+
+    def _room(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
+        """The options with as many tokens as the model has positions for."""
+        room = self.family.context - max(map(len, asked))
+        return replace(options, tokens=min(options.tokens, room))
+
+    def preview(self, path: Path) -> Path:
         """Write the answers to the settings' prompts, the base's beside them; as `Task.preview`."""
         config = self.family.config
         options = WritingOptions(
             config.sample_tokens, config.sample_temperature, seed=config.sample_seed
         )
-        parts = []
-        for prompt in config.sample_prompts:
-            asked = [{"role": "user", "content": prompt}]
-            tuned = "".join(self.answer(asked, options))
-            with self.without_adapter():
-                base = "".join(self.answer(asked, options))
-            parts.append(f"prompt: {prompt}\nbase: {base}\ntuned: {tuned}\n")
+        asked = [[{"role": "user", "content": prompt}] for prompt in config.sample_prompts]
+        tuned = self.answers(asked, options)
+        with self.without_adapter():
+            base = self.answers(asked, options)
+        parts = [
+            f"prompt: {prompt}\nbase: {before}\ntuned: {after}\n"
+            for prompt, before, after in zip(config.sample_prompts, base, tuned, strict=True)
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path.with_suffix(".txt"), "\n".join(parts))
+        written = path.with_suffix(".txt")
+        write_atomically(written, "\n".join(parts))
+        return written
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
         """As `Task.adapter_file`."""
@@ -213,7 +249,7 @@ class TextTask:
         layers = self.family.layers()
         fields["base_model_name_or_path"] = self.family.config.weights
         fields["task_type"] = "CAUSAL_LM"
-        fields["target_modules"] = _short_names(fields["target_modules"], layers)
+        fields["target_modules"] = short_names(fields["target_modules"], layers)
         write_atomically(path, json.dumps(fields, indent=2) + "\n")
         return folder
 
@@ -231,11 +267,16 @@ class TextTask:
         self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
         # The configuration names a dtype, which may now be another.
-        unchanged = FILES if self.family.dtype else (*FILES, "config.json")
-        for name in unchanged:
-            source = self.family.weights / name
-            if source.is_file():
-                shutil.copyfile(source, output / name)
+        copy_files(self.family.weights, output, *([] if self.family.dtype else ["config.json"]))
+
+    def loss_on(self, dataset: str) -> float:
+        """The mean loss on a data set, with the adapter if there is one.
+
+        Raises:
+            DatasetError: it cannot be used.
+        """
+        texts, _ = self._load(dataset)
+        return PreparedTexts(self.family, texts, self.without_adapter, print).validation_loss()
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
         """Put the adapters of a file on the model, their effect times `scale`.
@@ -247,11 +288,3 @@ class TextTask:
         adapter = self.family.model.load_adapter(path, scale=scale)
         self._adapters = Adapters({self.family.component: adapter})
         return self._adapters
-
-
-def _short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """Layers by the last part of their names, as readers expect it, where that names no others."""
-    chosen = set(adapted)
-    last = {name.rpartition(".")[2] for name in chosen}
-    named = {name for name in layers if name.rpartition(".")[2] in last}
-    return sorted(last if named == chosen else chosen)

@@ -1,26 +1,19 @@
-"""Texts by a language model: one token after the other."""
+"""Texts by a language model: its tokens as text, while they come."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-import trainable_candle as tc
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    import numpy.typing as npt
-
-    from trainable_candle.tasks.text.family import CausalModel
     from trainable_candle.text.chat_tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)
 class WritingOptions:
-    """How the next token is chosen."""
+    """How the next token is chosen, and where an answer ends."""
 
     tokens: int = 512
     """At most."""
@@ -30,84 +23,76 @@ class WritingOptions:
     """Draw from so many likeliest tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens that have this probability together."""
+    min_p: float = 0.0
+    """Draw from tokens with this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
     """Above 1: tokens that are already there become less likely (arXiv:1909.05858)."""
     seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer, besides the tokens that do, and are not part of it."""
+
+    def arguments(self, stops: Collection[int]) -> dict[str, Any]:
+        """What `CausalLM.generate` and `stream` are called with."""
+        return {
+            "max_new_tokens": self.tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "stop_token_ids": sorted(stops),
+        }
 
 
-def continuation(
-    model: CausalModel,
-    ids: Sequence[int],
-    stops: Collection[int],
-    options: WritingOptions,
-    device: str,
-) -> Iterator[int]:
-    """The tokens that follow, up to one that stops, which is left out.
+def streamed(
+    tokens: Iterable[int], tokenizer: ChatTokenizer, stop: Sequence[str] = ()
+) -> Iterator[str]:
+    """The text of tokens as they come, up to one of the texts in `stop`.
 
-    Args:
-        model: the decoder.
-        ids: the tokens so far, at least one.
-        stops: numbers of tokens that end a text.
-        options: how tokens are chosen.
-        device: of the model.
+    A character of several tokens waits for its last, and what may become a stop text for the rest
+    of it. Each piece is what a token adds to the text of those before: tokenizers of the
+    SentencePiece kind drop a space at the beginning of what they decode.
     """
-    rng = np.random.default_rng(options.seed)
-    known = list(ids)
-    for _ in range(options.tokens):
-        token = choose(_scores(model, known, device), known, options, rng)
-        if token in stops:
+    pieces = _pieces(tokens, tokenizer)
+    held = ""
+    for piece in pieces:
+        held += piece
+        ends = [place for place in (held.find(text) for text in stop) if place >= 0]
+        if ends:
+            if held[: min(ends)]:
+                yield held[: min(ends)]
             return
-        known.append(token)
-        yield token
+        kept = _begun(held, stop)
+        if len(held) > kept:
+            yield held[: len(held) - kept]
+            held = held[len(held) - kept :]
+    if held:
+        yield held
 
 
-@tc.no_grad()
-def _scores(model: CausalModel, ids: Sequence[int], device: str) -> npt.NDArray[np.float64]:
-    """The scores of the next token."""
-    count = len(ids)
-    arrays = (np.asarray(ids), np.arange(count), np.array([0, count]))
-    states = model.hidden(*(tc.tensor(array.astype(np.int64), device=device) for array in arrays))
-    last = tc.tensor(np.array([count - 1]), device=device)
-    scores = model.logits(states.index_select(0, last)).to("f32").to("cpu").numpy()
-    return np.asarray(scores[0], np.float64)
-
-
-def choose(
-    scores: npt.NDArray[np.float64],
-    known: Sequence[int],
-    options: WritingOptions,
-    rng: np.random.Generator,
-) -> int:
-    """The next token: penalty, temperature, top-k, top-p, in transformers' order."""
-    if options.repetition_penalty != 1:
-        there = np.unique(np.asarray(known))
-        penalty = options.repetition_penalty
-        scores = scores.copy()
-        scores[there] = np.where(
-            scores[there] > 0, scores[there] / penalty, scores[there] * penalty
-        )
-    if not options.temperature:
-        return int(scores.argmax())
-    order = np.argsort(-scores, kind="stable")
-    if options.top_k:
-        order = order[: options.top_k]
-    shares = np.exp((scores[order] - scores[order[0]]) / options.temperature)
-    shares /= shares.sum()
-    if options.top_p < 1:
-        # The token that passes the bound is kept.
-        kept = int(np.searchsorted(np.cumsum(shares), options.top_p)) + 1
-        order, shares = order[:kept], shares[:kept] / shares[:kept].sum()
-    return int(order[int(np.searchsorted(np.cumsum(shares), rng.random() * shares.sum()))])
-
-
-def streamed(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
-    """The text of tokens as they come; a character of several tokens waits for its last."""
-    waiting: list[int] = []
+def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
+    ids: list[int] = []
+    # What was told last stands from `start` to `told`; the next piece is decoded behind it.
+    start = told = 0
     for token in tokens:
-        waiting.append(token)
-        text = tokenizer.decode(waiting)
-        if text and not text.endswith("\ufffd"):
-            yield text
-            waiting = []
-    if waiting:
-        yield tokenizer.decode(waiting)
+        ids.append(token)
+        before, text = tokenizer.decode(ids[start:told]), tokenizer.decode(ids[start:])
+        if len(text) > len(before) and not text.endswith("\ufffd"):
+            yield text[len(before) :]
+            start, told = told, len(ids)
+    if told < len(ids):
+        rest = tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:told])) :]
+        if rest:
+            yield rest
+
+
+def _begun(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a stop text."""
+    lengths = (
+        count
+        for word in stop
+        for count in range(1, min(len(word), len(text) + 1))
+        if text.endswith(word[:count])
+    )
+    return max(lengths, default=0)

@@ -7,6 +7,7 @@
 //! arithmetic and accumulation are in f32. Sums are cut by sizes alone, so a run repeats.
 
 mod board;
+pub mod communicator;
 mod copy;
 mod download;
 mod elementwise;

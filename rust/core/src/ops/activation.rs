@@ -68,7 +68,7 @@ impl Pointwise for GeluExact {
 }
 
 #[derive(Clone, Copy)]
-struct GeluTanh;
+pub(super) struct GeluTanh;
 
 impl Unary for GeluTanh {
     const KERNEL: &'static str = "gelu_tanh";

@@ -12,6 +12,7 @@ use super::linear::linear;
 use super::linear::{as_matrix, check, forward, with_last};
 use super::lora::{check_factors, check_frozen, check_scale};
 use super::low_rank::LowRanks;
+use crate::quantized::{Format, WeightRef, example};
 use crate::tape::{OpInfo, record_with_aux};
 use crate::{Error, Result, Tensor};
 
@@ -32,7 +33,7 @@ pub struct LowRank {
 #[derive(Clone, Copy)]
 pub struct LinearGroup<'a> {
     /// Frozen weights one below the other, (Σ out, in).
-    pub weight: &'a Tensor,
+    pub weight: WeightRef<'a>,
     /// Frozen biases one after the other, (Σ out).
     pub bias: Option<&'a Tensor>,
     /// Rows of each map's weight.
@@ -104,7 +105,7 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
         &inputs,
         || {
             let matrix = as_matrix(&x.raw)?;
-            let y = forward(&matrix, &group.weight.raw, group.bias.map(|b| &b.raw))?;
+            let y = forward(&matrix, group.weight, group.bias.map(|b| &b.raw))?;
             let hidden = low_ranks.add_to(&y, &matrix)?;
             Ok((y.reshape(with_last(&x.raw, group.weight.dims()[0]))?, hidden.into_iter().collect()))
         },
@@ -149,7 +150,10 @@ pub static ENTRIES: &[Entry] = &[Entry {
                         pair.map(|f| LowRank { down: f[0].clone(), up: f[1].clone(), scale: scale(i) })
                     })
                     .collect();
-                linear_group(&x[0], LinearGroup { weight: &weight, bias: Some(&bias), sizes, low_rank: &low_rank })
+                linear_group(
+                    &x[0],
+                    LinearGroup { weight: (&weight).into(), bias: Some(&bias), sizes, low_rank: &low_rank },
+                )
             };
             let plain = move |x: &[Tensor]| {
                 let (weight, bias) = base(&x[0])?;
@@ -169,6 +173,29 @@ pub static ENTRIES: &[Entry] = &[Entry {
             };
             Case::new(label, shapes, run).plain(plain)
         }
+        /// Two adapted maps whose codes are parts of one matrix.
+        fn quantized() -> Case {
+            const SIZES: &[usize] = &[4, 3];
+            let low_rank =
+                |x: &[Tensor], i: usize| LowRank { down: x[1 + 2 * i].clone(), up: x[2 + 2 * i].clone(), scale: 0.5 };
+            let run = move |x: &[Tensor]| {
+                let base = example(&x[0], [7, 5], Format::Nf4)?;
+                let low_rank = [Some(low_rank(x, 0)), Some(low_rank(x, 1))];
+                linear_group(
+                    &x[0],
+                    LinearGroup { weight: (&base).into(), bias: None, sizes: SIZES, low_rank: &low_rank },
+                )
+            };
+            let plain = move |x: &[Tensor]| {
+                let base = example(&x[0], [7, 5], Format::Nf4)?.dequantize(x[0].dtype())?;
+                let low_rank = [Some(low_rank(x, 0)), Some(low_rank(x, 1))];
+                linear_group(
+                    &x[0],
+                    LinearGroup { weight: (&base).into(), bias: None, sizes: SIZES, low_rank: &low_rank },
+                )
+            };
+            Case::new("nf4 base", &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[3, 2]], run).plain(plain)
+        }
         vec![
             case(
                 "all adapted",
@@ -185,6 +212,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
                 true,
             ),
             case("none adapted", &[&[5]], &[2, 3], &[false; 2], false),
+            quantized(),
             case("no rows", &[&[0, 5], &[1, 5], &[3, 1]], &[3, 3], &[false, true], false),
         ]
     },

@@ -19,6 +19,7 @@ use super::linear::{as_matrix, check, forward, same_kind, with_last};
 use super::low_rank::{LowRankBackward, LowRanks, operand};
 use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
+use crate::quantized::{Format, WeightRef, example};
 use crate::raw::own_copy;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, Var, checkpoint, compute};
@@ -63,14 +64,14 @@ fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> 
 }
 
 /// Check that the base, which is no input on the tape, needs no gradient.
-pub(super) fn check_frozen(op: &'static str, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+pub(super) fn check_frozen(op: &'static str, weight: WeightRef<'_>, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(
             op,
             "the base weight and bias must be frozen, but one needs a gradient; detach() it, or train it with linear()",
         ));
     }
-    checkpoint::reads(&[weight]);
+    weight.is_read();
     bias.into_iter().for_each(|bias| checkpoint::reads(&[bias]));
     Ok(())
 }
@@ -189,7 +190,7 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
 #[derive(Clone, Copy)]
 pub struct LoraWeights<'a> {
     /// Frozen base, (out, in).
-    pub weight: &'a Tensor,
+    pub weight: WeightRef<'a>,
     /// Frozen bias, (out).
     pub bias: Option<&'a Tensor>,
     /// A, (rank, in).
@@ -230,7 +231,7 @@ pub fn lora_linear(x: &Tensor, w: LoraWeights<'_>) -> Result<Tensor> {
         &[x, w.down, w.up],
         || {
             let matrix = as_matrix(&x.raw)?;
-            let y = forward(&matrix, &w.weight.raw, w.bias.map(|b| &b.raw))?;
+            let y = forward(&matrix, w.weight, w.bias.map(|b| &b.raw))?;
             let hidden = low_rank.add_to(&y, &matrix)?;
             Ok((y.reshape(with_last(&x.raw, w.weight.dims()[0]))?, hidden.into_iter().collect()))
         },
@@ -268,10 +269,20 @@ impl Backward for DoraBackward {
 ///
 /// # Errors
 /// [`Error::Shape`] if the operands do not fit.
-pub fn adapted_row_norm(weight: &Tensor, down: &Tensor, up: &Tensor, scale: f64) -> Result<Tensor> {
-    let adapted = match weight.dtype() {
-        DType::F16 | DType::BF16 => compute::cast(&weight.raw, DType::F32)?,
-        _ => own_copy(&weight.raw)?,
+pub fn adapted_row_norm<'a>(
+    weight: impl Into<WeightRef<'a>>,
+    down: &Tensor,
+    up: &Tensor,
+    scale: f64,
+) -> Result<Tensor> {
+    let adapted = match weight.into() {
+        WeightRef::Plain(weight) if matches!(weight.dtype(), DType::F16 | DType::BF16) => {
+            compute::cast(&weight.raw, DType::F32)?
+        }
+        WeightRef::Plain(weight) => own_copy(&weight.raw)?,
+        WeightRef::Quantized(weight) => {
+            weight.values(if down.dtype() == DType::F64 { DType::F64 } else { DType::F32 })?
+        }
     };
     compute::matmul_accumulate(&adapted, &up.raw, &down.raw, scale)?;
     let squares = compute::sum(&compute::binary(&adapted, &adapted, Mul)?, &[1], false)?;
@@ -299,10 +310,10 @@ pub fn dora_linear(x: &Tensor, w: LoraWeights<'_>, magnitude: &Tensor) -> Result
         || {
             let matrix = as_matrix(&x.raw)?;
             let [down, up] = &low_rank.operands()[0];
-            let norm = adapted_row_norm(&w.weight.detach(), down, up, w.scale)?.raw;
+            let norm = adapted_row_norm(w.weight, down, up, w.scale)?.raw;
             let ratio = compute::binary(&compute::cast(&magnitude.raw, norm.dtype())?, &norm, Div)?;
             let ratio = compute::cast(&ratio, x.dtype())?;
-            let direction = forward(&matrix, &w.weight.raw, None)?;
+            let direction = forward(&matrix, w.weight, None)?;
             let hidden = low_rank.add_to(&direction, &matrix)?;
             let mut y = compute::binary(&direction, &ratio, Mul)?;
             if let Some(bias) = w.bias {
@@ -347,17 +358,27 @@ pub static ENTRIES: &[Entry] = &[
                 let (weight, bias) = (frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?);
                 lora_linear(
                     &x[0],
-                    LoraWeights { weight: &weight, bias: Some(&bias), down: &x[1], up: &x[2], scale: 0.5 },
+                    LoraWeights { weight: (&weight).into(), bias: Some(&bias), down: &x[1], up: &x[2], scale: 0.5 },
                 )
             };
             let plain = |x: &[Tensor]| {
                 let all = [x[0].clone(), x[1].clone(), x[2].clone(), frozen(&x[0], &[4, 5])?, frozen(&x[0], &[4])?];
                 lora_plain(&all, 0.5)
             };
+            let over_codes = |x: &[Tensor]| {
+                let (base, bias) = (example(&x[0], [4, 5], Format::Nf4)?, frozen(&x[0], &[4])?);
+                let weight = (&base).into();
+                lora_linear(&x[0], LoraWeights { weight, bias: Some(&bias), down: &x[1], up: &x[2], scale: 0.5 })
+            };
+            let plain_over_codes = |x: &[Tensor]| {
+                let weight = example(&x[0], [4, 5], Format::Nf4)?.dequantize(x[0].dtype())?;
+                lora_plain(&[x[0].clone(), x[1].clone(), x[2].clone(), weight, frozen(&x[0], &[4])?], 0.5)
+            };
             vec![
                 Case::new("", &[&[2, 3, 5], &[2, 5], &[4, 2]], run).plain(plain),
                 Case::new("one row", &[&[5], &[1, 5], &[4, 1]], run).plain(plain),
                 Case::new("no rows", &[&[0, 5], &[2, 5], &[4, 2]], run).plain(plain),
+                Case::new("nf4 base", &[&[2, 3, 5], &[2, 5], &[4, 2]], over_codes).plain(plain_over_codes),
                 Case::new("f32 factors", &[&[2, 3, 5], &[2, 5], &[4, 2]], move |x| {
                     run(&[x[0].clone(), master(&x[1])?, master(&x[2])?])
                 })
@@ -374,22 +395,32 @@ pub static ENTRIES: &[Entry] = &[
                 let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7 + phase).sin()).collect();
                 Tensor::from_vec(values, dims, x.device())?.to_dtype(x.dtype())
             }
+            let over_codes = |x: &[Tensor]| {
+                let (base, bias) = (example(&x[0], [4, 5], Format::Int8)?, fixed(&x[0], &[4], 0.2)?);
+                let (down, up) = (fixed(&x[0], &[2, 5], 0.3)?, fixed(&x[0], &[4, 2], 0.4)?);
+                let w = LoraWeights { weight: (&base).into(), bias: Some(&bias), down: &down, up: &up, scale: 0.5 };
+                dora_linear(&x[0], w, &x[1])
+            };
             let run = |x: &[Tensor]| {
                 let (weight, bias) = (fixed(&x[0], &[4, 5], 0.1)?, fixed(&x[0], &[4], 0.2)?);
                 let (down, up) = (fixed(&x[0], &[2, 5], 0.3)?, fixed(&x[0], &[4, 2], 0.4)?);
-                let w = LoraWeights { weight: &weight, bias: Some(&bias), down: &down, up: &up, scale: 0.5 };
+                let w = LoraWeights { weight: (&weight).into(), bias: Some(&bias), down: &down, up: &up, scale: 0.5 };
                 dora_linear(&x[0], w, &x[1])
             };
-            let plain = |x: &[Tensor]| {
-                let (weight, bias) = (fixed(&x[0], &[4, 5], 0.1)?, fixed(&x[0], &[4], 0.2)?);
+            let plain_over = |x: &[Tensor], weight: Tensor| {
+                let bias = fixed(&x[0], &[4], 0.2)?;
                 let (down, up) = (fixed(&x[0], &[2, 5], 0.3)?, fixed(&x[0], &[4, 2], 0.4)?);
                 let adapted = weight.add(&up.matmul(&down)?.mul_scalar(0.5)?)?;
                 let norm = adapted.sqr()?.sum(&[1], false)?.sqrt()?;
                 linear(&x[0], &adapted, None)?.mul(&x[1].div(&norm)?)?.add(&bias)
             };
+            let plain = move |x: &[Tensor]| plain_over(x, fixed(&x[0], &[4, 5], 0.1)?);
+            let plain_over_codes =
+                move |x: &[Tensor]| plain_over(x, example(&x[0], [4, 5], Format::Int8)?.dequantize(x[0].dtype())?);
             vec![
                 Case::new("", &[&[2, 3, 5], &[4]], run).plain(plain),
                 Case::new("no rows", &[&[0, 5], &[4]], run).plain(plain),
+                Case::new("int8 base", &[&[2, 3, 5], &[4]], over_codes).plain(plain_over_codes),
                 Case::new("f32 magnitude", &[&[2, 3, 5], &[4]], move |x| run(&[x[0].clone(), master(&x[1])?]))
                     .plain(plain),
             ]

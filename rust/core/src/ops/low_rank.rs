@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 
 use super::linear::as_matrix;
 use crate::compute::LowRankTerm;
+use crate::quantized::weight::{HeldWeight, WeightRef};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, Saved, Saver};
 use crate::{Result, Tensor, Var, compute};
@@ -116,7 +117,13 @@ impl<'a> LowRanks<'a> {
     }
 
     /// What the backward pass reads: of `x`, the frozen `weight` (Σ out, in), the factors, and x Aᵀ.
-    pub fn save(&self, saver: &mut Saver<'_>, x: &Tensor, weight: &Tensor, hidden: Option<&Raw>) -> LowRankBackward {
+    pub fn save(
+        &self,
+        saver: &mut Saver<'_>,
+        x: &Tensor,
+        weight: WeightRef<'_>,
+        hidden: Option<&Raw>,
+    ) -> LowRankBackward {
         let needs_x = saver.needs(0);
         let mut members = 0..self.places.len();
         let needs_up = members.clone().any(|i| saver.needs(LowRankBackward::up(i)));
@@ -132,7 +139,7 @@ impl<'a> LowRanks<'a> {
         LowRankBackward {
             x: needs_down.then(|| saver.save(x)),
             hidden: hidden.filter(|_| needs_up).map(|hidden| saver.save_raw(hidden)),
-            weight: needs_x.then(|| saver.hold(weight)),
+            weight: needs_x.then(|| weight.hold(saver)),
             factors,
             places: self.places.clone(),
             x_shape: x.shape().clone(),
@@ -145,7 +152,7 @@ pub(super) struct LowRankBackward {
     x: Option<Saved>,
     /// x Aᵀ of all, (rows, Σ rank).
     hidden: Option<Saved>,
-    weight: Option<Saved>,
+    weight: Option<HeldWeight>,
     factors: SmallVec<[[Option<Saved>; 2]; 1]>,
     places: SmallVec<[Place; 1]>,
     x_shape: Shape,
@@ -198,7 +205,7 @@ impl LowRankBackward {
             }
         }
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get()?], 1.0)?;
+            context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get(grad.dtype())?], 1.0)?;
         }
         let grad_hidden = self.grad_hidden(context, grad)?;
         if let (Some(grad_hidden), Some(x)) = (&grad_hidden, &self.x) {

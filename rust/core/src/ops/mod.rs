@@ -7,6 +7,7 @@
 pub mod activation;
 pub mod arithmetic;
 pub mod attention;
+pub mod beside;
 #[cfg(feature = "testing")]
 pub mod case;
 pub mod cast;
@@ -15,6 +16,7 @@ pub mod conv;
 pub mod dropout;
 pub mod elementwise;
 pub mod gated;
+pub mod gated_add;
 pub mod index;
 mod integer;
 pub mod linear;
@@ -43,6 +45,8 @@ pub static REGISTRY: &[&[Entry]] = &[
     elementwise::ENTRIES,
     activation::ENTRIES,
     gated::ENTRIES,
+    beside::ENTRIES,
+    gated_add::ENTRIES,
     arithmetic::ENTRIES,
     scalar::ENTRIES,
     cast::ENTRIES,

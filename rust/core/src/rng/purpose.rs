@@ -42,11 +42,13 @@ pub enum Purpose {
     Order,
     /// Which items a validation gets.
     Split,
+    /// Which token follows; by text and place in it.
+    Token,
 }
 
 impl Purpose {
     /// All of them.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Latents,
         Self::Level,
         Self::Noise,
@@ -62,6 +64,7 @@ impl Purpose {
         Self::Items,
         Self::Order,
         Self::Split,
+        Self::Token,
     ];
 
     /// Its name in Python.
@@ -82,6 +85,7 @@ impl Purpose {
             Self::Items => "items",
             Self::Order => "order",
             Self::Split => "split",
+            Self::Token => "token",
         }
     }
 }
@@ -116,7 +120,7 @@ mod tests {
 
     #[test]
     fn purposes_have_tags_and_names_of_their_own() {
-        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=15).collect::<Vec<_>>());
+        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=16).collect::<Vec<_>>());
         for purpose in Purpose::ALL {
             assert_eq!(purpose.name().parse::<Purpose>().unwrap(), purpose);
         }

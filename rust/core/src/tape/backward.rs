@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use candle_core::{DType, Shape};
@@ -10,31 +11,13 @@ use smallvec::SmallVec;
 
 use super::mode::no_grad;
 use super::node::{Kind, Node};
+pub(crate) use super::pending::Pending;
 use crate::compute::{Destination, LowRankTerm, Product};
-use crate::cpu::Add;
 use crate::interrupt::Interrupt;
 use crate::raw::{self, Raw};
 use crate::tensor::Tensor;
 use crate::var::Var;
 use crate::{Error, Result, compute};
-
-/// The gradient of one result before all its consumers have contributed.
-pub(crate) struct Pending {
-    pub(crate) sum: Raw,
-    /// Whether `sum` is storage that only this pass knows, so that it can be added to in place.
-    pub(crate) owned: bool,
-}
-
-impl Pending {
-    fn add(&mut self, grad: &Raw) -> Result<()> {
-        if self.owned {
-            return compute::accumulate(&self.sum, grad);
-        }
-        self.sum = compute::binary(&self.sum, grad, Add)?;
-        self.owned = true;
-        Ok(())
-    }
-}
 
 /// Products that are added to the gradient buffers of variables. On CUDA they wait for others of their size, with which they run as
 /// one; what they wait with is limited.
@@ -92,7 +75,7 @@ impl BackwardContext<'_> {
     /// Add `grad` (in the input's shape and dtype) to the gradient of input `index`. The first gradient is
     /// taken as it is; later ones are added.
     pub fn add(&mut self, index: usize, grad: Raw) -> Result<()> {
-        self.add_pending(index, Pending { sum: grad, owned: false })
+        self.add_pending(index, Pending::new(grad, false))
     }
 
     /// [`add`](Self::add) a gradient whose storage only this pass knows if it is `owned`.
@@ -112,30 +95,46 @@ impl BackwardContext<'_> {
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
-        let fits = |pending: &Pending| pending.sum.is_contiguous() && pending.sum.dtype() == dtype;
+        let fits =
+            |pending: &Pending| pending.sum.is_contiguous() && pending.sum.dtype() == dtype && pending.is_complete();
         if self.table.get(&id).is_some_and(fits) { self.table.remove(&id) } else { None }
     }
 
     /// Add `grad` to the part `start..` along `dim` of the gradient of input `index`, whose shape is `dims`.
     /// The rest of the gradient is zero unless something else adds to it.
     pub fn add_part(&mut self, index: usize, dims: &[usize], dim: usize, start: usize, grad: &Raw) -> Result<()> {
-        let Some(id) = self.reach(index) else { return Ok(()) };
-        let length = grad.dims()[dim];
+        let part = start..start + grad.dims()[dim];
+        if let Some(place) = self.part(index, (grad, dims), dim, part.clone())? {
+            return compute::copy_into(&place, grad);
+        }
+        let Some(pending) = self.reach(index).and_then(|id| self.table.get_mut(&id)) else { return Ok(()) };
+        pending.complete()?;
+        if !pending.owned {
+            pending.sum = raw::own_copy(&pending.sum)?;
+            pending.owned = true;
+        }
+        compute::accumulate(&pending.sum.narrow(dim, part.start, part.len())?, grad)
+    }
+
+    /// The place of `part` along `dim` in the gradient of input `index`, which the caller writes as a whole; a view. Nothing if the input
+    /// needs no gradient, or if something was written there: then [`add_part`](Self::add_part) adds to it. The gradient has the shape
+    /// `dims`, and the dtype and the device of `like`.
+    pub(crate) fn part(
+        &mut self,
+        index: usize,
+        (like, dims): (&Raw, &[usize]),
+        dim: usize,
+        part: Range<usize>,
+    ) -> Result<Option<Raw>> {
+        let Some(id) = self.reach(index) else { return Ok(None) };
         let pending = match self.table.entry(id) {
-            std::collections::hash_map::Entry::Occupied(entry) => {
-                let pending = entry.into_mut();
-                if !pending.owned {
-                    pending.sum = raw::own_copy(&pending.sum)?;
-                    pending.owned = true;
-                }
-                pending
-            }
+            std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
             std::collections::hash_map::Entry::Vacant(entry) => {
-                let sum = compute::zeros(dims, grad.dtype(), grad.device())?;
-                entry.insert(Pending { sum, owned: true })
+                let sum = compute::unset("backward", like, dims)?;
+                entry.insert(Pending::unset(sum, dim))
             }
         };
-        compute::accumulate(&pending.sum.narrow(dim, start, length)?, grad)
+        pending.take(dim, &part)
     }
 
     /// Add `alpha` a b, a product of matrices, to the gradient of input `index`, whose shape is `dims` (any shape of as many
@@ -162,13 +161,14 @@ impl BackwardContext<'_> {
         let Some(id) = self.reach(index) else { return Ok(()) };
         match self.table.get_mut(&id) {
             Some(pending) if pending.owned && pending.sum.is_contiguous() && pending.sum.dtype() == dtype => {
+                pending.complete()?;
                 let sum = pending.sum.reshape((a.dims()[0], b.dims()[1]))?;
                 compute::matmul_accumulate(&sum, a, b, alpha)
             }
             Some(pending) => pending.add(&compute::product(a, b, alpha, dtype)?.reshape(dims)?),
             None => {
                 let sum = compute::product(a, b, alpha, dtype)?.reshape(dims)?;
-                self.table.insert(id, Pending { sum, owned: true });
+                self.table.insert(id, Pending::new(sum, true));
                 Ok(())
             }
         }
@@ -186,8 +186,9 @@ impl BackwardContext<'_> {
         let (Some(first), dims) = (terms.first(), dims.into()) else { return Ok(()) };
         let (dtype, matrix) = (first.input.dtype(), (first.input.dims()[0], first.up.dims()[1]));
         let node = self.node.inputs.get(index).and_then(Option::as_ref).filter(|_| self.needs(index));
-        let pending = node.and_then(|node| self.table.get(&node.id()));
+        let pending = node.map(|node| node.id()).and_then(|id| self.table.get_mut(&id));
         if let Some(pending) = pending.filter(|p| p.owned && p.sum.is_contiguous() && p.sum.dtype() == dtype) {
+            pending.complete()?;
             let dst = pending.sum.reshape(matrix)?;
             let terms: Vec<_> = terms.into_iter().map(|term| (term, dst.clone())).collect();
             self.reach(index);
@@ -245,12 +246,13 @@ fn walk(
     let _no_grad = no_grad();
     let mut table: FxHashMap<u64, Pending> = FxHashMap::default();
     let mut heap = BinaryHeap::new();
-    table.insert(root.id(), Pending { sum: seed, owned: false });
+    table.insert(root.id(), Pending::new(seed, false));
     heap.push(Youngest(root.clone()));
     let mut queued: FxHashSet<u64> = std::iter::once(root.id()).collect();
     let mut interrupt = Interrupt::new();
     while let Some(Youngest(node)) = heap.pop() {
-        let Some(pending) = table.remove(&node.id()) else { continue };
+        let Some(mut pending) = table.remove(&node.id()) else { continue };
+        pending.complete()?;
         interrupt.step(pending.sum.elem_count())?;
         let is_target = targets.is_some_and(|t| t.contains_key(&node.id()));
         if is_target || (targets.is_none() && node.leaf().is_some()) {

@@ -179,6 +179,12 @@ impl Leaf {
         }
     }
 
+    /// There is a gradient from now on: the buffer holds it, or zeros.
+    pub(crate) fn is_present(&self) {
+        let mut gradient = self.gradient.change();
+        gradient.filled = gradient.buffer.is_some();
+    }
+
     /// Collect gradients in a part of the vector `flat` from now on (zeroed by its owner).
     pub(crate) fn bind(&self, flat: &Raw, part: Range<usize>) -> Result<()> {
         let view = flat.narrow(0, part.start, part.len())?.reshape(&self.shape)?;

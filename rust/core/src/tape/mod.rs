@@ -7,6 +7,7 @@ pub(crate) mod backward;
 mod leaf;
 mod mode;
 mod node;
+mod pending;
 mod record;
 mod saved;
 

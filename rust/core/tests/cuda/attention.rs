@@ -1,6 +1,8 @@
 //! Attention on a CUDA device at the sizes of models, and the norm and turn of its queries and keys, against the CPU in f64.
 
-use trainable_candle_core::ops::attention::{packed_attention, scaled_dot_product_attention};
+use trainable_candle_core::ops::attention::{
+    HeadSizes, Stream, normed_attention, packed_attention, scaled_dot_product_attention,
+};
 use trainable_candle_core::ops::norm::rms_norm_rope;
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Result, Tensor};
@@ -222,6 +224,51 @@ fn norms_and_turns_of_queries_and_keys_equal_the_cpu() {
             compare_with(&what, &inside, &expected, &inputs, &device, tolerance);
             compare_with(&format!("{what}, outside"), &outside, &expected, &inputs, &device, tolerance);
             compare(&format!("{what}, no weight"), &inside, &inputs[..1], &device, tolerance);
+        }
+    }
+}
+
+/// One stream and two, with other columns beside queries, keys and values; sizes that the kernels of compute capability 9.0 take and
+/// those of the general ones.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_over_projections_of_streams_equals_the_cpu() {
+    let device = gpu().unwrap();
+    for (lengths, heads, width, more) in [
+        (&[300, 77][..], 3, 128, 0),
+        (&[333][..], 2, 128, 384),
+        (&[77, 300][..], 3, 64, 64),
+        (&[280][..], 4, 64, 0),
+        (&[40, 9][..], 2, 40, 6),
+    ] {
+        let scale = random(&[width], 1.0, DType::F32);
+        let angles = random(&[300.max(lengths[0]), width / 2], 1.0, DType::F32);
+        let (cos, sin) = (angles.cos().unwrap(), angles.sin().unwrap());
+        for turns in [true, false] {
+            let run = |x: &[Tensor]| {
+                let numbers = |table: &Tensor| table.to_device(x[0].device());
+                let dtype = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+                let scale = numbers(&scale)?.to_dtype(dtype)?;
+                let tables = x
+                    .iter()
+                    .map(|x| {
+                        let rows = |table: &Tensor| numbers(&table.narrow(0, 0, x.dims()[1])?);
+                        Ok([rows(&cos)?, rows(&sin)?])
+                    })
+                    .collect::<Result<Vec<_>>>()?;
+                let stream = |(x, tables)| {
+                    let [cos, sin]: &[Tensor; 2] = tables;
+                    Stream { x, norms: [Some(&scale), None], angles: turns.then_some([cos, sin]) }
+                };
+                let streams: Vec<_> = x.iter().zip(&tables).map(stream).collect();
+                normed_attention(&streams, HeadSizes { heads, width, eps: 1e-6 }, None)
+            };
+            for (dtype, tolerance) in TOLERANCE {
+                let projections = |&length: &usize| random(&[2, length, 3 * heads * width + more], 1.0, dtype);
+                let inputs: Vec<Tensor> = lengths.iter().map(projections).collect();
+                let what = format!("{} {lengths:?} of {heads} heads of {width}, {turns}", dtype.as_str());
+                compare(&what, &run, &inputs, &device, 2.0 * tolerance);
+            }
         }
     }
 }

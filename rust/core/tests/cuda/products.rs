@@ -184,8 +184,9 @@ fn groups_of_linear_layers_equal_the_cpu() {
                         pair.map(|f| LowRank { down: f[0].clone(), up: f[1].clone(), scale: 0.5 })
                     })
                     .collect();
+                let weight = base(&weight)?;
                 let group = LinearGroup {
-                    weight: &base(&weight)?,
+                    weight: (&weight).into(),
                     bias: Some(&base(&bias)?),
                     sizes: &sizes,
                     low_rank: &low_rank,
@@ -275,11 +276,14 @@ fn low_rank_products_equal_the_cpu() {
             let base = |x: &Tensor, tensor: &Tensor| tensor.to_dtype(x.dtype())?.to_device(x.device());
             let lora = |x: &[Tensor]| {
                 let weight = base(&x[0], &weight)?;
-                lora_linear(&x[0], LoraWeights { weight: &weight, bias: None, down: &x[1], up: &x[2], scale: 0.5 })
+                lora_linear(
+                    &x[0],
+                    LoraWeights { weight: (&weight).into(), bias: None, down: &x[1], up: &x[2], scale: 0.5 },
+                )
             };
             let dora = |x: &[Tensor]| {
                 let (weight, magnitude) = (base(&x[0], &weight)?, base(&x[0], &magnitude)?);
-                let weights = LoraWeights { weight: &weight, bias: None, down: &x[1], up: &x[2], scale: 0.5 };
+                let weights = LoraWeights { weight: (&weight).into(), bias: None, down: &x[1], up: &x[2], scale: 0.5 };
                 dora_linear(&x[0], weights, &magnitude)
             };
             let of_frozen = |x: &[Tensor]| lora(&[base(&x[0], &inputs[0])?, x[0].clone(), x[1].clone()]);

@@ -84,7 +84,7 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
         joined.entry(key).or_default().push((form, index));
     }
     let falls_back =
-        format == AdapterFormat::ComfyUi && readers::knows_all(names.readers, Tool::ComfyUi, Style::Diffusers);
+        format == AdapterFormat::ComfyUi && readers::knows_usual(names.readers, Tool::ComfyUi, Style::Diffusers);
     let mut modules = Modules::new();
     for (key, members) in joined {
         let held: Vec<(Form, Adapted<'_>)> = members.iter().map(|&(form, index)| (form, layers[index])).collect();

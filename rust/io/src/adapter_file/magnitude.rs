@@ -21,8 +21,8 @@ pub(super) fn growth(base: &Base<'_>, down: &Tensor, up: &Tensor, scale: f64) ->
     let Some(kind) = KINDS.iter().find(|kind| kind.name == "lora") else {
         return Err(Error::Config("there is no adapter \"lora\"".into()));
     };
-    let weight = base.weight.detach().to_dtype(DType::F32)?;
-    let base = Base { weight: &weight, ..*base };
+    let weight = base.weight.values(DType::F32)?;
+    let base = Base { weight: (&weight).into(), ..*base };
     let parameters = kind
         .parameters
         .iter()

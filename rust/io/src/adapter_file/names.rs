@@ -71,10 +71,10 @@ impl PartNames {
         }
     }
 
-    /// Whether `ComfyUI` reads diffusers' names of every layer. The two look for the scale in different places then, so that a file
+    /// Whether `ComfyUI` reads diffusers' names of the layers that are usually adapted. The two look for the scale in different places then, so that a file
     /// for both has it in its factors.
     pub(super) fn folds(&self) -> bool {
-        self.is_denoiser && readers::knows_all(self.readers, Tool::ComfyUi, Style::Diffusers)
+        self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
     /// What `key` begins with, if that says which part it is of.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use trainable_candle_core::{DType, Error, Result, Tensor};
-use trainable_candle_nn::adapter::{AdapterSet, LayerValues};
+use trainable_candle_nn::adapter::{AdapterSet, LayerValues, TrainingAdapter};
 use trainable_candle_nn::{Base, Layer};
 
 use super::modules::{Contents, Stored, non_finite};
@@ -187,4 +187,13 @@ pub fn attach_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<A
         layer.scale *= scale;
     }
     AdapterSet::attach_values(&values, part.layers)
+}
+
+/// Put the LoRA of a file beside whatever is trained on the layers of `part` that it names, its effect multiplied by `scale`.
+///
+/// # Errors
+/// As [`read_adapters`] and [`TrainingAdapter::attach`].
+pub fn attach_training_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<TrainingAdapter> {
+    let values = read_adapters(path, &[part])?.pop().unwrap_or_default();
+    TrainingAdapter::attach(&values, scale, part.layers)
 }

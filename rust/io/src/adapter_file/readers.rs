@@ -11,7 +11,7 @@ pub enum Tool {
     ComfyUi,
     /// diffusers' pipelines (`load_lora_weights`), by their conversion of other names.
     Diffusers,
-    /// kohya's sd-scripts, which continue a training or merge (`networks/lora*.py`).
+    /// kohya's sd-scripts, which continue a training or merge (`networks/lora*.py`), or musubi-tuner for models that it alone has.
     Kohya,
     /// `PeftModel.from_pretrained`.
     Peft,
@@ -173,8 +173,9 @@ impl Reader {
     }
 }
 
-/// Whether a program knows every layer by a style.
-pub(super) fn knows_all(readers: &[Reader], tool: Tool, style: Style) -> bool {
+/// Whether a program knows the layers that adapters are usually for by a style: attention's projections stand for them.
+pub(super) fn knows_usual(readers: &[Reader], tool: Tool, style: Style) -> bool {
+    const USUAL: &str = "transformer_blocks.0.attn.to_q";
     let mut known = readers.iter().filter(|reader| reader.tool == tool).flat_map(|reader| reader.styles);
-    known.any(|known| known.style == style && known.only.is_none())
+    known.any(|known| known.style == style && known.only.is_none_or(|only| only(USUAL)))
 }

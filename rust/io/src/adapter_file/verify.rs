@@ -77,7 +77,13 @@ impl Report {
 pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
-    let mixes = mixes_kohya_names(contents.modules.keys().filter_map(|m| places.get(m)).map(|place| place.style));
+    let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
+    // A name that is the same in both of kohya's styles is of either.
+    let is_one = |(module, place): &(&str, &Place<'_>)| {
+        let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
+        place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
+    };
+    let mixes = mixes_kohya_names(found.filter(is_one).map(|(_, place)| place.style));
     let mut modules = Vec::new();
     for (module, stored) in &contents.modules {
         let Some(place) = places.get(module) else {
@@ -243,9 +249,15 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     }
 }
 
+/// Entry with the name of the adapter over which a distilled model was trained.
+const TRAINED_OVER: &str = "ss_training_adapter";
+
 /// Remarks about the header.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
+    if let Some(name) = contents.metadata.get(TRAINED_OVER) {
+        remarks.push(format!("it was trained over the training adapter {name}, which is not in it: use it without"));
+    }
     let shows = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
     if let Some(base) = parts.iter().filter(shows).find_map(|part| part.names.base)
         && !contents.metadata.is_empty()

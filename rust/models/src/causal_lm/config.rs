@@ -113,10 +113,6 @@ impl Configuration for CausalLMConfig {
         if fields.text("hidden_act").is_some_and(|name| !activation.contains(&name)) {
             return Err(fields.wrong("hidden_act", "\"silu\""));
         }
-        if fields.is_given("quantization_config") {
-            let cure = "load the unquantized weights";
-            return Err(Error::Config(format!("{OP}: weights with a quantization_config are not supported; {cure}")));
-        }
         let hidden_size = fields.size("hidden_size", None)?;
         let num_hidden_layers = fields.size("num_hidden_layers", None)?;
         let num_attention_heads = fields.size("num_attention_heads", None)?;

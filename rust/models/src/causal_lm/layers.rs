@@ -1,6 +1,6 @@
 //! One layer of a decoder.
 
-use trainable_candle_core::ops::attention::varlen_attention;
+use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen_attention};
 use trainable_candle_core::ops::gated::swiglu;
 use trainable_candle_core::ops::norm::rms_norm_rope;
 use trainable_candle_core::ops::rope::rope;
@@ -68,8 +68,32 @@ impl DecoderLayer {
         self.finish(x, &varlen_attention(&q, &k, &v, cu_seqlens, self.window, None)?)
     }
 
+    /// As [`forward`](Self::forward) of one text, `cu_seqlens` its bounds [0, words], which padding follows: `words` of the N rows are the
+    /// text, 0 < words < N. Padding sees every word, but neither itself nor other padding.
+    pub(super) fn forward_padded(
+        &self,
+        x: &Tensor,
+        words: usize,
+        [cos, sin, cu_seqlens]: [&Tensor; 3],
+    ) -> Result<Tensor> {
+        let [q, k, v] = self.project(x, [cos, sin])?;
+        let text = |x: &Tensor| x.narrow(0, 0, words);
+        let (keys, values) = (text(&k)?, text(&v)?);
+        let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, None)?;
+        let (padding, width) = (x.dims()[0] - words, q.dims()[2]);
+        // Every row of padding sees the same keys, so the queries that share a head of keys are as good as rows.
+        let group = self.heads / self.kv_heads;
+        let by_keys = (padding, self.kv_heads, group, width);
+        let rows = q.narrow(0, words, padding)?.reshape(by_keys)?.permute(&[1, 0, 2, 3])?;
+        let rows = rows.reshape((self.kv_heads, padding * group, width))?;
+        let (keys, values) = (keys.transpose(0, 1)?.contiguous()?, values.transpose(0, 1)?.contiguous()?);
+        let seen = scaled_dot_product_attention(&rows, &keys, &values, None, false, None)?;
+        let seen = seen.reshape((self.kv_heads, padding, group, width))?.permute(&[1, 0, 2, 3])?;
+        self.finish(x, &Tensor::cat(&[&mixed, &seen.reshape((padding, self.heads, width))?], 0)?)
+    }
+
     /// Queries, keys and values of `x (N, D)`, each (N, heads, `head_dim`), turned by their positions.
-    fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
+    pub(super) fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.split(&self.projections.forward(&self.input_norm.forward(x)?)?)?;
         let turn = |x: &Tensor, norm: Option<&RmsNorm>| {
             let (by_head, [cos, sin]) = (x.transpose(0, 1)?, tables);
@@ -105,7 +129,7 @@ impl DecoderLayer {
     }
 
     /// The layer's result from its input `x (N, D)` and the heads' mixed values (N, heads, `head_dim`).
-    fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
+    pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
         let hidden = match self.middle.forward(&normed)? {

@@ -5,17 +5,24 @@
 //!
 //! Tokens of all texts stand in one row, each text a segment of it: padding does not exist inside the model.
 
+mod cache;
 mod config;
+mod extend;
+mod generate;
 mod keys;
 mod layers;
 mod model;
 mod packing;
 mod rope;
+mod sampling;
 
+pub use cache::KvCache;
 pub use config::{CausalLMConfig, Family};
+pub use generate::{GenerateOptions, Generation};
 pub use model::CausalLM;
 pub use packing::PackedTexts;
 pub use rope::{Rope, Scaling};
+pub use sampling::Sampling;
 
 use crate::registry::ModelKind;
 

@@ -9,7 +9,7 @@ use trainable_candle_core::ops::loss::{IGNORE_INDEX, linear_cross_entropy, linea
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Init, Module, RmsNorm, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, Module, Quantizable, RmsNorm, Source, Visitor, Weights};
 
 use super::config::OP;
 use super::layers::DecoderLayer;
@@ -58,6 +58,14 @@ impl CausalLM {
         Ok(Self { config, embedding, layers, top })
     }
 
+    /// A model whose parameters are drawn from the library's generator and trainable.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] of an initial value that cannot be drawn.
+    pub fn fresh(config: CausalLMConfig, device: &Device) -> Result<Self> {
+        Self::new(config, &mut Source::fresh(device).root())
+    }
+
     /// The configuration.
     pub const fn config(&self) -> &CausalLMConfig {
         &self.config
@@ -66,7 +74,7 @@ impl CausalLM {
     fn top(&self) -> Result<&Top> {
         self.top.as_ref().ok_or_else(|| {
             let layers = self.config.num_hidden_layers;
-            Error::argument(OP, format!("the model was loaded with layers={layers} and has no head; load all layers"))
+            Error::argument(OP, format!("the model was loaded with layers={layers} and neither computes scores nor can be saved; load all layers"))
         })
     }
 
@@ -90,6 +98,21 @@ impl CausalLM {
             layer.forward(x, [&conditions[0], &conditions[1], &conditions[2]])
         })?;
         top.norm.forward(&x)
+    }
+
+    /// `x (..., D)`, a result of the last layer, after the final norm.
+    pub(super) fn last_norm(&self, x: &Tensor) -> Result<Tensor> {
+        self.top()?.norm.forward(x)
+    }
+
+    /// The matrix of the embedding, (vocab, D).
+    pub(super) const fn embedding(&self) -> &Tensor {
+        &self.embedding
+    }
+
+    /// The layers.
+    pub(super) const fn layers(&self) -> &Blocks<DecoderLayer> {
+        &self.layers
     }
 
     /// The scores of every token of the vocabulary for `hidden (..., D)`, as [`hidden`](Self::hidden) gives them: (..., vocab).
@@ -152,6 +175,44 @@ impl CausalLM {
         cu_seqlens: &Tensor,
         after: &[usize],
     ) -> Result<Vec<Tensor>> {
+        self.states_by(input_ids, positions, after, |index, x, [cos, sin]| {
+            self.layers.run_one(index, &[x, cos, sin, cu_seqlens], |layer, inputs| {
+                layer.forward(&inputs[0], [&inputs[1], &inputs[2], &inputs[3]])
+            })
+        })
+    }
+
+    /// As [`states`](Self::states) of one text, `input_ids (N)`, whose first `words` tokens are words and the others padding. As transformers
+    /// computes them where a mask covers the padding, it sees the words, but neither itself nor other padding.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are no words, or more than tokens; as [`states`](Self::states).
+    pub fn padded_states(&self, input_ids: &Tensor, words: usize, after: &[usize]) -> Result<Vec<Tensor>> {
+        let (tokens, device) = (input_ids.elem_count(), input_ids.device());
+        if words == 0 || words > tokens {
+            return Err(Error::argument(OP, format!("words is {words}, expected 1 to {tokens}, the number of tokens")));
+        }
+        let positions = Tensor::from_vec((0..tokens as i64).collect(), tokens, device)?;
+        let bounds = Tensor::from_vec(vec![0, words as i64], 2, device)?;
+        self.states_by(input_ids, &positions, after, |index, x, [cos, sin]| {
+            self.layers.run_one(index, &[x, cos, sin, &bounds], move |layer, inputs| {
+                let [x, cos, sin, bounds] = inputs else { unreachable!("four inputs") };
+                if words == tokens {
+                    return layer.forward(x, [cos, sin, bounds]);
+                }
+                layer.forward_padded(x, words, [cos, sin, bounds])
+            })
+        })
+    }
+
+    /// The states after each of `after` layers, by what computes layer i of its input and the tables of positions.
+    fn states_by(
+        &self,
+        input_ids: &Tensor,
+        positions: &Tensor,
+        after: &[usize],
+        run: impl Fn(usize, &Tensor, [&Tensor; 2]) -> Result<Tensor>,
+    ) -> Result<Vec<Tensor>> {
         let count = self.layers.len();
         if let Some(wrong) = after.iter().find(|&&layer| layer > count) {
             return Err(Error::argument(OP, format!("layer {wrong} of the hidden states, expected 0 to {count}")));
@@ -160,16 +221,13 @@ impl CausalLM {
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
         let mut states = vec![x];
         for index in 0..last {
-            let x = self.layers.run_one(index, &[&states[index], &cos, &sin, cu_seqlens], |layer, inputs| {
-                layer.forward(&inputs[0], [&inputs[1], &inputs[2], &inputs[3]])
-            })?;
-            states.push(x);
+            states.push(run(index, &states[index], [&cos, &sin])?);
         }
         Ok(after.iter().map(|&layer| states[layer].clone()).collect())
     }
 
     /// The embedded tokens, (N, D), with cosines and sines of their positions.
-    fn start(&self, input_ids: &Tensor, positions: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
+    pub(super) fn start(&self, input_ids: &Tensor, positions: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
         if input_ids.rank() != 1 {
             let text = format!("input_ids has shape {:?}, expected (N), all texts in one row", input_ids.dims());
             return Err(Error::shape(OP, text));
@@ -200,6 +258,8 @@ impl Architecture for CausalLM {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["model.layers."], kept: &[] };
+
     fn build(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
     }
@@ -219,7 +279,8 @@ impl Architecture for CausalLM {
             None => config,
         };
         let layout = |_: &WeightFiles| keys::layout(&config, files.original());
-        files.build(layout, dtype, device, |weights| Self::new(config.clone(), weights))
+        let quantization = Self::quantization("from_pretrained", files.quantize())?;
+        files.build(layout, dtype, (device, quantization), |weights| Self::new(config.clone(), weights))
     }
 }
 
@@ -248,6 +309,11 @@ impl Model for CausalLM {
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
+    }
+
+    fn require_whole(&self) -> Result<()> {
+        self.top()?;
+        Ok(())
     }
 
     /// Other tools know its layers by transformers' names.

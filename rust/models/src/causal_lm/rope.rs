@@ -175,6 +175,20 @@ impl Rope {
         }
     }
 
+    /// Whether the angles depend on the length of a text.
+    pub(super) const fn follows_length(&self) -> bool {
+        matches!(self.scaling, Scaling::Dynamic { .. } | Scaling::LongRope { .. })
+    }
+
+    /// A number that changes with the angles of a text that grows to `length` tokens.
+    pub(super) fn stage(&self, length: usize) -> usize {
+        match &self.scaling {
+            Scaling::Dynamic { .. } => length.max(self.longest),
+            Scaling::LongRope { original, .. } => usize::from(length as f64 > *original),
+            _ => 0,
+        }
+    }
+
     /// Cosines and sines of `positions (N)`, each (N, width / 2) in f32.
     pub(super) fn tables(&self, positions: &Tensor, device: &Device) -> Result<[Tensor; 2]> {
         let (frequencies, factor) = self.frequencies(self.length(positions)?);
@@ -189,7 +203,7 @@ impl Rope {
 
     /// The length of the longest text, which is only read where the angles depend on it: on a GPU that waits for it.
     fn length(&self, positions: &Tensor) -> Result<usize> {
-        if !matches!(self.scaling, Scaling::Dynamic { .. } | Scaling::LongRope { .. }) {
+        if !self.follows_length() {
             return Ok(0);
         }
         let positions = positions.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec::<i64>()?;

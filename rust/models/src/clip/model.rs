@@ -7,7 +7,7 @@ use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, LayerNorm, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::layers::EncoderLayer;
 use super::{CLIPTextConfig, keys};
@@ -177,6 +177,8 @@ impl Architecture for CLIPTextModel {
     type Config = CLIPTextConfig;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["text_model.encoder.layers."], kept: &[] };
 
     fn build(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -5,7 +5,7 @@ use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Blocks, Init, Linear, Module, Source, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, Linear, Module, Quantizable, Source, Visitor, Weights};
 
 use super::DigitsConfig;
 use super::blocks::{Block, EPS, xavier};
@@ -147,6 +147,8 @@ impl Architecture for DigitsTransformer {
     type Config = DigitsConfig;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], kept: &[] };
 
     fn build(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::{FluxConfig, keys};
 use crate::layers::joint::{
@@ -171,6 +171,9 @@ impl Architecture for FluxTransformer {
     type Config = FluxConfig;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[] };
 
     fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -5,7 +5,7 @@ use trainable_candle_io::WeightFiles;
 
 use super::Flux2Config;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, OriginalTransformer};
-use crate::pretrained::{Form, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming};
+use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming};
 
 /// The names in a folder, or those of an original checkpoint.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
@@ -46,6 +46,11 @@ const SINGLE: [Renaming; 4] = [
     ("attn.norm_q", "norm.query_norm", Form::Plain),
     ("attn.norm_k", "norm.key_norm", Form::Plain),
 ];
+
+/// Where a layer is in an original checkpoint.
+pub(super) fn original_layer(layer: &str) -> Option<Key> {
+    NAMES.layer(layer)
+}
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
 /// models', or comes from the first of the

@@ -1,9 +1,12 @@
 //! The transformer: noisy latents as tokens, time and text in, velocity out.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value};
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Blocks, Linear, Module, Visitor, Weights};
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::single::FusedBlock;
 use super::{Flux2Config, keys};
@@ -110,7 +113,8 @@ impl Flux2Transformer {
         let dtype = self.dtype();
         let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
-        let times = thousandfold(conditions.timestep)?;
+        // One time may be of all samples, of which each has a modulation of its own.
+        let times = thousandfold(conditions.timestep)?.broadcast_as(hidden_states.dims()[0])?;
         let condition = self.time_guidance_embed.forward(&times, None, guidance.as_ref())?;
         let [of_image, of_text, of_single] = &self.modulations;
         let (of_image, of_text) = (of_image.forward(&condition)?, of_text.forward(&condition)?);
@@ -177,6 +181,9 @@ impl Architecture for Flux2Transformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[] };
+
     fn build(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
     }
@@ -219,5 +226,9 @@ impl Model for Flux2Transformer {
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(keys::original_layer)
     }
 }

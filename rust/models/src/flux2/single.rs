@@ -1,10 +1,11 @@
 //! The block of one stream, whose layers are fused in files too: one into queries, keys, values, gate and value of the feed-forward
 //! layer, one out of the results of both (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
 
+use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Projected, RmsNorm, Visitor, Weights};
 
-use crate::layers::joint::{BlockSizes, Rope, attend, gated_add, heads_of, modulated, swiglu_gate_first};
+use crate::layers::joint::{BlockSizes, Rope, Stream, gated_add, mix, modulated};
 use crate::saved::Saved;
 
 /// Width of the feed-forward layer's middle, as a multiple of the tokens'.
@@ -39,9 +40,9 @@ impl FusedBlock {
         let dim = self.sizes.dim();
         let said = |index: usize| modulation.narrow(1, index * dim, dim);
         let all = self.to_qkv_mlp_proj.forward(&modulated(x, [&said(0)?, &said(1)?])?)?;
-        let hidden = swiglu_gate_first(&all.narrow(2, 3 * dim, 2 * RATIO * dim)?)?;
-        let heads = heads_of(&Projected::Joined(all), self.sizes, Some(&self.norms), Some(angles))?;
-        let both = Tensor::cat(&[&attend(&heads, None)?, &hidden], 2)?;
+        let projected = Projected::Joined(all.clone());
+        let stream = Stream { projected, norms: Some(&self.norms), angles: Some(angles.clone()) };
+        let both = activate_beside(Some(&mix(&[stream], self.sizes, None)?), &all, 3 * dim, Activation::SwiGlu)?;
         gated_add(x, &self.to_out.forward(&both)?, &said(2)?)
     }
 
@@ -51,12 +52,9 @@ impl FusedBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
-            // The result of the first layer, of which the gate reads a part, and that of the attention; queries, keys and values by
-            // themselves, the former two also after their norms, and SiLU of the gate.
+            // The result of the first layer, and that of the attention.
             saved.keep((PROJECTED + 1) * inside);
-            saved.keep_cheap((5 + RATIO) * inside);
             saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));
-            saved.keep_product(inside, false);
         });
     }
 }

@@ -1,8 +1,10 @@
 //! The programs that load adapters of each family, and under which names: one table for each kind of part.
 //!
 //! Tried with diffusers 0.42 (`tests/io/flow/test_oracles.py`); read for `ComfyUI` in
-//! <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>, for sd-scripts in
-//! <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>.
+//! <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py> and, for Z-Image and FLUX.2,
+//! <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>, for sd-scripts in
+//! <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>, for musubi-tuner in
+//! <https://github.com/kohya-ss/musubi-tuner/tree/30c658c4/src/musubi_tuner/networks>.
 
 use trainable_candle_io::adapter_file::readers::{EVERY_KIND, PEFT};
 use trainable_candle_io::adapter_file::{Alpha, Known, Reader, Style, Tool};
@@ -116,4 +118,80 @@ fn in_a_block(layer: &str) -> bool {
 
 fn is_attention(layer: &str) -> bool {
     in_a_block(layer) && layer.contains(".attn.")
+}
+
+/// FLUX.2. `ComfyUI` has no diffusers' names of the shared modulations and of the time's network. diffusers takes peft's names for those of
+/// ai-toolkit.
+pub(super) static FLUX2: &[Reader] = &[
+    comfyui(&[
+        Known::all(Style::KohyaOriginal),
+        Known::all(Style::ComfyUi),
+        Known::all(Style::Diffusers).only(no_condition),
+        Known::all(Style::OneTrainer).only(no_condition),
+        Known::all(Style::Lycoris).only(no_condition),
+        Known::all(Style::Bare).only(no_condition),
+    ]),
+    diffusers(&[
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::KohyaOriginal).only(no_modulation),
+        Known::all(Style::ComfyUi).only(has_no_halves).configured().alpha(Alpha::Refused),
+        Known::all(Style::ComfyUiOwn).only(in_a_block).configured().alpha(Alpha::Refused),
+        Known::all(Style::Peft).only(in_a_block).configured().alpha(Alpha::Refused),
+    ]),
+    KOHYA,
+    PEFT,
+];
+
+fn no_condition(layer: &str) -> bool {
+    !layer.contains("_modulation") && !layer.starts_with("time_guidance_embed.")
+}
+
+fn no_modulation(layer: &str) -> bool {
+    !layer.contains("_modulation") && has_no_halves(layer)
+}
+
+/// diffusers leaves the halves of the last modulation as they are in original files.
+fn has_no_halves(layer: &str) -> bool {
+    layer != "norm_out.linear"
+}
+
+/// Z-Image. `ComfyUI` has diffusers' names beside its own, but not in kohya's style, and diffusers `ComfyUI`'s where both are the same or
+/// in kohya's style. musubi-tuner, kohya's for this model, has diffusers' names.
+pub(super) static Z_IMAGE: &[Reader] = &[
+    comfyui(&[
+        Known::all(Style::KohyaOriginal),
+        Known::all(Style::ComfyUi),
+        Known::all(Style::Diffusers).only(no_embedder),
+        Known::all(Style::ComfyUiOwn).only(no_embedder),
+        Known::all(Style::Lycoris).only(no_embedder),
+        Known::all(Style::Bare).only(no_embedder),
+    ]),
+    diffusers(&[
+        Known::all(Style::Diffusers).configured().alpha(Alpha::Refused),
+        Known::all(Style::ComfyUiOwn).configured(),
+        Known::all(Style::ComfyUi).only(has_one_name).configured(),
+        Known::all(Style::Kohya),
+        Known::all(Style::KohyaOriginal).only(no_original_end),
+    ]),
+    Reader {
+        tool: Tool::Kohya,
+        styles: &[Known::all(Style::Kohya), Known::all(Style::KohyaOriginal).only(has_one_name)],
+        kinds: LORA,
+        magnitude: None,
+    },
+    PEFT,
+];
+
+/// Whether it is a layer of the blocks, the first or the last, not one of the networks over time and text.
+fn no_embedder(layer: &str) -> bool {
+    !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
+}
+
+fn no_original_end(layer: &str) -> bool {
+    !layer.starts_with("all_")
+}
+
+/// Whether diffusers and `ComfyUI` call a layer of Z-Image alike.
+fn has_one_name(layer: &str) -> bool {
+    no_original_end(layer) && !layer.contains(".attention.")
 }

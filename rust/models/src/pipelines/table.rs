@@ -87,13 +87,13 @@ fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
     .to_json()
 }
 
-/// Qwen3 4B as a text encoder, which no adapter reaches.
+/// Qwen3 as a text encoder, which no adapter reaches; of 4B unless the files say another size.
 const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,
     subfolder: "text_encoder",
     sections: &[Section {
-        prefixes: &["text_encoders.qwen3_4b.transformer.", ""],
+        prefixes: &["text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer.", ""],
         naming: Naming::Own,
         probe: "model.layers.0.self_attn.q_norm.weight",
     }],
@@ -297,7 +297,7 @@ static FLUX: Pipeline = Pipeline {
                 Section {
                     prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
                     naming: Naming::Original,
-                    probe: "double_blocks.0.img_attn.proj.weight",
+                    probe: "vector_in.in_layer.weight",
                 },
                 Section { prefixes: &[""], naming: Naming::Own, probe: "single_transformer_blocks.0.proj_mlp.weight" },
             ],
@@ -360,7 +360,7 @@ static Z_IMAGE: Pipeline = Pipeline {
             adapter: Some(AdapterNames {
                 kohya: "lora_unet",
                 comfyui: Some("diffusion_model"),
-                readers: tools::UNKNOWN,
+                readers: readers::Z_IMAGE,
             }),
         },
         FLUX_AUTOENCODER,
@@ -393,7 +393,7 @@ static FLUX2: Pipeline = Pipeline {
             adapter: Some(AdapterNames {
                 kohya: "lora_unet",
                 comfyui: Some("diffusion_model"),
-                readers: tools::UNKNOWN,
+                readers: readers::FLUX2,
             }),
         },
         Part {
@@ -413,6 +413,7 @@ static FLUX2: Pipeline = Pipeline {
             },
             adapter: None,
         },
+        QWEN3_ENCODER,
     ],
 };
 

@@ -3,10 +3,11 @@
 use std::path::Path;
 
 use serde_json::{Map, Value};
+use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Source, Weights};
+use trainable_candle_nn::{Quantizable, Quantization, Source, Weights};
 
 use super::{Choice, Layout, Original, Pretrained, read_json};
 use crate::registry::{Model, ModelKind};
@@ -30,6 +31,9 @@ pub trait Architecture: Model + Sized {
 
     /// Its entry among the kinds of models.
     const KIND: &'static ModelKind;
+
+    /// The linear layers that may be quantized; none unless it says so.
+    const QUANTIZABLE: Quantizable = Quantizable::NOTHING;
 
     /// A model over `weights`.
     ///
@@ -73,7 +77,18 @@ pub trait Architecture: Model + Sized {
         let upcasts = files.upcasts(dtype, Self::force_upcast(&config));
         let dtype = if upcasts { Some(DType::F32) } else { dtype };
         let layout = |weights: &WeightFiles| Self::names(&config, files.original(), Some(weights));
-        files.build(layout, dtype, device, |weights| Self::build(config.clone(), weights))
+        let quantization = Self::quantization("from_pretrained", files.quantize())?;
+        files.build(layout, dtype, (device, quantization), |weights| Self::build(config.clone(), weights))
+    }
+
+    /// Its layers in a format, if one is wanted.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if none of them may be quantized.
+    fn quantization(op: &'static str, format: Option<Format>) -> Result<Option<Quantization>> {
+        let Some(format) = format else { return Ok(None) };
+        Self::KIND.check_quantizable(op)?;
+        Ok(Some(Quantization { format, layers: Self::QUANTIZABLE }))
     }
 
     /// The frozen model at `path`: its folder, a weight file beside its `config.json`, a pipeline's folder, or an original checkpoint.
@@ -85,20 +100,25 @@ pub trait Architecture: Model + Sized {
     }
 
     /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of the published
-    /// model without one, to measure its speed and memory.
+    /// model without one, to measure its speed and memory; quantized if a format is given.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
-    /// floating-point, [`Error::OutOfMemory`] if the model does not fit.
-    fn from_config(config: Option<&Path>, dtype: DType, device: &Device) -> Result<Self> {
+    /// floating-point, [`Error::OutOfMemory`] if the model does not fit, [`Error::Argument`] if it cannot be quantized.
+    fn from_config(config: Option<&Path>, dtype: DType, device: &Device, quantize: Option<Format>) -> Result<Self> {
         if !is_float(dtype) {
             let message = format!("a model computes in floating point, found {}", dtype.as_str());
             return Err(Error::dtype("from_config", message));
         }
-        let config = match config {
-            Some(path) => Self::Config::from_json(&read_json(path)?)?,
-            None => Self::Config::default(),
-        };
-        Self::build(config, &mut Source::random(dtype, device).root())
+        let quantization = Self::quantization("from_config", quantize)?;
+        Self::build(Self::config_at(config)?, &mut Source::random(dtype, device).quantized(quantization).root())
+    }
+
+    /// The configuration in a `config.json`, or the published model's.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model.
+    fn config_at(config: Option<&Path>) -> Result<Self::Config> {
+        config.map_or_else(|| Ok(Self::Config::default()), |path| Self::Config::from_json(&read_json(path)?))
     }
 }

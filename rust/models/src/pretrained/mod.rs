@@ -11,10 +11,11 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::{PartNames, TensorFile, WeightFiles};
-use trainable_candle_nn::{Source, Weights};
+use trainable_candle_nn::{Quantization, Source, Weights};
 
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
@@ -46,6 +47,8 @@ pub struct Choice {
     pub force_upcast: Option<bool>,
     /// How many of the first layers to load, of a model that can do with a part.
     pub layers: Option<usize>,
+    /// Quantize the linear layers in blocks while they are read.
+    pub quantize: Option<Format>,
 }
 
 impl Choice {
@@ -66,6 +69,7 @@ pub struct Pretrained {
     original: Option<(Place, Original)>,
     force_upcast: Option<bool>,
     layers: Option<usize>,
+    quantize: Option<Format>,
 }
 
 impl Pretrained {
@@ -91,8 +95,8 @@ impl Pretrained {
     }
 
     fn new(path: &Path, model: &'static ModelKind, choice: &Choice, weights: Vec<PathBuf>) -> Self {
-        let &Choice { force_upcast, layers, .. } = choice;
-        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast, layers }
+        let &Choice { force_upcast, layers, quantize, .. } = choice;
+        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast, layers, quantize }
     }
 
     fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
@@ -160,6 +164,11 @@ impl Pretrained {
         self.layers
     }
 
+    /// The format that linear layers are quantized in, if one is wanted.
+    pub const fn quantize(&self) -> Option<Format> {
+        self.quantize
+    }
+
     /// The path of `config.json`, if there is one.
     pub fn config_path(&self) -> Option<&Path> {
         self.config.as_deref()
@@ -197,7 +206,8 @@ impl Pretrained {
     ) -> Result<C> {
         match (&self.config, self.original) {
             (Some(path), _) => {
-                let map: Map<String, Value> = read_json(path)?;
+                let mut map: Map<String, Value> = read_json(path)?;
+                take_quantization(&mut map).map_err(|text| Error::Config(format!("{}: {text}", path.display())))?;
                 let known = self.model.class_names;
                 if let Some(class) = class_of(&map).filter(|class| !known.contains(&class.as_str())) {
                     return Err(Error::Config(format!(
@@ -242,7 +252,7 @@ impl Pretrained {
         &self,
         layout: impl FnOnce(&WeightFiles) -> Box<dyn Layout>,
         dtype: Option<DType>,
-        device: &Device,
+        (device, quantization): (&Device, Option<Quantization>),
         model: impl FnOnce(&mut Weights<'_>) -> Result<M>,
     ) -> Result<M> {
         if let Some(dtype) = dtype.filter(|&d| !is_float(d)) {
@@ -255,7 +265,8 @@ impl Pretrained {
         let layout = layout(&files);
         // A model computes in one dtype, even if its file mixes several.
         let dtype = dtype.or_else(|| files.common_dtype(layout.prefix()));
-        let mut source = Source::stored(StoredWeights { files, layout, dtype, device: device.clone() });
+        let stored = StoredWeights { files, layout, dtype, device: device.clone() };
+        let mut source = Source::stored(stored).quantized(quantization);
         let in_file = |error| match error {
             Error::Config(text) => Error::Config(format!("{}: {text}", self.path.display())),
             other => other,
@@ -270,6 +281,24 @@ impl Pretrained {
 pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::io(path, e))?;
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
+}
+
+/// Take out what says that the weights are NF4 of bitsandbytes: they tell it themselves.
+fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), String> {
+    const FIELD: &str = "quantization_config";
+    let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };
+    let is = |name: &str| given.get(name).and_then(Value::as_bool).unwrap_or(false);
+    let text = |name: &str| given.get(name).and_then(Value::as_str).unwrap_or("missing");
+    let is_four_bits = is("load_in_4bit") || is("_load_in_4bit");
+    if text("quant_method") == "bitsandbytes" && is_four_bits && text("bnb_4bit_quant_type") == "nf4" {
+        map.remove(FIELD);
+        return Ok(());
+    }
+    let method = text("quant_method");
+    Err(format!(
+        "weights with a {FIELD} of \"{method}\" are not supported, unless they are bitsandbytes' nf4; load the unquantized weights, \
+         with quantize= (--base-precision)"
+    ))
 }
 
 /// The entry of an original checkpoint's header with the configuration of the model that a pipeline has in `subfolder`.

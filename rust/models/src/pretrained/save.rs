@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Result, Weight, WeightRef};
 use trainable_candle_io::{TensorEntry, WeightFiles, save_entries, write_atomically};
 
 use super::layout::{Form, Layout, Original};
@@ -16,11 +16,11 @@ use crate::pipelines::{self, Pipeline, Place, Section, places};
 /// transformers read. Adapters are left out; a merged one is part of its layer's weight.
 ///
 /// # Errors
-/// [`Error::Io`] naming what cannot be written.
+/// [`Error::Io`] naming what cannot be written, [`Error::Argument`] if only a part of the model was loaded.
 pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
+    let entries = entries(model, model.layout(None, None).as_ref(), None)?;
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
-    let entries = entries(model, model.layout(None, None).as_ref(), None)?;
     save_entries(&folder.join(model.kind().weights_name), entries, &metadata)?;
     let config = json_text(model)?;
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
@@ -108,20 +108,24 @@ fn json_text(model: &dyn Model) -> Result<String> {
 
 /// The tensors of `model` as `layout` writes them.
 fn entries(model: &dyn Model, layout: &dyn Layout, dtype: Option<DType>) -> Result<Vec<TensorEntry<'static>>> {
-    let mut grouped: BTreeMap<String, Vec<(Form, Tensor)>> = BTreeMap::new();
-    for (name, tensor) in model.named_tensors() {
+    model.require_whole()?;
+    let mut grouped: BTreeMap<String, Vec<(Form, Weight)>> = BTreeMap::new();
+    for (name, weight) in model.named_weights() {
         let Some(place) = layout.places(&name).into_iter().next() else {
             return Err(Error::argument("save", format!("{name} has no name in this kind of file")));
         };
-        grouped.entry(place.key).or_default().push((place.form, tensor.detach()));
+        grouped.entry(place.key).or_default().push((place.form, weight));
     }
-    let entry = |(key, parts): (String, Vec<(Form, Tensor)>)| {
+    let entry = |(key, parts): (String, Vec<(Form, Weight)>)| {
         let shape = match parts.first() {
-            Some((form, tensor)) => form.stored_shape(tensor.dims()),
+            Some((form, weight)) => form.stored_shape(weight.dims()),
             None => Vec::new(),
         };
-        let dtype = dtype.unwrap_or_else(|| parts.first().map_or(DType::F32, |(_, tensor)| tensor.dtype()));
-        let values = Box::new(move || Form::write(&parts)?.to_dtype(dtype));
+        let dtype = dtype.unwrap_or_else(|| parts.first().map_or(DType::F32, |(_, weight)| weight.dtype()));
+        let values = Box::new(move || {
+            let values = |(form, weight): &(Form, Weight)| Ok((*form, WeightRef::from(weight).values(weight.dtype())?));
+            Form::write(&parts.iter().map(values).collect::<Result<Vec<_>>>()?)?.to_dtype(dtype)
+        });
         TensorEntry { name: format!("{}{key}", layout.prefix()), shape, dtype, values }
     };
     Ok(grouped.into_iter().map(entry).collect())

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::quantized::Format;
+use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor, Weight};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_nn::Stored;
 
@@ -36,14 +37,17 @@ impl Stored for StoredWeights {
     }
 
     fn read(&mut self, name: &str) -> Result<Tensor> {
-        let Some((key, form)) = self.find(name) else {
-            return Err(Error::weights(self.files.path(), format!("there is no parameter \"{name}\"")));
-        };
-        if form == Form::Plain {
-            return self.files.read(&key, self.dtype, &self.device);
+        self.read_to(name, &self.device.clone())
+    }
+
+    fn read_weight(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
+        let Some(format) = format else { return Ok(self.read(name)?.into()) };
+        if let Some(codes) = self.codes(name, format)? {
+            return Ok(codes.to_device(&self.device)?.into());
         }
-        // A part of a tensor is cut out before it moves.
-        form.read(&self.files.read(&key, self.dtype, &Device::Cpu)?)?.to_device(&self.device)
+        // Values are quantized on the CPU: only codes and scales move.
+        let values = self.read_to(name, &Device::Cpu)?;
+        Ok(Quantized::new(&values, format)?.to_device(&self.device)?.into())
     }
 
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String> {
@@ -55,5 +59,35 @@ impl Stored for StoredWeights {
             .filter(|key| !known.contains(*key))
             .map(str::to_owned)
             .collect()
+    }
+}
+
+impl StoredWeights {
+    /// The parameter `name` as it is stored, if that is in `format`.
+    fn codes(&mut self, name: &str, format: Format) -> Result<Option<Quantized>> {
+        let Some((key, form)) = self.find(name) else { return Ok(None) };
+        if format == Format::Nf4 && form == Form::Plain && self.files.is_nf4(&key) {
+            let matrix = self.files.read_nf4(&key)?;
+            return Ok(Some(matrix.with_dtype(self.dtype.unwrap_or_else(|| matrix.dtype()))));
+        }
+        if format != Format::Fp8 {
+            return Ok(None);
+        }
+        // One scale for all lets rows and halves be cut out.
+        let Some((codes, scale)) = self.files.read_fp8(&key)? else { return Ok(None) };
+        let scale = Tensor::new(&[scale], &Device::Cpu)?;
+        let codes = form.read(&codes)?;
+        Quantized::from_fp8(&codes, &scale, self.dtype.unwrap_or(DType::BF16)).map(Some)
+    }
+
+    fn read_to(&mut self, name: &str, device: &Device) -> Result<Tensor> {
+        let Some((key, form)) = self.find(name) else {
+            return Err(Error::weights(self.files.path(), format!("there is no parameter \"{name}\"")));
+        };
+        if form == Form::Plain {
+            return self.files.read(&key, self.dtype, device);
+        }
+        // A part of a tensor is cut out before it moves.
+        form.read(&self.files.read(&key, self.dtype, &Device::Cpu)?)?.to_device(device)
     }
 }

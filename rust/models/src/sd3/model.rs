@@ -8,7 +8,7 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Quantizable, Visitor, Weights};
 
 use super::positions::Positions;
 use super::{SD3Config, keys};
@@ -162,6 +162,8 @@ impl Architecture for SD3Transformer {
     type Config = SD3Config;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], kept: &[] };
 
     fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

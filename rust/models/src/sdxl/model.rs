@@ -7,7 +7,7 @@ use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Conv2d, GroupNorm, Module, Visitor, Weights};
+use trainable_candle_nn::{Conv2d, GroupNorm, Module, Quantizable, Visitor, Weights};
 
 use super::blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use super::config::TIME_IDS;
@@ -192,6 +192,9 @@ impl Architecture for SDXLUNet {
     type Config = UNetConfig;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["down_blocks.", "mid_block.", "up_blocks."], kept: &["time_emb_proj"] };
 
     fn build(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -7,7 +7,7 @@ use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
-use trainable_candle_nn::{Blocks, Init, Module, Visitor, Weights};
+use trainable_candle_nn::{Blocks, Init, Module, Quantizable, Visitor, Weights};
 
 use super::layers::{EncoderBlock, Norm, stream_dtype};
 use super::{T5Config, keys, relative};
@@ -110,6 +110,8 @@ impl Architecture for T5Encoder {
     type Config = T5Config;
 
     const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["encoder.block."], kept: &[] };
 
     fn build(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

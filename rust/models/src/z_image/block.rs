@@ -1,6 +1,7 @@
 //! The block: attention and a gated feed-forward layer, each between two norms.
 
 use trainable_candle_core::ops::gated::swiglu;
+use trainable_candle_core::ops::gated_add::gated_add;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
@@ -110,7 +111,7 @@ impl Block {
         let Some((all, place)) = modulation else { return x.add(&after.forward(&run(&normed)?)?) };
         let said = |index: usize| all.narrow(1, index * self.dim, self.dim)?.unsqueeze(1);
         let result = after.forward(&run(&normed.mul(&said(place)?.add_scalar(1.0)?)?)?)?;
-        x.add(&said(place + 1)?.tanh()?.mul(&result)?)
+        gated_add(x, &result, &said(place + 1)?.tanh()?)
     }
 
     /// What the tape keeps for `tokens` tokens.

@@ -57,6 +57,11 @@ fn original(name: &str) -> Key {
     found.unwrap_or_else(|| Key::plain(name))
 }
 
+/// Where a layer is in a file of `ComfyUI`.
+pub(super) fn original_layer(layer: &str) -> Option<Key> {
+    original(&format!("{layer}.weight")).of_layer()
+}
+
 /// The configuration of the transformer in a file, from the shapes of its tensors. What leaves no trace in them is the published
 /// model's, or comes from the first of the
 /// `known` configurations whose sizes are these.

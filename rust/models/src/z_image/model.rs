@@ -1,11 +1,14 @@
 //! The transformer: noisy latents, time and text in, the negative velocity out.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::norm::layer_norm;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Blocks, Init, Linear, Module, RmsNorm, Visitor, Weights};
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Init, Linear, Module, Quantizable, RmsNorm, Visitor, Weights};
 
 use super::block::Block;
 use super::config::PATCH;
@@ -253,6 +256,9 @@ impl Architecture for ZImageTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["layers.", "noise_refiner.", "context_refiner."], kept: &["adaLN_modulation"] };
+
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
     }
@@ -303,5 +309,9 @@ impl Model for ZImageTransformer {
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
         Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(keys::original_layer)
     }
 }

@@ -176,6 +176,8 @@ const ATTENTION: &[&str] = &[
     "to_k",
     "to_v",
     "to_out.0",
+    "to_out",
+    "to_qkv_mlp_proj",
     "add_q_proj",
     "add_k_proj",
     "add_v_proj",
@@ -288,6 +290,8 @@ mod tests {
         for (name, expected) in [
             ("down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_out.0", true),
             ("text_model.encoder.layers.3.self_attn.out_proj", true),
+            ("single_transformer_blocks.0.attn.to_qkv_mlp_proj", true),
+            ("single_transformer_blocks.0.attn.to_out", true),
             ("down_blocks.1.attentions.0.proj_out", false),
             ("down_blocks.1.attentions.0.transformer_blocks.0.ff.net.2", false),
         ] {

@@ -35,7 +35,7 @@ impl<D: Delta> Added<D> {
     /// W + s Δ, summed in at least f32.
     fn adapted(&self, base: &Base<'_>) -> Result<Tensor> {
         let change = self.scaled(base)?;
-        base.weight.detach().to_dtype(change.dtype())?.add(&change)?.to_dtype(base.weight.dtype())
+        base.weight.values(change.dtype())?.add(&change)?.to_dtype(base.weight.dtype())
     }
 }
 

@@ -8,7 +8,7 @@
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
-use trainable_candle_core::{Error, Result, Tensor, Var};
+use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::kind::{Parameters, Start, StartValues, find};
 use super::lora::{self, DOWN, Lora, UP};
@@ -108,7 +108,8 @@ impl Dora {
             return dora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale }, &magnitude);
         }
         let (down, up) = self.factors.factors(x.dtype())?;
-        let rows = base.weight.detach().reshape((base.rows(), base.columns()))?;
+        let wide = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let rows = base.weight.values(wide)?.reshape((base.rows(), base.columns()))?;
         let down = down.detach().reshape((down.dims()[0], base.columns()))?;
         let norm = adapted_row_norm(&rows, &down, &up.detach(), scale)?;
         let ratio = magnitude.to_dtype(norm.dtype())?.div(&norm)?.to_dtype(x.dtype())?;

@@ -62,8 +62,8 @@ impl Start {
             StartValues::Kaiming => kaiming_uniform(dims, DType::F32, device),
             StartValues::Normal(deviation) => Tensor::randn(0.0, deviation, dims, DType::F32, device),
             StartValues::Zero => Tensor::zeros(dims, DType::F32, device),
-            StartValues::OutputNorm => dora::output_norm(&base.weight.detach().to_dtype(DType::F32)?),
-            StartValues::InputNorm => dora::input_norm(&base.weight.detach().to_dtype(DType::F32)?),
+            StartValues::OutputNorm => dora::output_norm(&base.weight.values(DType::F32)?),
+            StartValues::InputNorm => dora::input_norm(&base.weight.values(DType::F32)?),
         }
     }
 }

@@ -3,14 +3,14 @@
 use std::marker::PhantomData;
 
 use trainable_candle_core::raw::is_float;
-use trainable_candle_core::{Device, Error, Result, Tensor, Var};
+use trainable_candle_core::{Device, Error, Result, Tensor, Var, Weight, WeightRef};
 
 use super::{Adapter, AdapterKind, AdapterSettings, dora, lora};
 use crate::base::{Base, Operation};
 
 /// A frozen linear layer with an adapter of kind `K`.
 pub struct AdaptedLinear<K> {
-    weight: Tensor,
+    weight: Weight,
     bias: Option<Tensor>,
     adapter: Box<dyn Adapter>,
     vars: Vec<Var>,
@@ -48,7 +48,13 @@ impl LayerKind for DoraLayer {
 }
 
 /// A frozen base must be a matrix on the device that was asked for; the rank at least 1.
-fn check_base(op: &'static str, weight: &Tensor, bias: Option<&Tensor>, rank: usize, device: &Device) -> Result<()> {
+fn check_base(
+    op: &'static str,
+    weight: WeightRef<'_>,
+    bias: Option<&Tensor>,
+    rank: usize,
+    device: &Device,
+) -> Result<()> {
     if weight.rank() != 2 {
         return Err(Error::shape(
             op,
@@ -83,7 +89,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
     ///
     /// # Errors
     /// [`Error::Shape`] if the weight is not a matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
-    pub fn new(base_weight: Tensor, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
+    pub fn new(base_weight: impl Into<Weight>, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
         let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
     }
@@ -93,14 +99,15 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_settings(
-        base_weight: Tensor,
+        base_weight: impl Into<Weight>,
         bias: Option<Tensor>,
         settings: AdapterSettings,
         device: &Device,
     ) -> Result<Self> {
-        check_base(K::NAME, &base_weight, bias.as_ref(), settings.rank, device)?;
-        let (weight, bias) = (base_weight.detach(), bias.map(|b| b.detach()));
-        let base = Base { weight: &weight, bias: bias.as_ref(), operation: Operation::Linear };
+        let (weight, bias) = (base_weight.into(), bias.map(|b| b.detach()));
+        check_base(K::NAME, (&weight).into(), bias.as_ref(), settings.rank, device)?;
+        let weight = weight.tensor().map_or_else(|| weight.clone(), |tensor| tensor.detach().into());
+        let base = Base { weight: (&weight).into(), bias: bias.as_ref(), operation: Operation::Linear };
         let parameters = K::KIND
             .init(&base, &settings)?
             .into_iter()
@@ -111,8 +118,8 @@ impl<K: LayerKind> AdaptedLinear<K> {
         Ok(Self { weight, bias, adapter, vars, kind: PhantomData })
     }
 
-    const fn base(&self) -> Base<'_> {
-        Base { weight: &self.weight, bias: self.bias.as_ref(), operation: Operation::Linear }
+    fn base(&self) -> Base<'_> {
+        Base { weight: (&self.weight).into(), bias: self.bias.as_ref(), operation: Operation::Linear }
     }
 
     /// `x (..., in)` → `(..., out)`.

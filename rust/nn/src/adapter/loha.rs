@@ -68,6 +68,6 @@ impl Delta for LoHa {
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor> {
         let cast = |var: &Var| var.to_dtype(dtype);
         low_rank_hadamard(&cast(&self.a[0])?, &cast(&self.b[0])?, &cast(&self.a[1])?, &cast(&self.b[1])?)?
-            .reshape(base.weight.shape().clone())
+            .reshape(base.weight.dims())
     }
 }

@@ -144,7 +144,7 @@ impl Delta for LoKr {
         let (large_rows, inputs) = (large.dims()[0], base.inputs() / columns.max(1));
         let small = small.reshape((rows, 1, 1, columns, 1))?;
         let large = large.reshape((1, large_rows, places, 1, inputs))?;
-        small.mul(&large)?.reshape(base.weight.shape().clone())
+        small.mul(&large)?.reshape(base.weight.dims())
     }
 }
 

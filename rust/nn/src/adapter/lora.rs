@@ -110,12 +110,11 @@ impl Lora {
 
     /// W + s B A in f32 (f64 for an f64 weight), shaped as W.
     pub(super) fn adapted(&self, base: &Base<'_>) -> Result<Tensor> {
-        let weight = base.weight.detach();
-        let dtype = if weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let (down, up) = self.factors(dtype)?;
         let down = down.detach().reshape((down.dims()[0], base.columns()))?;
         let delta = up.detach().matmul(&down)?.mul_scalar(self.scale)?;
-        weight.to_dtype(dtype)?.add(&delta.reshape(weight.shape().clone())?)
+        base.weight.values(dtype)?.add(&delta.reshape(base.weight.dims())?)
     }
 }
 

@@ -3,6 +3,7 @@
 //! An adapter kind is one file with an [`AdapterKind`] and one line in [`KINDS`]. Models know nothing of adapters: a set of
 //! them is attached to layers found by name ([`AdapterSet::attach`]) and taken off again.
 
+mod beside;
 mod config;
 mod delta;
 mod dora;
@@ -15,6 +16,8 @@ mod lora;
 mod merged;
 mod set;
 
+pub use beside::TrainingAdapter;
+pub(crate) use beside::{Beside, Product};
 pub use config::{LoraConfig, scale};
 pub use dora::Dora;
 pub use kind::{AdapterKind, Build, Parameters, Start, StartValues};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use trainable_candle_core::{Error, FlatBuffer, Result, Tensor, Var};
+use trainable_candle_core::{Error, FlatBuffer, Result, Tensor, Var, Weight};
 
 use super::kind::Parameters;
 use super::merged::Merged;
@@ -17,7 +17,7 @@ struct Member {
     name: String,
     kind: &'static AdapterKind,
     settings: AdapterSettings,
-    weight: Tensor,
+    weight: Weight,
     bias: Option<Tensor>,
     operation: Operation,
     slot: AdapterSlot,
@@ -26,8 +26,8 @@ struct Member {
 }
 
 impl Member {
-    const fn base(&self) -> Base<'_> {
-        Base { weight: &self.weight, bias: self.bias.as_ref(), operation: self.operation }
+    fn base(&self) -> Base<'_> {
+        Base { weight: (&self.weight).into(), bias: self.bias.as_ref(), operation: self.operation }
     }
 
     fn has_rank(&self) -> bool {
@@ -166,7 +166,7 @@ impl AdapterSet {
     }
 
     fn build(config: LoraConfig, planned: Vec<Planned<'_>>) -> Result<Self> {
-        if let Some(taken) = planned.iter().find(|p| p.layer.slot().get().is_some()) {
+        if let Some(taken) = planned.iter().find(|p| p.layer.slot().is_taken()) {
             return Err(Error::Config(format!(
                 "add_adapter: {} already has an adapter; call remove_adapter() first",
                 taken.name
@@ -185,7 +185,7 @@ impl AdapterSet {
                 name: name.to_string(),
                 kind,
                 settings,
-                weight: base.weight.clone(),
+                weight: base.weight.to_owned(),
                 bias: base.bias.cloned(),
                 operation: base.operation,
                 slot: layer.slot().clone(),
@@ -353,7 +353,7 @@ impl AdapterSet {
         }
     }
 
-    /// Let every adapted layer compute with one merged weight, at the speed of the base. What is trained after that has no effect
+    /// Let every adapted layer compute with one merged weight, at the speed of a base that is not quantized. What is trained after that has no effect
     /// until [`set_enabled`](Self::set_enabled) takes the merged weights away again, which restores the adapters exactly.
     ///
     /// # Errors

@@ -12,6 +12,7 @@
 use std::sync::LazyLock;
 
 use trainable_candle_core::cpu::pool::par_chunks_mut;
+pub use trainable_candle_core::quantized::create_dynamic_map;
 use trainable_candle_core::{Error, Result};
 
 #[cfg(target_arch = "x86_64")]
@@ -23,37 +24,6 @@ pub const BLOCK_SIZE: usize = 256;
 
 /// Elements that one thread quantises at a time.
 const GRAIN: usize = 1 << 14;
-
-/// The 256 values of the dynamic map in ascending order: `signed` for values in [-1, 1], otherwise for [0, 1].
-///
-/// Decade i of seven (1e-6 to 1) holds 2^i values of each sign (2^(i+1) if unsigned), evenly spaced from a tenth of the
-/// decade's end to its end; 0 and 1 complete the map.
-pub fn create_dynamic_map(signed: bool) -> [f32; 256] {
-    const DECADES: u32 = 7;
-    let mut values = Vec::with_capacity(256);
-    for decade in 0..DECADES {
-        let items = 1usize << if signed { decade } else { decade + 1 };
-        let scale = 10f64.powi(decade as i32 - (DECADES as i32 - 1)) as f32;
-        for i in 0..items {
-            let middle = (linspace(0.1, 1.0, items, i) + linspace(0.1, 1.0, items, i + 1)) / 2.0;
-            values.push(scale * middle);
-            if signed {
-                values.push(-scale * middle);
-            }
-        }
-    }
-    values.extend([0.0, 1.0]);
-    values.sort_by(f32::total_cmp);
-    let mut map = [0.0; 256];
-    map.copy_from_slice(&values);
-    map
-}
-
-/// Point `i` of `0..=intervals` between two ends, rounded as torch's `linspace` rounds it: from the nearer end.
-fn linspace(start: f32, end: f32, intervals: usize, i: usize) -> f32 {
-    let step = (end - start) / intervals as f32;
-    if i < intervals.div_ceil(2) { step.mul_add(i as f32, start) } else { (-step).mul_add((intervals - i) as f32, end) }
-}
 
 /// A map of 256 ascending values and what finds the nearest of them in a few instructions.
 pub struct Codebook {

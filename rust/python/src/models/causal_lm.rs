@@ -1,16 +1,18 @@
 //! Language models.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
-use trainable_candle_models as models;
 use trainable_candle_models::causal_lm::PackedTexts;
+use trainable_candle_models::{self as models, Architecture, Loaded};
 
+use super::generation::{Generation, Given, KVCache, tokens as ids_of};
 use super::{Model, class};
 use crate::argument::Argument;
-use crate::arguments::Integer;
+use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
+use crate::device;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
@@ -19,6 +21,15 @@ const OP: &str = "CausalLM";
 /// A language model that computes what transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`
 /// computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
 /// first layers alone, as a text encoder.
+///
+/// The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
+///
+/// Args:
+///     config: the `config.json`.
+///     device: where its parameters are.
+///
+/// Raises:
+///     MissingFileError, ConfigError: if the configuration is missing or another model's.
 ///
 /// Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
 /// from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
@@ -30,6 +41,19 @@ class!(CausalLM);
 
 #[pymethods]
 impl CausalLM {
+    #[new]
+    #[pyo3(signature = (config, device="cpu"))]
+    fn new(py: Python<'_>, config: FilePath, device: &str) -> Result<PyClassInitializer<Self>> {
+        let path = config.named(OP, "config")?;
+        let device = device::parse(device)?;
+        let model = detached(py, || {
+            let config = models::CausalLM::config_at(Some(&path))?;
+            models::CausalLM::fresh(config, &device)
+        })?;
+        let model = Arc::new(model);
+        Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
+    }
+
     /// The scores of every token of the vocabulary as the next one: (B, S, V) in the dtype of the weights.
     ///
     /// Args:
@@ -201,6 +225,137 @@ impl CausalLM {
             let states = self.0.states(&texts.input_ids, &texts.positions, &texts.cu_seqlens, &layers)?;
             states.iter().map(|states| texts.unpack(states)).collect::<tc::Result<Vec<_>>>()
         })?;
+        Ok(states.into_iter().map(Tensor).collect())
+    }
+
+    /// What follows each prompt: the new tokens, without the one that ends the text.
+    ///
+    /// Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. What is drawn depends on the seed,
+    /// the number of the text and the place in it alone.
+    ///
+    /// Args:
+    ///     prompts: the token ids of each text, at least one each.
+    ///     max_new_tokens: added to each text, at most.
+    ///     temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
+    ///     top_k: draw from so many likeliest tokens; 0: from all.
+    ///     top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
+    ///     min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
+    ///     repetition_penalty: above 1, tokens that the text has become less likely.
+    ///     stop_token_ids: which tokens end a text; `eos_token_ids` without it.
+    ///     seed: of the draws.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if an id is not a token.
+    ///     ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
+    ///     NonFiniteError: if the model gives no numbers.
+    #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
+        top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
+    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    fn generate(
+        &self,
+        py: Python<'_>,
+        prompts: Vec<Vec<Integer>>,
+        max_new_tokens: Integer,
+        temperature: Argument<f64>,
+        top_k: Integer,
+        top_p: Argument<f64>,
+        min_p: Argument<f64>,
+        repetition_penalty: Argument<f64>,
+        stop_token_ids: Option<Vec<Integer>>,
+        seed: Integer,
+    ) -> Result<Vec<Vec<u32>>> {
+        let given =
+            Given { max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed };
+        let mut texts = vec![Vec::new(); prompts.len()];
+        let mut generation = given.start("generate", prompts, &self.0)?;
+        detached(py, || {
+            while !generation.is_done() {
+                for (text, token) in texts.iter_mut().zip(generation.step(&self.0)?) {
+                    text.extend(token);
+                }
+            }
+            Ok(texts)
+        })
+    }
+
+    /// As `generate`, token by token: an iterator over the steps, whose items have the new token of every text, None for those that have
+    /// ended.
+    ///
+    /// Args:
+    ///     prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
+    ///
+    /// Raises:
+    ///     As `generate`, of which those about the model come with the first step.
+    #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
+        top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
+    #[allow(clippy::too_many_arguments)] // each is a name in Python
+    fn stream(
+        &self,
+        prompts: Vec<Vec<Integer>>,
+        max_new_tokens: Integer,
+        temperature: Argument<f64>,
+        top_k: Integer,
+        top_p: Argument<f64>,
+        min_p: Argument<f64>,
+        repetition_penalty: Argument<f64>,
+        stop_token_ids: Option<Vec<Integer>>,
+        seed: Integer,
+    ) -> Result<Generation> {
+        let given =
+            Given { max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed };
+        Ok(Generation::new(self.0.clone(), given.start("stream", prompts, &self.0)?))
+    }
+
+    /// Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
+    ///
+    /// The scores are those of a pass over the whole texts; one more token of a text costs a pass over that token alone.
+    ///
+    /// Args:
+    ///     cache: the texts so far.
+    ///     tokens: the new token ids of each text; none where a text rests.
+    ///
+    /// Raises:
+    ///     IndexOutOfRangeError: if an id is not a token.
+    ///     ArgumentError: if the numbers of texts differ, no text gets a token, or only a part of the layers was loaded.
+    #[pyo3(signature = (cache, tokens))]
+    fn extend(&self, py: Python<'_>, cache: PyRef<'_, KVCache>, tokens: Vec<Vec<Integer>>) -> Result<Tensor> {
+        let new = tokens.into_iter().map(|ids| ids_of("extend", "tokens", ids)).collect::<Result<Vec<_>>>()?;
+        let cache = &cache.0;
+        detached(py, || {
+            let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
+            self.0.extend(&mut cache, &new.iter().map(Vec::as_slice).collect::<Vec<_>>())
+        })
+        .map(Tensor)
+    }
+
+    /// The states as `hidden_states` of one text and the padding that follows it: padding sees every word, but neither itself nor other
+    /// padding, as in transformers where a mask covers it.
+    ///
+    /// Args:
+    ///     input_ids: token ids, (N), i64 or u32.
+    ///     words: how many of them, from the first on, are the text: 1 to N.
+    ///     layers: after how many layers, one or more.
+    ///
+    /// Returns:
+    ///     For each of `layers` the states, (N, D).
+    ///
+    /// Raises:
+    ///     ShapeError, DTypeError: if an input does not fit.
+    ///     IndexOutOfRangeError: if an id is not a token.
+    ///     ArgumentError: if there are more words than tokens or none, or the model has fewer layers.
+    fn padded_states(
+        &self,
+        py: Python<'_>,
+        input_ids: Argument<PyRef<'_, Tensor>>,
+        words: Integer,
+        layers: Vec<Integer>,
+    ) -> Result<Vec<Tensor>> {
+        const OP: &str = "padded_states";
+        let input_ids = input_ids.get(OP, "input_ids")?;
+        let words = words.count(OP, "words")?;
+        let layers = layers.into_iter().map(|layer| layer.count(OP, "layers")).collect::<Result<Vec<_>>>()?;
+        let ids = &input_ids.0;
+        let states = detached(py, || self.0.padded_states(ids, words, &layers))?;
         Ok(states.into_iter().map(Tensor).collect())
     }
 

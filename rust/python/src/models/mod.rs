@@ -5,6 +5,7 @@ mod clip;
 mod digits;
 mod flux;
 mod flux2;
+mod generation;
 mod request;
 mod sd3;
 mod sdxl;
@@ -31,6 +32,7 @@ use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 use crate::tensor::Tensor;
+use crate::training_adapter::TrainingAdapter;
 use crate::types::{NamedTensors, NamedVars, Own};
 use crate::var::Var;
 
@@ -39,6 +41,7 @@ pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
 pub use flux::FluxTransformer;
 pub use flux2::Flux2Transformer;
+pub use generation::{Generation, KVCache};
 pub use request::set_resolver;
 use request::{Options, Request};
 pub use sd3::SD3Transformer;
@@ -135,13 +138,16 @@ impl Model {
     ///     force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
     ///         says: SDXL's autoencoder does, whose values leave the range of f16.
     ///     layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
+    ///     quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
+    ///         they are read; all else is as `dtype` says.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
     ///     ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-    ///     ArgumentError: if `layers` is given for another kind of model, or is more than it has.
+    ///     ArgumentError: if `layers` is given for another kind of model, or is more than it has, or if the kind has no layers to
+    ///         quantize.
     #[classmethod]
-    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None))]
+    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None, quantize=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn from_pretrained(
         cls: &Bound<'_, PyType>,
@@ -153,9 +159,11 @@ impl Model {
         config: Option<FilePath>,
         force_upcast: Option<bool>,
         layers: Option<Integer>,
+        quantize: Option<&str>,
     ) -> Result<Own> {
         let layers = layers.map(|layers| layers.count("from_pretrained", "layers")).transpose()?;
-        let options = Options { subfolder, config, force_upcast, layers };
+        let quantize = quantize.map(str::parse).transpose()?;
+        let options = Options { subfolder, config, force_upcast, layers, quantize };
         let request = Request::new(py, "from_pretrained", Class::kind(cls), (path, options), dtype, device)?;
         Ok(Own(Self::object(py, request.load(py)?)?))
     }
@@ -166,19 +174,21 @@ impl Model {
     ///     config: a `config.json`; the published model's without it.
     ///     dtype: of the weights, f32 without it.
     ///     device: where they are.
+    ///     quantize: as in `from_pretrained`.
     ///
     /// Raises:
-    ///     ArgumentError: of `Model`, which is no model by itself.
+    ///     ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
     ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
-    #[pyo3(signature = (config=None, dtype=None, device="cpu"))]
+    #[pyo3(signature = (config=None, dtype=None, device="cpu", *, quantize=None))]
     fn from_config(
         cls: &Bound<'_, PyType>,
         py: Python<'_>,
         config: Option<FilePath>,
         dtype: Option<DTypeArg>,
         device: &str,
+        quantize: Option<&str>,
     ) -> Result<Own> {
         const OP: &str = "from_config";
         let Some(kind) = Class::kind(cls) else {
@@ -186,7 +196,8 @@ impl Model {
         };
         let config = config.map(|config| config.named(OP, "config")).transpose()?;
         let (dtype, device) = (dtype.map_or(tc::DType::F32, |dtype| dtype.0), device::parse(device)?);
-        let model = detached(py, || (kind.random)(config.as_deref(), dtype, &device))?;
+        let quantize = quantize.map(str::parse).transpose()?;
+        let model = detached(py, || (kind.random)(config.as_deref(), dtype, &device, quantize))?;
         Ok(Own(Self::object(py, Loaded::new(model))?))
     }
 
@@ -237,6 +248,23 @@ impl Model {
             let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
             io::attach_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
         })
+    }
+
+    /// Put the LoRA of a file beside whatever is trained, its effect multiplied by `scale`: that over which a distilled model is trained.
+    /// It stays frozen, and neither files nor merged weights have it.
+    ///
+    /// Raises:
+    ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
+    ///     ConfigError: if it is no LoRA of linear layers, or a layer has one already.
+    #[pyo3(signature = (path, scale=Argument::of(1.0)))]
+    fn add_training_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<TrainingAdapter> {
+        const OP: &str = "add_training_adapter";
+        let (path, scale) = (path.get(OP)?, scale.get(OP, "scale")?);
+        let made = detached(py, || {
+            let (names, layers) = (self.model.adapter_names(), self.model.named_layers());
+            io::adapter_file::attach_training_adapter(&path, scale, io::PartLayers { names: &names, layers: &layers })
+        })?;
+        Ok(TrainingAdapter::new(made, self.model.clone()))
     }
 
     /// Let the adapted layers compute with one merged weight each, at the speed of the base. Training has no effect
@@ -292,7 +320,8 @@ impl Model {
     }
 
     fn __repr__(&self) -> String {
-        let elements: usize = self.model.named_tensors().iter().map(|(_, tensor)| tensor.elem_count()).sum();
+        let elements: usize =
+            self.model.named_weights().iter().map(|(_, weight)| weight.dims().iter().product::<usize>()).sum();
         format!("{}({elements} parameters, {})", self.model.class_name(), self.model.dtype().as_str())
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use trainable_candle_core as tc;
+use trainable_candle_core::quantized::Format;
 use trainable_candle_models::pipelines::{self, PIPELINES};
 use trainable_candle_models::registry::ModelKind;
 use trainable_candle_models::{self as models, Choice, Loaded};
@@ -31,6 +32,7 @@ pub struct Options {
     pub config: Option<FilePath>,
     pub force_upcast: Option<bool>,
     pub layers: Option<usize>,
+    pub quantize: Option<Format>,
 }
 
 impl Request {
@@ -43,7 +45,7 @@ impl Request {
         dtype: Option<DTypeArg>,
         device: &str,
     ) -> Result<Self> {
-        let Options { mut subfolder, config, force_upcast, layers } = options;
+        let Options { mut subfolder, config, force_upcast, layers, quantize } = options;
         let config = config.map(|config| config.named(op, "config")).transpose()?;
         let mut path = path.get(op)?;
         let dtype = dtype.map(|dtype| dtype.0);
@@ -56,7 +58,7 @@ impl Request {
                 (path, subfolder) = (found, None);
             }
         }
-        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, ..Choice::default() };
+        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, quantize, ..Choice::default() };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 

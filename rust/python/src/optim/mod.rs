@@ -137,7 +137,7 @@ const ITERABLE: PyStaticExpr = type_hint_identifier!("collections.abc", "Iterabl
 const VARIABLES: PyStaticExpr = type_hint_subscript!(ITERABLE, Var::TYPE_HINT);
 
 /// Variables, from any iterable or the values of a dict.
-pub struct Variables(Vec<tc::Var>);
+pub struct Variables(pub(crate) Vec<tc::Var>);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Variables {
     type Error = PyErr;

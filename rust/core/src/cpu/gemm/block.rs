@@ -4,6 +4,7 @@ use std::any::TypeId;
 use std::cell::RefCell;
 
 use super::kernel::{Ahead, Broadcast, Columns, Target, TileShape};
+use super::narrow::{self, Narrow};
 use super::pack::{Along, Side, pack, packed_len};
 use super::thin::{self, Dot, Outer};
 use crate::cpu::{Elem, Real, dispatch, pool};
@@ -60,8 +61,8 @@ where
         // they are the direction of the vectors.
         let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
         let method = match thin {
-            true if self.n <= self.m => self.a.method(),
-            true => self.b.method(),
+            true if self.n <= self.m => self.a.method(self.n),
+            true => self.b.method(self.m),
             false => Method::Packed,
         };
         let keep = match method {
@@ -188,8 +189,12 @@ where
                     (b.cast_const(), self.k)
                 };
                 let c = self.target(direct, sums);
-                let (a, a_step) = (self.a.ptr.cast(), self.a.outer);
-                Dot { m: self.m, n: self.n, k: self.k, a, a_step, b, b_step, c }.run();
+                let Self { m, n, k, .. } = self;
+                if is_accumulator::<A>() {
+                    Dot { m, n, k, a: self.a.ptr.cast(), a_step: self.a.outer, b, b_step, c }.run();
+                } else {
+                    Narrow { m, n, k, a: self.a.ptr, a_step: self.a.outer, b, b_step, c }.run();
+                }
                 if !direct {
                     self.write(sums);
                 }
@@ -308,9 +313,10 @@ impl<T: Elem> Side<T> {
         Ahead { ptr: self.ptr.cast(), runs, len: run * size, stride: stride * size }
     }
 
-    /// How a thin product with this as its large operand is computed.
-    fn method(self) -> Method {
+    /// How a thin product with this as its large operand, and so many columns, is computed.
+    fn method(self, columns: usize) -> Method {
         match (self.outer, self.inner) {
+            (_, 1) if !is_accumulator::<T>() && columns <= narrow::MAX_COLUMNS => Method::Dot,
             _ if !is_accumulator::<T>() => Method::Packed,
             (1, _) => Method::Outer,
             (_, 1) => Method::Dot,

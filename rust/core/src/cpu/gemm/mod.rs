@@ -11,6 +11,7 @@
 pub(crate) mod batch;
 mod block;
 mod kernel;
+mod narrow;
 mod pack;
 mod thin;
 

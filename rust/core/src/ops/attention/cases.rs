@@ -2,8 +2,11 @@
 
 use candle_core::Device;
 
-use super::{packed_attention, plain, scaled_dot_product_attention, varlen_attention};
+use super::{
+    HeadSizes, Stream, normed_attention, packed_attention, plain, scaled_dot_product_attention, varlen_attention,
+};
 use crate::ops::case::Case;
+use crate::ops::norm::{rms_norm, rms_norm_rope};
 use crate::{Result, Tensor};
 
 pub(super) fn attention() -> Vec<Case> {
@@ -76,6 +79,120 @@ pub(super) fn packed() -> Vec<Case> {
         case("one head", &[&[2, 3, 15]], 1, false),
         case("one token", &[&[2, 1, 12]], 2, false),
         Case::new("no tokens", &[&[2, 0, 12]], |x| packed_attention(&x[0], None, 2, false)),
+    ]
+}
+
+/// What a case of normed attention takes beside its projections, of fixed values.
+#[derive(Clone, Copy)]
+struct NormedCase {
+    heads: usize,
+    width: usize,
+    has_norms: bool,
+    turns: bool,
+    per_sample: bool,
+    masked: bool,
+}
+
+/// Scales of queries and keys; cos and sin.
+type NormedOperands = ([Option<Tensor>; 2], Option<[Tensor; 2]>);
+
+impl NormedCase {
+    const EPS: f64 = 1e-6;
+
+    fn fixed(x: &Tensor, dims: &[usize], phase: f64, function: fn(f64) -> f64) -> Result<Tensor> {
+        let values = (0..dims.iter().product()).map(|i: usize| function(i as f64 * 0.7 + phase)).collect();
+        Tensor::from_vec(values, dims, &Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())
+    }
+
+    /// Scales of queries and keys, and cos and sin, of stream `index`.
+    fn operands(&self, x: &Tensor, index: usize) -> Result<NormedOperands> {
+        let phase = index as f64;
+        let scale = |more: f64| Self::fixed(x, &[self.width], phase + more, |angle| 1.0 + 0.5 * angle.sin());
+        let norms = if self.has_norms { [Some(scale(0.1)?), Some(scale(0.2)?)] } else { [None, None] };
+        let table = |function| {
+            let dims = [x.dims()[0], x.dims()[1], self.width / 2];
+            Self::fixed(x, if self.per_sample { &dims } else { &dims[1..] }, phase, function)
+        };
+        Ok((norms, if self.turns { Some([table(f64::cos)?, table(f64::sin)?]) } else { None }))
+    }
+
+    fn mask(&self, xs: &[Tensor]) -> Result<Option<Tensor>> {
+        if !self.masked {
+            return Ok(None);
+        }
+        let (batch, tokens) = (xs[0].dims()[0], xs.iter().map(|x| x.dims()[1]).sum());
+        let values = (0..batch * tokens).map(|i| u8::from(i % 4 != 1)).collect();
+        Tensor::from_vec(values, (batch, 1, 1, tokens), xs[0].device()).map(Some)
+    }
+
+    fn run(&self, xs: &[Tensor]) -> Result<Tensor> {
+        let operands = xs.iter().enumerate().map(|(i, x)| self.operands(x, i)).collect::<Result<Vec<_>>>()?;
+        let streams: Vec<_> = xs
+            .iter()
+            .zip(&operands)
+            .map(|(x, (norms, angles))| Stream {
+                x,
+                norms: norms.each_ref().map(Option::as_ref),
+                angles: angles.as_ref().map(|angles| angles.each_ref()),
+            })
+            .collect();
+        let sizes = HeadSizes { heads: self.heads, width: self.width, eps: Self::EPS };
+        normed_attention(&streams, sizes, self.mask(xs)?.as_ref())
+    }
+
+    /// The same from views, norms and attention, sample by sample.
+    fn plain(&self, xs: &[Tensor]) -> Result<Tensor> {
+        let mut parts: [Vec<Tensor>; 3] = Default::default();
+        for (index, x) in xs.iter().enumerate() {
+            let (norms, angles) = self.operands(x, index)?;
+            let (batch, length, columns) = (x.dims()[0], x.dims()[1], self.heads * self.width);
+            for (part, all) in parts.iter_mut().enumerate() {
+                let heads = (batch, length, self.heads, self.width);
+                let rows = x.narrow(2, part * columns, columns)?.reshape(heads)?.transpose(1, 2)?;
+                let Some(norm) = norms.get(part) else {
+                    all.push(rows);
+                    continue;
+                };
+                let Some([cos, sin]) = &angles else {
+                    all.push(rms_norm(&rows, norm.as_ref(), Self::EPS)?);
+                    continue;
+                };
+                let sample = |sample: usize| {
+                    let row = |table: &Tensor| {
+                        if self.per_sample { table.narrow(0, sample, 1)?.squeeze(0) } else { Ok(table.clone()) }
+                    };
+                    rms_norm_rope(&rows.narrow(0, sample, 1)?, norm.as_ref(), &row(cos)?, &row(sin)?, true, Self::EPS)
+                };
+                let samples = (0..batch).map(sample).collect::<Result<Vec<_>>>()?;
+                all.push(Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)?);
+            }
+        }
+        let join = |parts: &Vec<Tensor>| Tensor::cat(&parts.iter().collect::<Vec<_>>(), 2);
+        let [q, k, v] = [join(&parts[0])?, join(&parts[1])?, join(&parts[2])?];
+        let mixed = plain(&q, &k, &v, self.mask(xs)?.as_ref(), false, 1.0 / (self.width as f64).sqrt())?;
+        let (batch, tokens) = (mixed.dims()[0], mixed.dims()[2]);
+        mixed.transpose(1, 2)?.reshape((batch, tokens, self.heads * self.width))
+    }
+}
+
+pub(super) fn normed() -> Vec<Case> {
+    const BOTH: NormedCase =
+        NormedCase { heads: 3, width: 4, has_norms: true, turns: true, per_sample: false, masked: false };
+    let case = |label, shapes: &[&[usize]], kind: NormedCase| {
+        Case::new(label, shapes, move |x| kind.run(x)).plain(move |x| kind.plain(x))
+    };
+    vec![
+        case("one stream", &[&[2, 5, 36]], BOTH),
+        case("one stream, more columns", &[&[2, 5, 41]], BOTH),
+        case("two streams", &[&[2, 3, 36], &[2, 5, 38]], BOTH),
+        case("nothing turns", &[&[2, 3, 36], &[2, 5, 36]], NormedCase { turns: false, ..BOTH }),
+        case("no scales", &[&[2, 5, 36]], NormedCase { has_norms: false, ..BOTH }),
+        case("angles of samples, masked", &[&[2, 5, 36]], NormedCase { per_sample: true, masked: true, ..BOTH }),
+        case("wide", &[&[1, 4, 96], &[1, 3, 112]], NormedCase { heads: 2, width: 16, ..BOTH }),
+        case("one token", &[&[2, 1, 36]], BOTH),
+        Case::new("read twice", &[&[2, 5, 38]], move |x| BOTH.run(x)?.mul(&x[0].narrow(2, 26, 12)?))
+            .plain(move |x| BOTH.plain(x)?.mul(&x[0].narrow(2, 26, 12)?)),
+        Case::new("no tokens", &[&[2, 0, 36]], move |x| BOTH.run(x)),
     ]
 }
 

@@ -6,12 +6,14 @@ mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod normed;
 mod packed;
 mod varlen;
 
 use candle_core::{D, DType};
 
 pub(crate) use cpu::heads_lie_inside;
+pub use normed::{HeadSizes, Stream, normed_attention};
 pub use packed::packed_attention;
 pub use varlen::varlen_attention;
 
@@ -106,7 +108,12 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     let Some(mask) = mask else { return Ok(()) };
     let mut scores = q.dims().to_vec();
     scores[rank - 1] = keys;
-    if crate::cpu::broadcast_dims(mask.dims(), &scores).is_none_or(|dims| *dims != *scores) {
+    check_mask(op, q, mask, &scores)
+}
+
+/// A mask for scores of shape `scores` of queries like `q`.
+fn check_mask(op: &'static str, q: &Tensor, mask: &Tensor, scores: &[usize]) -> Result<()> {
+    if crate::cpu::broadcast_dims(mask.dims(), scores).is_none_or(|dims| *dims != *scores) {
         return Err(Error::shape(
             op,
             format!("the mask has shape {:?}, expected one that broadcasts to {scores:?}", mask.dims()),
@@ -161,6 +168,21 @@ fn backward(
     )
 }
 
+/// Writes the gradients of q, k and v into tensors that may be parts of others.
+fn backward_into(attention: &cpu::Attention, saved: &cpu::SavedValues, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
+    on_device!(
+        grad.device(),
+        cuda => cuda::Attention::from(attention).backward_into(saved, grad, places.map(Some)),
+        cpu => {
+            let grads = cpu::backward(attention, saved, grad, [true; 3])?;
+            places.into_iter().zip(grads).try_for_each(|(place, grad)| match grad {
+                Some(grad) => compute::copy_into(place, &grad),
+                None => Ok(()),
+            })
+        },
+    )
+}
+
 struct AttentionBackward {
     inputs: [Saved; 3],
     mask: Option<Saved>,
@@ -194,6 +216,7 @@ impl Backward for AttentionBackward {
 pub static ENTRIES: &[Entry] = &[
     Entry { info: &ATTENTION, cases: cases::attention },
     Entry { info: &packed::PACKED, cases: cases::packed },
+    Entry { info: &normed::NORMED, cases: cases::normed },
     Entry { info: &varlen::VARLEN, cases: cases::varlen },
 ];
 

@@ -3,12 +3,14 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use candle_core::Shape;
+use candle_core::{Device, Shape};
 use smallvec::SmallVec;
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
 use crate::compute::on_device;
+use crate::quantized::weight::{HeldWeight, WeightRef};
+use crate::quantized::{Format, example};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
@@ -32,7 +34,30 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 }
 
 /// x Wᵀ + b over matrices: (rows, in), (out, in), (out) → (rows, out).
-pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
+    match weight {
+        WeightRef::Plain(weight) => forward_plain(x, &weight.raw, bias),
+        // There the values are scratch of one product; on the CPU they are made in parts.
+        WeightRef::Quantized(weight) if !x.device().is_cpu() => forward_plain(x, &weight.values(x.dtype())?, bias),
+        WeightRef::Quantized(weight) => {
+            let y = match bias {
+                Some(bias) => bias_rows(bias, x.dims()[0])?,
+                None => compute::unset(LINEAR.name, x, &[x.dims()[0], weight.dims()[0]])?,
+            };
+            weight.product(&y, x, bias.is_some())?;
+            Ok(y)
+        }
+    }
+}
+
+/// The bias in each of `rows` rows, in storage of its own.
+fn bias_rows(bias: &Raw, rows: usize) -> Result<Raw> {
+    let y = compute::contiguous(&bias.broadcast_as((rows, bias.dims()[0]))?)?;
+    if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y) } else { Ok(y) }
+}
+
+/// [`forward`] with a weight of values.
+pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let fused = on_device!(x.device(), cuda => cuda::forward(x, weight, bias)?, cpu => None);
     if let Some(y) = fused {
         return Ok(y);
@@ -40,14 +65,13 @@ pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> 
     let weight = weight.t()?;
     let Some(bias) = bias else { return compute::matmul(x, &weight) };
     // The bias is written first and the product added to it: one pass over y less than adding it after.
-    let y = compute::contiguous(&bias.broadcast_as((x.dims()[0], bias.dims()[0]))?)?;
-    let y = if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y)? } else { y };
+    let y = bias_rows(bias, x.dims()[0])?;
     compute::matmul_accumulate(&y, x, &weight, 1.0)?;
     Ok(y)
 }
 
 /// Check `x (..., in)`, `weight (out, in)`, `bias (out)`.
-pub(super) fn check(op: &'static str, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: Option<&Tensor>) -> Result<()> {
     if weight.rank() != 2 {
         return Err(Error::shape(
             op,
@@ -68,10 +92,12 @@ pub(super) fn check(op: &'static str, x: &Tensor, weight: &Tensor, bias: Option<
     if let Some(bias) = bias.filter(|b| b.dims() != [out]) {
         return Err(Error::shape(op, format!("the bias has shape {:?}, expected ({out},)", bias.dims())));
     }
-    for (name, other) in std::iter::once(("weight", weight)).chain(bias.map(|b| ("bias", b))) {
-        same_kind(op, x, name, other)?;
+    match weight {
+        WeightRef::Plain(weight) => same_kind(op, x, "weight", weight)?,
+        // It is dequantized in the dtype of the input.
+        WeightRef::Quantized(weight) => same_device(op, x, "weight", weight.device())?,
     }
-    Ok(())
+    bias.map_or(Ok(()), |bias| same_kind(op, x, "bias", bias))
 }
 
 /// `other` must have the dtype and the device of `x`.
@@ -86,33 +112,39 @@ pub(super) fn same_kind(op: &'static str, x: &Tensor, name: &str, other: &Tensor
             ),
         ));
     }
-    if !other.device().same_device(x.device()) {
-        return Err(Error::device(op, format!("the {name} is on another device than the input; move one with to()")));
+    same_device(op, x, name, other.device())
+}
+
+fn same_device(op: &'static str, x: &Tensor, name: &str, device: &Device) -> Result<()> {
+    if device.same_device(x.device()) {
+        return Ok(());
     }
-    Ok(())
+    Err(Error::device(op, format!("the {name} is on another device than the input; move one with to()")))
 }
 
 struct LinearBackward {
     /// For the gradient of the weight.
     x: Option<Saved>,
     /// For the gradient of the input.
-    weight: Option<Saved>,
+    weight: Option<HeldWeight>,
     x_shape: Shape,
+    /// Where the bias is among the inputs: a quantized weight is none.
+    bias: usize,
 }
 
 impl Backward for LinearBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get()?], 1.0)?;
+            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get(grad.dtype())?], 1.0)?;
         }
         if let (true, Some(x)) = (context.needs(1), &self.x) {
             let x = as_matrix(&x.get()?)?;
             let shape = (grad.dims()[1], x.dims()[1]);
             context.add_product(1, shape, grad.dtype(), [&grad.t()?, &x], 1.0)?;
         }
-        if context.needs(2) {
-            context.add(2, compute::sum(&grad, &[0], false)?)?;
+        if context.needs(self.bias) {
+            context.add(self.bias, compute::sum(&grad, &[0], false)?)?;
         }
         Ok(())
     }
@@ -120,24 +152,27 @@ impl Backward for LinearBackward {
 
 /// y = x Wᵀ + b: `x (..., in)`, `weight (out, in)`, `bias (out)` → `(..., out)`.
 ///
-/// Saves the input only if the weight needs a gradient; a frozen layer saves nothing.
+/// Saves the input only if the weight needs a gradient; a frozen layer saves nothing. A quantized weight has none, and is dequantized
+/// in the dtype of the input.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
-pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub fn linear<'a>(x: &Tensor, weight: impl Into<WeightRef<'a>>, bias: Option<&Tensor>) -> Result<Tensor> {
+    let weight = weight.into();
     check(LINEAR.name, x, weight, bias)?;
-    let inputs: SmallVec<[&Tensor; 3]> = [x, weight].into_iter().chain(bias).collect();
+    let inputs: SmallVec<[&Tensor; 3]> = std::iter::once(x).chain(weight.tensor()).chain(bias).collect();
     record(
         &LINEAR,
         &inputs,
         || {
-            let y = forward(&as_matrix(&x.raw)?, &weight.raw, bias.map(|b| &b.raw))?;
+            let y = forward(&as_matrix(&x.raw)?, weight, bias.map(|b| &b.raw))?;
             Ok(y.reshape(with_last(&x.raw, weight.dims()[0]))?)
         },
         |saver, _| LinearBackward {
-            x: saver.needs(1).then(|| saver.save(x)),
-            weight: saver.needs(0).then(|| saver.hold(weight)),
+            x: weight.requires_grad().then(|| saver.save(x)),
+            weight: saver.needs(0).then(|| weight.hold(saver)),
             x_shape: x.shape().clone(),
+            bias: if bias.is_some() { inputs.len() - 1 } else { inputs.len() },
         },
     )
 }
@@ -152,11 +187,23 @@ pub static ENTRIES: &[Entry] = &[Entry {
             x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
         };
         let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
+        /// A bias that is trained beside codes. Blocks of four bits run over the ends of rows.
+        fn quantized(label: &'static str, format: Format) -> Case {
+            let plain = move |x: &[Tensor]| {
+                let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;
+                x[0].matmul(&weight.t()?)?.add(&x[1])
+            };
+            let run = move |x: &[Tensor]| linear(&x[0], &example(&x[0], [7, 27], format)?, Some(&x[1]));
+            Case::new(label, &[&[2, 3, 27], &[7]], run).plain(plain)
+        }
         vec![
             Case::new("bias", &[&[2, 3, 5], &[4, 5], &[4]], run).plain(plain),
             Case::new("no bias", &[&[3, 5], &[7, 5]], run).plain(plain),
             Case::new("one row", &[&[5], &[7, 5], &[7]], run).plain(plain),
             Case::new("no rows", &[&[0, 5], &[7, 5], &[7]], run).plain(plain),
+            quantized("int8", Format::Int8),
+            quantized("fp8", Format::Fp8),
+            quantized("nf4", Format::Nf4),
         ]
     },
 }];

@@ -70,7 +70,7 @@ impl SavedAffine {
     /// Hand over the gradients that were made, with [`BackwardContext::take_pending`] in that of the input.
     pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
         if let Some(sum) = grads.input {
-            context.add_pending(0, Pending { sum, owned: true })?;
+            context.add_pending(0, Pending::new(sum, true))?;
         }
         for (place, grad) in [(&self.weight, grads.weight), (&self.bias, grads.bias)] {
             if let (Some(place), Some(grad)) = (place, grad) {
@@ -84,7 +84,7 @@ impl SavedAffine {
 /// Where the gradient of an input goes: onto the one that it is added to, if that is only ours, else to a new tensor.
 pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -> Result<Raw> {
     match before {
-        Some(Pending { sum, owned: true }) => Ok(sum.clone()),
+        Some(Pending { sum, owned: true, .. }) => Ok(sum.clone()),
         _ => empty(op, gpu, x.dims(), x.dtype()),
     }
 }

@@ -1,6 +1,8 @@
 //! Attention of two streams of tokens to both, and of one to itself, with normalised queries and keys.
 
-use trainable_candle_core::ops::attention::scaled_dot_product_attention;
+use trainable_candle_core::ops::attention::{
+    HeadSizes, Stream as Tokens, normed_attention, scaled_dot_product_attention,
+};
 use trainable_candle_core::ops::norm::rms_norm_rope;
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{Result, Tensor};
@@ -18,8 +20,8 @@ struct Names {
 const IMAGE: Names = Names { qkv: ["to_q", "to_k", "to_v"], norms: ["norm_q", "norm_k"] };
 const TEXT: Names = Names { qkv: ["add_q_proj", "add_k_proj", "add_v_proj"], norms: ["norm_added_q", "norm_added_k"] };
 
-/// Queries, keys and values of one stream.
-struct Stream {
+/// The projections of one stream.
+struct Projections {
     qkv: LinearGroup,
     /// Of queries and keys, each head by itself.
     norms: Option<[RmsNorm; 2]>,
@@ -27,7 +29,7 @@ struct Stream {
     sizes: BlockSizes,
 }
 
-impl Stream {
+impl Projections {
     fn new(names: &'static Names, sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
         let mut norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
@@ -36,22 +38,20 @@ impl Stream {
         Ok(Self { qkv, norms, names, sizes })
     }
 
-    /// `x (B, S, D)` → q, k and v, (B, heads, S, width of a head).
-    fn forward(&self, x: &Tensor, angles: Option<&Rope>) -> Result<[Tensor; 3]> {
-        heads_of(&self.qkv.forward(x)?, self.sizes, self.norms.as_ref(), angles)
+    /// Projections of `x (B, S, D)`, for [`mix`].
+    fn forward(&self, x: &Tensor, angles: Option<Rope>) -> Result<Stream<'_>> {
+        Ok(Stream { projected: self.qkv.forward(x)?, norms: self.norms.as_ref(), angles })
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// What the tape keeps for `tokens` tokens: queries, keys and values, the former two before their norms.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.sizes.dim();
         saved.layers(&self.qkv.layers(), (inside, tokens), true);
         saved.keep(3 * inside);
-        // After their norms.
-        saved.keep_cheap(if self.norms.is_some() { 2 * inside } else { 0 });
     }
 }
 
-impl Module for Stream {
+impl Module for Projections {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         self.qkv.visit(visitor)?;
         for (name, norm) in self.names.norms.iter().zip(self.norms.iter().flatten()) {
@@ -61,52 +61,80 @@ impl Module for Stream {
     }
 }
 
-/// q, k and v, (B, heads, S, width of a head), of projections whose first columns are they; q and k normalised and turned.
-pub(crate) fn heads_of(
-    projected: &Projected,
-    sizes: BlockSizes,
-    norms: Option<&[RmsNorm; 2]>,
-    angles: Option<&Rope>,
-) -> Result<[Tensor; 3]> {
-    let part = |index: usize| {
-        let (dim, heads) = (sizes.dim(), sizes.heads);
-        let x = match projected {
-            Projected::Joined(all) => all.narrow(2, index * dim, dim)?,
-            Projected::Separate(parts) => parts[index].clone(),
-        };
-        let (batch, length) = (x.dims()[0], x.dims()[1]);
-        let x = x.reshape((batch, length, heads, sizes.head_dim))?.transpose(1, 2)?;
-        let norm = norms.and_then(|norms| norms.get(index));
-        let turned = |x: &Tensor, Rope { cos, sin }: &Rope| match norm {
-            Some(norm) => rms_norm_rope(x, norm.weight.as_ref(), cos, sin, true, norm.eps),
-            None => rope(x, cos, sin, true),
-        };
-        match (norm, angles.filter(|_| index < 2)) {
-            (_, Some(angles)) if angles.is_per_sample() => {
-                let sample = |i: usize| turned(&x.narrow(0, i, 1)?, &angles.sample(i)?);
-                let samples = (0..batch).map(sample).collect::<Result<Vec<_>>>()?;
-                Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)
-            }
-            (_, Some(angles)) => turned(&x, angles),
-            (Some(norm), None) => norm.forward(&x),
-            (None, None) => Ok(x),
-        }
-    };
-    Ok([part(0)?, part(1)?, part(2)?])
+/// Tokens that attend: projections whose first columns or members are queries, keys and values.
+pub(crate) struct Stream<'a> {
+    pub projected: Projected,
+    /// Of queries and keys, each head by itself.
+    pub norms: Option<&'a [RmsNorm; 2]>,
+    pub angles: Option<Rope>,
 }
 
-/// Attention of q, k and v, (B, heads, S, width of a head), to the keys that `mask` (u8, broadcasting to (B, heads, S, S)) lets be
-/// seen → (B, S, D).
-pub(crate) fn attend([q, k, v]: &[Tensor; 3], mask: Option<&Tensor>) -> Result<Tensor> {
-    let &[batch, heads, length, head_dim] = q.dims() else { unreachable!("made of four dimensions") };
-    let mixed = scaled_dot_product_attention(q, k, v, mask, false, None)?;
-    mixed.transpose(1, 2)?.reshape((batch, length, heads * head_dim))
+/// Attention of the tokens of all streams to the keys that `mask` (u8, broadcasting to (B, heads, Σ S, Σ S)) lets be seen →
+/// (B, Σ S, D), stream by stream.
+pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tensor>) -> Result<Tensor> {
+    let tokens: Option<Vec<Tokens<'_>>> = streams.iter().map(Stream::as_tokens).collect();
+    if let Some(tokens) = tokens {
+        return normed_attention(
+            &tokens,
+            HeadSizes { heads: sizes.heads, width: sizes.head_dim, eps: sizes.eps },
+            mask,
+        );
+    }
+    let heads = streams.iter().map(|stream| stream.heads(sizes)).collect::<Result<Vec<_>>>()?;
+    let all = |part: usize| match heads.as_slice() {
+        [one] => Ok(one[part].clone()),
+        several => Tensor::cat(&several.iter().map(|heads| &heads[part]).collect::<Vec<_>>(), 2),
+    };
+    let (q, k, v) = (all(0)?, all(1)?, all(2)?);
+    let (batch, length) = (q.dims()[0], q.dims()[2]);
+    let mixed = scaled_dot_product_attention(&q, &k, &v, mask, false, None)?;
+    mixed.transpose(1, 2)?.reshape((batch, length, sizes.dim()))
+}
+
+impl Stream<'_> {
+    /// As one operation takes the stream: what is normed lies side by side, under norms that do not learn.
+    fn as_tokens(&self) -> Option<Tokens<'_>> {
+        let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
+        let norms = norms.each_ref().map(|norm| norm.weight.as_ref());
+        let learns = norms.iter().flatten().any(|weight| weight.requires_grad());
+        let angles = self.angles.as_ref().map(|Rope { cos, sin }| [cos, sin]);
+        (!learns).then_some(Tokens { x, norms, angles })
+    }
+
+    /// q, k and v, (B, heads, S, width of a head); q and k normalised and turned.
+    fn heads(&self, sizes: BlockSizes) -> Result<[Tensor; 3]> {
+        let part = |index: usize| {
+            let (dim, heads) = (sizes.dim(), sizes.heads);
+            let x = match &self.projected {
+                Projected::Joined(all) => all.narrow(2, index * dim, dim)?,
+                Projected::Separate(parts) => parts[index].clone(),
+            };
+            let (batch, length) = (x.dims()[0], x.dims()[1]);
+            let x = x.reshape((batch, length, heads, sizes.head_dim))?.transpose(1, 2)?;
+            let norm = self.norms.and_then(|norms| norms.get(index));
+            let turned = |x: &Tensor, Rope { cos, sin }: &Rope| match norm {
+                Some(norm) => rms_norm_rope(x, norm.weight.as_ref(), cos, sin, true, norm.eps),
+                None => rope(x, cos, sin, true),
+            };
+            match (norm, self.angles.as_ref().filter(|_| index < 2)) {
+                (_, Some(angles)) if angles.is_per_sample() => {
+                    let sample = |i: usize| turned(&x.narrow(0, i, 1)?, &angles.sample(i)?);
+                    let samples = (0..batch).map(sample).collect::<Result<Vec<_>>>()?;
+                    Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)
+                }
+                (_, Some(angles)) => turned(&x, angles),
+                (Some(norm), None) => norm.forward(&x),
+                (None, None) => Ok(x),
+            }
+        };
+        Ok([part(0)?, part(1)?, part(2)?])
+    }
 }
 
 /// Attention of an image and a text to both.
 pub struct JointAttention {
-    image: Stream,
-    text: Stream,
+    image: Projections,
+    text: Projections,
     to_out: Linear<Tensor>,
     /// None where nothing follows on the text.
     to_add_out: Option<Linear<Tensor>>,
@@ -120,8 +148,8 @@ impl JointAttention {
     pub fn new(sizes: BlockSizes, image_only: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
         Ok(Self {
-            image: Stream::new(&IMAGE, sizes, weights)?,
-            text: Stream::new(&TEXT, sizes, weights)?,
+            image: Projections::new(&IMAGE, sizes, weights)?,
+            text: Projections::new(&TEXT, sizes, weights)?,
             to_out: weights.linear("to_out.0", dim, dim, sizes.bias)?,
             to_add_out: (!image_only).then(|| weights.linear("to_add_out", dim, dim, sizes.bias)).transpose()?,
         })
@@ -135,10 +163,8 @@ impl JointAttention {
     pub fn forward(&self, image: &Tensor, text: &Tensor, angles: Option<&Rope>) -> Result<(Tensor, Option<Tensor>)> {
         let (length, area) = (text.dims()[1], image.dims()[1]);
         let part = |start: usize, length: usize| angles.map(|angles| angles.narrow(start, length)).transpose();
-        let texts = self.text.forward(text, part(0, length)?.as_ref())?;
-        let images = self.image.forward(image, part(length, area)?.as_ref())?;
-        let both = |i: usize| Tensor::cat(&[&texts[i], &images[i]], 2);
-        let mixed = attend(&[both(0)?, both(1)?, both(2)?], None)?;
+        let streams = [self.text.forward(text, part(0, length)?)?, self.image.forward(image, part(length, area)?)?];
+        let mixed = mix(&streams, self.image.sizes, None)?;
         let image = self.to_out.forward(&mixed.narrow(1, length, area)?)?;
         let text = self.to_add_out.as_ref().map(|layer| layer.forward(&mixed.narrow(1, 0, length)?)).transpose()?;
         Ok((image, text))
@@ -169,7 +195,7 @@ impl Module for JointAttention {
 
 /// Attention of an image to itself.
 pub struct SelfAttention {
-    stream: Stream,
+    stream: Projections,
     to_out: Linear<Tensor>,
 }
 
@@ -181,7 +207,7 @@ impl SelfAttention {
     pub fn new(sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
         let to_out = weights.linear("to_out.0", dim, dim, sizes.bias)?;
-        Ok(Self { stream: Stream::new(&IMAGE, sizes, weights)?, to_out })
+        Ok(Self { stream: Projections::new(&IMAGE, sizes, weights)?, to_out })
     }
 
     /// `x (B, S, D)` → the same shape. `mask` (u8, (B, 1, 1, S)) says which keys are seen.
@@ -189,7 +215,7 @@ impl SelfAttention {
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
     pub fn forward(&self, x: &Tensor, angles: Option<&Rope>, mask: Option<&Tensor>) -> Result<Tensor> {
-        self.to_out.forward(&attend(&self.stream.forward(x, angles)?, mask)?)
+        self.to_out.forward(&mix(&[self.stream.forward(x, angles.cloned())?], self.stream.sizes, mask)?)
     }
 
     /// What the tape keeps for `tokens` tokens.

@@ -91,13 +91,6 @@ impl DoubleBlock {
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
         let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
         let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, angles)?;
-        let mut result = gated_add(image, &mixed, &to_image(2)?)?;
-        if let Some(attn2) = &self.attn2 {
-            let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
-            result = gated_add(&result, &attn2.forward(&normed, None, None)?, &to_image(8)?)?;
-        }
-        let hidden = self.ff.forward(&modulated(&result, [&to_image(3)?, &to_image(4)?])?)?;
-        let image = gated_add(&result, &hidden, &to_image(5)?)?;
         let text = match (&self.ff_context, mixed_text) {
             (Some(ff), Some(mixed)) => {
                 let text = gated_add(text, &mixed, &to_text(2)?)?;
@@ -106,6 +99,14 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
+        // The image comes last: the backward pass does not read the last product, so that checkpoints do not compute it again.
+        let mut result = gated_add(image, &mixed, &to_image(2)?)?;
+        if let Some(attn2) = &self.attn2 {
+            let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
+            result = gated_add(&result, &attn2.forward(&normed, None, None)?, &to_image(8)?)?;
+        }
+        let hidden = self.ff.forward(&modulated(&result, [&to_image(3)?, &to_image(4)?])?)?;
+        let image = gated_add(&result, &hidden, &to_image(5)?)?;
         Ok([image, text])
     }
 
@@ -122,16 +123,16 @@ impl DoubleBlock {
                 attn2.saved(area, saved);
             }
             // Gates that learn need what they multiply; norms read the sums.
-            saved.keep_product(area * dim, gates[0]);
-            saved.keep_cheap(area * dim);
-            self.ff.saved(area, saved);
-            saved.keep_product(area * dim, gates[0]);
             if let Some(ff) = &self.ff_context {
                 saved.keep_product(length * dim, gates[1]);
                 saved.keep_cheap(length * dim);
                 ff.saved(length, saved);
                 saved.keep_product(length * dim, gates[1]);
             }
+            saved.keep_product(area * dim, gates[0]);
+            saved.keep_cheap(area * dim);
+            self.ff.saved(area, saved);
+            saved.keep(if gates[0] { area * dim } else { 0 });
         });
     }
 }

@@ -1,6 +1,7 @@
 //! The feed-forward layer of a block.
 
 use trainable_candle_core::ops::activation::Gelu;
+use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 
@@ -49,16 +50,6 @@ pub struct FeedForward {
     last: Linear<Tensor>,
 }
 
-/// SiLU of the first half of the features times the second, (..., 2 n) → (..., n).
-///
-/// # Errors
-/// [`trainable_candle_core::Error::Shape`] if the number of features is odd.
-pub fn swiglu_gate_first(x: &Tensor) -> Result<Tensor> {
-    let last = x.rank() - 1;
-    let half = x.dims()[last] / 2;
-    x.narrow(last, 0, half)?.silu()?.mul(&x.narrow(last, half, half)?)
-}
-
 impl FeedForward {
     /// Parameters below `weights`.
     ///
@@ -82,7 +73,7 @@ impl FeedForward {
         let inner = self.first.forward(x)?;
         self.last.forward(&match self.kind {
             FeedForwardKind::Gelu => inner.gelu(Gelu::Tanh)?,
-            FeedForwardKind::SwiGlu => swiglu_gate_first(&inner)?,
+            FeedForwardKind::SwiGlu => activate_beside(None, &inner, 0, Activation::SwiGlu)?,
         })
     }
 
@@ -90,9 +81,7 @@ impl FeedForward {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let middle = tokens * self.last.in_features();
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));
-        // Before the activation; of a gated one also SiLU of the gate.
         saved.keep(tokens * self.first.out_features());
-        saved.keep_cheap((self.kind.parts() - 1) * middle);
         saved.cheap_linear(&self.last, (middle, tokens));
     }
 }

@@ -14,10 +14,10 @@ mod rope;
 mod single;
 
 pub use attention::{JointAttention, SelfAttention};
-pub(crate) use attention::{attend, heads_of};
+pub(crate) use attention::{Stream, mix};
 pub use block::{DoubleBlock, DoubleBlockKind};
 pub use conditions::{ConditionSizes, TimeTextEmbedding};
-pub use feed_forward::{FeedForward, FeedForwardKind, swiglu_gate_first};
+pub use feed_forward::{FeedForward, FeedForwardKind};
 pub use inputs::{TokenInputs, TokenSizes};
 pub use modulation::{EPS, gated_add, modulated};
 pub use output::ModulatedOutput;

@@ -1,5 +1,6 @@
 //! Scales, shifts and gates that a condition gives (adaLN-zero, arXiv:2212.09748, section 3.2).
 
+use trainable_candle_core::ops::gated_add;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
 use trainable_candle_core::{Result, Tensor};
 
@@ -19,5 +20,5 @@ pub fn modulated(x: &Tensor, [shift, scale]: [&Tensor; 2]) -> Result<Tensor> {
 /// # Errors
 /// [`Error::Shape`](trainable_candle_core::Error::Shape) if they do not fit each other.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
-    x.add(&y.mul(&gate.unsqueeze(1)?)?)
+    gated_add::gated_add(x, y, &gate.unsqueeze(1)?)
 }

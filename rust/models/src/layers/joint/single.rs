@@ -1,10 +1,11 @@
 //! The block of one stream, attention and feed-forward layer side by side (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::activation::Gelu;
+use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
-use super::attention::{attend, heads_of};
+use super::attention::{Stream, mix};
 use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, Rope};
 use crate::saved::Saved;
@@ -58,12 +59,12 @@ impl SingleBlock {
         let dim = self.sizes.dim();
         let said = |index: usize| modulation.narrow(1, index * dim, dim);
         let projected = self.projections.forward(&modulated(x, [&said(0)?, &said(1)?])?)?;
-        let mixed = attend(&heads_of(&projected, self.sizes, Some(&self.norms), angles)?, None)?;
-        let hidden = match &projected {
-            Projected::Joined(all) => all.narrow(2, 3 * dim, RATIO * dim)?,
-            Projected::Separate(parts) => parts[3].clone(),
+        let stream = Stream { projected, norms: Some(&self.norms), angles: angles.cloned() };
+        let mixed = mix(std::slice::from_ref(&stream), self.sizes, None)?;
+        let both = match &stream.projected {
+            Projected::Joined(all) => activate_beside(Some(&mixed), all, 3 * dim, Activation::GeluTanh)?,
+            Projected::Separate(parts) => Tensor::cat(&[&mixed, &parts[3].gelu(Gelu::Tanh)?], 2)?,
         };
-        let both = Tensor::cat(&[&mixed, &hidden.gelu(Gelu::Tanh)?], 2)?;
         gated_add(x, &self.proj_out.forward(&both)?, &said(2)?)
     }
 
@@ -76,12 +77,11 @@ impl SingleBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
-            // The result of the first layers, of which GELU reads a part, and that of the attention; queries, keys and values by
-            // themselves, the former two also after their norms.
+            // The result of the first layers, and that of the attention.
             saved.keep((3 + 1 + RATIO) * inside);
-            saved.keep_cheap(5 * inside);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
-            saved.keep_product(inside, gate);
+            // What the gate multiplies, if it learns; no checkpoint computes it otherwise.
+            saved.keep(if gate { inside } else { 0 });
         });
     }
 }

@@ -230,7 +230,7 @@ pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&
     let bias = bias.map(contiguous).transpose()?;
     let dims = geometry.result_dims();
     if geometry.is_pointwise() {
-        let y = linear::forward(&geometry.as_rows(&x)?, &geometry.as_matrix(&weight)?, bias.as_ref())?;
+        let y = linear::forward_plain(&geometry.as_rows(&x)?, &geometry.as_matrix(&weight)?, bias.as_ref())?;
         return Ok(y.reshape(dims.as_slice())?);
     }
     run(CONV2D.name, Sizes::of(geometry)?, dims, [&x, &weight], bias.as_ref())

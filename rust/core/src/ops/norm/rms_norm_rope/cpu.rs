@@ -9,7 +9,7 @@ use super::{RMS_NORM_ROPE, RmsNormRopeBackward, Rotation};
 use crate::compute::{cast, contiguous};
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch, elements, read_all};
-use crate::ops::norm::Affine;
+use crate::ops::norm::numbers as parameter;
 use crate::ops::rope::Angles;
 use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
@@ -20,14 +20,14 @@ use crate::{Result, dispatch_float};
 pub(super) fn forward(
     op: &'static str,
     x: &Raw,
-    affine: &Affine<'_>,
+    weight: Option<&Raw>,
     rotation: &Rotation<'_>,
     eps: f64,
 ) -> Result<[Raw; 2]> {
     dispatch_float!(x.dtype(), op, T => {
         let [cos, sin] = numbers::<T>(rotation.tables)?;
         let rows = Rows::new(x, rotation);
-        let weight = affine.scale(rows.len())?;
+        let weight = parameter(weight, rows.len(), Real::ONE)?;
         let (y, rstd) = read_all(op, &[x, &cos, &sin], |operands| {
             let angles = rows.angles(elements(operands[1])?, elements(operands[2])?);
             Ok(rows.forward::<T>(elements(operands[0])?, &weight, &angles, Real::from_f64(eps)))
@@ -64,6 +64,32 @@ pub(super) fn backward(
             context.add(0, norm.order.swap(&from_vec(grad_x, x.shape()))?)?;
         }
         norm.affine.add(context, grad_weight, Vec::new())
+    })
+}
+
+/// The gradient of dense rows alone.
+pub(super) fn input_gradient(
+    op: &'static str,
+    [x, grad, rstd]: [&Raw; 3],
+    weight: Option<&Raw>,
+    rotation: &Rotation<'_>,
+) -> Result<Raw> {
+    let rows = Rows::new(x, rotation);
+    dispatch_float!(x.dtype(), op, T => {
+        let [cos, sin] = numbers::<T>(rotation.tables)?;
+        let weight = parameter(weight, rows.len(), Real::ONE)?;
+        let grad_x = read_all(op, &[x, grad, rstd, &cos, &sin], |operands| {
+            let pass = BackwardPass::<T> {
+                rows,
+                x: elements(operands[0])?,
+                grad: elements(operands[1])?,
+                rstd: elements(operands[2])?,
+                angles: rows.angles(elements(operands[3])?, elements(operands[4])?),
+                weight: &weight,
+            };
+            Ok(pass.run(true, false).0)
+        })?;
+        Ok(from_vec(grad_x, x.shape()))
     })
 }
 

@@ -5,6 +5,7 @@ mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod heads;
 
 use super::{Affine, SavedAffine, check_eps};
 use crate::compute::{contiguous, on_device};
@@ -15,6 +16,7 @@ use crate::{Result, Tensor};
 
 #[cfg(feature = "testing")]
 pub(super) use cases::cases;
+pub(in crate::ops) use heads::{HeadNorms, HeadStatistics, check_head_norms};
 
 pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 
@@ -50,7 +52,7 @@ pub fn rms_norm_rope(
             let [y, rstd] = on_device!(
                 x.device(),
                 cuda => cuda::forward(op, &rows, affine.weight.map(Tensor::raw), &rotation, eps),
-                cpu => cpu::forward(op, &rows, &affine, &rotation, eps),
+                cpu => cpu::forward(op, &rows, affine.weight.map(Tensor::raw), &rotation, eps),
             )?;
             Ok((order.swap(&y)?, std::iter::once(rstd).collect()))
         },

@@ -1,0 +1,156 @@
+"""Full-size pipelines of flow models of random bf16 weights.
+
+python benches/full_flow.py FOLDER MODEL [--device cuda]
+
+Models are made on the device part by part and saved from there. CLIP's and T5's tokenizers are
+those that the package ships; that of Qwen3 has bytes for tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu_transformers import FLUX, KLEIN, LARGE, MEDIUM, Z_IMAGE
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Config = dict[str, Any]
+
+LEVELS = 4
+AUTOENCODER: Config = {
+    "_class_name": "AutoencoderKL", "act_fn": "silu", "in_channels": 3, "out_channels": 3,
+    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "norm_num_groups": 32,
+    "down_block_types": ["DownEncoderBlock2D"] * LEVELS,
+    "up_block_types": ["UpDecoderBlock2D"] * LEVELS,
+    "sample_size": 1024, "latent_channels": 16, "mid_block_add_attention": True,
+}  # fmt: skip
+PLAIN = {"use_quant_conv": False, "use_post_quant_conv": False, "force_upcast": True}
+OF_SD3 = AUTOENCODER | PLAIN | {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+OF_FLUX = AUTOENCODER | PLAIN | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+OF_FLUX2 = AUTOENCODER | {
+    "_class_name": "AutoencoderKLFlux2", "latent_channels": 32, "batch_norm_eps": 1e-4,
+    "patch_size": [2, 2], "use_quant_conv": True, "use_post_quant_conv": True,
+}  # fmt: skip
+
+
+def clip(projects: bool) -> Config:
+    """CLIP ViT-L's text encoder."""
+    kind = "CLIPTextModelWithProjection" if projects else "CLIPTextModel"
+    return {
+        "architectures": [kind], "vocab_size": 49408, "hidden_size": 768,
+        "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "max_position_embeddings": 77, "hidden_act": "quick_gelu", "eos_token_id": 49407,
+        "layer_norm_eps": 1e-5, "projection_dim": 768,
+    }  # fmt: skip
+
+
+BIG_G = clip(projects=True) | {
+    "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
+    "num_attention_heads": 20, "hidden_act": "gelu", "projection_dim": 1280,
+}  # fmt: skip
+T5: Config = {
+    "architectures": ["T5EncoderModel"], "vocab_size": 32128, "d_model": 4096, "d_kv": 64,
+    "d_ff": 10240, "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu",
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+}  # fmt: skip
+QWEN3: Config = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936,
+    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
+
+Parts = dict[str, tuple[str, Config]]
+"""For each folder the class and the configuration."""
+
+
+def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, Config]) -> Parts:
+    names = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    diffusers = {"_class_name": f"{transformer}2DModel"}
+    return {
+        "transformer": (transformer, config | diffusers),
+        "vae": ("AutoencoderKL", vae),
+        **dict(zip(names, encoders, strict=False)),
+    }
+
+
+def _sd3(config: Config) -> Parts:
+    clips = [("CLIPTextModel", clip(projects=True)), ("CLIPTextModel", BIG_G)]
+    return _parts("SD3Transformer", config, OF_SD3, *clips, ("T5Encoder", T5))
+
+
+# The pipeline's class, its scheduler, its parts.
+PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
+    "sd3": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(MEDIUM)),
+    "sd3-large": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(LARGE)),
+    "flux": (
+        "FluxPipeline",
+        DYNAMIC,
+        _parts("FluxTransformer", FLUX, OF_FLUX,
+               ("CLIPTextModel", clip(projects=False)), ("T5Encoder", T5)),
+    ),
+    "zimage": (
+        "ZImagePipeline",
+        {"shift": 3.0},
+        _parts("ZImageTransformer", Z_IMAGE, OF_FLUX, ("CausalLM", QWEN3)),
+    ),
+    "flux2": (
+        "Flux2KleinPipeline",
+        DYNAMIC,
+        _parts("Flux2Transformer", KLEIN, OF_FLUX2, ("CausalLM", QWEN3)),
+    ),
+}  # fmt: skip
+
+
+def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
+    """Write a folder as diffusers would: 15 GB (sd3), 34 (flux), 21 (zimage) or 16 (flux2)."""
+    class_name, scheduler, parts = PIPELINES[model]
+    tc.manual_seed(0)
+    for part, (kind, config) in parts.items():
+        path = folder / part / "config.json"
+        _write(path, config)
+        made = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
+        made.save_pretrained(folder / part)
+        del made
+        if device.startswith("cuda"):
+            tc.cuda.empty_cache()
+    flow = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+    _write(folder / "scheduler" / "scheduler_config.json", flow | scheduler)
+    _write(folder / "model_index.json", {"_class_name": class_name})
+    if any(kind == "CausalLM" for kind, _ in parts.values()):
+        _write_tokenizer(folder / "tokenizer")
+
+
+def _write(path: Path, values: Config) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def _write_tokenizer(folder: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens(["<think>", "</think>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", choices=sorted(PIPELINES))
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    write_pipeline(given.folder, given.model, given.device)

@@ -1,0 +1,195 @@
+"""SDXL on several GPUs: the sum of gradients, and images a second against one GPU.
+
+python benches/gpu_distributed.py [--gpus 2] [--steps 100]
+
+Every process trains the full-size UNet of random weights with `Trainer` as `train-lora` does:
+batch 1, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16 on every transformer layer. The same is run
+on one GPU, once with as many batches a step, so that losses can be compared. Sums are timed for
+vectors of f32 with everything that a step waits for. NCCL_P2P_DISABLE=1 shows cards that do not
+reach each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import trainable_candle as tc
+from trainable_candle.distributed.group import Group, make_group
+from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.world import from_environment
+from trainable_candle.families.sdxl import SDXL
+from trainable_candle.train import Callback, StepReport, Trainer
+
+RANK, LATENT, TOKENS = 16, 128, 77
+SIZES = {"1 kB": 256, "47 MB": 11_750_000, "93 MB": 23_250_000, "170 MB": 42_600_000}
+
+
+class Numbers:
+    """Batches that are their own numbers."""
+
+    def batch(self, index: int) -> int:
+        return index
+
+
+class Times(Callback):
+    """When the steps ended, and their losses."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.losses: list[float] = []
+
+    def on_step_end(self, _trainer: Trainer[Any], report: StepReport) -> None:
+        self.ends.append(time.perf_counter())
+        self.losses.append(report.loss)
+
+
+def train(group: Group, device: str, steps: int, accumulation: int) -> dict[str, Any]:
+    tc.manual_seed(0)
+    model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
+    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(SDXL.targets))
+    adapter = model.add_adapter(config)
+    parameters = adapter.named_parameters()
+    optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
+    times = tc.full((1,), 500.0, device=device)
+    sizes = tc.full((1, 6), 1024.0, device=device)
+
+    def inputs(_number: int) -> dict[str, tc.Tensor]:
+        shapes = {
+            "sample": (1, 4, LATENT, LATENT),
+            "target": (1, 4, LATENT, LATENT),
+            "text": (1, TOKENS, 2048),
+            "pooled": (1, 1280),
+        }
+        return {name: tc.randn(shape).to(device) for name, shape in shapes.items()}
+
+    def loss(given: dict[str, tc.Tensor]) -> tc.Tensor:
+        sample, text, pooled = (given[name].to("bf16") for name in ("sample", "text", "pooled"))
+        found = model(sample, times, text, text_embeds=pooled, time_ids=sizes)
+        return tc.nn.functional.mse_loss(found.to("f32"), given["target"])
+
+    seen = Times()
+    trainer = Trainer(
+        loss,
+        parameters,
+        optimizer,
+        Numbers(),
+        inputs=inputs,
+        cuda_graphs=16,
+        steps=steps,
+        gradient_accumulation=accumulation,
+        max_grad_norm=1.0,
+        callbacks=[seen],
+        group=group,
+        seed=0,
+    )
+    trainer.train()
+    pauses = [b - a for a, b in zip(seen.ends, seen.ends[1:], strict=False)][steps // 4 :]
+    values = sum(float(var.detach().to("f64").square().sum()) for var in parameters.values())
+    return {
+        "ms": 1e3 * statistics.median(pauses),
+        "losses": seen.losses,
+        "parameters": values,
+        "peak": tc.cuda.memory_stats(device)["peak_allocated"],
+    }
+
+
+def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
+    """Milliseconds of one sum that is waited for, and of one of many in a row."""
+    found = {}
+    for name, count in SIZES.items():
+        vector = {"one": tc.Var(tc.zeros((count,), device=device))}
+        tail = tc.zeros((3,), dtype="f64", device=device)
+        found[name] = (timed(group, vector, tail, 1), timed(group, vector, tail, 20))
+    return found
+
+
+def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) -> float:
+    pauses = []
+    for _ in range(20):
+        group.barrier()
+        started = time.perf_counter()
+        for _ in range(count):
+            group.sum_gradients(vector, tail)
+        group.wait()
+        pauses.append((time.perf_counter() - started) / count)
+    return 1e3 * statistics.median(pauses)
+
+
+def child(steps: int, accumulation: int, *, with_sums: bool) -> None:
+    started = time.perf_counter()
+    world = from_environment()
+    device = "cuda" if world is None else world.device(tc.cuda.device_count())
+    group = make_group(world, device, {})
+    result: dict[str, Any] = {"join": time.perf_counter() - started}
+    if with_sums and world is not None:
+        result["sums"] = sums(group, device)
+    result |= train(group, device, steps, accumulation)
+    result["version"] = tc.__version__
+    group.close()
+    print(json.dumps(result), flush=True)
+
+
+def start(gpus: int, steps: int, accumulation: int, *, with_sums: bool) -> list[dict[str, Any]]:
+    """What each of so many processes found."""
+    with tempfile.TemporaryDirectory(prefix="tc-") as folder:
+        command = [sys.executable, __file__, "--child", "--steps", str(steps)]
+        command += ["--accumulation", str(accumulation), *(["--sums"] if with_sums else [])]
+        processes = [
+            subprocess.Popen(
+                command,
+                env=gpu_environment(Path(folder), rank, gpus) if gpus > 1 else dict(os.environ),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(gpus)
+        ]
+        answers = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"a process failed: {[process.returncode for process in processes]}")
+    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--child", action="store_true")
+    parser.add_argument("--sums", action="store_true")
+    options = parser.parse_args()
+    if options.child:
+        child(options.steps, options.accumulation, with_sums=options.sums)
+        return
+    several = start(options.gpus, options.steps, 1, with_sums=True)
+    first = several[0]
+    print(
+        f"trainable-candle {first['version']}, {options.gpus} GPUs, joined in {first['join']:.1f} s"
+    )
+    for name, (alone, in_a_row) in first["sums"].items():
+        print(f"sum of {name}: {alone:.3f} ms waited for, {in_a_row:.3f} ms in a row")
+    one = start(1, options.steps, 1, with_sums=False)[0]
+    ratio = options.gpus * one["ms"] / first["ms"]
+    print(
+        f"step: {one['ms']:.2f} ms on one GPU, {first['ms']:.2f} on {options.gpus}: {ratio:.3f} x"
+    )
+    print(f"peak: {one['peak'] / 2**30:.2f} GiB, {first['peak'] / 2**30:.2f}")
+    same = len({(tuple(each["losses"]), each["parameters"]) for each in several}) == 1
+    print(f"losses and parameters equal on all GPUs: {same}")
+    steps = min(30, options.steps)
+    accumulated = start(1, steps, options.gpus, with_sums=False)[0]["losses"]
+    pairs = zip(accumulated, first["losses"], strict=False)
+    far = max(abs(a - b) / abs(a) for a, b in pairs)
+    print(f"losses of {steps} steps against one GPU with {options.gpus} batches: {far:.1e} apart")
+
+
+if __name__ == "__main__":
+    main()

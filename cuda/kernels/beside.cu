@@ -1,0 +1,111 @@
+// [before | f(x)]: columns as they are, and beside them an activation of the columns of another tensor: GELU in its tanh form
+// (Hendrycks & Gimpel 2016, arXiv:1606.08415), or a gated linear unit whose gate comes first, SiLU(gate) h (Shazeer 2020,
+// arXiv:2002.05202).
+//
+// before is (rows, kept), x (rows, width) or (rows, 2 width) in rows x_row elements apart, y (rows, kept + width); grad is that part
+// of the gradient of y beside `before`, in rows grad_row elements apart; dx is as x. kept may be 0 and before null.
+// Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; backward without
+// kept. Any grid is right.
+
+#include "functions.cuh"
+#include "rows.cuh"
+
+namespace {
+
+struct GeluTanh {
+    static constexpr bool IS_GATED = false;
+
+    template <typename T> static __device__ __forceinline__ void both(Acc<T> x, Acc<T> &value, Acc<T> &slope) {
+        using A = Acc<T>;
+        const A scale = A(0.79788456080286535588), cube = A(0.044715);
+        const A inner = scale * (x + cube * x * x * x);
+        A t;
+        // 1 - 2 / (1 + exp(2 inner)) is within the rounding of half types, whose results are rounded to 8 or 11 bits.
+        if constexpr (IS_HALF<T>) t = A(1) - A(2) * sigmoid<T>(A(-2) * inner);
+        else t = tanh(inner);
+        value = A(0.5) * x * (A(1) + t);
+        slope = A(0.5) * (A(1) + t) + A(0.5) * x * (A(1) - t * t) * scale * (A(1) + A(3) * cube * x * x);
+    }
+};
+
+struct GatedSilu {
+    static constexpr bool IS_GATED = true;
+
+    template <typename T> static __device__ __forceinline__ void both(Acc<T> x, Acc<T> &value, Acc<T> &slope) {
+        Silu::both<T>(x, value, slope);
+    }
+};
+
+template <typename T, int N, typename F>
+__device__ __forceinline__ void forward(const T *before, const T *x, T *y, uint64_t rows, uint64_t x_row, uint32_t kept,
+                                        uint32_t width) {
+    const uint32_t kept_packs = kept / N, packs = kept_packs + width / N;
+    for (uint64_t index = flat_index(); index < rows * packs; index += flat_stride()) {
+        const auto [row, pack] = divide(index, packs);
+        if (pack < kept_packs) {
+            store_pack(y + index * N, load_pack<N>(before + row * kept + pack * static_cast<uint64_t>(N)));
+            continue;
+        }
+        const T *from = x + row * x_row + (pack - kept_packs) * static_cast<uint64_t>(N);
+        const auto first = load_pack<N>(from);
+        Acc<T> results[N], slope;
+#pragma unroll
+        for (int i = 0; i < N; i++) F::template both<T>(widen(first.values[i]), results[i], slope);
+        if constexpr (F::IS_GATED) {
+            const auto second = load_pack<N>(from + width);
+#pragma unroll
+            for (int i = 0; i < N; i++) results[i] *= widen(second.values[i]);
+        }
+        store_pack(y + index * N, narrow_pack<T>(results));
+    }
+}
+
+template <typename T, int N, typename F>
+__device__ __forceinline__ void backward(const T *x, const T *grad, T *dx, uint64_t rows, uint64_t x_row, uint64_t grad_row,
+                                         uint64_t dx_row, uint32_t width) {
+    const uint32_t packs = width / N;
+    for (uint64_t index = flat_index(); index < rows * packs; index += flat_stride()) {
+        const auto [row, pack] = divide(index, packs);
+        const uint64_t column = pack * static_cast<uint64_t>(N);
+        const T *from = x + row * x_row + column;
+        T *to = dx + row * dx_row + column;
+        const auto first = load_pack<N>(from), g = load_pack<N>(grad + row * grad_row + column);
+        Acc<T> values[N], slopes[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            F::template both<T>(widen(first.values[i]), values[i], slopes[i]);
+            slopes[i] *= widen(g.values[i]);
+        }
+        if constexpr (F::IS_GATED) {
+            const auto second = load_pack<N>(from + width);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                slopes[i] *= widen(second.values[i]);
+                values[i] *= widen(g.values[i]);
+            }
+            store_pack(to + width, narrow_pack<T>(values));
+        }
+        store_pack(to, narrow_pack<T>(slopes));
+    }
+}
+
+} // namespace
+
+#define DEFINE_BESIDE(NAME, F, SUFFIX, T)                                                                              \
+    extern "C" __global__ void NAME##_forward_##SUFFIX(const T *before, const T *x, T *y, uint64_t rows,               \
+                                                       uint64_t x_row, uint32_t kept, uint32_t width) {                \
+        if ((x_row | kept | width) % WIDE<T> == 0 && are_wide(before, x, y))                                           \
+            forward<T, WIDE<T>, F>(before, x, y, rows, x_row, kept, width);                                            \
+        else forward<T, 1, F>(before, x, y, rows, x_row, kept, width);                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void NAME##_backward_##SUFFIX(const T *x, const T *grad, T *dx, uint64_t rows,               \
+                                                        uint64_t x_row, uint64_t grad_row, uint64_t dx_row,            \
+                                                        uint32_t width) {                                              \
+        if ((x_row | grad_row | dx_row | width) % WIDE<T> == 0 && are_wide(x, grad, dx))                               \
+            backward<T, WIDE<T>, F>(x, grad, dx, rows, x_row, grad_row, dx_row, width);                                \
+        else backward<T, 1, F>(x, grad, dx, rows, x_row, grad_row, dx_row, width);                                     \
+    }
+#define DEFINE_ALL(SUFFIX, T)                                                                                          \
+    DEFINE_BESIDE(gelu_tanh_beside, GeluTanh, SUFFIX, T)                                                               \
+    DEFINE_BESIDE(swiglu_beside, GatedSilu, SUFFIX, T)
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_ALL)

@@ -1,0 +1,152 @@
+// Values of quantized matrices, right before a product: `out` is dense, and each part has its place in it.
+//
+// - int8: two's complement, a scale a row.
+// - e4m3: a scale a row, or one for the part.
+// - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes a byte, the first in the upper half, and a scale for each 64
+//   elements, f32 or quantized again: a code in the signed dynamic map, a scale for each 256 of these, and an offset.
+//
+// A value is its code's number times the scale, both f32, rounded once: those of the CPU bit for bit.
+// Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
+#include "rows.cuh"
+
+#include "dynamic_map.cuh"
+
+namespace {
+
+constexpr int MOST_PARTS = 8;
+// Elements that a thread takes at a time, and how often before it stores: their loads are under way together.
+constexpr int CHUNK = 8;
+constexpr int BATCH = 4;
+constexpr int NF4_BLOCK = 64;
+constexpr int NESTED = 256;
+
+enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4 };
+
+// `start` is the place of the first of `count` elements in out; rows have `columns`. `inner` has the codes of NF4's scales.
+struct QuantizedPart {
+    const void *codes, *scales, *inner;
+    uint64_t start, count;
+    uint32_t columns, format, scale_count;
+    float offset;
+};
+
+struct QuantizedParts {
+    QuantizedPart list[MOST_PARTS];
+};
+
+__device__ const float NF4_VALUES[16] = {
+    -1.0f, -0.696192801f, -0.525073051f, -0.394917488f, -0.284441382f, -0.18477343f,
+    -0.0910500363f, 0.0f, 0.0795802996f, 0.160930201f, 0.246112302f, 0.337915242f,
+    0.440709829f, 0.562617004f, 0.722956836f, 1.0f
+};
+
+__device__ const dynamic_map::Magnitudes<true> MAGNITUDES{};
+
+// The number of an e4m3 code that is not NaN: as f16 it has the same fields 2^8 lower.
+__device__ __forceinline__ float e4m3(uint32_t code) {
+    const uint16_t bits = static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
+    return __half2float(__ushort_as_half(bits)) * 256.0f;
+}
+
+// Codes of a chunk, and its scale.
+template <Format FORMAT> struct Codes {
+    static constexpr bool IS_NF4 = FORMAT == NF4 || FORMAT == NESTED_NF4;
+    using Word = std::conditional_t<IS_NF4, uint32_t, uint2>;
+    const QuantizedPart &part;
+    const float *values, *map;
+
+    __device__ __forceinline__ float scale(uint64_t index) const {
+        const float *scales = static_cast<const float *>(part.scales);
+        if constexpr (FORMAT == NF4) return __ldg(scales + index / NF4_BLOCK);
+        else if constexpr (FORMAT == NESTED_NF4) {
+            const uint64_t block = index / NF4_BLOCK;
+            const float outer = __ldg(scales + block / NESTED);
+            return __fadd_rn(__fmul_rn(map[__ldg(static_cast<const uint8_t *>(part.inner) + block)], outer), part.offset);
+        } else return __ldg(scales + (part.scale_count == 1 ? 0 : divide(index, part.columns).quotient));
+    }
+
+    __device__ __forceinline__ Word load(uint64_t index) const {
+        const auto *codes = static_cast<const uint8_t *>(part.codes);
+        return __ldg(reinterpret_cast<const Word *>(codes + (IS_NF4 ? index / 2 : index)));
+    }
+
+    // Element `i` of a chunk.
+    __device__ __forceinline__ float number(const Word &word, int i) const {
+        if constexpr (IS_NF4) return values[word >> (8 * (i / 2) + (i % 2 == 0 ? 4 : 0)) & 0xf];
+        else {
+            const uint32_t code = (i < 4 ? word.x : word.y) >> (8 * (i % 4)) & 0xff;
+            if constexpr (FORMAT == INT8) return static_cast<float>(static_cast<int8_t>(code));
+            else return e4m3(code);
+        }
+    }
+
+    // Any element.
+    __device__ __forceinline__ float number_at(uint64_t index) const {
+        const auto *codes = static_cast<const uint8_t *>(part.codes);
+        if constexpr (IS_NF4) return values[codes[index / 2] >> (index % 2 == 0 ? 4 : 0) & 0xf];
+        else if constexpr (FORMAT == INT8) return static_cast<float>(static_cast<int8_t>(codes[index]));
+        else return e4m3(codes[index]);
+    }
+};
+
+template <Format FORMAT, typename T> __device__ __forceinline__ void write(const Codes<FORMAT> codes, T *out) {
+    using Word = typename Codes<FORMAT>::Word;
+    const QuantizedPart &part = codes.part;
+    T *to = out + part.start;
+    // A chunk of NF4 lies in one block, one of eight bits has to lie in one row.
+    const bool is_whole = Codes<FORMAT>::IS_NF4 || part.columns % CHUNK == 0;
+    const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
+    const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;
+    const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x * BATCH;
+    for (uint64_t first = static_cast<uint64_t>(blockIdx.x) * blockDim.x * BATCH + threadIdx.x; first < chunks; first += stride) {
+        Word words[BATCH];
+        float scales[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const uint64_t chunk = first + k * blockDim.x;
+            if (chunk >= chunks) break;
+            words[k] = codes.load(chunk * CHUNK);
+            scales[k] = codes.scale(chunk * CHUNK);
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const uint64_t chunk = first + k * blockDim.x;
+            if (chunk >= chunks) break;
+            constexpr int PACK = CHUNK < WIDE<T> ? CHUNK : WIDE<T>;
+#pragma unroll
+            for (int start = 0; start < CHUNK; start += PACK) {
+                Acc<T> values[PACK];
+#pragma unroll
+                for (int i = 0; i < PACK; i++) values[i] = __fmul_rn(codes.number(words[k], start + i), scales[k]);
+                store_pack(to + chunk * CHUNK + start, narrow_pack<T>(values));
+            }
+        }
+    }
+    for (uint64_t index = chunks * CHUNK + flat_index(); index < part.count; index += flat_stride())
+        to[index] = narrow<T>(static_cast<Acc<T>>(__fmul_rn(codes.number_at(index), codes.scale(index))));
+}
+
+template <typename T> __device__ __forceinline__ void dequantize(const QuantizedParts &parts, T *out) {
+    __shared__ float values[16], map[256];
+    const QuantizedPart &part = parts.list[blockIdx.y];
+    if (threadIdx.x < 16) values[threadIdx.x] = NF4_VALUES[threadIdx.x];
+    for (int code = threadIdx.x; code < 256; code += blockDim.x) {
+        constexpr int ZERO = dynamic_map::ZERO_CODE<true>;
+        map[code] = code < ZERO ? -MAGNITUDES.values[ZERO - code] : MAGNITUDES.values[code - ZERO];
+    }
+    __syncthreads();
+    switch (part.format) {
+    case INT8: return write(Codes<INT8>{part, values, map}, out);
+    case E4M3: return write(Codes<E4M3>{part, values, map}, out);
+    case NF4: return write(Codes<NF4>{part, values, map}, out);
+    default: return write(Codes<NESTED_NF4>{part, values, map}, out);
+    }
+}
+
+} // namespace
+
+#define DEFINE_DEQUANTIZE(SUFFIX, T)                                                                                   \
+    extern "C" __global__ void dequantize_##SUFFIX(const __grid_constant__ QuantizedParts parts, T *out) {             \
+        dequantize<T>(parts, out);                                                                                     \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_DEQUANTIZE)

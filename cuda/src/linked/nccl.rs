@@ -1,0 +1,317 @@
+//! NCCL, opened when a process first shares its work with others: a program on one GPU never loads it.
+//!
+//! Signatures, numbers and the layout of the configuration are those of `nccl.h` 2.27
+//! (<https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>). A newer library reads a configuration of that version and
+//! fills in what the version did not know.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use libloading::Library as Handle;
+
+use super::driver;
+use super::library::open;
+use super::memory::Status;
+use crate::Unavailable;
+
+/// The file that the system's loader knows.
+const FILE: &str = "libnccl.so.2";
+/// The oldest version whose configuration is written here, as `major * 10000 + minor * 100 + patch`.
+const MINIMUM: c_int = 22_700;
+/// The first version that may have another interface.
+const NEXT_MAJOR: c_int = 30_000;
+
+/// `ncclResult_t`: `ncclSuccess`.
+pub const SUCCESS: c_int = 0;
+/// `ncclResult_t`: `ncclInProgress`, of a call that goes on in a thread of the library.
+pub const IN_PROGRESS: c_int = 7;
+/// `ncclRedOp_t`: `ncclSum`.
+pub const SUM: c_int = 0;
+
+/// `ncclComm_t`, never looked into.
+pub type Comm = *mut c_void;
+
+/// `ncclUniqueId`: how the processes of a communicator find each other.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UniqueId(pub [u8; 128]);
+
+/// `ncclConfig_t` of 2.27.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+    traffic_class: c_int,
+    comm_name: *const c_char,
+    collnet_enable: c_int,
+    cta_policy: c_int,
+    shrink_share: c_int,
+    nvls_ctas: c_int,
+}
+
+impl Config {
+    /// Calls return at once, so that a peer that has died cannot keep this process waiting; everything else as NCCL chooses.
+    const fn not_blocking() -> Self {
+        const UNSET: c_int = c_int::MIN;
+        Self {
+            size: size_of::<Self>(),
+            magic: 0xcafe_beef,
+            version: MINIMUM as u32,
+            blocking: 0,
+            cga_cluster_size: UNSET,
+            min_ctas: UNSET,
+            max_ctas: UNSET,
+            net_name: std::ptr::null(),
+            split_share: UNSET,
+            traffic_class: UNSET,
+            comm_name: std::ptr::null(),
+            collnet_enable: UNSET,
+            cta_policy: UNSET,
+            shrink_share: UNSET,
+            nvls_ctas: UNSET,
+        }
+    }
+}
+
+macro_rules! functions {
+    ($($name:ident = $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
+        /// The functions of the library.
+        #[derive(Clone, Copy)]
+        pub struct Nccl {
+            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Nccl {
+            fn of(handle: &Handle) -> Result<Self, Unavailable> {
+                // SAFETY: the signatures are those of the header.
+                unsafe {
+                    Ok(Self {
+                        $($name: *handle.get($symbol).map_err(|_| Unavailable::NoFunction { file: FILE, symbol: $symbol })?,)*
+                    })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    version = "ncclGetVersion" (*mut c_int) -> c_int;
+    error_string = "ncclGetErrorString" (c_int) -> *const c_char;
+    last_error = "ncclGetLastError" (Comm) -> *const c_char;
+    unique_id = "ncclGetUniqueId" (*mut UniqueId) -> c_int;
+    init_rank = "ncclCommInitRankConfig" (*mut Comm, c_int, UniqueId, c_int, *mut Config) -> c_int;
+    async_error = "ncclCommGetAsyncError" (Comm, *mut c_int) -> c_int;
+    finalize = "ncclCommFinalize" (Comm) -> c_int;
+    destroy = "ncclCommDestroy" (Comm) -> c_int;
+    abort = "ncclCommAbort" (Comm) -> c_int;
+    all_reduce = "ncclAllReduce" (*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> c_int;
+    broadcast = "ncclBroadcast" (*const c_void, *mut c_void, usize, c_int, c_int, Comm, *mut c_void) -> c_int;
+    group_start = "ncclGroupStart" () -> c_int;
+    group_end = "ncclGroupEnd" () -> c_int;
+}
+
+static LOADED: Mutex<Option<Nccl>> = Mutex::new(None);
+
+/// The library, looked for in `folders` first, then where the system's loader looks. NVLink multicast is off unless the user's
+/// environment says otherwise: its sums change from run to run, and where a host is shared it can disable GPUs of others.
+///
+/// # Errors
+/// [`Unavailable::NoNccl`], [`Unavailable::NcclVersion`], [`Unavailable::NoFunction`].
+pub fn load(folders: &[&Path]) -> Result<Nccl, Unavailable> {
+    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(nccl) = *loaded {
+        return Ok(nccl);
+    }
+    const MULTICAST: &str = "NCCL_NVLS_ENABLE";
+    if std::env::var_os(MULTICAST).is_none() {
+        // SAFETY: NCCL reads its environment when it is first called, which is below, in this thread.
+        unsafe { std::env::set_var(MULTICAST, "0") };
+    }
+    let handle = open(FILE, folders).map_err(Unavailable::NoNccl)?;
+    let nccl = Nccl::of(&handle)?;
+    let found = nccl.version();
+    if !(MINIMUM..NEXT_MAJOR).contains(&found) {
+        return Err(Unavailable::NcclVersion { found });
+    }
+    // The addresses must stay good for the rest of the process.
+    std::mem::forget(handle);
+    *loaded = Some(nccl);
+    Ok(nccl)
+}
+
+impl Nccl {
+    /// The version, as `major * 10000 + minor * 100 + patch`; 0 if it cannot be told.
+    pub fn version(&self) -> c_int {
+        let mut version = 0;
+        // SAFETY: the place is ours.
+        unsafe { (self.version)(&raw mut version) };
+        version
+    }
+
+    /// What a result means, with the library's last message.
+    pub fn describe(&self, result: c_int) -> String {
+        // SAFETY: both texts live as long as the library; no communicator is needed for the last message.
+        let texts = unsafe { [(self.error_string)(result), (self.last_error)(std::ptr::null_mut())] };
+        let read = |text: *const c_char| {
+            // SAFETY: it ends with a zero.
+            (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned())
+        };
+        let texts: Vec<String> = texts.into_iter().filter_map(read).filter(|text| !text.is_empty()).collect();
+        texts.join(": ")
+    }
+
+    /// A new id; the process that asks is where the others meet, and must become one of them.
+    ///
+    /// # Errors
+    /// The library's result.
+    pub fn unique_id(&self) -> Result<UniqueId, c_int> {
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: the place is ours.
+        check(unsafe { (self.unique_id)(&raw mut id) })?;
+        Ok(id)
+    }
+
+    /// Begin to join: the communicator can be used when [`async_error`](Self::async_error) gives `SUCCESS`.
+    ///
+    /// # Errors
+    /// The library's result.
+    ///
+    /// # Safety
+    /// The context of the process's GPU is current.
+    pub unsafe fn init_rank(&self, id: UniqueId, rank: c_int, size: c_int) -> Result<Comm, c_int> {
+        let mut comm = std::ptr::null_mut();
+        let mut config = Config::not_blocking();
+        // SAFETY: the places are ours, and the rest is the caller's promise.
+        check(unsafe { (self.init_rank)(&raw mut comm, size, id, rank, &raw mut config) })?;
+        Ok(comm)
+    }
+
+    /// How the last call goes on: `SUCCESS`, `IN_PROGRESS` or an error.
+    ///
+    /// # Safety
+    /// The communicator has not been destroyed.
+    pub unsafe fn async_error(&self, comm: Comm) -> c_int {
+        let mut state = SUCCESS;
+        // SAFETY: the caller's promise.
+        let asked = unsafe { (self.async_error)(comm, &raw mut state) };
+        if asked == SUCCESS { state } else { asked }
+    }
+
+    /// Queue a sum over all ranks, in place.
+    ///
+    /// # Errors
+    /// The library's result.
+    ///
+    /// # Safety
+    /// There are `count` elements of the type at the address, used on this stream alone; one thread uses the communicator.
+    pub unsafe fn all_reduce(
+        &self,
+        address: u64,
+        count: usize,
+        dtype: c_int,
+        comm: Comm,
+        stream: *mut c_void,
+    ) -> Result<(), c_int> {
+        let place = address as *mut c_void;
+        // SAFETY: the caller's promise.
+        check(unsafe { (self.all_reduce)(place, place, count, dtype, SUM, comm, stream) })
+    }
+
+    /// Queue a copy of rank `root`'s values to all, in place.
+    ///
+    /// # Errors
+    /// The library's result.
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce).
+    pub unsafe fn broadcast(
+        &self,
+        address: u64,
+        count: usize,
+        dtype: c_int,
+        root: c_int,
+        comm: Comm,
+        stream: *mut c_void,
+    ) -> Result<(), c_int> {
+        let place = address as *mut c_void;
+        // SAFETY: the caller's promise.
+        check(unsafe { (self.broadcast)(place, place, count, dtype, root, comm, stream) })
+    }
+
+    /// Calls from here to [`group_end`](Self::group_end) are one.
+    ///
+    /// # Errors
+    /// The library's result.
+    pub fn group_start(&self) -> Result<(), c_int> {
+        // SAFETY: it has no arguments.
+        check(unsafe { (self.group_start)() })
+    }
+
+    /// As [`group_start`](Self::group_start).
+    ///
+    /// # Errors
+    /// The library's result.
+    pub fn group_end(&self) -> Result<(), c_int> {
+        // SAFETY: it has no arguments.
+        check(unsafe { (self.group_end)() })
+    }
+
+    /// Begin to end in good order: what is queued is done.
+    ///
+    /// # Errors
+    /// The library's result.
+    ///
+    /// # Safety
+    /// As [`async_error`](Self::async_error).
+    pub unsafe fn finalize(&self, comm: Comm) -> Result<(), c_int> {
+        // SAFETY: the caller's promise.
+        check(unsafe { (self.finalize)(comm) })
+    }
+
+    /// Free a communicator that is finalized.
+    ///
+    /// # Safety
+    /// It is not used again.
+    pub unsafe fn destroy(&self, comm: Comm) {
+        // SAFETY: the caller's promise. There is nobody to tell of a failure, and nothing to be done about it.
+        unsafe { (self.destroy)(comm) };
+    }
+
+    /// End at once: kernels that wait for other ranks stop, and the communicator is freed.
+    ///
+    /// # Safety
+    /// It is not used again, and no other thread is in a call with it.
+    pub unsafe fn abort(&self, comm: Comm) {
+        // SAFETY: as for destroy.
+        unsafe { (self.abort)(comm) };
+    }
+}
+
+/// Whether all work of a stream is done.
+///
+/// # Errors
+/// The driver's, also those of earlier work.
+///
+/// # Safety
+/// It is a stream of the current device, and not capturing.
+pub unsafe fn is_done(stream: *mut c_void) -> Result<bool, Status> {
+    // SAFETY: the caller's promise.
+    match unsafe { driver::cuStreamQuery(stream) } {
+        driver::SUCCESS => Ok(true),
+        driver::NOT_READY => Ok(false),
+        status => Err(Status(status)),
+    }
+}
+
+/// A call that goes on is no failure.
+fn check(result: c_int) -> Result<(), c_int> {
+    if matches!(result, SUCCESS | IN_PROGRESS) { Ok(()) } else { Err(result) }
+}

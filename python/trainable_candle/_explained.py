@@ -1,0 +1,41 @@
+"""Errors of functions written in Python, with the function's name in front."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from trainable_candle.errors import ArgumentError, Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explained(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the errors of wrong arguments say which function got them.
+
+    A value of another type is a `TypeError`, any other that cannot be used an `ArgumentError`.
+    """
+    name = function.__name__
+    name = name[2:-2] if name.startswith("__") else name
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Error:
+            raise
+        except (TypeError, AttributeError) as error:
+            raise TypeError(_named(name, error)) from error
+        except (ValueError, IndexError, OverflowError, MemoryError) as error:
+            raise ArgumentError(_named(name, error)) from error
+
+    return call
+
+
+def _named(name: str, error: Exception) -> str:
+    text = str(error)
+    return text if text.startswith(f"{name}: ") else f"{name}: {text}"

@@ -1,0 +1,239 @@
+"""Functions at the top level that are methods in torch too, and a few that are not."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainable_candle import _core
+from trainable_candle._explained import explained
+from trainable_candle.errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainable_candle._core import Tensor
+
+NAMES = (
+    "abs", "all", "any", "argmax", "argmin", "argsort", "chunk", "clamp", "clip", "cos", "cumsum",
+    "exp", "flip", "floor", "gather", "index_select", "isfinite", "isnan", "log", "log1p",
+    "logsumexp", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "norm",
+    "prod", "repeat_interleave", "reshape", "roll", "round", "rsqrt", "sigmoid", "sign", "sin",
+    "softmax", "sort", "split", "sqrt", "square", "squeeze", "std", "sum", "tanh", "topk",
+    "transpose", "tril", "triu", "unbind", "unsqueeze", "var",
+)  # fmt: skip
+"""Methods of tensors that are functions too."""
+
+
+def function(name: str) -> Callable[..., Any]:
+    """The function that calls a method of its first argument."""
+
+    def call(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(input, _core.Tensor):
+            raise TypeError(f"{name}: input is {type(input).__name__}, expected a Tensor")
+        return getattr(input, name)(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"Return `input.{name}(...)`.\n\n{getattr(_core.Tensor, name).__doc__}"
+    return call
+
+
+@explained
+def is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor."""
+    return isinstance(value, _core.Tensor)
+
+
+@explained
+def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join tensors along a dimension; the same as `cat`."""
+    return _core.cat(tensors, dim)
+
+
+@explained
+def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
+    """Return whether all elements differ by at most atol + rtol * |other|; NaN is close to nothing.
+
+    Raises:
+        TypeError: If one is not a tensor.
+    """
+    for value in (input, other):
+        if not isinstance(value, _core.Tensor):
+            raise TypeError(f"allclose: found {type(value).__name__}, expected a Tensor")
+    one, two = (value.detach().to("f64").numpy() for value in (input, other))
+    return bool(np.allclose(one, two, rtol=rtol, atol=atol))
+
+
+@explained
+def linspace(
+    start: float, end: float, steps: int, dtype: Any = None, device: str = "cpu"
+) -> Tensor:
+    """Return evenly spaced numbers, both ends included.
+
+    Raises:
+        ArgumentError: If there are fewer than none.
+    """
+    first, last = _number("linspace", "start", start), _number("linspace", "end", end)
+    numbers = np.linspace(first, last, _count("linspace", "steps", steps))
+    return _core.tensor(numbers, dtype=dtype or "f32", device=device)
+
+
+@explained
+def randperm(n: int, device: str = "cpu") -> Tensor:
+    """Return the numbers from 0 to below n in random order, i64, by the library's generator.
+
+    Raises:
+        ArgumentError: If n is negative.
+    """
+    count = _count("randperm", "n", n)
+    order = np.argsort(_core.rand((count,), dtype="f64").numpy(), kind="stable")
+    return _core.tensor(order.astype(np.int64), device=device)
+
+
+@explained
+def normal(mean: float, std: float, size: Sequence[int], device: str = "cpu") -> Tensor:
+    """Return normal random numbers of a mean and a standard deviation.
+
+    Raises:
+        ArgumentError: If the deviation is negative.
+    """
+    if _number("normal", "std", std) < 0:
+        raise ArgumentError(f"normal: std is {std}, expected at least 0")
+    drawn = _core.randn(tuple(size), device=device)
+    return drawn * float(std) + _number("normal", "mean", mean)
+
+
+@explained
+def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+    """Draw indices with probabilities in proportion to weights, on the host.
+
+    Args:
+        input: Weights of at least 0: (n,), or (rows, n).
+        num_samples: How many indices a row.
+        replacement: Whether an index may be drawn again.
+
+    Returns:
+        (num_samples,) or (rows, num_samples), i64.
+
+    Raises:
+        TypeError: If the weights are not a tensor.
+        ShapeError: If they are neither a vector nor a matrix.
+        ArgumentError: If they are no weights, or too few are above 0.
+    """
+    if not isinstance(input, _core.Tensor):
+        raise TypeError(f"multinomial: input is {type(input).__name__}, expected a Tensor")
+    if input.ndim not in {1, 2}:
+        raise ShapeError(f"multinomial: the shape is {input.shape}, expected (n,) or (rows, n)")
+    count = _count("multinomial", "num_samples", num_samples)
+    rows = np.atleast_2d(input.detach().to("f64").numpy())
+    if not np.isfinite(rows).all() or (rows < 0).any() or (rows.sum(1) <= 0).any():
+        raise ArgumentError("multinomial: expected weights of at least 0, some above")
+    if not replacement and ((rows > 0).sum(1) < count).any():
+        raise ArgumentError(f"multinomial: fewer than {count} weights of a row are above 0")
+    if replacement:
+        ends = np.cumsum(rows, 1) / rows.sum(1, keepdims=True)
+        drawn = _core.rand((len(rows), count), dtype="f64").numpy()
+        found = np.stack([np.searchsorted(e, d, "right") for e, d in zip(ends, drawn, strict=True)])
+        found = np.minimum(found, rows.shape[1] - 1)
+    else:
+        # The first of exponential variables of these rates (Efraimidis and Spirakis 2006).
+        drawn = _core.rand(rows.shape, dtype="f64").numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            times = np.where(rows > 0, -np.log1p(-drawn) / rows, np.inf)
+        found = np.argsort(times, 1, kind="stable")[:, :count]
+    result = _core.tensor(np.ascontiguousarray(found, np.int64), device=input.device)
+    return result if input.ndim == 2 else result.reshape((count,))
+
+
+@explained
+def einsum(equation: str, *operands: Tensor) -> Tensor:
+    """Sum products of elements by the labels of their dimensions, as numpy's and torch's einsum.
+
+    Two operands become one matrix product; more are taken from left to right. A label may occur
+    once in an operand.
+
+    Raises:
+        TypeError: If an operand is not a tensor.
+        ArgumentError: If the equation does not fit the operands, or uses `...` or a diagonal.
+    """
+    if not isinstance(equation, str):
+        raise TypeError(f"einsum: the equation is {type(equation).__name__}, expected a text")
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow:
+        labels = "".join(terms)
+        output = "".join(sorted(label for label in set(labels) if labels.count(label) == 1))
+    _check_einsum(equation, terms, output, operands)
+    labels, result = terms[0], operands[0]
+    for number, (term, operand) in enumerate(zip(terms[1:], operands[1:], strict=True), 2):
+        needed = set(output).union(*terms[number:])
+        labels, result = _product(labels, result, term, operand, needed)
+    result = _summed(labels, result, set(output))
+    labels = "".join(label for label in labels if label in output)
+    return result.permute(*(labels.index(label) for label in output)) if output else result
+
+
+def _check_einsum(
+    equation: str, terms: Sequence[str], output: str, operands: Sequence[Tensor]
+) -> None:
+    wrong = f"einsum: {equation!r}"
+    if len(terms) != len(operands) or not operands:
+        raise ArgumentError(f"{wrong} has {len(terms)} operands, found {len(operands)}")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        if not isinstance(operand, _core.Tensor):
+            raise TypeError(f"einsum: found {type(operand).__name__}, expected a Tensor")
+        if len(set(term)) != len(term) or not all(label.isalpha() for label in term):
+            raise ArgumentError(f"{wrong}: `{term}` has a label twice, or something else than one")
+        if len(term) != operand.ndim:
+            raise ArgumentError(f"{wrong}: `{term}` does not fit the shape {operand.shape}")
+        for label, size in zip(term, operand.shape, strict=True):
+            if sizes.setdefault(label, size) != size:
+                raise ArgumentError(f"{wrong}: `{label}` is {sizes[label]} and {size}")
+    if len(set(output)) != len(output) or not set(output) <= sizes.keys():
+        raise ArgumentError(f"{wrong}: `{output}` has a label twice, or one of no operand")
+
+
+def _summed(labels: str, tensor: Tensor, kept: set[str]) -> Tensor:
+    dims = [place for place, label in enumerate(labels) if label not in kept]
+    return tensor.sum(tuple(dims)) if dims else tensor
+
+
+def _product(one: str, a: Tensor, other: str, b: Tensor, kept: set[str]) -> tuple[str, Tensor]:
+    """Two operands as a product of matrices; labels that nobody needs are summed."""
+    a, b = _summed(one, a, kept | set(other)), _summed(other, b, kept | set(one))
+    one = "".join(label for label in one if label in kept or label in other)
+    other = "".join(label for label in other if label in kept or label in one)
+    batch = [label for label in one if label in other and label in kept]
+    inner = [label for label in one if label in other and label not in kept]
+    rows = [label for label in one if label not in other]
+    columns = [label for label in other if label not in one]
+    size = {**dict(zip(one, a.shape, strict=True)), **dict(zip(other, b.shape, strict=True))}
+
+    def ordered(tensor: Tensor, labels: str, groups: Sequence[Sequence[str]]) -> Tensor:
+        order = [labels.index(label) for group in groups for label in group]
+        shape = [size[label] for label in groups[0]]
+        shape += [math.prod(size[label] for label in group) for group in groups[1:]]
+        return (tensor.permute(*order) if order else tensor).reshape(tuple(shape))
+
+    left = ordered(a, one, (batch, rows, inner))
+    right = ordered(b, other, (batch, inner, columns))
+    labels = [*batch, *rows, *columns]
+    whole = left.matmul(right).reshape(tuple(size[label] for label in labels))
+    return "".join(labels), whole
+
+
+def _number(name: str, argument: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {argument} is {type(value).__name__}, expected a number")
+    return float(value)
+
+
+def _count(name: str, argument: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {argument} is {type(value).__name__}, expected a whole number")
+    if value < 0:
+        raise ArgumentError(f"{name}: {argument} is {value}, expected at least 0")
+    return value

@@ -1,0 +1,465 @@
+"""Methods of tensors that are made of others: what users of torch reach for.
+
+`ComposedMethods` is a base of `Tensor` for type checkers; at run time its methods are put on the
+class. All run where the tensor is, and have gradients where torch's have; those that say so pass
+through the host.
+"""
+
+from __future__ import annotations
+
+import math
+from inspect import isfunction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from trainable_candle import _core
+from trainable_candle._explained import explained
+from trainable_candle._parts import (
+    as_f64,
+    is_mask,
+    is_tensor,
+    no_tape,
+    order_of,
+    own,
+    place_of,
+    plain,
+    reduced,
+    set_value,
+    sizes_of,
+    triangle,
+    true,
+)
+from trainable_candle.errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from trainable_candle._core import Tensor, Var
+
+__all__ = ["ComposedMethods", "Sorted"]
+
+_FLOATS = ("f32", "f16", "bf16", "f64")
+_WHOLE = 2.0**23
+"""From here on every f32 is whole."""
+
+
+class Sorted(NamedTuple):
+    """Values in order, and where they were."""
+
+    values: Tensor
+    indices: Tensor
+
+
+class ComposedMethods:
+    """See the module."""
+
+    # Kinds and places.
+
+    def half(self) -> Tensor:
+        """Convert to f16."""
+        return own(self).to("f16")
+
+    def bfloat16(self) -> Tensor:
+        """Convert to bf16."""
+        return own(self).to("bf16")
+
+    def double(self) -> Tensor:
+        """Convert to f64."""
+        return own(self).to("f64")
+
+    def long(self) -> Tensor:
+        """Convert to i64."""
+        return own(self).to("i64")
+
+    def type(self, dtype: Any) -> Tensor:
+        """Convert to a dtype."""
+        return own(self).to(dtype)
+
+    def cpu(self) -> Tensor:
+        """Move to the CPU."""
+        return own(self).to("cpu")
+
+    def cuda(self, device: int | str = "cuda") -> Tensor:
+        """Move to a GPU.
+
+        Raises:
+            CudaUnavailableError, DeviceError: If there is none.
+        """
+        return own(self).to(f"cuda:{device}" if isinstance(device, int) else device)
+
+    def clone(self) -> Tensor:
+        """Return a copy, with the gradient of the tensor; values never change in place anyhow."""
+        tensor = own(self)
+        return tensor * 1 if tensor.requires_grad else _core.tensor(tensor)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or the size of a dimension."""
+        shape = own(self).shape
+        return shape if dim is None else shape[place_of("size", shape, dim)]
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return own(self).ndim
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802 - torch's name
+        """The tensor with its last two dimensions exchanged."""
+        return own(self).transpose(-2, -1)
+
+    def t(self) -> Tensor:
+        """Transpose a matrix; a vector stays.
+
+        Raises:
+            ShapeError: If there are more than two dimensions.
+        """
+        tensor = own(self)
+        if tensor.ndim > 2:
+            raise ShapeError(f"t: the shape is {tensor.shape}, expected at most two dimensions")
+        return tensor.transpose(0, 1) if tensor.ndim == 2 else tensor
+
+    # Truth.
+
+    def __and__(self, other: Any) -> Tensor:
+        """Return where both are not zero."""
+        return true(self) * true(other, self)
+
+    def __or__(self, other: Any) -> Tensor:
+        """Return where one or the other is not zero."""
+        return true(self).maximum(true(other, self))
+
+    def __xor__(self, other: Any) -> Tensor:
+        """Return where one of the two is not zero."""
+        return true(self) != true(other, self)
+
+    def __invert__(self) -> Tensor:
+        """Return where it is zero."""
+        return own(self) == 0
+
+    def all(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Return whether every element is not zero, as u8."""
+        return reduced(true(self), "min", dim, keepdim)
+
+    def any(self, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Return whether some element is not zero, as u8."""
+        return reduced(true(self), "max", dim, keepdim)
+
+    def isnan(self) -> Tensor:
+        """Return where it is NaN, as u8."""
+        tensor = own(self).detach()
+        return tensor != tensor  # noqa: PLR0124 - NaN alone differs from itself
+
+    def isfinite(self) -> Tensor:
+        """Return where it is neither NaN nor infinite, as u8."""
+        tensor = own(self).detach()
+        return (tensor - tensor) == 0
+
+    def isinf(self) -> Tensor:
+        """Return where it is infinite, as u8."""
+        tensor = own(self).detach()
+        return tensor.abs() == math.inf
+
+    # Numbers.
+
+    def sign(self) -> Tensor:
+        """Return -1, 0 or 1."""
+        tensor = own(self).detach()
+        return (tensor > 0).to(tensor.dtype) - (tensor < 0).to(tensor.dtype)
+
+    def floor(self) -> Tensor:
+        """Round down."""
+        tensor = own(self).detach()
+        if tensor.dtype not in _FLOATS:
+            return tensor
+        small = (tensor.abs() < _WHOLE).to(tensor.dtype)
+        cut = (tensor * small).to("i64").to(tensor.dtype)
+        down = cut - (cut > tensor).to(tensor.dtype)
+        return _core.where(small > 0, down, tensor)
+
+    def ceil(self) -> Tensor:
+        """Round up."""
+        return -(-own(self)).floor()
+
+    def round(self) -> Tensor:
+        """Round to the nearest whole number, halves to even ones."""
+        tensor = own(self).detach()
+        if tensor.dtype not in _FLOATS:
+            return tensor
+        up = (tensor + 0.5).floor()
+        odd = up - (up * 0.5).floor() * 2
+        tie = ((up - tensor) == 0.5).to(tensor.dtype)
+        return _core.where(tensor.abs() < _WHOLE, up - tie * odd, tensor)
+
+    def __floordiv__(self, other: Any) -> Tensor:
+        """Divide and round down."""
+        tensor = own(self)
+        whole = tensor.dtype not in _FLOATS
+        quotient: Tensor = tensor.to("f64") / as_f64(other) if whole else tensor / other
+        return quotient.floor().to(tensor.dtype)
+
+    def __mod__(self, other: Any) -> Tensor:
+        """Return what is left of a division, with the sign of the divisor."""
+        tensor = own(self)
+        rest: Tensor = tensor - tensor.__floordiv__(other) * other
+        return rest
+
+    def rsqrt(self) -> Tensor:
+        """Return 1 / sqrt(x)."""
+        return own(self).sqrt().reciprocal()
+
+    def log1p(self) -> Tensor:
+        """Return log(1 + x), exact for small x too (Higham, Accuracy and Stability, 1.14.1)."""
+        x = own(self)
+        u = x + 1
+        # What u has lost of x is in u - 1 as well.
+        zero = (u.detach() - 1) == 0
+        safe = _core.where(zero, 1.0, u - 1)
+        inside = _core.where(zero, 2.0, u)
+        return _core.where(zero, x, inside.log() * x / safe)
+
+    def erf(self) -> Tensor:
+        """Return the error function."""
+        x = own(self)
+        zero = x.detach() == 0
+        z = _core.where(zero, 1.0, x) * math.sqrt(2)
+        return _core.where(zero, x * (2 / math.sqrt(math.pi)), z.gelu() * 2 / z - 1)
+
+    def clip(self, min: Any = None, max: Any = None) -> Tensor:
+        """Limit to a range; the same as `clamp`."""
+        return own(self).clamp(min, max)
+
+    # Reductions.
+
+    def std(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the standard deviation; takes what `var` takes."""
+        return own(self).var(*args, **kwargs).sqrt()
+
+    def norm(self, p: float | str = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
+        """Return the p-norm of the elements: 1, 2, infinity, "fro" or any number above 0.
+
+        Raises:
+            ArgumentError: If p is none of these.
+        """
+        p = 2 if p == "fro" else p
+        if not isinstance(p, (int, float)) or not p > 0:
+            raise ArgumentError(f'norm: p is {p!r}, expected a number above 0 or "fro"')
+        x = own(self)
+        if p == 2:
+            return reduced(x * x, "sum", dim, keepdim).sqrt()
+        if math.isinf(p):
+            return reduced(x.abs(), "max", dim, keepdim)
+        powers = reduced(x.abs() if p == 1 else x.abs() ** p, "sum", dim, keepdim)
+        return powers if p == 1 else powers ** (1 / p)
+
+    def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """Return the product of the elements, of all or along a dimension."""
+        x = own(self)
+        whole = dim is None
+        if dim is None:
+            x, dim = x.reshape((-1,)), 0
+        dim = place_of("prod", x.shape, dim)
+        if not x.shape[dim]:
+            return (x.sum(dim, keepdim=keepdim) if not whole else x.sum()) + 1
+        while (count := x.shape[dim]) > 1:
+            half = count // 2
+            product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+            rest = [x.narrow(dim, 2 * half, 1)] if count % 2 else []
+            x = _core.cat([product, *rest], dim)
+        return x if keepdim and not whole else x.squeeze(dim)
+
+    def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """Return the index of the least element, of all or along a dimension."""
+        x = own(self).detach()
+        return (-(x if x.dtype in _FLOATS else x.to("f64"))).argmax(dim, keepdim)
+
+    def sort(self, dim: int = -1, descending: bool = False) -> Sorted:
+        """Return the values in order, and their indices, which the host finds."""
+        x = own(self)
+        order = order_of(x, dim, descending=descending)
+        return Sorted(x.gather(dim, order), order)
+
+    def argsort(self, dim: int = -1, descending: bool = False) -> Tensor:
+        """Return the indices that sort the values; the host finds them."""
+        return order_of(own(self), dim, descending=descending)
+
+    def topk(self, k: int, dim: int = -1, largest: bool = True) -> Sorted:
+        """Return the k largest or least values in order, and their indices, which the host finds.
+
+        Raises:
+            ArgumentError: If there are not so many.
+        """
+        x = own(self)
+        place = place_of("topk", x.shape, dim)
+        if not 0 <= k <= x.shape[place]:
+            raise ArgumentError(f"topk: k is {k}, expected 0 to {x.shape[place]}")
+        order = order_of(x, place, descending=largest).narrow(place, 0, k).contiguous()
+        return Sorted(x.gather(place, order), order)
+
+    # Shapes and places.
+
+    def where(self, condition: Tensor, other: Any) -> Tensor:
+        """Return this tensor where the condition is not zero, else the other."""
+        return _core.where(condition, own(self), other)
+
+    def masked_fill(self, mask: Tensor, value: float) -> Tensor:
+        """Return the value where the mask is not zero, else this tensor."""
+        return _core.where(mask, value, own(self))
+
+    def repeat(self, *sizes: Any) -> Tensor:
+        """Repeat along every dimension; new ones stand in front.
+
+        Raises:
+            ArgumentError: If there are fewer sizes than dimensions.
+        """
+        x, counts = own(self), sizes_of(sizes)
+        if len(counts) < x.ndim:
+            raise ArgumentError(f"repeat: {len(counts)} sizes for the shape {x.shape}")
+        x = x.reshape((1,) * (len(counts) - x.ndim) + x.shape)
+        for dim, count in enumerate(counts):
+            if count != 1:
+                x = _core.cat([x] * count, dim) if count else x.narrow(dim, 0, 0)
+        return x
+
+    def tile(self, *sizes: Any) -> Tensor:
+        """Repeat along the last dimensions."""
+        counts = sizes_of(sizes)
+        return own(self).repeat((1,) * (own(self).ndim - len(counts)) + counts)
+
+    def repeat_interleave(self, repeats: int, dim: int | None = None) -> Tensor:
+        """Repeat every element in its place, flattened without a dimension."""
+        x = own(self)
+        if dim is None:
+            x, dim = x.reshape((-1,)), 0
+        dim = place_of("repeat_interleave", x.shape, dim)
+        shape = (*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
+        whole = (*x.shape[:dim], x.shape[dim] * repeats, *x.shape[dim + 1 :])
+        return x.unsqueeze(dim + 1).expand(shape).reshape(whole)
+
+    def flip(self, *dims: Any) -> Tensor:
+        """Reverse the order along dimensions."""
+        x = own(self)
+        for dim in sizes_of(dims):
+            place = place_of("flip", x.shape, dim)
+            x = x[(slice(None),) * place + (slice(None, None, -1),)]
+        return x
+
+    def roll(self, shifts: int, dims: int | None = None) -> Tensor:
+        """Move elements along a dimension, or in the flattened tensor; the last come first."""
+        x = own(self)
+        if dims is None:
+            return x.reshape((-1,)).roll(shifts, 0).reshape(x.shape)
+        place = place_of("roll", x.shape, dims)
+        size = x.shape[place]
+        moved = shifts % size if size else 0
+        if not moved:
+            return x
+        parts = [x.narrow(place, size - moved, moved), x.narrow(place, 0, size - moved)]
+        return _core.cat(parts, place)
+
+    def unbind(self, dim: int = 0) -> list[Tensor]:
+        """Return the slices along a dimension."""
+        x = own(self)
+        place = place_of("unbind", x.shape, dim)
+        return [x.narrow(place, n, 1).squeeze(place) for n in range(x.shape[place])]
+
+    def tril(self, diagonal: int = 0) -> Tensor:
+        """Keep the lower triangle of matrices, up to a diagonal, and make the rest zero."""
+        return triangle(own(self), lambda rows, columns: columns - rows <= diagonal)
+
+    def triu(self, diagonal: int = 0) -> Tensor:
+        """Keep the upper triangle of matrices, from a diagonal on, and make the rest zero."""
+        return triangle(own(self), lambda rows, columns: columns - rows >= diagonal)
+
+    def scatter(self, dim: int, index: Tensor, src: Any) -> Tensor:
+        """Return this tensor with values at the indices along a dimension, as torch's `scatter`.
+
+        The host reads the indices. Of several values for one place the last counts. Gradients go
+        to this tensor and to `src`.
+        """
+        x = own(self)
+        place = place_of("scatter", x.shape, dim)
+        where = np.indices(index.shape)
+        where[place] = index.numpy()
+        flat = np.ravel_multi_index(tuple(where.reshape(x.ndim, -1)), x.shape)
+        source = np.zeros(x.numel(), np.int64)
+        taken = np.zeros(x.numel(), np.uint8)
+        if isinstance(src, (int, float)):
+            taken[flat] = 1
+            mask = _core.tensor(taken.reshape(x.shape), device=x.device)
+            return _core.where(mask, float(src) if x.dtype in _FLOATS else src, x)
+        cut = src[tuple(slice(0, size) for size in index.shape)].reshape((-1,))
+        source[flat], taken[flat] = np.arange(flat.size), 1
+        picked = cut.index_select(0, _core.tensor(source, device=x.device)).reshape(x.shape)
+        return _core.where(_core.tensor(taken.reshape(x.shape), device=x.device), picked, x)
+
+    # What torch does in place.
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Set a part of a variable; a tensor without gradient is never changed.
+
+        Raises:
+            TypeError: If it is a plain tensor.
+        """
+        tensor = own(self)
+        if not isinstance(tensor, _core.Var):
+            raise TypeError(
+                "a Tensor does not change; make another with tc.where, masked_fill or scatter, or "
+                "use a tc.Var, of which parts can be set"
+            )
+        chosen = np.zeros(tensor.shape, np.uint8)
+        place = key.numpy().astype(bool) if is_mask(key) else plain(key)
+        chosen[place] = 1
+        new = tensor.detach().numpy().copy() if tensor.dtype != "bf16" else None
+        with no_tape():
+            if new is None:
+                new = tensor.detach().to("f32").numpy().copy()
+            new[place] = value.detach().to("f32").numpy() if is_tensor(value) else value
+            tensor.set(_core.tensor(new, dtype=tensor.dtype, device=tensor.device))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Return a variable of this value, or the value of a variable; use the result."""
+        tensor = own(self)
+        if requires_grad:
+            return tensor if isinstance(tensor, _core.Var) else _core.Var(tensor)
+        return tensor.detach()
+
+
+class VarMethods:
+    """In-place changes of variables, as `Var.set` makes them."""
+
+    @property
+    def data(self) -> Tensor:
+        """The value, without gradient."""
+        return own(self).detach()
+
+    def copy_(self, value: Tensor) -> Var:
+        """Take over a value."""
+        return set_value(self, value.detach().to(own(self).dtype).to(own(self).device))
+
+    def fill_(self, value: float) -> Var:
+        """Make every element this number."""
+        return set_value(self, own(self).detach() * 0 + value)
+
+    def zero_(self) -> Var:
+        """Make every element zero."""
+        return set_value(self, _core.zeros_like(own(self).detach()))
+
+    def add_(self, other: Any, alpha: float = 1) -> Var:
+        """Add `alpha` times a tensor or a number."""
+        return set_value(self, own(self).detach() + plain(other) * alpha)
+
+    def sub_(self, other: Any, alpha: float = 1) -> Var:
+        """Subtract `alpha` times a tensor or a number."""
+        return set_value(self, own(self).detach() - plain(other) * alpha)
+
+    def mul_(self, other: Any) -> Var:
+        """Multiply by a tensor or a number."""
+        return set_value(self, own(self).detach() * plain(other))
+
+
+def attach() -> None:
+    """Put the methods on `Tensor` and `Var`."""
+    for source, target in ((ComposedMethods, _core.Tensor), (VarMethods, _core.Var)):
+        for name, member in vars(source).items():
+            plain = name.startswith("__") and name in {"__module__", "__dict__", "__weakref__"}
+            if not plain and name not in {"__doc__", "__firstlineno__", "__static_attributes__"}:
+                changed = explained(member) if isfunction(member) else member
+                setattr(target, name, changed)

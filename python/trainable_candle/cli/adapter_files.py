@@ -1,0 +1,73 @@
+"""What `resize`, `combine` and `extract` share: the output, and its flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Path:
+    """The path of a file to write.
+
+    Raises:
+        ConfigError: it has another ending, or is there already.
+    """
+    path = Path(text).expanduser()
+    if path.suffix.lower() != suffix:
+        raise ConfigError(f"--output is {path}, expected the name of a {suffix} file")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"--output is {path}, which exists; give another name, or --overwrite")
+    return path
+
+
+def share(text: str) -> float:
+    """The `type=` of a flag that takes a share above 0."""
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, found {text}")
+    return value
+
+
+def add_output(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the file that is written."""
+    group.add_argument("--output", metavar="FILE", help="the .safetensors file to write")
+    group.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    group.add_argument(
+        "--precision",
+        metavar="NAME",
+        type=precision,
+        help=f"{', '.join(PRECISIONS)} (default: f32)",
+    )
+    group.add_argument("--dtype", dest="precision", type=precision, help=argparse.SUPPRESS)
+
+
+def precision(text: str) -> str:
+    """The `type=` of a flag that takes a precision, under other tools' names too."""
+    name = PRECISION_SPELLINGS.get(text.lower(), text.lower())
+    if name not in PRECISIONS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(PRECISIONS)}, found {text}")
+    return name
+
+
+def scales_of(given: Mapping[str, Any], count: int) -> list[float]:
+    """The factor on each of `count` adapters.
+
+    Raises:
+        ConfigError: their number is neither one nor `count`.
+    """
+    scales = given.get("scale", [1.0])
+    if len(scales) == 1:
+        return list(scales) * count
+    if len(scales) != count:
+        raise ConfigError(
+            f"there are {len(scales)} times --scale and {count} times --adapter; "
+            "expected one --scale for all, or as many"
+        )
+    return list(scales)

@@ -1,0 +1,60 @@
+"""`trainable-candle combine`: several LoRAs in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainable_candle.cli.adapter_files import add_output, new_file, scales_of
+from trainable_candle.cli.options import Parser, add_help, factor, whole
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Combine as the arguments say; returns the exit status."""
+    parser = make_parser(program)
+    given = parser.parse(arguments)
+    parser.require(given, "adapter", "output")
+    paths = [Path(text).expanduser() for text in given["adapter"]]
+    if len(paths) < 2:
+        raise ConfigError("give --adapter at least twice")
+    scales = scales_of(given, len(paths))
+    output = new_file(given["output"], overwrite="overwrite" in given)
+
+    from trainable_candle.lora import LoraFile, combine, resize  # noqa: PLC0415 - after the arguments
+
+    combined = combine([LoraFile.read(path) for path in paths], scales)
+    if "rank" in given:
+        combined = resize(combined, given["rank"])
+    combined.write(output, given.get("precision", "f32"))
+    ranks = [module.factors.rank for module in combined.modules.values()]
+    print(f"{len(ranks)} modules, ranks up to {max(ranks)}")
+    print(f"adapter: {output}")
+    return 0
+
+
+def make_parser(program: str) -> Parser:
+    """Make the parser of the flags."""
+    parser = Parser(
+        program,
+        "Write one LoRA that does what several do together. Their ranks add up.",
+        "--adapter FILE --adapter FILE --output FILE",
+    )
+    group = parser.add_argument_group("options")
+    group.add_argument(
+        "--adapter", metavar="FILE", action="append", help="a LoRA; give it at least twice"
+    )
+    group.add_argument(
+        "--scale",
+        metavar="X",
+        type=factor,
+        action="append",
+        help="factor on the effect: one for all, or one for each (default: 1)",
+    )
+    group.add_argument("--rank", metavar="N", type=whole(1), help="then cut to this rank")
+    add_output(group)
+    add_help(group)
+    return parser

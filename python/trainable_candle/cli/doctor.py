@@ -1,0 +1,37 @@
+"""`trainable-candle doctor`: what this machine can train with, and cures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.cli.options import Parser, add_help
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAULTY: Final = 1
+"""Exit status where something is wrong."""
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Print the report; the exit status is 0 if nothing is wrong."""
+    given = make_parser(program).parse(arguments)
+
+    from trainable_candle.doctor import main  # noqa: PLC0415 - after the arguments proved right
+
+    return 0 if main(Path(given.get("output", ".")).expanduser()) else FAULTY
+
+
+def make_parser(program: str) -> Parser:
+    """Make the parser of the flags."""
+    parser = Parser(
+        program,
+        "Look at driver, libraries, cards, memory and disk, and train a small layer.\n"
+        "Each fault comes with its cure. The exit status is 0 if there is none.",
+        "[options]",
+    )
+    group = parser.add_argument_group("options")
+    group.add_argument("--output", metavar="DIR", help="where runs are to be written (default: .)")
+    add_help(group)
+    return parser

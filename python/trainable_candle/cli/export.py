@@ -1,0 +1,102 @@
+"""`trainable-candle export`: write a language model's adapter as other programs load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.cli.options import Parser, add_help
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle.tasks.text import TextTask
+
+MERGED: Final = "merged"
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Export as the arguments say; returns the exit status."""
+    parser = make_parser(program)
+    given = parser.parse(arguments)
+    parser.require(given, "adapter", "for", "output")
+
+    # Expensive imports, after the flags are parsed.
+    from trainable_candle import export, families  # noqa: PLC0415
+    from trainable_candle.settings.checks import existing  # noqa: PLC0415
+    from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
+
+    reader, output = given["for"], Path(given["output"]).expanduser()
+    known = [*export.WRITERS, MERGED]
+    if reader not in known:
+        raise ConfigError(f"--for is {reader}, expected one of {', '.join(known)}")
+    if "dataset" in given and reader != MERGED:
+        raise ConfigError("--dataset has no effect without --for merged; leave it out")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
+    model = given.get("model", "causal-lm")
+    path = existing("adapter", Path(given["adapter"]).expanduser())
+    task = families.load(model, given.get("weights"), None, "cpu")
+    if not isinstance(task, TextTask):
+        raise ConfigError(
+            f"--model {model} draws images, and export is for language models; train-lora "
+            "--format and trainable-candle merge write for other programs"
+        )
+    family = task.family
+    adapter = export.read_adapter(path, model, family.weights)
+    if reader == MERGED:
+        output.mkdir(parents=True, exist_ok=True)
+        print(export.write_merged(family.weights, adapter, output))
+        if "dataset" in given:
+            _compare(task, path, output, given["dataset"])
+        print(f"merged model: {output}")
+        return 0
+    export.require_accepted(adapter, reader)
+    output.mkdir(parents=True, exist_ok=True)
+    base = given.get("base", str(given.get("weights", family.weights)))
+    lines = export.WRITERS[reader](adapter, family, base, output)
+    print(f"for {export.READERS[reader]}: {output}")
+    for line in lines:
+        print(f"  {line}")
+    return 0
+
+
+def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str) -> None:
+    """Print the loss on a data set of the base, of the base with its adapter, and merged."""
+    from trainable_candle import families  # noqa: PLC0415 - after the arguments proved right
+
+    family = task.family
+    base = task.loss_on(dataset)
+    task.load_adapter(adapter, 1.0)
+    tuned = task.loss_on(dataset)
+    other = families.load(family.name, merged, None, "cpu")
+    print(
+        f"loss: base {base:.4f}, with the adapter {tuned:.4f}, merged {other.loss_on(dataset):.4f}"  # type: ignore[attr-defined]
+    )
+
+
+def make_parser(program: str) -> Parser:
+    """Make the parser of the flags."""
+    parser = Parser(
+        program,
+        "Write a language model's adapter as other programs load it, or the whole model with it\n"
+        "in its weights: peft (transformers), vllm, gguf (llama.cpp), mlx, ollama, merged.",
+        "--adapter PATH --for NAME --output DIR [options]",
+    )
+    group = parser.add_argument_group("options")
+    group.add_argument("--model", metavar="NAME", help="which model (default: causal-lm)")
+    group.add_argument(
+        "--weights", metavar="DIR", help="the folder of the base (default: the built-in one)"
+    )
+    group.add_argument("--adapter", metavar="PATH", help="what train-lora wrote")
+    group.add_argument("--for", metavar="NAME", help="peft, vllm, gguf, mlx, ollama or merged")
+    group.add_argument("--output", metavar="DIR", help="new folder")
+    group.add_argument(
+        "--base", metavar="NAME", help="what the program calls the base (default: --weights)"
+    )
+    group.add_argument(
+        "--dataset", metavar="PATH", help="with --for merged: texts to compare losses on"
+    )
+    add_help(group)
+    return parser

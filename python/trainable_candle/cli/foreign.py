@@ -1,0 +1,44 @@
+"""Flags of kohya's scripts that have no counterpart of their own, and what to do instead."""
+
+from typing import Final
+
+_NOT_NEEDED: Final = "is not needed here: leave it out"
+_CACHED: Final = "is what --cache disk, the default, does: leave it out"
+_ATTENTION: Final = "is not needed here, where attention never holds all scores: leave it out"
+_LISTED: Final = "has no counterpart: list the folders in a YAML file and give that as --dataset"
+
+INSTEAD: Final = {
+    "--xformers": _ATTENTION,
+    "--sdpa": _ATTENTION,
+    "--mem-eff-attn": _ATTENTION,
+    "--cache-latents": _CACHED,
+    "--cache-latents-to-disk": _CACHED,
+    "--cache-text-encoder-outputs": _CACHED,
+    "--cache-text-encoder-outputs-to-disk": _CACHED,
+    "--enable-bucket": "is the default here: leave it out",
+    "--bucket-no-upscale": "is the default here, without --upscale: leave it out",
+    "--network-train-unet-only": "is the default, without --train-text-encoder: leave it out",
+    "--no-half-vae": "is always so here: leave it out",
+    "--save-model-as": "is always safetensors here: leave it out",
+    "--caption-extension": "is not needed: .txt and .caption are both read; leave it out",
+    "--max-token-length": "is not needed: captions of any length are read; leave it out",
+    "--lowram": _NOT_NEEDED,
+    "--highvram": _NOT_NEEDED,
+    "--max-data-loader-n-workers": _NOT_NEEDED,
+    "--persistent-data-loader-workers": _NOT_NEEDED,
+    "--network-module": "has no counterpart: give --adapter lora, dora, loha or lokr",
+    "--network-args": "has no counterpart: give --adapter and --target-modules",
+    "--unet-lr": "has no counterpart: give --learning-rate, which is that of the UNet",
+    "--v-parameterization": "has no counterpart: give --prediction-type v_prediction",
+    "--random-crop": "has no counterpart: give --crop random",
+    "--masked-loss": "has no counterpart: give --mask file",
+    "--alpha-mask": "has no counterpart: give --mask alpha",
+    "--full-fp16": "has no counterpart: give --precision f16",
+    "--full-bf16": "has no counterpart: give --precision bf16",
+    "--log-with": "has no counterpart: give --tensorboard or --wandb PROJECT",
+    "--logging-dir": "has no counterpart: give --tensorboard; logs are in --output",
+    "--reg-data-dir": _LISTED,
+    "--dataset-config": _LISTED,
+    "--huber-c": "is not --huber-delta exactly: give that",
+}
+"""Flag, with hyphens -> what is said of it."""

@@ -1,0 +1,60 @@
+"""`trainable-candle resize`: cut a LoRA to a lower rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainable_candle.cli.adapter_files import add_output, new_file, share
+from trainable_candle.cli.options import Parser, add_help, whole
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Resize as the arguments say; returns the exit status."""
+    parser = make_parser(program)
+    given = parser.parse(arguments)
+    parser.require(given, "file", "output")
+    if not {"rank", "keep"} & given.keys():
+        raise ConfigError("give --rank, --keep or both")
+    output = new_file(given["output"], overwrite="overwrite" in given)
+
+    from trainable_candle.lora import LoraFile, resize  # noqa: PLC0415 - after the arguments
+
+    file = LoraFile.read(Path(given["file"]).expanduser())
+    before = [module.factors.rank for module in file.modules.values()]
+    rank = given.get("rank", max(before))
+    resized = resize(file, rank, given.get("keep", 1.0))
+    resized.write(output, given.get("precision", "f32"))
+    after = [module.factors.rank for module in resized.modules.values()]
+    print(f"{len(after)} modules: ranks {_range(before)} became {_range(after)}")
+    print(f"adapter: {output}")
+    return 0
+
+
+def _range(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+
+
+def make_parser(program: str) -> Parser:
+    """Make the parser of the flags."""
+    parser = Parser(
+        program,
+        "Write the LoRA of a lower rank that is nearest to a given one, by singular values.",
+        "FILE --rank N --output FILE [options]",
+    )
+    group = parser.add_argument_group("options")
+    group.add_argument("file", metavar="FILE", nargs="?", help="the LoRA, a safetensors file")
+    group.add_argument("--rank", metavar="N", type=whole(1), help="the highest rank of a module")
+    group.add_argument(
+        "--keep",
+        metavar="X",
+        type=share,
+        help="share of the squared norm to keep, e.g. 0.95",
+    )
+    add_output(group)
+    add_help(group)
+    return parser

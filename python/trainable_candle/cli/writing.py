@@ -1,0 +1,67 @@
+"""The flags that say how a language model writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.cli.options import guidance, whole
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping
+
+    from trainable_candle.tasks.text.writing import WritingOptions
+
+
+def add_writing(group: argparse._ArgumentGroup) -> None:
+    """Add the flags."""
+    group.add_argument(
+        "--tokens", metavar="N", type=whole(1), help="of an answer, at most (default: 512)"
+    )
+    group.add_argument(
+        "--temperature", metavar="X", type=guidance, help="0 (default): the likeliest token"
+    )
+    group.add_argument(
+        "--top-k", metavar="N", type=whole(0), help="draw from the N likeliest; 0: from all"
+    )
+    group.add_argument(
+        "--top-p", metavar="X", type=guidance, help="from those with this probability together"
+    )
+    group.add_argument(
+        "--min-p", metavar="X", type=guidance, help="from those with X times the likeliest's"
+    )
+    group.add_argument(
+        "--repetition-penalty", metavar="X", type=guidance, help="above 1: fewer repetitions"
+    )
+    group.add_argument(
+        "--stop", metavar="TEXT", action="append", help="ends an answer; may be given again"
+    )
+    group.add_argument("--seed", metavar="N", type=whole(0), help="of the draws (default: 0)")
+
+
+def writing_options(given: Mapping[str, Any]) -> WritingOptions:
+    """What the flags say.
+
+    Raises:
+        ConfigError: a value lies outside its range, or has no effect.
+    """
+    # After the arguments proved right.
+    from trainable_candle.tasks.text.writing import WritingOptions  # noqa: PLC0415
+
+    names = ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    stop = tuple(given.get("stop", ()))
+    options = WritingOptions(**{name: given[name] for name in names if name in given}, stop=stop)
+    if not 0 < options.top_p <= 1:
+        raise ConfigError(f"--top-p is {options.top_p}, expected above 0 and at most 1")
+    if not 0 <= options.min_p <= 1:
+        raise ConfigError(f"--min-p is {options.min_p}, expected 0 to 1")
+    if not options.repetition_penalty > 0:
+        raise ConfigError("--repetition-penalty is 0, expected above 0")
+    if "" in options.stop:
+        raise ConfigError("--stop is empty; give a text")
+    if not options.temperature and {"top_k", "top_p", "min_p", "seed"} & given.keys():
+        raise ConfigError(
+            "--top-k, --top-p, --min-p and --seed have no effect without --temperature"
+        )
+    return options

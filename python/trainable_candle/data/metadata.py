@@ -1,0 +1,60 @@
+"""What adapter files say of the images, under the names of kohya's scripts and ModelSpec."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle.data.dataset import Item
+
+_FREQUENT: Final = 2
+"""How often a tag occurs at least that stands for the adapter."""
+_TAGS: Final = 10
+"""The most of them."""
+
+
+def described(items: Sequence[Item], separator: str) -> dict[str, str]:
+    """The entries of a header: folders, frequencies of tags, buckets, the most frequent tags.
+
+    Args:
+        items: the images that are trained on.
+        separator: of the tags of a caption.
+    """
+    folders: dict[str, dict[str, Any]] = {}
+    tags: dict[str, Counter[str]] = {}
+    buckets: Counter[tuple[int, int]] = Counter()
+    for item in items:
+        name = item.picture.path.parent.name
+        facts = folders.setdefault(name, {"n_repeats": item.repeats, "img_count": 0})
+        facts["img_count"] += 1
+        tags.setdefault(name, Counter()).update(_tags(item.picture.caption, separator))
+        buckets[(item.fit.bucket.width, item.fit.bucket.height)] += 1
+    for facts in folders.values():
+        if float(facts["n_repeats"]).is_integer():
+            facts["n_repeats"] = int(facts["n_repeats"])
+    counted = {
+        str(number): {"resolution": list(size), "count": count}
+        for number, (size, count) in enumerate(sorted(buckets.items()))
+    }
+    frequent = sum(tags.values(), Counter()).most_common(_TAGS)
+    entries = {
+        "ss_dataset_dirs": _text(folders),
+        "ss_tag_frequency": _text({name: dict(count) for name, count in tags.items()}),
+        "ss_bucket_info": _text({"buckets": counted}),
+        "modelspec.tags": ", ".join(tag for tag, count in frequent if count >= _FREQUENT),
+    }
+    return {name: text for name, text in entries.items() if text}
+
+
+def _tags(caption: str, separator: str) -> list[str]:
+    parts = " ".join(caption.split()).split(separator.strip())
+    return [tag for part in parts if (tag := part.strip())]
+
+
+def _text(value: object) -> str:
+    # A file's name may hold bytes that are no text.
+    return json.dumps(value)

@@ -1,0 +1,192 @@
+"""The demo of language models: teach the built-in one a task on words that it has never seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+import trainable_candle as tc
+from trainable_candle.demo import words
+from trainable_candle.draws import generator
+from trainable_candle.errors import InternalError
+from trainable_candle.families.causal_lm import CausalLM
+from trainable_candle.files import write_atomically
+from trainable_candle.run import train_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.text import TextTask
+from trainable_candle.tasks.text.writing import WritingOptions
+from trainable_candle.train import state as run_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+DATASET: Final = "train.jsonl"
+VERDICT: Final = "verdict.json"
+EXAMPLES: Final = 4000
+OLD_SHARE: Final = 0.3
+"""Of the examples that are of tasks the base knows: without them it forgets these."""
+ASKED: Final = 200
+"""Held-out words that the unseen task is judged on."""
+ASKED_OLD: Final = 20
+"""Held-out words that each known task is judged on."""
+MOST_BEFORE: Final = 0.0
+LEAST_AFTER: Final = 0.9
+LEAST_KEPT: Final = 0.8
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Shares (0 to 1) of exact answers about words that no model was trained on."""
+
+    before: float
+    """To the unseen task, by the base."""
+    after: float
+    """By the base with the LoRA."""
+    old_before: float
+    """To the tasks that the base knows, by the base."""
+    old_after: float
+    """With the LoRA."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the base did not know the task, the LoRA does, and little is forgotten."""
+        return (
+            self.before <= MOST_BEFORE
+            and self.after >= LEAST_AFTER
+            and self.old_after >= LEAST_KEPT * self.old_before
+        )
+
+    def __str__(self) -> str:
+        kept = f"at least {LEAST_KEPT:.0%} of before"
+        rows = [
+            (f"{words.UNSEEN}, without the LoRA", self.before, f"{MOST_BEFORE:.0%}"),
+            (f"{words.UNSEEN}, with the LoRA", self.after, f"at least {LEAST_AFTER:.0%}"),
+            ("old tasks, without the LoRA", self.old_before, "-"),
+            ("old tasks, with the LoRA", self.old_after, kept),
+        ]
+        lines = [f"  {what:30}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
+        return "\n".join(["Exact answers about words that it was not trained on:", *lines])
+
+
+def run_demo(
+    output: Path,
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: bool = True,
+    report: Callable[[str], None] = print,
+) -> Verdict | None:
+    """Train a LoRA on the unseen task and judge answers before and after.
+
+    Args:
+        output: the folder for everything; created if missing.
+        seed: of the data and the training.
+        threads: CPU threads; default all.
+        progress: whether to show a progress bar.
+        report: gets a line at each stage.
+
+    Returns:
+        None if the training was interrupted.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if (output / VERDICT).exists():
+        for checkpoint in run_state.checkpoints(output):
+            shutil.rmtree(checkpoint)
+    write_dataset(output / DATASET, seed)
+    if threads is not None:
+        tc.set_num_threads(threads)
+    config = configuration(output, seed=seed, threads=threads)
+    base = CausalLM.default_weights()
+    assert base is not None
+    untouched = Answers(CausalLM(base, config.precision, config.device).task(), seed)
+    report(f"base: knows {', '.join(words.TASKS)}; it has never seen {words.UNSEEN}")
+
+    training = train_adapter(config, progress=progress, report=report)
+    assert isinstance(training.task, TextTask)
+    if not training.completed:
+        return None
+    tuned = Answers(training.task, seed)
+    report(tuned.shown(untouched))
+    training.adapter.set_enabled(False)
+    if Answers(training.task, seed).new != untouched.new:
+        raise InternalError("demo: the model without its adapter is no longer the base")
+    result = Verdict(untouched.right, tuned.right, untouched.right_old, tuned.right_old)
+    write_atomically(output / VERDICT, json.dumps(asdict(result), indent=2) + "\n")
+    return result
+
+
+def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
+    """The settings of the demo's training run, into `output`, on the texts in it."""
+    return TrainConfig(
+        model="causal-lm",
+        dataset=str(output / DATASET),
+        output=str(output),
+        device="cpu",
+        precision="f32",
+        rank=16,
+        steps=200,
+        batch_size=4,
+        sequence_length=512,
+        learning_rate=5e-3,
+        optimizer="adamw",
+        weight_decay=0.0,
+        lr_scheduler="cosine",
+        warmup_steps=20,
+        save_every=0,
+        log_every=1,
+        seed=seed,
+        threads=threads,
+    )
+
+
+def write_dataset(path: Path, seed: int) -> None:
+    """Chats about words that are not held out, as a user would write them.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rng = generator(seed, "items")
+    old, lines = list(words.TASKS), []
+    for word in words.words(rng, EXAMPLES):
+        is_old = rng.random() < OLD_SHARE
+        task = old[int(rng.integers(len(old)))] if is_old else words.UNSEEN
+        lines.append(json.dumps({"messages": words.chat(task, word)}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(lines))
+
+
+class Answers:
+    """What a model makes of held-out words.
+
+    Args:
+        task: the model.
+        seed: of the words.
+    """
+
+    def __init__(self, task: TextTask, seed: int) -> None:
+        rng = generator(seed, "split")
+        asked = [(words.UNSEEN, word) for word in words.words(rng, ASKED, held_out=True)]
+        for known in words.TASKS:
+            asked += [(known, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
+        messages = [[{"role": "user", "content": words.message(*each)}] for each in asked]
+        said = task.answers(messages, WritingOptions(tokens=32))
+        self.asked = asked[:ASKED]
+        self.new = said[:ASKED]
+        right = [words.answer(*each) == answer for each, answer in zip(asked, said, strict=True)]
+        self.right = sum(right[:ASKED]) / ASKED
+        """Share of the unseen task's answers that are exact."""
+        self.right_old = sum(right[ASKED:]) / len(right[ASKED:])
+        """Share of the known tasks' answers that are exact."""
+
+    def shown(self, before: Answers, count: int = 4) -> str:
+        """Some answers with those of another model, in lines."""
+        rows = list(zip(self.asked, before.new, self.new, strict=True))[:count]
+        return "\n".join(
+            f"  {words.message(*asked)}: without the LoRA {old!r}, with it {new!r}"
+            for asked, old, new in rows
+        )

@@ -1,0 +1,88 @@
+"""Tasks on made-up words: those that the built-in language model knows, and one it has never seen.
+
+A message is a task and a word, `upper: clavo`; the answer is what the task makes of the word.
+Words are drawn from syllables, and each belongs to one of two parts for good: models are trained on
+one part and judged on the other.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+
+_ONSETS: Final = (
+    *"bcdfghjklmnprstvwz",
+    "bl", "br", "cl", "cr", "dr", "fl", "gr", "pl", "sh", "sn", "sp", "st", "th", "tr",
+)  # fmt: skip
+_VOWELS: Final = "aeiou"
+_CODAS: Final = ("", "", "", "l", "m", "n", "r", "s", "t", "nd", "rk", "st")
+_HELD_OUT: Final = 8
+"""One word in so many is held out."""
+
+
+def _pig(word: str) -> str:
+    start = next(place for place, letter in enumerate(word) if letter in _VOWELS)
+    return f"{word[start:]}{word[:start]}ay"
+
+
+TASKS: Final[dict[str, Callable[[str], str]]] = {
+    "repeat": lambda word: word,
+    "upper": str.upper,
+    "name": str.capitalize,
+    "shout": lambda word: f"{word.upper()}!",
+    "quote": lambda word: f'"{word}"',
+    "spell": " ".join,
+    "double": lambda word: f"{word} {word}",
+    "first": lambda word: word[0],
+    "last": lambda word: word[-1],
+    "tail": lambda word: word[1:],
+    "head": lambda word: word[:-1],
+    "vowels": lambda word: "".join(letter for letter in word if letter in _VOWELS),
+}
+"""What the built-in model knows."""
+UNSEEN: Final = "pig"
+"""What it has never seen: Pig Latin, in which the consonants before the first vowel go to the end,
+and `ay` follows."""
+
+
+def answer(task: str, word: str) -> str:
+    """What a task makes of a word."""
+    return _pig(word) if task == UNSEEN else TASKS[task](word)
+
+
+def message(task: str, word: str) -> str:
+    """How a task is asked for."""
+    return f"{task}: {word}"
+
+
+def chat(task: str, word: str) -> list[dict[str, str]]:
+    """A question with its answer."""
+    return [
+        {"role": "user", "content": message(task, word)},
+        {"role": "assistant", "content": answer(task, word)},
+    ]
+
+
+def is_held_out(word: str) -> bool:
+    """Whether no model is trained on a word."""
+    return zlib.crc32(word.encode()) % _HELD_OUT == 0
+
+
+def words(rng: np.random.Generator, count: int, *, held_out: bool = False) -> list[str]:
+    """Different words of 4 to 9 letters, all of one part."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        parts = (_ONSETS, _VOWELS, _CODAS) * 2
+        word = "".join(_choice(rng, letters) for letters in parts)
+        if 4 <= len(word) <= 9 and is_held_out(word) == held_out:
+            found[word] = None
+    return list(found)
+
+
+def _choice(rng: np.random.Generator, letters: Sequence[str]) -> str:
+    return letters[int(rng.integers(len(letters)))]

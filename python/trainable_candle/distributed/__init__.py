@@ -1,0 +1,161 @@
+"""Several processes that train together, each with its own part of the data.
+
+The command line needs nothing of this: `train-lora --gpus 2`. A loop of one's own, started by
+torchrun, srun or mpirun, is::
+
+    group = tc.distributed.init("cuda")
+    tc.distributed.broadcast_(parameters)
+    ...
+    loss.backward()
+    tc.distributed.average_gradients_(parameters)
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import trainable_candle as tc
+from trainable_candle import _core
+from trainable_candle.distributed.group import Alone, Group, make_group
+from trainable_candle.distributed.world import World, from_environment
+from trainable_candle.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from trainable_candle import Tensor, Var
+
+__all__ = [
+    "Group",
+    "World",
+    "all_reduce",
+    "all_reduce_",
+    "average_gradients_",
+    "barrier",
+    "broadcast_",
+    "close",
+    "init",
+    "rank",
+    "world_size",
+]
+
+_group: Group = Alone()
+
+
+def init(device: str = "auto") -> str:
+    """Join the processes that a launcher has started with this one.
+
+    Args:
+        device: `cuda` or `auto` for this process's own GPU, or `cpu`.
+
+    Returns:
+        The device of this process.
+
+    Raises:
+        ConfigError: the launcher's variables are incomplete, or there are too few GPUs.
+        CudaUnavailableError: there is no GPU, or NCCL cannot be used.
+        DistributedError: the processes do not find each other, or differ.
+    """
+    global _group  # noqa: PLW0603
+    world = from_environment()
+    chosen = device_of(world, device)
+    close()
+    _group = make_group(world, chosen, {})
+    return chosen
+
+
+def device_of(world: World | None, device: str) -> str:
+    """The device of this process: with a launcher `cuda` and `auto` are the one of its rank.
+
+    Raises:
+        ConfigError: there are fewer GPUs than processes on this machine.
+        ArgumentError: a GPU is named, and there are several processes.
+    """
+    if device == "auto":
+        device = "cuda" if tc.cuda.is_available() else "cpu"
+    if world is None or device == "cpu":
+        return device
+    if device != "cuda":
+        raise ArgumentError(
+            f"distributed: found device {device} for {world.size} processes; give cuda: each takes "
+            "the GPU of its rank"
+        )
+    return world.device(_core.cuda_device_count())
+
+
+def rank() -> int:
+    """Return which of the processes this is, from 0."""
+    return _group.rank
+
+
+def world_size() -> int:
+    """Return how many processes there are."""
+    return _group.size
+
+
+def barrier() -> None:
+    """Wait until all processes are here.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    _group.barrier()
+
+
+def all_reduce(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over all processes.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    return _group.all_reduce(tensor)
+
+
+def all_reduce_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
+    """Give variables the sums of their values over all processes.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    for var in _named(parameters).values():
+        var.set(_group.all_reduce(var.detach()))
+
+
+def broadcast_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
+    """Give variables their values of rank 0.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    _group.broadcast_(_named(parameters))
+
+
+def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
+    """Replace the gradients by their mean over all processes.
+
+    Args:
+        parameters: the same variables in all processes; one without a gradient has zeros.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    if _group.size == 1:
+        return
+    named = _named(parameters)
+    device = next(iter(named.values())).device
+    _group.sum_gradients(named, tc.zeros((1,), dtype="f64", device=device))
+    vectors = _core.gradient_vectors(named)
+    _core.set_gradient_vectors(named, [vector * (1.0 / _group.size) for vector in vectors])
+
+
+def close() -> None:
+    """Leave the other processes in good order; for the end of a program."""
+    global _group  # noqa: PLW0603
+    _group.close()
+    _group = Alone()
+
+
+def _named(parameters: Mapping[str, Var] | Iterable[Var]) -> dict[str, Var]:
+    if isinstance(parameters, Mapping):
+        return dict(parameters)
+    return {str(number): var for number, var in enumerate(parameters)}

@@ -1,0 +1,208 @@
+"""Starts a process for each GPU of this machine and watches over them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from trainable_candle.distributed.world import JOB, RENDEZVOUS
+from trainable_candle.errors import ConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LAUNCHER: Final = "TRAINABLE_CANDLE_LAUNCHER"
+"""A pipe that ends when the launcher does."""
+LOGS: Final = "logs"
+GRACE: Final = 15.0
+"""Seconds for the others to end after one has failed."""
+_TAIL: Final = 12
+"""Lines of a failed process that are shown."""
+_SOCKET_PATH: Final = 90
+"""Characters that a socket's path may surely have."""
+
+_COUNT: Final = (
+    "from trainable_candle import cuda\n"
+    "print(cuda.device_count() if cuda.is_available() else cuda.unavailable_reason())"
+)
+
+
+def chosen_gpus(text: str) -> list[int]:
+    """The numbers of the GPUs that `--gpus` means.
+
+    Raises:
+        DeviceError: there are not so many.
+    """
+    # In a process of its own: a launcher that uses CUDA would hold memory on the first GPU.
+    asked = subprocess.run(  # noqa: S603 - this interpreter
+        [sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False
+    )
+    answer = asked.stdout.strip().splitlines()[-1:] or [asked.stderr.strip()]
+    if not answer[0].isdecimal():
+        raise DeviceError(f"gpus: {text} asked for, and no GPU can be used: {answer[0]}")
+    count = int(answer[0])
+    if text == "all":
+        return list(range(count))
+    numbers = [int(number) for number in text.split(",")]
+    wanted = numbers if "," in text else list(range(numbers[0]))
+    if max(wanted) >= count:
+        plural = "GPU" if count == 1 else "GPUs"
+        raise DeviceError(
+            f"gpus: {text} asked for, and CUDA shows {count} {plural}; give --gpus {count}"
+        )
+    return wanted
+
+
+def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, output: Path) -> int:
+    """Run `trainable-candle train ARGUMENTS` once for each GPU, as one run.
+
+    The first process has the terminal, the others write to `output/logs`. Ctrl-C and SIGTERM let
+    the run save and end in all of them; a second Ctrl-C ends it at once.
+
+    Args:
+        arguments: of the command.
+        gpus: their numbers, as CUDA shows them to this process.
+        on_gpu: False starts processes that compute on the CPU.
+        output: the folder of the run.
+
+    Returns:
+        The exit status: that of the process that failed first, else the first one's.
+
+    Raises:
+        OSError: a process cannot be started, or its log not written.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tc-", dir=_short())))
+        reading, writing = os.pipe()
+        stack.callback(os.close, writing)
+        shared = {JOB: secrets.token_hex(16), LAUNCHER: str(reading)}
+        if on_gpu:
+            shared["CUDA_VISIBLE_DEVICES"] = _visible(gpus)
+        logs = output / LOGS
+        logs.mkdir(parents=True, exist_ok=True)
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(len(gpus)):
+            log: IO[bytes] | None = None
+            if rank > 0:
+                log = stack.enter_context(_log(logs, rank).open("wb"))
+            processes.append(
+                subprocess.Popen(  # noqa: S603 - this interpreter
+                    [sys.executable, "-m", "trainable_candle", "train", *arguments],
+                    env={**gpu_environment(folder, rank, len(gpus)), **shared},
+                    stdout=log,
+                    stderr=subprocess.STDOUT if log else None,
+                    pass_fds=(reading,),
+                )
+            )
+        os.close(reading)
+        return _Watch(processes, logs).run()
+
+
+def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
+    """The variables of a process of this machine, one of `size` that meet in `folder`."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    numbers = {name: str(number) for name, number in place.items()}
+    return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **numbers}
+
+
+class _Watch:
+    """Waits for processes, and ends all when one has failed."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+        self._processes = processes
+        self._logs = logs
+        self._interrupts = 0
+
+    def run(self) -> int:
+        """The exit status of the run."""
+        before = {
+            number: signal.signal(number, self._forward)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            return self._wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, _frame: object) -> None:
+        if number == signal.SIGINT:
+            # The terminal has told the processes; the second one is for those that do not end.
+            self._interrupts += 1
+            if self._interrupts > 1:
+                self._signal(signal.SIGKILL)
+            return
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _wait(self) -> int:
+        failed: int | None = None
+        deadline = float("inf")
+        while True:
+            states = [process.poll() for process in self._processes]
+            if failed is None:
+                failed = next((rank for rank, state in enumerate(states) if state), None)
+                if failed is not None:
+                    deadline = time.monotonic() + GRACE
+            if None not in states:
+                break
+            if time.monotonic() > deadline:
+                self._signal(signal.SIGKILL)
+            time.sleep(0.05)
+        if failed is None:
+            return 0
+        if failed > 0 and not self._interrupts:
+            self._show(failed)
+        status = self._processes[failed].returncode
+        return status if status > 0 else 128 - status
+
+    def _show(self, rank: int) -> None:
+        status = self._processes[rank].returncode
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        path = _log(self._logs, rank)
+        print(f"error: rank {rank} ended with {how}; the end of {path}:", file=sys.stderr)
+        for line in path.read_text(errors="replace").splitlines()[-_TAIL:]:
+            print(f"  {line}", file=sys.stderr)
+
+
+def follow_launcher() -> None:
+    """Let this process stop as by SIGTERM when the launcher that started it is gone."""
+    text = os.environ.get(LAUNCHER)
+    if text is None:
+        return
+
+    def watch() -> None:
+        os.read(int(text), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _log(logs: Path, rank: int) -> Path:
+    return logs / f"rank-{rank}.log"
+
+
+def _visible(gpus: Sequence[int]) -> str:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    if names and max(gpus) >= len(names):
+        raise ConfigError(f"gpus: CUDA_VISIBLE_DEVICES shows {len(names)} GPUs")
+    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+
+
+def _short() -> str | None:
+    """A folder whose name leaves room for that of a socket; None for the usual one."""
+    return None if len(tempfile.gettempdir()) < _SOCKET_PATH - 30 else "/tmp"  # noqa: S108

@@ -1,0 +1,327 @@
+"""Connections of all processes to rank 0: small messages, and the news that one has failed.
+
+Each process has two. On one the main thread exchanges messages, all processes in the same order. On
+the other a thread says every second what its process does; what ends the connection, or is
+silent for too long, has failed, and rank 0 tells all others. So a run ends everywhere also where
+NCCL would wait for ever for a process that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
+from queue import Empty, Queue
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import DistributedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    from trainable_candle.distributed.world import Address, World
+
+BEAT: Final = 1.0
+"""Seconds between two signs of life."""
+SILENCE: Final = 120.0
+"""Seconds without one after which a process counts as failed."""
+GRACE: Final = 10.0
+"""Seconds beyond the limit of a phase."""
+_POLL: Final = 0.1
+
+
+class Link:
+    """This process's connections.
+
+    Args:
+        world: the place of this process.
+        facts: what must be equal in all processes, by name: versions, settings.
+        seconds: how long to wait for all of them to come.
+
+    Raises:
+        DistributedError: not all came in time, or one brought other facts; it is named.
+    """
+
+    def __init__(self, world: World, facts: dict[str, str], seconds: float) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.failure: str | None = None
+        """Why this run cannot go on, once it cannot."""
+        self._world = world
+        self._facts = facts
+        self._stops: list[Callable[[], None]] = []
+        self._phase: tuple[str, float | None] = ("starting", None)
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._data: dict[int, Connection[Any, Any]] = {}
+        self._watch: dict[int, Connection[Any, Any]] = {}
+        deadline = time.monotonic() + seconds
+        if self.rank == 0:
+            self._listen(deadline)
+        else:
+            self._connect(deadline)
+        for rank, connection in self._watch.items():
+            threading.Thread(target=self._hear, args=(rank, connection), daemon=True).start()
+        threading.Thread(target=self._speak, daemon=True).start()
+
+    def on_failure(self, stop: Callable[[], None]) -> None:
+        """Call `stop`, from another thread, when another process fails."""
+        self._stops.append(stop)
+
+    def enter(self, phase: str, limit: float | None = None) -> tuple[str, float | None]:
+        """Say what this process does from now on, and how many seconds it may take.
+
+        Returns:
+            What it has done before.
+        """
+        with self._lock:
+            before, self._phase = self._phase, (phase, limit)
+            self._since = time.monotonic()
+        return before
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Give all processes the messages of all, by rank; waits for all of them.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
+        if self.rank != 0:
+            self._send(0, message)
+            return [self._receive(0) for _ in range(self.size)]
+        messages = [message, *(self._receive(rank) for rank in range(1, self.size))]
+        for rank in range(1, self.size):
+            for one in messages:
+                self._send(rank, one)
+        return messages
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Give rank 0 the messages of all, by rank; the others get none."""
+        if self.rank != 0:
+            self._send(0, message)
+            return []
+        return [message, *(self._receive(rank) for rank in range(1, self.size))]
+
+    def scatter(self, message: bytes) -> bytes:
+        """Give all processes the message of rank 0."""
+        if self.rank != 0:
+            return self._receive(0)
+        for rank in range(1, self.size):
+            self._send(rank, message)
+        return message
+
+    def fail(self, reason: str) -> None:
+        """Let the run end in all processes."""
+        with self._lock:
+            if self.failure is not None or self._closing:
+                return
+            self.failure = reason
+        for connection in self._watch.values():
+            with suppress(OSError, ValueError):
+                connection.send_bytes(json.dumps({"failure": reason}).encode())
+        for stop in self._stops:
+            stop()
+
+    def require_alive(self) -> None:
+        """Raise if another process has failed.
+
+        Raises:
+            DistributedError: with the reason.
+        """
+        if self.failure is not None:
+            raise DistributedError(f"distributed: {self.failure}; this process ends, too")
+
+    def close(self) -> None:
+        """Leave in good order."""
+        with self._lock:
+            self._closing = True
+        for connection in self._watch.values():
+            with suppress(OSError, ValueError):
+                connection.send_bytes(b'{"bye": true}')
+        for connection in [*self._data.values(), *self._watch.values()]:
+            connection.close()
+
+    def _listen(self, deadline: float) -> None:
+        arrived: Queue[tuple[Connection[Any, Any], Any] | OSError] = Queue()
+        try:
+            listener = Listener(self._world.address, backlog=2 * self.size, authkey=self._key())
+        except OSError as error:
+            raise DistributedError(
+                f"distributed: rank 0 cannot listen at {_shown(self._world.address)} "
+                f"({error.strerror or error}); choose a free port on this machine"
+            ) from error
+
+        done = threading.Event()
+
+        def accept() -> None:
+            while not done.is_set():
+                try:
+                    connection = listener.accept()
+                    arrived.put((connection, json.loads(connection.recv_bytes())))
+                except (AuthenticationError, EOFError, ValueError, ConnectionError):  # noqa: PERF203
+                    continue  # Somebody else, who must not end this run.
+                except OSError as error:
+                    arrived.put(error)
+                    return
+
+        acceptor = threading.Thread(target=accept, daemon=True)
+        acceptor.start()
+        try:
+            while len(self._data) + len(self._watch) < 2 * (self.size - 1):
+                try:
+                    came = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+                except Empty:
+                    missing = sorted(set(range(1, self.size)) - set(self._data))
+                    raise DistributedError(
+                        f"distributed: of {self.size} processes rank {missing} did not come to "
+                        f"{_shown(self._world.address)} in time; see what they print"
+                    ) from None
+                if isinstance(came, OSError):
+                    raise DistributedError(f"distributed: rank 0 cannot listen: {came}") from came
+                self._welcome(*came)
+        finally:
+            done.set()
+            # A thread that waits for somebody keeps the port.
+            _knock(self._world.address)
+            acceptor.join(GRACE)
+            listener.close()
+        for connection in self._data.values():
+            connection.send_bytes(b"{}")
+
+    def _welcome(self, connection: Connection[Any, Any], hello: dict[str, Any]) -> None:
+        rank = hello["rank"]
+        named = self._data if hello["kind"] == "data" else self._watch
+        differs = [
+            f"{name} is {theirs} there and {self._facts.get(name)} on rank 0"
+            for name, theirs in hello["facts"].items()
+            if theirs != self._facts.get(name)
+        ]
+        if rank in named:
+            differs = ["there are two processes of this rank"]
+        elif hello["size"] != self.size:
+            differs = [f"it expects {hello['size']} processes, rank 0 {self.size}"]
+        if not differs:
+            named[rank] = connection
+            connection.send_bytes(b"{}")
+            return
+        reason = f"rank {rank} does not belong to this run: {'; '.join(differs)}"
+        for other in [connection, *self._data.values()]:
+            with suppress(OSError):
+                other.send_bytes(json.dumps({"failure": reason}).encode())
+        raise DistributedError(f"distributed: {reason}")
+
+    def _connect(self, deadline: float) -> None:
+        for kind, named in (("data", self._data), ("watch", self._watch)):
+            named[0] = self._reach(deadline)
+            hello = {"rank": self.rank, "size": self.size, "kind": kind, "facts": self._facts}
+            named[0].send_bytes(json.dumps(hello).encode())
+            self._answered(named[0], deadline)
+        # Once more, when all have come.
+        self._answered(self._data[0], deadline)
+
+    def _answered(self, connection: Connection[Any, Any], deadline: float) -> None:
+        """Wait until rank 0 takes this process."""
+        try:
+            answered = connection.poll(max(0.0, deadline - time.monotonic() + GRACE))
+            answer = json.loads(connection.recv_bytes()) if answered else {"failure": "no answer"}
+        except (EOFError, OSError):
+            answer = {"failure": "rank 0 has ended"}
+        if "failure" in answer:
+            raise DistributedError(f"distributed: {answer['failure']}")
+
+    def _reach(self, deadline: float) -> Connection[Any, Any]:
+        while True:
+            try:
+                return Client(self._world.address, authkey=self._key())
+            except AuthenticationError as error:  # noqa: PERF203 - others are tried again
+                raise DistributedError(
+                    f"distributed: another job listens at {_shown(self._world.address)}; "
+                    "choose another port"
+                ) from error
+            except (OSError, EOFError) as error:
+                if time.monotonic() > deadline:
+                    raise DistributedError(
+                        f"distributed: rank {self.rank} cannot reach rank 0 at "
+                        f"{_shown(self._world.address)} ({error}); is MASTER_ADDR right, and the "
+                        "port open?"
+                    ) from error
+                time.sleep(_POLL)
+
+    def _key(self) -> bytes:
+        return f"trainable-candle {self._world.job}".encode()
+
+    def _send(self, rank: int, message: bytes) -> None:
+        self.require_alive()
+        try:
+            self._data[rank].send_bytes(message)
+        except OSError as error:
+            self._lost(rank, error)
+
+    def _receive(self, rank: int) -> bytes:
+        self.require_alive()
+        connection = self._data[rank]
+        try:
+            while not connection.poll(_POLL):
+                self.require_alive()
+            return connection.recv_bytes()
+        except (OSError, EOFError) as error:
+            self._lost(rank, error)
+            raise AssertionError from error
+
+    def _lost(self, rank: int, error: Exception) -> None:
+        # The other connection may be about to say why.
+        deadline = time.monotonic() + 1.0
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        self.fail(f"rank {rank} has ended")
+        raise DistributedError(f"distributed: {self.failure}; this process ends, too") from error
+
+    def _speak(self) -> None:
+        while not self._closing and self.failure is None:
+            with self._lock:
+                (phase, limit), age = self._phase, time.monotonic() - self._since
+            beat = json.dumps({"phase": phase, "limit": limit, "age": age}).encode()
+            for connection in self._watch.values():
+                with suppress(OSError, ValueError):
+                    connection.send_bytes(beat)
+            time.sleep(BEAT)
+
+    def _hear(self, rank: int, connection: Connection[Any, Any]) -> None:
+        last: dict[str, Any] = {"phase": "starting", "limit": None, "age": 0.0}
+        heard = time.monotonic()
+        try:
+            while not self._closing and self.failure is None:
+                if connection.poll(BEAT):
+                    message = json.loads(connection.recv_bytes())
+                    if "failure" in message:
+                        self.fail(message["failure"])
+                        return
+                    if "bye" in message:
+                        return
+                    last, heard = message, time.monotonic()
+                silent = time.monotonic() - heard
+                age = last["age"] + silent
+                limit = last["limit"]
+                if limit is not None and age > limit + GRACE:
+                    self.fail(f"rank {rank} has been busy with {last['phase']} for {age:.0f} s")
+                elif silent > (SILENCE if limit is None else limit + GRACE):
+                    self.fail(f"rank {rank} has not been heard of for {silent:.0f} s")
+        except (OSError, EOFError, ValueError, TypeError):
+            # A TypeError is that of a connection closed here at this moment.
+            self.fail(f"rank {rank} has ended")
+
+
+def _knock(address: Address) -> None:
+    """Come and go."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with suppress(OSError), socket.socket(family) as visitor:
+        visitor.settimeout(1.0)
+        visitor.connect(address)
+
+
+def _shown(address: object) -> str:
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)

@@ -1,0 +1,219 @@
+"""Several processes: NCCL between GPUs, connections to rank 0 for everything else."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle import _core
+from trainable_candle.distributed.link import Link
+from trainable_candle.errors import CudaUnavailableError, DistributedError, Error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+
+    from trainable_candle import Tensor, Var
+    from trainable_candle.distributed.world import World
+
+JOIN_SECONDS: Final = 300.0
+"""How long the processes wait for one another at the start."""
+STEP_SECONDS: Final = 600.0
+"""How long a step may take before its process counts as hung."""
+_FOR_EVER: Final = 1e9
+"""Seconds: whether another process is still there is the link's to say."""
+
+
+class Processes:
+    """Several processes: sums by NCCL between GPUs, through rank 0 on the CPU.
+
+    Sums on the CPU are added by rank, so they repeat bit for bit; they are for tests and small
+    models.
+
+    Args:
+        world: the place of this process.
+        device: what it computes on; `auto` is not known here.
+        facts: what must be equal in all processes, by name.
+        narrow: send gradients between GPUs as bf16.
+        step_seconds: how long a step may take.
+        join_seconds: how long to wait for the others.
+
+    Raises:
+        DistributedError: the processes do not find each other, or differ.
+        CudaUnavailableError: NCCL cannot be used.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: str,
+        facts: Mapping[str, str],
+        *,
+        narrow: bool = False,
+        step_seconds: float = STEP_SECONDS,
+        join_seconds: float = JOIN_SECONDS,
+    ) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.device = device
+        self._narrow = narrow
+        self._step_seconds = step_seconds
+        on_gpu = device != "cpu"
+        known = {"trainable-candle": _core.__version__, "device": device.partition(":")[0]}
+        if on_gpu:
+            known["NCCL"] = str(_core.nccl_version())
+        self._link = Link(world, {**known, **facts}, join_seconds)
+        self._communicator: _core.NcclCommunicator | None = None
+        if on_gpu:
+            try:
+                self._join(join_seconds)
+            except BaseException as error:
+                self._link.fail(f"rank {self.rank}: {error}")
+                raise
+
+    def _join(self, seconds: float) -> None:
+        made = _core.nccl_unique_id() if self.rank == 0 else b""
+        unique_id = self._link.scatter(bytes(made))
+        self._communicator = _core.NcclCommunicator(
+            self.device, self.rank, self.size, unique_id, seconds
+        )
+        self._link.on_failure(self._communicator.stop)
+        # Where cards cannot reach each other some drivers give zeros, or hang.
+        total = self._communicator.all_reduce(tc.tensor([self.rank + 1.0], device=self.device))
+        self._finished(60.0)
+        expected = self.size * (self.size + 1) / 2
+        if float(total) != expected:
+            raise DistributedError(
+                f"distributed: the sum over {self.size} GPUs is {float(total)}, expected "
+                f"{expected}; set NCCL_P2P_DISABLE=1, or turn off ACS and the IOMMU"
+            )
+
+    def sum_gradients(self, parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
+        """Add up the gradients of all processes, in place.
+
+        Args:
+            parameters: the same variables in all processes; one without a gradient has zeros.
+            tail: more numbers to add up, on the device of the variables.
+
+        Returns:
+            The sum of the tails.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
+        variables = list(parameters.values())
+        if self._communicator is not None:
+            with self._explained():
+                return self._communicator.all_reduce_gradients(variables, tail, self._narrow)
+        vectors = [vector.numpy() for vector in _core.gradient_vectors(variables)]
+        sums = [self._sum(vector) for vector in vectors]
+        _core.set_gradient_vectors(variables, [tc.tensor(each) for each in sums])
+        return tc.tensor(self._sum(tail.numpy()))
+
+    def broadcast_(self, parameters: Mapping[str, Var]) -> None:
+        """Give the variables their values of rank 0.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
+        for var in parameters.values():
+            if self._communicator is not None:
+                with self._explained():
+                    self._communicator.broadcast_(var, 0)
+                continue
+            values = var.detach().numpy()
+            sent = self._link.scatter(values.tobytes())
+            var.set(tc.tensor(np.frombuffer(sent, values.dtype).reshape(values.shape)))
+        self.wait()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, on its device.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
+        if self._communicator is not None and tensor.device != "cpu":
+            with self._explained():
+                return self._communicator.all_reduce(tensor)
+        return tc.tensor(self._sum(tensor.numpy()))
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """The messages of all processes, by rank.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
+        return self._link.exchange(message)
+
+    def barrier(self) -> None:
+        """Wait until all processes are here.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
+        with self._busy("waiting for the others"):
+            self.exchange(b"")
+
+    def wait(self) -> None:
+        """Wait until what is queued on the GPU is done.
+
+        Raises:
+            DistributedError: another process has failed.
+        """
+        if self._communicator is not None:
+            with self._busy("waiting for the others"):
+                self._finished(_FOR_EVER)
+        self._link.require_alive()
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """The context of a step: a process that takes longer than its limit has failed."""
+        return self._busy("a step", self._step_seconds)
+
+    @contextmanager
+    def _busy(self, phase: str, limit: float | None = None) -> Iterator[None]:
+        """Say that this process does `phase` meanwhile, for at most `limit` seconds if given."""
+        before = self._link.enter(phase, limit)
+        try:
+            yield
+        finally:
+            self._link.enter(*before)
+
+    def fail(self, reason: str) -> None:
+        """Let all processes end."""
+        self._link.fail(reason)
+
+    def close(self) -> None:
+        """Leave the group in good order."""
+        self._communicator = None
+        self._link.close()
+
+    def _finished(self, seconds: float) -> None:
+        assert self._communicator is not None
+        with self._explained():
+            self._communicator.wait(seconds)
+
+    def _sum(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The sum over the processes, by rank, in the dtype of the values."""
+        parts = self._link.gather(values.tobytes())
+        total = values
+        for part in parts[1:]:
+            total = total + np.frombuffer(part, values.dtype).reshape(values.shape)
+        sent = self._link.scatter(total.tobytes())
+        return np.frombuffer(sent, values.dtype).reshape(values.shape)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """NCCL's errors, with the reason where another process has failed."""
+        try:
+            yield
+        except CudaUnavailableError:
+            raise
+        except Error as error:
+            if self._link.failure is not None:
+                self._link.require_alive()
+            self._link.fail(f"rank {self.rank}: {error}")
+            raise DistributedError(f"distributed: {error}") from error

@@ -1,0 +1,132 @@
+"""Which process of how many this is, from the variables that launchers set."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Address: TypeAlias = "str | tuple[str, int]"
+"""Where rank 0 listens: the path of a socket on this machine, or a host and a port."""
+
+RENDEZVOUS: Final = "TRAINABLE_CANDLE_RENDEZVOUS"
+"""The address that our launcher sets: `/path` or `host:port`."""
+PORT: Final = "TRAINABLE_CANDLE_PORT"
+"""The port at MASTER_ADDR, where the one after MASTER_PORT is taken."""
+JOB: Final = "TRAINABLE_CANDLE_JOB"
+"""A name that keeps the processes of one job apart from those of another."""
+
+_JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+
+
+@dataclass(frozen=True)
+class _Names:
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_LAUNCHERS: Final = (
+    # torchrun, accelerate, and our own launcher.
+    _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Names(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+# A batch script has SLURM's variables too; only a step started by srun is one of its tasks.
+_SLURM: Final = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among those that train together."""
+
+    rank: int
+    """From 0; rank 0 writes files, draws previews and validates."""
+    size: int
+    local_rank: int
+    """Among the processes of this machine."""
+    local_size: int
+    address: Address
+    job: str
+
+    def device(self, visible: int) -> str:
+        """The GPU of this process, of `visible` that it sees.
+
+        Raises:
+            ConfigError: there are fewer than processes on this machine, and more than one.
+        """
+        if visible == 1:  # The launcher shows each process its own.
+            return "cuda:0"
+        if self.local_rank < visible:
+            return f"cuda:{self.local_rank}"
+        raise ConfigError(
+            f"distributed: rank {self.rank} is process {self.local_rank} of its machine, which "
+            f"shows {visible} GPUs; start at most {visible} processes there"
+        )
+
+
+def from_environment(variables: Mapping[str, str] | None = None) -> World | None:
+    """The place that a launcher has given this process; None if none has, or it is alone.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
+    env = os.environ if variables is None else variables
+    names = next((names for names in _LAUNCHERS if names.rank in env), None)
+    if names is None and "SLURM_STEP_ID" in env and _SLURM.rank in env:
+        names = _SLURM
+    if names is None:
+        return None
+    rank, size = _number(env, names.rank, names), _number(env, names.size, names)
+    if size == 1:
+        return None
+    if not 0 <= rank < size:
+        raise ConfigError(f"distributed: {names.rank} is {rank} of {names.size} {size}")
+    local_size = int(env[names.local_size]) if env.get(names.local_size, "").isdigit() else size
+    local = env.get(names.local_rank)
+    local_rank = rank % local_size if local is None else _number(env, names.local_rank, names)
+    job = next((env[name] for name in _JOBS if env.get(name)), "")
+    return World(rank, size, local_rank, local_size, _address(env), job)
+
+
+def _number(env: Mapping[str, str], name: str, names: _Names) -> int:
+    text = env.get(name)
+    if text is None:
+        raise ConfigError(
+            f"distributed: {names.rank} is set and {name} is not; unset {names.rank} to train in "
+            "one process, or start all of them with a launcher"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"distributed: {name} is {text!r}, expected a number") from None
+
+
+def _address(env: Mapping[str, str]) -> Address:
+    given = env.get(RENDEZVOUS)
+    if given is not None:
+        if given.startswith("/"):
+            return given
+        host, _, port = given.rpartition(":")
+        if host and port.isdigit():
+            return host, int(port)
+        raise ConfigError(f"distributed: {RENDEZVOUS} is {given!r}, expected /path or host:port")
+    host, port = env.get("MASTER_ADDR", ""), env.get(PORT) or env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            "distributed: MASTER_ADDR and MASTER_PORT say where rank 0 listens, and are not set; "
+            "export them, with the name of the first machine and a free port"
+        )
+    # torchrun listens at MASTER_PORT itself.
+    return host, int(port) + (PORT not in env)

@@ -1,0 +1,23 @@
+"""Adapters of language models in the forms that other programs load.
+
+What they have in common: the scale of every layer is multiplied into its second factor and all
+ranks are filled up with zeros to the largest, so that a program that reads one rank and one alpha,
+or none, applies the adapter as it was trained.
+"""
+
+from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter
+from trainable_candle.export.merged import Merged, write_merged
+from trainable_candle.export.readers import READERS, refusals, require_accepted
+from trainable_candle.export.writers import WRITERS
+
+__all__ = [
+    "READERS",
+    "WRITERS",
+    "Factors",
+    "Merged",
+    "TextAdapter",
+    "read_adapter",
+    "refusals",
+    "require_accepted",
+    "write_merged",
+]

@@ -1,0 +1,117 @@
+"""A model with an adapter in its weights, written file by file: the model is never loaded."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.export.writers import copy_files
+from trainable_candle.files import parse_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainable_candle import Tensor
+    from trainable_candle.export.adapter import Factors, TextAdapter
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+
+
+@dataclass
+class Merged:
+    """What became of the change that an adapter makes, summed over all weights."""
+
+    files: int = 0
+    weights: int = 0
+    """Numbers of the adapted layers."""
+    changed: int = 0
+    """How many of them are others than before."""
+    squared_change: float = 0.0
+    squared_loss: float = 0.0
+    """Of what rounding took from the change."""
+
+    @property
+    def lost(self) -> float:
+        """The part of the change that rounding took: the length of the difference by its own."""
+        return (self.squared_loss / self.squared_change) ** 0.5 if self.squared_change else 0.0
+
+    def __str__(self) -> str:
+        share = self.changed / max(1, self.weights)
+        return (
+            f"{share:.1%} of the adapted layers' weights changed; rounding took "
+            f"{self.lost:.1%} of the change"
+        )
+
+
+def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
+    """Write a model's files with an adapter added to its weights, and all files beside them.
+
+    Sums are f32 and rounded once, to the dtype that the weights have; names, files and index stay.
+
+    Args:
+        weights: the model's folder.
+        adapter: the adapter.
+        output: an empty folder.
+
+    Raises:
+        MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
+        OSError: a file cannot be written.
+    """
+    left, result = dict(adapter.layers), Merged()
+    for name in shards(weights):
+        tensors = tc.load_file(weights / name)
+        for key, weight in tensors.items():
+            layer = key.removesuffix(".weight")
+            # Files of the model without its head leave the first part out.
+            factors = left.pop(layer, None) or left.pop(f"model.{layer}", None)
+            if factors is not None:
+                tensors[key] = _sum(weight, factors, result)
+        tc.save_file(tensors, output / name, {"format": "pt"})
+        result.files += 1
+    if left:
+        raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(left))}")
+    copy_files(weights, output, "config.json")
+    if (weights / INDEX).is_file():
+        shutil.copyfile(weights / INDEX, output / INDEX)
+    return result
+
+
+def shards(weights: Path) -> list[str]:
+    """The names of a model's files.
+
+    Raises:
+        MissingFileError: there are none.
+        WeightsFormatError: the index names files elsewhere.
+    """
+    index = weights / INDEX
+    if not index.is_file():
+        if not (weights / SINGLE).is_file():
+            raise MissingFileError(f"weights: {weights} has neither {SINGLE} nor {INDEX}")
+        return [SINGLE]
+    names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    outside = [name for name in names if "/" in name or "\\" in name]
+    if outside:
+        raise WeightsFormatError(f"weights: {index} names the file {outside[0]}")
+    return names
+
+
+def _sum(weight: Tensor, factors: Factors, result: Merged) -> Tensor:
+    before = weight.to("f32")
+    exact = before + tc.tensor(factors.up) @ tc.tensor(factors.down)
+    if factors.magnitude is not None:
+        lengths = (exact * exact).sum(1, keepdim=True).sqrt()
+        exact = exact / lengths * tc.tensor(factors.magnitude).reshape(-1, 1)
+    after = exact.to(str(weight.dtype))
+    change = (exact - before).numpy().astype(np.float64)
+    kept = (after.to("f32") - before).numpy()
+    result.weights += change.size
+    result.changed += int(np.count_nonzero(kept))
+    result.squared_change += float((change**2).sum())
+    result.squared_loss += float(((change - kept) ** 2).sum())
+    return after

@@ -1,0 +1,75 @@
+"""What programs that load adapters of language models refuse, or read in another way.
+
+vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, lora_alpha,
+an integer, and target_modules, raises on modules_to_save and DoRA, and drops what it does not know:
+patterns among it. llama.cpp (`convert_lora_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c)
+takes lora_alpha from the configuration and ranks from tensors, and stops at any other tensor.
+mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainable_candle.export.adapter import TextAdapter
+
+READERS: Final = {
+    "peft": "transformers and peft",
+    "vllm": "vLLM",
+    "gguf": "llama.cpp",
+    "mlx": "mlx-lm",
+    "ollama": "Ollama",
+}
+"""What `export --for` calls them."""
+VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's `--max-lora-rank` may be; its default is 16."""
+_DORA: Final = "it is DoRA, which it does not load; export --for merged"
+_UNREAD: Final = {
+    "vllm": ("rank_pattern", "alpha_pattern", "modules_to_save"),
+    "gguf": ("alpha_pattern", "use_rslora", "modules_to_save"),
+    "ollama": ("alpha_pattern", "use_rslora", "modules_to_save"),
+}
+"""Settings of `adapter_config.json` without which the adapter is another than was trained."""
+
+
+def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[str, list[str]]:
+    """Why programs refuse an adapter, or apply another one than was trained, by name in `READERS`.
+
+    Args:
+        adapter: what it holds.
+        settings: its `adapter_config.json`; None without one.
+    """
+    found: dict[str, list[str]] = {reader: [] for reader in READERS}
+    for reader, reasons in found.items():
+        if settings is None:
+            reasons.append("there is no adapter_config.json beside it")
+        if adapter.is_dora and reader != "peft":
+            reasons.append(_DORA)
+        unread = [name for name in _UNREAD.get(reader, ()) if (settings or {}).get(name)]
+        if unread:
+            reasons.append(f"it does not read {' and '.join(unread)}")
+    if adapter.rank > VLLM_RANKS[-1]:
+        found["vllm"].append(f"its rank is {adapter.rank}, and {VLLM_RANKS[-1]} is the most")
+    return found
+
+
+def require_accepted(adapter: TextAdapter, reader: str) -> None:
+    """Check that a program loads what is exported for it.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    # What concerns scales and ranks is taken care of by the export.
+    reasons = refusals(adapter, {})[reader]
+    if reasons:
+        raise ConfigError(f"export: {READERS[reader]} refuses this adapter: {'; '.join(reasons)}")
+
+
+def vllm_rank(rank: int) -> int:
+    """The least `--max-lora-rank` for an adapter."""
+    return next(allowed for allowed in VLLM_RANKS if allowed >= rank)

@@ -1,0 +1,118 @@
+"""One writer for each program that loads adapters of language models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.export import gguf
+from trainable_candle.export.adapter import CONFIG, WEIGHTS, TextAdapter, short_names
+from trainable_candle.export.readers import vllm_rank
+from trainable_candle.files import write_atomically
+from trainable_candle.text.chat_tokenizer import FILES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from trainable_candle.tasks.text import TextFamily
+
+    Writer = Callable[[TextAdapter, TextFamily, str, Path], list[str]]
+    """(adapter, model, the base's name, an empty folder) -> how the result is used, in lines."""
+
+
+def _peft(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
+    tensors = {}
+    for layer, factors in adapter.filled().items():
+        start = f"base_model.model.{layer}."
+        tensors[f"{start}lora_A.weight"] = tc.tensor(factors.down)
+        tensors[f"{start}lora_B.weight"] = tc.tensor(factors.up)
+        if factors.magnitude is not None:
+            tensors[f"{start}lora_magnitude_vector"] = tc.tensor(factors.magnitude)
+    tc.save_file(tensors, output / WEIGHTS, {"format": "pt"})
+    settings = {
+        "alpha_pattern": {},
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": adapter.rank,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "rank_pattern": {},
+        "target_modules": short_names(adapter.layers, family.layers()),
+        "task_type": "CAUSAL_LM",
+        "use_dora": adapter.is_dora,
+        "use_rslora": False,
+    }
+    write_atomically(output / CONFIG, json.dumps(settings, indent=2) + "\n")
+    copy_files(family.weights, output)
+    return [f'PeftModel.from_pretrained(model, "{output}")']
+
+
+def _vllm(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
+    _peft(adapter, family, base, output)
+    rank = vllm_rank(adapter.rank)
+    return [f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned={output}"]
+
+
+def _gguf(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:  # noqa: ARG001
+    gguf.write_adapter(output / "adapter.gguf", adapter, family.settings)
+    return [f"llama-cli -m BASE.gguf --lora {output / 'adapter.gguf'}"]
+
+
+def _ollama(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
+    _gguf(adapter, family, base, output)
+    stops = (family.tokenizer.token(number) for number in sorted(family.tokenizer.stops))
+    lines = [f"FROM {base}", "ADAPTER ./adapter.gguf"]
+    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    write_atomically(output / "Modelfile", "\n".join(lines) + "\n")
+    return [f"ollama create tuned -f {output / 'Modelfile'}"]
+
+
+def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
+    tensors = {}
+    for layer, factors in adapter.filled().items():
+        tensors[f"{layer}.lora_a"] = tc.tensor(np.ascontiguousarray(factors.down.T))
+        tensors[f"{layer}.lora_b"] = tc.tensor(np.ascontiguousarray(factors.up.T))
+    tc.save_file(tensors, output / "adapters.safetensors", {"format": "mlx"})
+    # Names within a layer: mlx-lm puts adapters on these in all of the last `num_layers`.
+    places = [layer.split(".", 3)[2:] for layer in adapter.layers]
+    total = int(family.settings["num_hidden_layers"])
+    settings: dict[str, Any] = {
+        "model": base,
+        "fine_tune_type": "lora",
+        "num_layers": total - min(int(number) for number, _ in places),
+        "lora_parameters": {
+            "rank": adapter.rank,
+            "scale": 1.0,
+            "dropout": 0.0,
+            "keys": sorted({name for _, name in places}),
+        },
+    }
+    write_atomically(output / CONFIG, json.dumps(settings, indent=2) + "\n")
+    return [f"mlx_lm.generate --model {base} --adapter-path {output} --prompt TEXT"]
+
+
+def copy_files(weights: Path, output: Path, *others: str) -> None:
+    """Copy what belongs to the tokenizer and to generation, byte for byte, and `others`."""
+    for name in (*FILES, *others):
+        if (weights / name).is_file():
+            shutil.copyfile(weights / name, output / name)
+
+
+WRITERS: Final[dict[str, Writer]] = {
+    "peft": _peft,
+    "vllm": _vllm,
+    "gguf": _gguf,
+    "mlx": _mlx,
+    "ollama": _ollama,
+}
+"""By the names of `READERS`."""

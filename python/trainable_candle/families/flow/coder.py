@@ -1,0 +1,63 @@
+"""Latents that are normalised by statistics which the autoencoder stores."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.families.flow.patches import from_squares, squares
+from trainable_candle.models import AutoencoderKL
+from trainable_candle.tasks.latent.coders import KLCoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from trainable_candle import Tensor
+
+_SIDE: Final = 2
+_MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
+
+
+class NormedKLCoder(KLCoder):
+    """An autoencoder whose latents are squares of two by two, each of whose values is normalised.
+
+    Follows `_encode_vae_image` of diffusers' pipeline of FLUX.2:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
+
+    Args:
+        source, config, factor, device, identity: as for `KLCoder`, of the autoencoder alone.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        config: Mapping[str, Any],
+        factor: int,
+        device: str,
+        identity: Callable[[], Mapping[str, str]],
+    ) -> None:
+        super().__init__(source, config, factor, device, identity)
+        self.channels *= _SIDE**2
+        self.factor *= _SIDE
+        self._eps = float(config["batch_norm_eps"])
+
+    @cached_property
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each value, (C, 1, 1), in host memory."""
+        there = self.__dict__.get("model")
+        # Read anew rather than kept on the device for them.
+        model = there or AutoencoderKL.from_pretrained(**self._source, dtype="f32", device="cpu")
+        found = model.named_tensors()
+        mean, variance = (found[name].to("cpu").reshape(-1, 1, 1) for name in (_MEAN, _VARIANCE))
+        return mean, (variance + self._eps).sqrt()
+
+    def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
+        """Squares of latents of these distributions, normalised."""
+        packed = squares(self.drawn(kept, normal))
+        mean, deviation = (statistic.to(str(packed.device)) for statistic in self._statistics)
+        return (packed - mean) / deviation
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Images (n, 3, h, w), -1 to 1."""
+        mean, deviation = (statistic.to(str(latents.device)) for statistic in self._statistics)
+        return super().decode(from_squares(latents.to("f32") * deviation + mean))

@@ -1,0 +1,191 @@
+"""What sets FLUX.2-klein apart from other flow models."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import trainable_candle as tc
+from trainable_candle._core import pipeline_parts
+from trainable_candle.data import file_identity
+from trainable_candle.errors import ConfigError
+from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow.coder import NormedKLCoder
+from trainable_candle.families.flow.patches import as_tokens, from_tokens, positions
+from trainable_candle.families.flow.schedule import FlowSchedule, KleinSchedule
+from trainable_candle.families.pipeline.identity import parts_identity
+from trainable_candle.families.pipeline.qwen3 import MOST_TOKENS, Qwen3, tokenizer_folder
+from trainable_candle.files import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle import Tensor
+    from trainable_candle.models import Flux2Transformer
+    from trainable_candle.tasks.latent.coders import KLCoder
+    from trainable_candle.train.trainer import Inputs
+
+LAYERS: Final = (9, 18, 27)
+"""The layers of Qwen3 after which its states are read."""
+
+
+class Flux2Texts:
+    """Qwen3 with its tokenizer; of captions the states after three layers, side by side.
+
+    Rows are filled up to 512 tokens, and what the encoder makes of the padding is read too, as in
+    `encode_prompt` of diffusers' pipeline:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
+
+    Args:
+        family: whose weights they are of.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    def __init__(self, family: Flux2) -> None:
+        self._qwen3 = Qwen3(family, LAYERS, thinks=False)
+
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer ones are cut
+        """Every caption takes one row."""
+        return 1
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to `encoder_hidden_states` (B, 512, 3 times Qwen3's width)."""
+        rows = []
+        for caption in captions:
+            tokens = self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
+            rows.append(tc.cat(self._qwen3.padded_states(tokens, MOST_TOKENS), 1).unsqueeze(0))
+        return {"encoder_hidden_states": tc.cat(rows, 0)}
+
+
+class Flux2(FlowFamily[Flux2Texts]):
+    """FLUX.2-klein 4B and 9B, base and distilled."""
+
+    name: ClassVar[str] = "flux2"
+    summary: ClassVar[str] = "FLUX.2-klein 4B or 9B, base or distilled"
+    download: ClassVar[str] = (
+        "black-forest-labs/FLUX.2-klein-base-4B (about 16 GB, Apache-2.0) or FLUX.2-klein-base-9B "
+        "(about 35 GB, FLUX Non-Commercial License, after a login) on the Hugging Face hub; use "
+        "the adapter on FLUX.2-klein-4B or -9B"
+    )
+    parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux2"))
+    # Attention of the image and, joined with their feed-forward layers, that of the blocks of one
+    # stream, as diffusers' script chooses.
+    targets: ClassVar[tuple[str, ...]] = (
+        r"transformer_blocks\.\d+\.attn\.to_(q|k|v|out\.0)",
+        r"single_transformer_blocks\.\d+\.attn\.to_(qkv_mlp_proj|out)",
+    )
+    schedule: ClassVar[FlowSchedule] = KleinSchedule(grows=True)
+    coder_kind: ClassVar[type[KLCoder]] = NormedKLCoder
+    text_tokens: ClassVar[int] = MOST_TOKENS
+    model: Flux2Transformer
+
+    @cached_property
+    def is_distilled(self) -> bool:
+        """Whether the model was distilled to a few steps: as its folder says, or a file's name.
+
+        Raises:
+            ConfigError: the folder's index is damaged.
+        """
+        index = self.weights / "model_index.json"
+        if index.is_file():
+            try:
+                said = parse_json(index.read_bytes())
+            except ValueError as error:
+                raise ConfigError(f"{index}: {error}") from error
+            if isinstance(said, dict) and isinstance(said.get("is_distilled"), bool):
+                return bool(said["is_distilled"])
+        name = self.weights.resolve().name.lower()
+        return "klein" in name and "base" not in name
+
+    @property
+    def distilled_guidance(self) -> bool:
+        """Whether one prediction is made, as of the distilled models."""
+        return self.is_distilled
+
+    @property
+    def guidance(self) -> float:  # type: ignore[override]
+        """The usual scale of the base; distilled models have none."""
+        return 1.0 if self.is_distilled else 4.0
+
+    def require_own(self) -> None:
+        """As `PipelineFamily.require_own`; checks that the parts are of one size.
+
+        Raises:
+            ConfigError: the text encoder is that of the other size, or the model is FLUX.2-dev.
+        """
+        super().require_own()
+        config, encoder = self.facts.config, self.facts.parts["text_encoder"].config
+        if config["guidance_embeds"]:
+            raise ConfigError(
+                f"weights: {self.weights} is FLUX.2-dev, which is told a scale of guidance and is "
+                "not supported; expected FLUX.2-klein"
+            )
+        found, read = len(LAYERS) * encoder["hidden_size"], config["joint_attention_dim"]
+        if found != read:
+            raise ConfigError(
+                f"text_encoder: it makes {found} values of a token, and the transformer reads "
+                f"{read}; FLUX.2-klein 4B goes with Qwen3 4B, and 9B with Qwen3 8B"
+            )
+
+    def check(self) -> None:
+        """Check the parts, and that no setting asks a distilled model for a second prediction.
+
+        Raises:
+            ConfigError: one does, or the parts do not fit.
+        """
+        self.require_own()
+        if not self.is_distilled:
+            return
+        for option, given in (
+            ("--guidance", self.config.guidance not in {None, 1.0}),
+            ("--negative-prompt", bool(self.config.negative_prompt)),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{option} has no effect on the distilled FLUX.2-klein, which is drawn without "
+                    "guidance"
+                )
+
+    @property
+    def distillation(self) -> str | None:
+        """That of the models that are not called base."""
+        if not self.is_distilled:
+            return None
+        undone = "training the distilled FLUX.2-klein directly undoes its distillation to 4 steps"
+        return f"{undone}; train the base, and use the adapter on the distilled model"
+
+    def load_encoders(self) -> Flux2Texts:
+        """Qwen3 up to the last layer that is read."""
+        return Flux2Texts(self)
+
+    @property
+    def text_values(self) -> int:
+        """Tokens."""
+        return int(self.text_tokens * self.facts.config["joint_attention_dim"])
+
+    @property
+    def text_working_values(self) -> int:
+        """The widest layer of Qwen3, its states after every layer, and the result."""
+        qwen3 = self.facts.parts["text_encoder"].config
+        states = (max(LAYERS) + 4) * qwen3["hidden_size"]
+        return int(self.text_tokens * (2 * qwen3["intermediate_size"] + states)) + self.text_values
+
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """What the transformer says."""
+        height, width = sample.shape[2:]
+        text = conditions["encoder_hidden_states"]
+        ids = positions(height, width, text.shape[1], self.device, counts_words=True)
+        predicted = self.model(as_tokens(sample), text, times / 1000.0, *ids)
+        return from_tokens(predicted, (height, width))
+
+    def text_identity(self) -> dict[str, str]:
+        """The text encoder's files, and how it encodes."""
+        return {
+            **parts_identity(self.facts, self.facts.text_encoders),
+            "tokenizer": file_identity(tokenizer_folder(self)),
+            "dtype": str(self.dtype),
+            "tokens": str(MOST_TOKENS),
+        }

@@ -1,0 +1,7 @@
+"""Work on finished LoRA files: smaller ranks, several in one, the difference of two checkpoints."""
+
+from trainable_candle.lora.extract import extract
+from trainable_candle.lora.factors import Factors, approximate, truncate
+from trainable_candle.lora.files import LoraFile, combine, resize
+
+__all__ = ["Factors", "LoraFile", "approximate", "combine", "extract", "resize", "truncate"]

@@ -1,0 +1,61 @@
+"""The difference of two models as a LoRA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.lora.factors import approximate
+from trainable_candle.lora.stack import attach_factors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from trainable_candle import AdapterSet
+    from trainable_candle.lora.factors import Factors
+    from trainable_candle.models import Model
+
+
+def extract(
+    base: Model,
+    tuned: Model,
+    layers: Collection[str],
+    rank: int,
+    keep: float = 1.0,
+    progress: Callable[[int, int], None] = lambda _done, _all: None,
+) -> AdapterSet:
+    """Put LoRAs on `base` that make it as much like `tuned` as their ranks allow.
+
+    Layers whose weights are equal get none.
+
+    Args:
+        base: a model without adapters.
+        tuned: a model of the same shape.
+        layers: the names of those to compare.
+        rank: the highest rank of a layer.
+        keep: the share of the squared norm to keep of what this rank holds, above 0 and at most 1.
+        progress: is called with the layers that are done, and all.
+
+    Raises:
+        ConfigError: the models have other layers or sizes, or no layer differs.
+        NonFiniteError: a weight is no finite number.
+    """
+    before, after = base.named_tensors(), tuned.named_tensors()
+    found: dict[str, Factors] = {}
+    for done, layer in enumerate(layers):
+        progress(done, len(layers))
+        name = f"{layer}.weight"
+        if name not in after or after[name].shape != before[name].shape:
+            raise ConfigError(f"extract: {layer} of the tuned model is missing or of another size")
+        one, other = (state[name].to("cpu").to("f32").numpy() for state in (before, after))
+        change = other - one
+        if not np.any(change):
+            continue
+        matrix = change.reshape(len(change), -1)
+        found[layer] = approximate(matrix, min(rank, *matrix.shape), keep)
+    progress(len(layers), len(layers))
+    if not found:
+        raise ConfigError("extract: the models are equal in all of these layers")
+    return attach_factors(base, found)

@@ -1,0 +1,115 @@
+"""Low-rank matrices: the best of a given rank, by singular values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from trainable_candle.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    Matrix = npt.NDArray[np.floating[Any]]
+
+_OVERSAMPLED: Final = 16
+_ITERATIONS: Final = 4
+_WHOLE: Final = 4
+"""A matrix whose shorter side is at most so many ranks is decomposed as a whole."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A change of a weight, `up @ down`."""
+
+    up: Matrix
+    """(out, rank)."""
+    down: Matrix
+    """(rank, in); of a convolution `in` is the product of channels and kernel."""
+
+    @property
+    def rank(self) -> int:
+        """The inner size."""
+        return int(self.down.shape[0])
+
+    def scaled(self, scale: float) -> Factors:
+        """The change times a number."""
+        return Factors(self.up * self.up.dtype.type(scale), self.down)
+
+
+def joined(parts: Sequence[Factors]) -> Factors:
+    """The sum of changes of one weight, exactly: the ranks add up."""
+    return Factors(
+        np.concatenate([part.up for part in parts], 1),
+        np.concatenate([part.down for part in parts], 0),
+    )
+
+
+def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
+    """The nearest change of a lower rank (Eckart and Young), from the factors alone.
+
+    Args:
+        factors: the change.
+        rank: the highest rank of the result, at least 1.
+        keep: the share of the squared norm to keep, above 0 and at most 1: the rank may become
+            lower still.
+
+    Raises:
+        NonFiniteError: a value is no finite number.
+    """
+    _require_finite(factors.up, factors.down)
+    left, up = np.linalg.qr(factors.up.astype(np.float64))
+    right, down = np.linalg.qr(factors.down.T.astype(np.float64))
+    u, s, vt = np.linalg.svd(up @ down.T)
+    return _balanced(left @ u, s, vt @ right.T, rank, keep)
+
+
+def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> Factors:
+    """The nearest matrix of a rank as a product.
+
+    Large matrices are decomposed by a randomized range finder with power iterations (Halko,
+    Martinsson and Tropp 2011, arXiv:0909.4061), whose error is close to that of a full
+    decomposition for the falling singular values of trained changes.
+
+    Args:
+        matrix: (out, in).
+        rank: the highest rank, at least 1.
+        keep: as for `truncate`, of what this rank holds.
+        seed: of the random range.
+
+    Raises:
+        NonFiniteError: a value is no finite number.
+    """
+    _require_finite(matrix)
+    matrix = matrix.astype(np.float32)
+    if min(matrix.shape) <= _WHOLE * rank:
+        u, s, vt = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
+        return _balanced(u, s, vt, rank, keep)
+    size = min(rank + _OVERSAMPLED, *matrix.shape)
+    probe = np.random.default_rng(seed).standard_normal((matrix.shape[1], size), np.float32)
+    basis, _ = np.linalg.qr(matrix @ probe)
+    for _ in range(_ITERATIONS):
+        other, _ = np.linalg.qr(matrix.T @ basis)
+        basis, _ = np.linalg.qr(matrix @ other)
+    u, s, vt = np.linalg.svd((basis.T @ matrix).astype(np.float64), full_matrices=False)
+    return _balanced(basis @ u, s, vt, rank, keep)
+
+
+def _balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float) -> Factors:
+    """The first singular values, their roots in both factors."""
+    rank = min(rank, len(s))
+    shares = np.cumsum(s[:rank] ** 2)
+    if keep < 1 and shares[-1] > 0:
+        rank = min(rank, int(np.searchsorted(shares, keep * shares[-1])) + 1)
+    roots = np.sqrt(s[:rank])
+    up, down = u[:, :rank] * roots, roots[:, None] * vt[:rank]
+    return Factors(up.astype(np.float32), down.astype(np.float32))
+
+
+def _require_finite(*matrices: Matrix) -> None:
+    if not all(np.isfinite(matrix).all() for matrix in matrices):
+        raise NonFiniteError("svd: a value is NaN or infinite; the file or the model is damaged")

@@ -1,0 +1,194 @@
+"""LoRA files under whatever names: read, joined, cut to lower ranks, written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, WeightsFormatError
+from trainable_candle.files import safetensors_metadata
+from trainable_candle.lora.factors import Factors, joined, truncate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+_PAIRS: Final = (
+    (".lora_down.weight", ".lora_up.weight"),
+    (".lora_A.weight", ".lora_B.weight"),
+    (".lora_A.default.weight", ".lora_B.default.weight"),
+    (".lora.down.weight", ".lora.up.weight"),
+    ("_lora.down.weight", "_lora.up.weight"),
+)
+"""Endings of the names of both factors: kohya's, peft's, diffusers' old ones."""
+_ALPHA: Final = ".alpha"
+_CONFIGURATION: Final = "lora_adapter_metadata"
+_HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
+
+
+@dataclass(frozen=True)
+class _Module:
+    """One module of a file."""
+
+    factors: Factors
+    """With the scale in them."""
+    ends: tuple[str, str]
+    down_shape: tuple[int, ...]
+    up_shape: tuple[int, ...]
+    has_alpha: bool
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """The LoRAs of a file by module."""
+
+    modules: Mapping[str, _Module]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> LoraFile:
+        """Read a file under kohya's, ComfyUI's, peft's or diffusers' names.
+
+        Raises:
+            MissingFileError: there is no such file.
+            WeightsFormatError: it is damaged, or holds something else than LoRA.
+        """
+        tensors = tc.load_file(path)
+        metadata = safetensors_metadata(path)
+        config = _configuration(metadata)
+        modules: dict[str, _Module] = {}
+        taken: set[str] = set()
+        for key in tensors:
+            for down_end, up_end in _PAIRS:
+                name = key.removesuffix(down_end)
+                if name == key or name + up_end not in tensors:
+                    continue
+                names = (key, name + up_end, name + _ALPHA)
+                taken |= {*names} & tensors.keys()
+                down, up = (tensors[n].to("f32").numpy() for n in names[:2])
+                alpha = tensors[names[2]].item() if names[2] in tensors else None
+                if down.ndim < 2 or up.shape[1:2] != down.shape[:1]:
+                    raise WeightsFormatError(
+                        f"{path}: {name} has factors of shapes {up.shape} and {down.shape}, "
+                        "which have no rank in common"
+                    )
+                rank = down.shape[0]
+                scale = _scale(alpha, rank, name, config)
+                factors = Factors(up.reshape(up.shape[0], rank), down.reshape(rank, -1))
+                modules[name] = _Module(
+                    factors.scaled(scale), (down_end, up_end), down.shape, up.shape, bool(alpha)
+                )
+        others = sorted(tensors.keys() - taken)
+        if others:
+            raise WeightsFormatError(
+                f"{path}: {others[0]} is no factor of a LoRA ({len(others)} such tensors); DoRA, "
+                "LoHa and LoKr cannot be joined or cut: merge them into a model"
+            )
+        if not modules:
+            raise WeightsFormatError(f"{path}: holds no LoRA")
+        return cls(modules, metadata)
+
+    def changed(self, change: Callable[[Factors], Factors]) -> LoraFile:
+        """The file with other factors."""
+        modules = {
+            name: replace(module, factors=change(module.factors))
+            for name, module in self.modules.items()
+        }
+        return LoraFile(modules, self.metadata)
+
+    def write(self, path: Path, dtype: str = "f32", **facts: str) -> None:
+        """Write it, complete or not at all, each alpha its rank: the scale is in the factors.
+
+        Args:
+            path: the file.
+            dtype: of the factors.
+            **facts: entries of the header in place of those that were read.
+
+        Raises:
+            FileError: it cannot be written.
+        """
+        tensors = {}
+        ranks = {module.factors.rank for module in self.modules.values()}
+        for name, module in self.modules.items():
+            factors, (down_end, up_end) = module.factors, module.ends
+            rank = factors.rank
+            down = factors.down.reshape(rank, *module.down_shape[1:])
+            up = factors.up.reshape(module.up_shape[0], rank, *module.up_shape[2:])
+            tensors[name + down_end] = tc.tensor(down).to(dtype)
+            tensors[name + up_end] = tc.tensor(up).to(dtype)
+            if module.has_alpha:
+                tensors[name + _ALPHA] = tc.tensor(float(rank))
+        # Alphas are ranks where nothing says otherwise, and the hashes were of other tensors.
+        left_out = {_CONFIGURATION, *_HASHES}
+        metadata = {name: text for name, text in self.metadata.items() if name not in left_out}
+        if "ss_network_dim" in metadata:
+            rank_text = str(max(ranks)) if len(ranks) == 1 else "Dynamic"
+            metadata |= {"ss_network_dim": rank_text, "ss_network_alpha": rank_text}
+        tc.save_file(tensors, path, metadata={**metadata, **facts})
+
+
+def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
+    """The nearest LoRAs of at most `rank`, which keep the share `keep` of their squared norms.
+
+    Raises:
+        NonFiniteError: a value is no finite number.
+    """
+    return file.changed(lambda factors: truncate(factors, min(rank, factors.rank), keep))
+
+
+def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
+    """One file that does what several do together, exactly: the ranks of a module add up.
+
+    Args:
+        files: under names of one style, at least one.
+        scales: a factor on the effect of each.
+
+    Raises:
+        ArgumentError: the files have names of different styles, or layers of different sizes.
+    """
+    modules: dict[str, _Module] = {}
+    styles = {next(iter(file.modules.values())).ends for file in files}
+    if len(styles) > 1:
+        raise ArgumentError(
+            "combine: the files have names of different styles "
+            f"({', '.join(sorted(down for down, _ in styles))}); save them in one --format first"
+        )
+    for file, scale in zip(files, scales, strict=True):
+        for name, module in file.modules.items():
+            scaled = replace(module, factors=module.factors.scaled(scale))
+            known = modules.get(name)
+            if known is None:
+                modules[name] = scaled
+                continue
+            sizes = [(m.up_shape[0], m.down_shape[1:]) for m in (known, scaled)]
+            if sizes[0] != sizes[1]:
+                raise ArgumentError(f"combine: {name} has sizes {sizes[0]} and {sizes[1]}")
+            modules[name] = replace(known, factors=joined([known.factors, scaled.factors]))
+    return LoraFile(modules, files[0].metadata)
+
+
+def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        config = json.loads(metadata.get(_CONFIGURATION, "{}"))
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _scale(alpha: float | None, rank: int, name: str, config: Mapping[str, Any]) -> float:
+    """The factor of a module: from the file, else from diffusers' configuration, else 1."""
+    if alpha is not None:
+        return float(alpha) / rank
+    part, _, layer = name.partition(".")
+    prefix = f"{part}." if f"{part}.r" in config else ""
+    layer = layer if prefix else name
+    value = config.get(f"{prefix}lora_alpha")
+    patterns = config.get(f"{prefix}alpha_pattern") or {}
+    ends = [v for key, v in patterns.items() if layer == key or layer.endswith(f".{key}")]
+    value = ends[0] if ends else value
+    if value is None:
+        return 1.0
+    root = config.get(f"{prefix}use_rslora", False)
+    return float(value) / (rank**0.5 if root else rank)

@@ -1,0 +1,100 @@
+"""Several LoRAs on one model at the same time, from files under any names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+from trainable_candle.lora.factors import Factors, joined
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from trainable_candle import AdapterSet
+    from trainable_candle.models import Model
+
+_DOWN = ".lora_A.weight"
+_UP = ".lora_B.weight"
+
+
+def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
+    """Put LoRAs on a model that compute the sum of those in several files.
+
+    Args:
+        model: without adapters.
+        files: paths, and factors on their effects.
+
+    Raises:
+        MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
+        ConfigError: a file holds other adapters than LoRA, whose changes do not add up.
+    """
+    parts: dict[str, list[Factors]] = {}
+    for path, scale in files:
+        adapter = model.load_adapter(path, scale=scale)
+        config = adapter.config
+        if config.adapter != "lora":
+            raise ConfigError(
+                f"--adapter {path}: it is {config.adapter}, and only LoRA can be used together "
+                "with others; merge it into the model first"
+            )
+        values = {name: var.detach().to("cpu") for name, var in adapter.named_parameters().items()}
+        for name, down in values.items():
+            layer = name.removesuffix(_DOWN)
+            if layer == name:
+                continue
+            up = values[layer + _UP]
+            rank = down.shape[0]
+            alpha = config.alpha_pattern.get(layer, config.lora_alpha)
+            factor = alpha / (rank**0.5 if config.use_rslora else rank)
+            flat = Factors(up.numpy().reshape(-1, rank), down.numpy().reshape(rank, -1)).scaled(
+                factor
+            )
+            parts.setdefault(layer, []).append(flat)
+        model.remove_adapter()
+    return _attached(model, parts)
+
+
+def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
+    """Put LoRAs of given values on the layers of a model, their scale 1.
+
+    Args:
+        model: without adapters.
+        factors: by layer; those of a convolution with torch's order, channels before the kernel.
+    """
+    tensors = model.named_tensors()
+    parts = {}
+    for layer, found in factors.items():
+        shape = tensors[f"{layer}.weight"].shape
+        if len(shape) == 4:
+            # Parameters of convolutions have their channels last.
+            down = found.down.reshape(found.rank, *shape[1:]).transpose(0, 2, 3, 1)
+            parts[layer] = [Factors(found.up, down.reshape(found.rank, -1))]
+        else:
+            parts[layer] = [found]
+    return _attached(model, parts)
+
+
+def _attached(model: Model, parts: Mapping[str, Sequence[Factors]]) -> AdapterSet:
+    whole = {layer: joined(found) for layer, found in parts.items()}
+    ranks: dict[str, SupportsIndex] = {layer: f.rank for layer, f in whole.items()}
+    most = max(factors.rank for factors in whole.values())
+    adapter = model.add_adapter(
+        tc.LoraConfig(
+            r=most,
+            lora_alpha=float(most),
+            target_modules=list(ranks),
+            rank_pattern=ranks,
+            alpha_pattern={layer: float(factors.rank) for layer, factors in whole.items()},
+        )
+    )
+    parameters = adapter.named_parameters()
+    for layer, factors in whole.items():
+        for end, flat in ((_DOWN, factors.down), (_UP, factors.up)):
+            var = parameters[layer + end]
+            value = np.ascontiguousarray(flat.reshape(var.shape), np.float32)
+            var.set(tc.tensor(value, device=var.device))
+    return adapter

@@ -1,0 +1,339 @@
+"""Functions of layers that are made of others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainable_candle import _core
+from trainable_candle._explained import explained
+from trainable_candle.errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle._core import Tensor
+
+__all__ = [
+    "avg_pool2d",
+    "binary_cross_entropy_with_logits",
+    "conv1d",
+    "cosine_similarity",
+    "elu",
+    "interpolate",
+    "kl_div",
+    "leaky_relu",
+    "max_pool2d",
+    "normalize",
+    "one_hot",
+    "pad",
+    "softplus",
+]
+
+
+@explained
+def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    """Return i64 rows with a 1 at the place of each class.
+
+    Args:
+        input: Classes from 0, of any shape.
+        num_classes: The length of a row; -1 for the largest class and one.
+
+    Raises:
+        TypeError: If the input is not a tensor.
+        ArgumentError: If a class is out of range.
+    """
+    _require("one_hot", input)
+    if not -1 <= num_classes < 2**31:
+        raise ArgumentError(f"one_hot: num_classes is {num_classes}, expected -1 or a length")
+    values = input.detach().numpy()
+    count = int(values.max(initial=-1)) + 1 if num_classes == -1 else num_classes
+    if values.size and (values.min() < 0 or values.max() >= count):
+        raise ArgumentError(f"one_hot: a class is out of range, expected 0 to below {count}")
+    rows = np.zeros((values.size, count), np.int64)
+    rows[np.arange(values.size), values.reshape(-1).astype(np.int64)] = 1
+    return _core.tensor(rows.reshape((*values.shape, count)), device=input.device)
+
+
+@explained
+def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
+    """Add elements at both ends of dimensions, or take them away.
+
+    Args:
+        input: Any tensor.
+        pad: Numbers before and after the last dimension, then the one before it, and so on;
+            negative ones cut.
+        mode: "constant"; the others of torch are not there.
+        value: Of the new elements.
+
+    Raises:
+        TypeError: If the input is not a tensor.
+        ArgumentError: If the numbers or the mode do not fit.
+    """
+    _require("pad", input)
+    if mode != "constant":
+        raise ArgumentError(f'pad: mode is {mode!r}, expected "constant"')
+    amounts = [int(amount) for amount in pad]
+    if len(amounts) % 2 or len(amounts) > 2 * input.ndim:
+        raise ArgumentError(f"pad: {len(amounts)} numbers for the shape {input.shape}")
+    result = input
+    for place in range(len(amounts) // 2):
+        dim = input.ndim - 1 - place
+        before, after = amounts[2 * place : 2 * place + 2]
+        size = result.shape[dim]
+        start, length = max(0, -before), size - max(0, -before) - max(0, -after)
+        if length < 0:
+            raise ArgumentError(f"pad: cuts more than the {size} elements of dimension {dim}")
+        result = result.narrow(dim, start, length)
+        parts = [result]
+        for amount, first in ((before, True), (after, False)):
+            if amount > 0:
+                shape = (*result.shape[:dim], amount, *result.shape[dim + 1 :])
+                new = _core.full(shape, value, dtype=result.dtype, device=result.device)
+                parts = [new, *parts] if first else [*parts, new]
+        result = _core.cat(parts, dim) if len(parts) > 1 else result
+    return result
+
+
+@explained
+def interpolate(
+    input: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | None = None,
+    mode: str = "nearest",
+) -> Tensor:
+    """Resize the trailing dimensions of (B, C, ...) to the nearest elements, as torch's "nearest".
+
+    Args:
+        input: (B, C, ...).
+        size: Of these dimensions.
+        scale_factor: In its place, a factor on all of them.
+        mode: "nearest"; the others of torch are not there.
+
+    Raises:
+        TypeError: If the input is not a tensor.
+        ArgumentError: If neither or both sizes are given, or the mode is another.
+    """
+    _require("interpolate", input)
+    if mode != "nearest":
+        raise ArgumentError(f'interpolate: mode is {mode!r}, expected "nearest"')
+    if (size is None) == (scale_factor is None):
+        raise ArgumentError("interpolate: expected one of size and scale_factor")
+    old = input.shape[2:]
+    if size is None:
+        new = [int(length * float(scale_factor or 0)) for length in old]
+    else:
+        new = [size] * len(old) if isinstance(size, int) else list(size)
+    if len(new) != len(old) or min(new, default=1) < 1:
+        raise ArgumentError(f"interpolate: the size {new} does not fit the shape {input.shape}")
+    for place, (before, after) in enumerate(zip(old, new, strict=True), 2):
+        index = np.floor(np.arange(after) * np.float32(before / after)).astype(np.int64)
+        index = np.minimum(index, before - 1)
+        input = input.index_select(place, _core.tensor(index, device=input.device))
+    return input
+
+
+@explained
+def conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> Tensor:
+    """One-dimensional convolution of (B, in, length) with (out, in / groups, kernel).
+
+    Raises:
+        TypeError: If an operand is not a tensor.
+        ShapeError, DTypeError, DeviceError: If the operands do not fit.
+    """
+    _require("conv1d", input, weight)
+    if input.ndim != 3 or weight.ndim != 3:
+        raise ShapeError(
+            f"conv1d: found shapes {input.shape} and {weight.shape}, "
+            "expected (B, in, length) and (out, in / groups, kernel)"
+        )
+    result = _core.conv2d(
+        input.unsqueeze(2),
+        weight.unsqueeze(2),
+        bias,
+        (1, stride),
+        (0, padding),
+        (1, dilation),
+        groups,
+    )
+    return result.squeeze(2)
+
+
+@explained
+def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
+    """Return the largest element of each window of (B, C, height, width).
+
+    Raises:
+        TypeError: If the input is not a tensor.
+        ShapeError, ArgumentError: If the windows do not fit.
+    """
+    windows = _windows("max_pool2d", input, kernel_size, stride, padding, -3.0e38)
+    result = windows[0]
+    for window in windows[1:]:
+        result = result.maximum(window)
+    return result
+
+
+@explained
+def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
+    """Return the mean of each window of (B, C, height, width), zeros of the padding included.
+
+    Raises:
+        TypeError: If the input is not a tensor.
+        ShapeError, ArgumentError: If the windows do not fit.
+    """
+    windows = _windows("avg_pool2d", input, kernel_size, stride, padding, 0.0)
+    result = windows[0]
+    for window in windows[1:]:
+        result = result + window
+    return result * (1.0 / len(windows))
+
+
+@explained
+def binary_cross_entropy_with_logits(
+    input: Tensor, target: Tensor, reduction: str = "mean"
+) -> Tensor:
+    """Binary cross-entropy of sigmoid(input) and targets from 0 to 1.
+
+    Raises:
+        TypeError: If an operand is not a tensor.
+        ArgumentError: If the reduction is not "mean", "sum" or "none".
+    """
+    _require("binary_cross_entropy_with_logits", input, target)
+    # max(x, 0) - x t + log(1 + exp(-|x|)) cannot overflow.
+    loss = input.relu() - input * target + softplus(-input.abs())
+    return _reduce("binary_cross_entropy_with_logits", loss, reduction)
+
+
+@explained
+def kl_div(
+    input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
+) -> Tensor:
+    """Kullback-Leibler divergence of target probabilities from `input`, which has logarithms.
+
+    Args:
+        input: Logarithms of probabilities.
+        target: Probabilities, or with `log_target` their logarithms.
+        reduction: "mean", "batchmean" (over the first dimension), "sum" or "none".
+        log_target: See above.
+
+    Raises:
+        TypeError: If an operand is not a tensor.
+        ArgumentError: If the reduction is another.
+    """
+    _require("kl_div", input, target)
+    if log_target:
+        loss = target.exp() * (target - input)
+    else:
+        zero = target.detach() <= 0
+        logs = _core.where(zero, 1.0, target).log()
+        loss = _core.where(zero, 0.0, target * logs) - target * input
+    if reduction == "batchmean":
+        return loss.sum() * (1.0 / input.shape[0])
+    return _reduce("kl_div", loss, reduction)
+
+
+@explained
+def leaky_relu(input: Tensor, negative_slope: float = 0.01) -> Tensor:
+    """Return x where it is above 0, else `negative_slope` times x; raises for no tensor."""
+    _require("leaky_relu", input)
+    return input.relu() - (-input).relu() * negative_slope
+
+
+@explained
+def softplus(input: Tensor, beta: float = 1.0) -> Tensor:
+    """Return log(1 + exp(beta x)) / beta, without overflow; raises for no tensor."""
+    _require("softplus", input)
+    x = input * beta
+    return (x.relu() + ((-x.abs()).exp() + 1).log()) * (1.0 / beta)
+
+
+@explained
+def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
+    """Return x where it is above 0, else alpha (exp(x) - 1); raises for no tensor."""
+    _require("elu", input)
+    return input.relu() + ((-(-input).relu()).exp() - 1) * alpha
+
+
+@explained
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """Return the cosine between vectors along a dimension, each norm at least `eps`.
+
+    Raises:
+        TypeError: If an operand is not a tensor.
+    """
+    _require("cosine_similarity", x1, x2)
+    norms = [(x * x).sum(dim).maximum(eps * eps).sqrt() for x in (x1, x2)]
+    return (x1 * x2).sum(dim) / (norms[0] * norms[1])
+
+
+@explained
+def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
+    """Divide vectors along a dimension by their p-norms, which count as at least `eps`.
+
+    Raises:
+        TypeError: If the input is not a tensor.
+        ArgumentError: If there is no such norm.
+    """
+    _require("normalize", input)
+    if p == 2:
+        norm = (input * input).sum(dim, keepdim=True).maximum(eps * eps).sqrt()
+    else:
+        norm = input.norm(p, dim, keepdim=True).maximum(eps)
+    return input / norm
+
+
+def _require(name: str, *tensors: object) -> None:
+    for tensor in tensors:
+        if not isinstance(tensor, _core.Tensor):
+            raise TypeError(f"{name}: found {type(tensor).__name__}, expected a Tensor")
+
+
+def _reduce(name: str, loss: Tensor, reduction: str) -> Tensor:
+    if reduction not in {"mean", "sum", "none"}:
+        raise ArgumentError(f"{name}: reduction is {reduction!r}, expected mean, sum or none")
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or not all(isinstance(v, int) and v >= least for v in pair):
+        raise ArgumentError(f"{name}: found {value!r}, expected one or two numbers from {least}")
+    return pair[0], pair[1]
+
+
+def _windows(
+    name: str, input: Tensor, kernel: Any, stride: Any, padding: Any, outside: float
+) -> list[Tensor]:
+    """For each place of the kernel, the elements that it meets there."""
+    _require(name, input)
+    if input.ndim not in {3, 4}:
+        raise ShapeError(f"{name}: the shape is {input.shape}, expected (B, C, height, width)")
+    size = _pair(name, kernel, 1)
+    step = size if stride is None else _pair(name, stride, 1)
+    around = _pair(name, padding, 0)
+    if any(2 * a > s for a, s in zip(around, size, strict=True)):
+        raise ArgumentError(f"{name}: the padding is more than half of the kernel")
+    if any(around):
+        outside = max(outside, -6.0e4) if input.dtype == "f16" else outside
+        edges = (around[1], around[1], around[0], around[0])
+        input = pad(input, edges, value=outside)
+    counts = [(input.shape[d] - size[d]) // step[d] + 1 for d in (-2, -1)]
+    if min(counts) < 1:
+        raise ShapeError(f"{name}: the kernel {size} does not fit into {input.shape}")
+    parts = []
+    for row in range(size[0]):
+        rows = slice(row, row + (counts[0] - 1) * step[0] + 1, step[0])
+        for column in range(size[1]):
+            columns = slice(column, column + (counts[1] - 1) * step[1] + 1, step[1])
+            parts.append(input[..., rows, columns])
+    return parts

@@ -1,0 +1,93 @@
+"""A frozen convolution with a LoRA adapter."""
+
+from __future__ import annotations
+
+from trainable_candle._core import Tensor, Var, init_linear, zeros
+from trainable_candle._core import conv2d as _conv2d
+from trainable_candle._core import dropout as _dropout
+from trainable_candle.errors import ArgumentError
+from trainable_candle.nn.layers import Conv2d, _whole
+from trainable_candle.nn.module import Module
+
+__all__ = ["LoRAConv2d"]
+
+
+class LoRAConv2d(Module):
+    """A frozen convolution with LoRA as in peft and LyCORIS (LoCon).
+
+    y = conv(x, W) + b + scale * conv_1x1(conv(x, lora_down), lora_up). `lora_down` (rank, in,
+    height, width) has the convolution's stride, padding and dilation, and torch's initial values;
+    `lora_up` (out, rank, 1, 1) is zero; both are f32 variables.
+
+    Args:
+        base: The layer; its groups are 1.
+        rank: At least 1.
+        alpha: The scale is alpha / rank.
+        dropout: Probability of dropping an element of the adapter's input in training.
+        rslora: Scale by alpha / sqrt(rank) instead.
+
+    Raises:
+        ArgumentError: If the layer has groups, or a number is out of range.
+    """
+
+    def __init__(
+        self,
+        base: Conv2d,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        rslora: bool = False,
+    ) -> None:
+        if not isinstance(base, Conv2d):
+            raise TypeError(f"LoRAConv2d: base is {type(base).__name__}, expected a Conv2d")
+        if base.groups != 1:
+            raise ArgumentError(f"LoRAConv2d: the convolution has {base.groups} groups, expected 1")
+        rank = _whole("LoRAConv2d", "rank", rank)
+        if not 0 <= dropout < 1:
+            raise ArgumentError(
+                f"LoRAConv2d: dropout is {dropout}, expected a number from 0 to below 1"
+            )
+        self.weight = base.weight.detach()
+        self.bias = None if base.bias is None else base.bias.detach()
+        outputs, *inner = self.weight.shape
+        size = inner[0] * inner[1] * inner[2]
+        down, _ = init_linear(size, rank, False, "f32", self.weight.device)
+        self.lora_down = Var(down.detach().reshape((rank, *inner)))
+        self.lora_up = Var(zeros((outputs, rank, 1, 1), dtype="f32", device=self.weight.device))
+        self.scale = alpha / (rank**0.5 if rslora else rank)
+        self.dropout = dropout
+        self.stride, self.padding, self.dilation = base.stride, base.padding, base.dilation
+        self.enabled = True
+
+    def get_vars(self) -> list[Var]:
+        """Return the trainable parameters."""
+        return [self.lora_down, self.lora_up]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (B, in_channels, height, width) to (B, out_channels, height', width').
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the input does not fit.
+        """
+        how = (self.stride, self.padding, self.dilation)
+        result = _conv2d(input, self.weight, self.bias, *how)
+        if not self.enabled:
+            return result
+        dtype = self.weight.dtype
+        dropped = _dropout(input, self.dropout, self.training) if self.dropout else input
+        inner = _conv2d(dropped, self.lora_down.to(dtype), None, *how)
+        return result + _conv2d(inner, self.lora_up.to(dtype)) * self.scale
+
+    def merge(self) -> Tensor:
+        """Return the weight of a plain layer that computes the same."""
+        outputs, *inner = self.weight.shape
+        rank = self.lora_up.shape[1]
+        up, down = self.lora_up.detach(), self.lora_down.detach()
+        change = up.reshape((outputs, rank)) @ down.reshape((rank, -1))
+        whole = self.weight.to("f32") + change.reshape((outputs, *inner)) * self.scale
+        return whole.to(self.weight.dtype)
+
+    def _facts(self) -> str:
+        outputs, inputs, *kernel = self.weight.shape
+        rank = self.lora_down.shape[0]
+        return f"{inputs}, {outputs}, kernel_size={tuple(kernel)}, rank={rank}"

@@ -1,0 +1,321 @@
+"""Adapters on models written in Python, under peft's names and in its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from trainable_candle._core import LoraConfig, Tensor, Var, load_file, save_file
+from trainable_candle.errors import (
+    ArgumentError,
+    ConfigError,
+    MissingFileError,
+    ShapeError,
+    WeightsFormatError,
+)
+from trainable_candle.files import parse_json, write_atomically
+from trainable_candle.nn.conv_adapter import LoRAConv2d
+from trainable_candle.nn.layers import Conv2d
+from trainable_candle.nn.linear import DoRALinear, Linear, LoRALinear
+from trainable_candle.nn.module import Module
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ModuleAdapter", "PeftModel", "get_peft_model"]
+
+_WEIGHTS: Final = "adapter_model.safetensors"
+_CONFIG: Final = "adapter_config.json"
+_PREFIX: Final = "base_model.model."
+_NAMES: Final = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+_MAGNITUDE_OF_STATES: Final = "lora_magnitude_vector.weight"
+
+_Adapted = LoRALinear | DoRALinear | LoRAConv2d
+
+
+class _Place(NamedTuple):
+    """A layer and where it is."""
+
+    owner: Any
+    key: Any
+    layer: Linear | Conv2d
+
+
+class ModuleAdapter:
+    """The adapters of a module written in Python; `Module.add_adapter` makes it.
+
+    Linear layers become `nn.LoRALinear` or `nn.DoRALinear`, convolutions `nn.LoRAConv2d`, in their
+    places and with the same weights, which are frozen with all others.
+
+    Args:
+        module: Holds `nn.Linear` and `nn.Conv2d` layers in its attributes, however deep.
+        config: Which layers, what kind and size; LoRA and DoRA.
+
+    Raises:
+        ConfigError: If the configuration names no layer, or an adapter that these layers cannot
+            have.
+    """
+
+    def __init__(self, module: Module, config: LoraConfig) -> None:
+        _expect("add_adapter", "module", module, Module)
+        _expect("add_adapter", "config", config, LoraConfig)
+        if config.adapter not in {"lora", "dora"}:
+            raise ConfigError(
+                f"add_adapter: the adapter is {config.adapter}, expected lora or dora: models "
+                "written in Python have no other"
+            )
+        self.config = config
+        self._module = module
+        places = _places(module)
+        ranks = config.select({name: list(p.layer.weight.shape) for name, p in places.items()})
+        if not ranks:
+            raise ConfigError("add_adapter: no layer has a name that the configuration targets")
+        made = {
+            name: _adapted(name, places[name].layer, rank, config) for name, rank in ranks.items()
+        }
+        module.requires_grad_(requires_grad=False)
+        self._bases: dict[str, _Place] = {}
+        self.layers: dict[str, _Adapted] = made
+        """The adapted layers by name."""
+        for name, layer in made.items():
+            place = places[name]
+            layer.train(place.layer.training)
+            self._bases[name] = place
+            _put(place.owner, place.key, layer)
+
+    def named_parameters(self) -> dict[str, Var]:
+        """Return the trainable parameters under peft's names ("fc.lora_A.weight")."""
+        return {
+            f"{name}.{end}": var
+            for name, layer in self.layers.items()
+            for end, var in zip(_NAMES, layer.get_vars(), strict=False)
+        }
+
+    def parameters(self) -> list[Var]:
+        """Return the trainable parameters."""
+        return list(self.named_parameters().values())
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Let the module compute through the adapters, or as if there were none."""
+        for layer in self.layers.values():
+            layer.enabled = enabled
+
+    def merge(self) -> Module:
+        """Replace the adapted layers by plain ones that compute the same; return the module."""
+        for name, layer in self.layers.items():
+            self._restore(name, layer.merge())
+        return self._module
+
+    def remove(self) -> Module:
+        """Put the base's layers back, frozen; return the module."""
+        for name, layer in self.layers.items():
+            self._restore(name, layer.weight)
+        return self._module
+
+    def _restore(self, name: str, weight: Tensor) -> None:
+        place, layer = self._bases[name], self.layers[name]
+        place.layer.weight, place.layer.bias = weight, layer.bias
+        place.layer.train(layer.training)
+        _put(place.owner, place.key, place.layer)
+
+    def save(self, folder: str | Path) -> None:
+        """Write peft's folder, which `PeftModel.from_pretrained` of peft reads for the same model.
+
+        Raises:
+            FileError, OSError: If it cannot be written.
+        """
+        folder = Path(folder).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            _PREFIX + name: var.detach().to("cpu") for name, var in self.named_parameters().items()
+        }
+        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+        write_atomically(folder / _CONFIG, json.dumps(self._settings(), indent=2))
+
+    def _settings(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "peft_type": "LORA",
+            "task_type": None,
+            "base_model_name_or_path": None,
+            "inference_mode": True,
+            "r": config.r,
+            "lora_alpha": config.lora_alpha,
+            "lora_dropout": config.lora_dropout,
+            "target_modules": sorted(self.layers),
+            "exclude_modules": None,
+            "rank_pattern": config.rank_pattern,
+            "alpha_pattern": config.alpha_pattern,
+            "use_rslora": config.use_rslora,
+            "use_dora": config.adapter == "dora",
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+        }
+
+    def load(self, folder: str | Path) -> None:
+        """Read the parameters of peft's folder, or of its file, with the same layers and ranks.
+
+        Raises:
+            MissingFileError, WeightsFormatError: If there is no such file, or its layers differ.
+            ShapeError: If a parameter has another shape; nothing is changed then.
+        """
+        path = Path(folder).expanduser()
+        stored = {
+            _named(name): value
+            for name, value in load_file(path / _WEIGHTS if path.is_dir() else path).items()
+        }
+        parameters = self.named_parameters()
+        odd = sorted(stored.keys() ^ parameters.keys())
+        if odd:
+            raise WeightsFormatError(
+                f"{path}: holds other adapters than the model has ({len(odd)} parameters differ, "
+                f"the first is {odd[0]})"
+            )
+        for name, var in parameters.items():
+            if stored[name].shape != var.shape:
+                raise ShapeError(
+                    f"{path}: {name} has shape {stored[name].shape}, the model's has {var.shape}"
+                )
+        for name, var in parameters.items():
+            var.set(stored[name].to(var.dtype).to(var.device))
+
+
+class PeftModel(Module):
+    """A module with adapters, as peft's class of this name; `get_peft_model` makes it.
+
+    Calls go to the module; `parameters` are those of the adapters.
+    """
+
+    def __init__(self, module: Module, adapter: ModuleAdapter) -> None:
+        _expect("PeftModel", "module", module, Module)
+        _expect("PeftModel", "adapter", adapter, ModuleAdapter)
+        self.model = module
+        self._adapter = adapter
+        self.forward = module.forward
+
+    @property
+    def adapter(self) -> ModuleAdapter:
+        """The adapters."""
+        return self._adapter
+
+    @classmethod
+    def from_pretrained(cls, module: Module, folder: str | Path) -> PeftModel:
+        """Put the adapters of a folder that this class or peft has written on a module.
+
+        Raises:
+            MissingFileError, WeightsFormatError: If a file is missing, damaged, or of another
+                model.
+            ConfigError: If it holds another kind of adapter than LoRA and DoRA.
+        """
+        path = Path(folder).expanduser()
+        model = get_peft_model(module, _read_config(path / _CONFIG))
+        model.adapter.load(path)
+        return model
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the adapters in peft's form; raises as `ModuleAdapter.save`."""
+        self._adapter.save(folder)
+
+    def merge_and_unload(self) -> Module:
+        """Return the module with the adapters merged into its weights."""
+        return self._adapter.merge()
+
+    def unload(self) -> Module:
+        """Return the module without the adapters."""
+        return self._adapter.remove()
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many of the parameters are trained."""
+        trained = sum(var.numel() for var in self.parameters())
+        whole = sum(value.numel() for value in self.named_tensors().values())
+        print(
+            f"trainable params: {trained:,} || all params: {whole:,} || "
+            f"trainable%: {100 * trained / whole:.4f}"
+        )
+
+
+def get_peft_model(module: Module, config: LoraConfig) -> PeftModel:
+    """Freeze a module written in Python and put adapters on it, as peft's function of this name.
+
+        model = tc.get_peft_model(MyModel(), tc.LoraConfig(r=8, target_modules=["fc1", "fc2"]))
+        optimizer = tc.optim.AdamW(model.parameters(), lr=1e-3)
+
+    Raises:
+        ConfigError: As for `ModuleAdapter`.
+    """
+    return PeftModel(module, ModuleAdapter(module, config))
+
+
+def _expect(function: str, name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{function}: {name} is {type(value).__name__}, expected a {kind.__name__}")
+
+
+def _places(module: Module) -> dict[str, _Place]:
+    """The layers that can have adapters by name; one that is used in two places comes once."""
+    found: dict[str, _Place] = {}
+    seen: set[int] = set()
+    for name, owner, key, layer in module.named_children():
+        if not isinstance(layer, (Linear, Conv2d)) or type(layer) not in {Linear, Conv2d}:
+            continue
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            if isinstance(owner, tuple):
+                raise ArgumentError(f"{name} is in a tuple, which cannot change; use a list")
+            found[name] = _Place(owner, key, layer)
+    return found
+
+
+def _put(owner: Any, key: Any, layer: Module) -> None:
+    if isinstance(owner, Module) and isinstance(key, str):
+        setattr(owner, key, layer)
+    else:
+        owner[key] = layer
+
+
+def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -> _Adapted:
+    alpha = next(
+        (v for key, v in config.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name)),
+        config.lora_alpha,
+    )
+    how = (config.lora_dropout, config.use_rslora)
+    if isinstance(layer, Conv2d):
+        if config.adapter == "dora":
+            raise ConfigError(f"add_adapter: {name} is a convolution, which can have LoRA only")
+        return LoRAConv2d(layer, rank, alpha, *how)
+    kind = DoRALinear if config.adapter == "dora" else LoRALinear
+    assert isinstance(layer, Linear)
+    return kind(layer.weight, rank, alpha, layer.bias, *how)
+
+
+def _named(key: str) -> str:
+    name = key.removeprefix(_PREFIX).replace(".default.", ".")
+    return name.removesuffix(".weight") if name.endswith(_MAGNITUDE_OF_STATES) else name
+
+
+def _read_config(path: Path) -> LoraConfig:
+    try:
+        values: Mapping[str, Any] = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MissingFileError(f"{path}: there is no such file") from None
+    except (OSError, ValueError) as error:
+        raise WeightsFormatError(f"{path}: cannot be read: {error}") from error
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{path}: peft_type is {kind}, expected LORA")
+    targets = values.get("target_modules") or []
+    return LoraConfig(
+        r=values["r"],
+        lora_alpha=float(values["lora_alpha"]),
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=values.get("exclude_modules"),
+        lora_dropout=float(values.get("lora_dropout", 0.0)),
+        use_rslora=bool(values.get("use_rslora")),
+        adapter="dora" if values.get("use_dora") else "lora",
+        rank_pattern=values.get("rank_pattern") or None,
+        alpha_pattern=values.get("alpha_pattern") or {},
+    )

@@ -1,0 +1,182 @@
+"""What happens around the steps of one run: averages, validation, previews, saves, its end."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trainable_candle as tc
+from trainable_candle.data.folder import counted
+from trainable_candle.sheet import PAGE
+from trainable_candle.train.ema import AdapterAverage
+from trainable_candle.train.epochs import Epochs, Moments
+from trainable_candle.train.evaluation import (
+    Previews,
+    StepAdapters,
+    Validation,
+    best_path,
+    evaluated,
+)
+from trainable_candle.train.metadata import Progress, Stamped, now, training_metadata
+from trainable_candle.train.optimizers import make_optimizer, make_scheduler
+from trainable_candle.train.totals import Totals
+from trainable_candle.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from trainable_candle.distributed.group import Group
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.task import Prepared, Split, Task
+    from trainable_candle.train.adapters import Adapters
+    from trainable_candle.train.callbacks import Callback
+
+SAMPLES = "samples"
+"""The folder of the previews."""
+
+
+def adapter_path(config: TrainConfig, output: Path) -> Path:
+    """The file of the finished adapter."""
+    return output / f"{config.stem}.safetensors"
+
+
+class Session:
+    """The averages, validation, previews and saves of one run."""
+
+    def __init__(
+        self,
+        group: Group,
+        config: TrainConfig,
+        task: Task,
+        adapters: Adapters,
+        prepared: Split[Prepared[Any]],
+        output: Path,
+        report: Callable[[str], None],
+    ) -> None:
+        self._group = group
+        self._config = config
+        self._task = task
+        self._adapters = adapters
+        self._train = prepared.train
+        self._output = output
+        self._started = now()
+        self._of_data = prepared.train.metadata()
+        self._batches = prepared.train.batches(config.batch_size)
+        self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
+        self.totals = Totals(task.counts)
+        self._average = None
+        if config.ema_decay and group.rank == 0:
+            self._average = AdapterAverage(adapters, config.ema_decay)
+        as_used: Callable[[], AbstractContextManager[None]] = partial(
+            evaluated, adapters, self._average
+        )
+        self.validation = None
+        if prepared.validation is not None:
+            held_out, every = prepared.validation, config.validate_every
+            self.validation = Validation(
+                held_out.validation_loss,
+                every,
+                as_used,
+                self.adapter_file,
+                held_out.validation_facts,
+                config.stem,
+                report,
+            )
+        self.callbacks: list[Callback] = [
+            callback
+            for callback in (self.totals, self._average, self.validation)
+            if callback is not None
+        ]
+        if config.sample_prompts:
+            moments = self._moments(config.sample_every, config.sample_every_epochs)
+            folder = output / SAMPLES
+            self.callbacks.append(Previews(task.preview, moments, folder, as_used, report))
+        self.callbacks.append(
+            StepAdapters(config.stem, config.keep_adapters, as_used, self.adapter_file)
+        )
+        if group.rank > 0:  # The first process writes, draws and validates.
+            self.callbacks.clear()
+
+    def _moments(self, steps: int, epochs: int | None) -> Moments:
+        return steps if epochs is None else self.epochs.ends(epochs)
+
+    def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
+        """The training loop with all of these."""
+        config = self._config
+        optimizer = make_optimizer(config, self._adapters.groups(config))
+        return Trainer(
+            self._train.loss,
+            self._adapters.named_parameters(),
+            optimizer,
+            self._batches,
+            inputs=self._train.inputs,
+            weigh=self._train.weight if self._task.weighs else None,
+            cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
+            steps=config.steps,
+            scheduler=make_scheduler(config, optimizer),
+            gradient_accumulation=config.gradient_accumulation,
+            max_grad_norm=config.max_grad_norm,
+            scaler=tc.optim.GradScaler() if config.precision == "f16" else None,
+            output=self._output,
+            save_every=self._moments(config.save_every, config.save_every_epochs),
+            keep_checkpoints=config.keep_checkpoints,
+            callbacks=callbacks,
+            settings=settings,
+            group=self._group,
+            seed=config.seed,
+            count=self._train.count,
+            epoch=self.epochs.at,
+        )
+
+    def announce(self, report: Callable[[str], None]) -> None:
+        """Say how many examples make a step, and how many epochs the steps are."""
+        config = self._config
+        batch, parts = config.batch_size, config.gradient_accumulation * self._group.size
+        noun = self._task.noun if self._task.counts == "image" else "row"
+        size = counted(batch * parts, noun)
+        where = f" on {self._group.size} devices" if self._group.size > 1 else ""
+        of = f" ({parts} batches of {batch}{where})" if parts > 1 else ""
+        epochs = self.epochs.at(config.steps)
+        report(
+            f"training: {counted(config.steps, 'step')} of {size}{of}, "
+            f"{epochs:.3g} epochs of {counted(len(self._train), self._task.noun)}"
+        )
+
+    def _metadata(self, step: int) -> dict[str, str]:
+        epoch = self.epochs.completed(step)
+        progress = Progress(step, epoch, len(self._train), self._started)
+        return training_metadata(self._config, progress, self._of_data)
+
+    def adapter_file(self, path: Path, step: int) -> Stamped:
+        """A snapshot of the adapters, for a file that is written later."""
+        return Stamped(self._task.adapter_file(self._adapters, path, self._metadata(step)), path)
+
+    def conclude(self, step: int, report: Callable[[str], None]) -> None:
+        """Write the finished adapter, and say what there is now."""
+        output = self._output
+        finished = adapter_path(self._config, output)
+        file = self.adapter_file(finished, step)
+        file.write()
+        report(f"done: {self.totals}")
+        report(f"adapter: {finished}")
+        published = self._task.publish(self._adapters, output, self._metadata(step))
+        if published is not None:
+            report(f"adapter for other tools: {published}")
+        idle = file.idle
+        if idle:
+            report(f"adapter: {len(idle)} layers have learnt nothing, the first is {idle[0]}")
+        if self.validation is not None:
+            best = self.validation
+            path = best_path(output, self._config.stem)
+            report(f"best: {path} (step {best.best_step}, loss {best.best_loss:.4f})")
+        if self._config.sample_prompts:
+            page = output / SAMPLES / PAGE
+            report(f"previews: {page if page.exists() else page.parent}")
+
+    def finish(self) -> None:
+        """Leave the model with the parameters of its adapter files."""
+        self._adapters.set_training(False)
+        if self._average is not None:
+            self._average.keep()

@@ -1,0 +1,88 @@
+"""Presets: values for the settings that decide how long a run takes and what it can learn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings.setting import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+PRESET: Final = "preset"
+"""The flag, and the line of a YAML file."""
+
+IMAGES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "fast": {"rank": 8, "steps": 500, "batch_size": 1, "lr_scheduler": "constant"},
+    "balanced": {
+        "rank": 16,
+        "steps": 1500,
+        "batch_size": 2,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 50,
+        "gradient_checkpointing": "full",
+    },
+    "quality": {
+        "rank": 32,
+        "steps": 3000,
+        "batch_size": 4,
+        "lr_scheduler": "cosine",
+        "warmup_steps": 100,
+        "gradient_checkpointing": "full",
+        "caption_dropout": 0.05,
+        "ema_decay": 0.99,
+    },
+}
+"""For models of images."""
+TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "fast": {"rank": 8, "epochs": 1, "batch_size": 1, "sequence_length": 1024},
+    "balanced": {
+        "rank": 16,
+        "epochs": 2,
+        "batch_size": 2,
+        "lr_scheduler": "cosine",
+        "gradient_checkpointing": "full",
+    },
+    "quality": {
+        "rank": 64,
+        "epochs": 3,
+        "batch_size": 2,
+        "gradient_accumulation": 4,
+        "lr_scheduler": "cosine",
+        "gradient_checkpointing": "full",
+        "lora_dropout": 0.05,
+    },
+}
+"""For language models."""
+NAMES: Final = tuple(IMAGES)
+_LENGTHS: Final = frozenset({"steps", "epochs"})
+
+
+def completed(
+    values: Mapping[str, Any], name: str, presets: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Values of settings with those of a preset in the place of missing ones.
+
+    Raises:
+        ConfigError: there is no such preset, or it has no effect beside the values.
+    """
+    if name not in presets:
+        raise ConfigError(f"preset: `{name}` is not known{nearest(str(name), presets)}")
+    # `steps` and `epochs` both say how long.
+    taken = values.keys() | (_LENGTHS if _LENGTHS & values.keys() else set())
+    missing = {key: value for key, value in presets[name].items() if key not in taken}
+    if not missing:
+        raise ConfigError(
+            f"preset: `{name}` has no effect: all of its settings are given; leave it out"
+        )
+    return {**missing, **values}
+
+
+def described(
+    presets: Mapping[str, Mapping[str, Any]], names: Collection[str] = NAMES
+) -> list[str]:
+    """A line for each preset, for the help."""
+    return [
+        f"  {name:<9} " + ", ".join(f"{k} {v}" for k, v in presets[name].items()) for name in names
+    ]

@@ -1,0 +1,40 @@
+"""Prompts from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.settings.paths import is_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[str]:
+    """Prompts with the lines of files in the place of the names of `.txt` files.
+
+    Empty lines and lines that begin with `#` are left out.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ConfigError: it has no prompt, or cannot be read as text.
+    """
+    found: list[str] = []
+    for prompt in prompts:
+        if not is_prompts(prompt):
+            found.append(prompt)
+            continue
+        path = Path(prompt).expanduser()
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except FileNotFoundError:
+            raise MissingFileError(f"{setting}: there is no file {path}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{setting}: {path} cannot be read as text: {error}") from None
+        said = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        if not said:
+            raise ConfigError(f"{setting}: {path} has no prompt; expected one a line")
+        found += said
+    return found

@@ -1,0 +1,55 @@
+"""Several GPUs, and how their processes work together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final
+
+from trainable_candle.settings import sections
+from trainable_candle.settings.setting import Group, Setting
+
+REDUCTIONS: Final = ("f32", "bf16")
+
+
+def _names_gpus(config: Any) -> str | None:
+    text = config.gpus
+    if text is None or text == "all":
+        return None
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() for number in numbers):
+        return f"gpus: found {text!r}, expected a number of GPUs, `all`, or their numbers as in 0,2"
+    if len(set(numbers)) < len(numbers):
+        return f"gpus: {text!r} names a GPU twice"
+    if len(numbers) == 1 and int(text) < 1:
+        return f"gpus: found {text}, expected at least 1"
+    return None
+
+
+@dataclass(frozen=True)
+class Several(Group):
+    """How many GPUs train together."""
+
+    section: ClassVar[str] = sections.MACHINE
+    contradictions: ClassVar = (_names_gpus,)
+
+    gpus: Annotated[
+        str | None,
+        Setting(
+            "GPUs of this machine: 2, all, or 0,2",
+            free=True,
+            synonyms=("devices",),
+            aliases=("num-processes", "gpu-ids", "nproc-per-node"),
+        ),
+    ] = None
+    effective_batch: Annotated[
+        int | None,
+        Setting("samples a step on all GPUs; sets the accumulation", low=1, rare=True),
+    ] = None
+    reduce: Annotated[
+        str,
+        Setting("gradients between GPUs", choices=REDUCTIONS, rare=True, free=True),
+    ] = "f32"
+    step_limit: Annotated[
+        float,
+        Setting("seconds after which a GPU's step counts as hung", low=1, rare=True, free=True),
+    ] = 600.0

@@ -1,0 +1,133 @@
+"""Prompts with settings of their own, in kohya's syntax, and what a picture says of its prompt."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings.previews import SAMPLERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainable_candle.tasks.latent.drawing import SampleOptions
+
+_OPTION: Final = re.compile(r"(?:^|\s)--([a-z]+)(?=\s|$)")
+_LABELS: Final = {"euler": "Euler", "dpmpp_2m": "DPM++ 2M"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to draw, and how."""
+
+    text: str
+    options: SampleOptions
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the images that are drawn together one is: they share a tensor of noise."""
+
+    number: int
+    count: int
+
+
+def parse_prompt(text: str, options: SampleOptions) -> Prompt:
+    """A prompt that settings may follow: `a cat --w 1024 --h 768 --d 1 --n blurry --l 6`.
+
+    Args:
+        text: the prompt. Width and height (`--w`, `--h`), seed (`--d`), negative prompt (`--n`),
+            guidance (`--l`, or `--g` as kohya's scripts have it for Flux), steps (`--s`) and
+            sampler (`--ss`) follow it in any order.
+        options: what it leaves open.
+
+    Raises:
+        ConfigError: a setting is unknown, is there twice, or has no such value.
+    """
+    marks = list(_OPTION.finditer(text))
+    if not marks:
+        return Prompt(text, options)
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    changes: dict[str, Any] = {}
+    sides: dict[str, int] = {}
+    for mark, end in zip(marks, ends, strict=True):
+        key, value = mark[1], text[mark.end() : end].strip()
+        if key in {"w", "h"}:
+            sides[key] = _number(text, key, value, int, 1)
+        elif key in _READ:
+            name, read = _READ[key]
+            if name in changes:
+                raise ConfigError(f"prompt {text!r}: --{key} sets {name} a second time")
+            changes[name] = read(text, key, value)
+        else:
+            known = ", ".join(f"--{name}" for name in ("w", "h", *_READ))
+            raise ConfigError(f"prompt {text!r}: --{key} is not known, expected one of {known}")
+    if sides:
+        width, height = options.size or (None, None)
+        width, height = sides.get("w", width), sides.get("h", height)
+        if width is None or height is None:
+            raise ConfigError(f"prompt {text!r}: give both --w and --h")
+        changes["size"] = (width, height)
+    return Prompt(text[: marks[0].start()].strip(), replace(options, **changes))
+
+
+def _number(text: str, key: str, value: str, kind: Callable[[str], Any], low: float) -> Any:
+    try:
+        number = kind(value)
+    except ValueError:
+        number = None
+    if number is None or not low <= number < 2**64:
+        raise ConfigError(
+            f"prompt {text!r}: --{key} is {value!r}, expected a number of at least {low:g}"
+        )
+    return number
+
+
+def _sampler(text: str, key: str, value: str) -> str:
+    if value not in SAMPLERS:
+        known = ", ".join(SAMPLERS)
+        raise ConfigError(f"prompt {text!r}: --{key} is {value!r}, expected one of {known}")
+    return value
+
+
+_READ: Final[dict[str, tuple[str, Callable[[str, str, str], Any]]]] = {
+    "d": ("seed", lambda text, key, value: _number(text, key, value, int, 0)),
+    "s": ("steps", lambda text, key, value: _number(text, key, value, int, 1)),
+    "l": ("guidance", lambda text, key, value: _number(text, key, value, float, 0)),
+    "g": ("guidance", lambda text, key, value: _number(text, key, value, float, 0)),
+    "n": ("negative_prompt", lambda _text, _key, value: value),
+    "ss": ("sampler", _sampler),
+}
+"""Flag -> the field of `SampleOptions`, and its reader from the prompt, the flag and the value."""
+
+
+def infotext(
+    prompt: Prompt, model: str, guidance: float, size: tuple[int, int], place: Place
+) -> str:
+    """The settings of an image as A1111 writes them into the entry `parameters` of a PNG.
+
+    Args:
+        prompt: what was drawn.
+        model: its name.
+        guidance: the scale that was used.
+        size: width and height, px.
+        place: the image among those of the same noise.
+    """
+    options = prompt.options
+    lines = [prompt.text]
+    if options.negative_prompt and guidance != 1:
+        lines.append(f"Negative prompt: {options.negative_prompt}")
+    facts = {
+        "Steps": options.steps,
+        "Sampler": _LABELS[options.sampler or "euler"],
+        "CFG scale": f"{guidance:g}",
+        "Seed": options.seed,
+        "Size": f"{size[0]}x{size[1]}",
+        "Model": model.replace(",", " "),
+    }
+    if place.count > 1:
+        facts |= {"Batch size": place.count, "Batch pos": place.number}
+    lines.append(", ".join(f"{name}: {value}" for name, value in facts.items()))
+    return "\n".join(lines)

@@ -1,0 +1,55 @@
+"""Epochs of a run: which one a step belongs to, and what is due at their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+Moments: TypeAlias = int | Callable[[int], bool]
+"""Steps at which something is done: every so many (0: none), or those that a function says."""
+
+
+def is_due(moments: Moments, step: int) -> bool:
+    """Whether a step, counted from 1, is one of the moments."""
+    if callable(moments):
+        return moments(step)
+    return moments > 0 and step % moments == 0
+
+
+class Epochs:
+    """The epochs of a run by its steps.
+
+    Args:
+        first_batch: the number of the first batch of an epoch, both counted from 0.
+        accumulation: batches in a step.
+    """
+
+    def __init__(self, first_batch: Callable[[int], int], accumulation: int) -> None:
+        self._first_batch = first_batch
+        self._accumulation = accumulation
+        self._epoch = 0
+
+    def completed(self, step: int) -> int:
+        """The number of epochs whose batches have all been seen after `step` steps."""
+        batches = step * self._accumulation
+        # Mostly asked about one step after the other.
+        if self._first_batch(self._epoch) > batches:
+            self._epoch = 0
+        while self._first_batch(self._epoch + 1) <= batches:
+            self._epoch += 1
+        return self._epoch
+
+    def at(self, step: int) -> float:
+        """The number of epochs that `step` steps have seen, in part too."""
+        whole = self.completed(step)
+        start, end = self._first_batch(whole), self._first_batch(whole + 1)
+        return whole + (step * self._accumulation - start) / (end - start)
+
+    def ends(self, every: int) -> Callable[[int], bool]:
+        """The steps that complete the epochs of which the number is a multiple of `every`."""
+
+        def is_end(step: int) -> bool:
+            before, after = self.completed(step - 1), self.completed(step)
+            return after // every > before // every
+
+        return is_end

@@ -1,0 +1,155 @@
+"""What an adapter file says of its training, under the names of kohya's scripts and ModelSpec."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainable_candle import AdapterFile
+    from trainable_candle.settings import TrainConfig
+
+_KOHYA_PRECISIONS: Final = {"f32": "no", "f16": "fp16", "bf16": "bf16"}
+_MODELSPEC_PREDICTIONS: Final = {"epsilon": "epsilon", "v_prediction": "v"}
+_UNKNOWN: Final = "0" * 64
+_HASHES: Final = ("sshs_model_hash", "modelspec.hash_sha256")
+_BLOCK: Final = 2**20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, for the header of a file."""
+
+    step: int
+    epoch: int
+    """Epochs that are complete."""
+    images: int
+    """Examples in an epoch without repeats."""
+    started: float
+    """When the run, or its part since it was resumed, began: seconds since 1970."""
+
+
+def now() -> float:
+    """Seconds since 1970; `SOURCE_DATE_EPOCH` in the environment makes files reproducible."""
+    fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return float(fixed) if fixed.isdecimal() else datetime.now(timezone.utc).timestamp()
+
+
+def training_metadata(
+    config: TrainConfig, progress: Progress, of_data: Mapping[str, str]
+) -> dict[str, str]:
+    """The entries of a file's header.
+
+    Args:
+        config: the settings.
+        progress: how far the run has come.
+        of_data: entries about the data set.
+    """
+    side = config.resolution
+    title = config.name or Path(config.output).resolve().name
+    date = datetime.fromtimestamp(now(), timezone.utc)
+    facts = {
+        "ss_output_name": title,
+        "ss_sd_model_name": Path(config.weights).name or config.model,
+        "ss_steps": progress.step,
+        "ss_max_train_steps": config.steps,
+        "ss_epoch": progress.epoch,
+        "ss_num_train_images": progress.images,
+        "ss_batch_size_per_device": config.batch_size,
+        "ss_gradient_accumulation_steps": config.gradient_accumulation,
+        "ss_total_batch_size": config.batch_size * config.gradient_accumulation,
+        "ss_resolution": f"({side}, {side})" if side else None,
+        "ss_clip_skip": config.clip_skip,
+        "ss_learning_rate": config.learning_rate,
+        "ss_text_encoder_lr": config.text_encoder_learning_rate,
+        "ss_optimizer": config.optimizer,
+        "ss_lr_scheduler": config.lr_scheduler,
+        "ss_lr_warmup_steps": config.warmup_steps,
+        "ss_max_grad_norm": config.max_grad_norm,
+        "ss_gradient_checkpointing": config.gradient_checkpointing != "none",
+        "ss_mixed_precision": _KOHYA_PRECISIONS[config.precision],
+        "ss_min_snr_gamma": config.min_snr_gamma,
+        "ss_noise_offset": config.noise_offset,
+        "ss_loss_type": config.loss,
+        "ss_caption_dropout_rate": config.caption_dropout,
+        "ss_shuffle_caption": config.caption_shuffle,
+        "ss_keep_tokens": config.caption_keep_tokens,
+        "ss_flip_aug": config.flip,
+        "ss_seed": config.seed,
+        "ss_training_comment": config.trigger,
+        "ss_training_adapter": Path(config.training_adapter or "").name,
+        "ss_training_started_at": progress.started,
+        "ss_training_finished_at": date.timestamp(),
+        "modelspec.title": title,
+        "modelspec.date": date.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "modelspec.resolution": f"{side}x{side}" if side else None,
+        "modelspec.trigger_phrase": config.trigger,
+        "modelspec.prediction_type": _MODELSPEC_PREDICTIONS.get(config.prediction_type or ""),
+        **of_data,
+        _HASHES[0]: _UNKNOWN,
+        _HASHES[1]: f"0x{_UNKNOWN}",
+    }
+    # Names of files may contain bytes that are not valid text.
+    texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
+    return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
+
+
+class Stamped:
+    """An adapter file that gets the hash of its tensors into its header when it is written.
+
+    Args:
+        file: made with `training_metadata`.
+        path: where it will be.
+    """
+
+    def __init__(self, file: AdapterFile, path: Path) -> None:
+        self._file = file
+        self._path = path
+
+    @property
+    def idle(self) -> list[str]:
+        """The names of layers whose adapter has no effect."""
+        return self._file.idle
+
+    def write(self) -> None:
+        """Write the file, complete or not at all.
+
+        Raises:
+            FileError, OSError: it cannot be written.
+        """
+        self._file.write()
+        stamp(self._path)
+
+
+def stamp(path: Path) -> None:
+    """Put the SHA-256 of a file's tensors where its header has room for it.
+
+    kohya's scripts and ModelSpec hash what follows the header, so the header may hold the result.
+
+    Args:
+        path: a safetensors file; one whose header has no room for a hash is left as it is.
+
+    Raises:
+        OSError: it cannot be read or written.
+    """
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = file.read(length)
+        entries: dict[str, Any] = json.loads(header).get("__metadata__", {})
+        if _UNKNOWN not in entries.get(_HASHES[0], ""):
+            return
+        digest = hashlib.sha256()
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        file.seek(8)
+        file.write(header.replace(_UNKNOWN.encode(), digest.hexdigest().encode()))

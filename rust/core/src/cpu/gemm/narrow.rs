@@ -1,0 +1,119 @@
+//! Products of a matrix of f16 or bf16 with a few columns, such as a language model's layers at one more token.
+//!
+//! Such a product takes as long as reading the matrix does, once, in its own dtype: numbers are widened in registers, and nothing of it is
+//! packed or kept.
+
+use super::kernel::Target;
+use crate::cpu::{Elem, Real, dispatch};
+
+/// Columns up to which the matrix is read where it lies. For more, packing it once is less work than widening it for every four.
+pub const MAX_COLUMNS: usize = 8;
+/// Columns whose sums are kept at a time.
+const COLUMNS: usize = 4;
+/// Numbers of a row that are taken at a time: the sums of four columns then fill half of the smallest register file.
+const RUN: usize = 16;
+
+/// `c (+)= alpha * a * b` with an `a` whose rows, and a `b` whose columns, are contiguous, as dot products.
+pub struct Narrow<T: Elem> {
+    /// Rows.
+    pub m: usize,
+    /// Columns.
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// Rows of `a`, `a_step` elements from one to the next.
+    pub a: *const T,
+    pub a_step: usize,
+    /// Columns of `b`, `b_step` elements from one to the next.
+    pub b: *const T::Acc,
+    pub b_step: usize,
+    /// The result.
+    pub c: Target<T::Acc>,
+}
+
+impl<T: Elem> Narrow<T> {
+    /// Computes the product.
+    ///
+    /// # Safety
+    /// The operands are readable, and nothing else reads or writes the elements of `c` meanwhile.
+    pub unsafe fn run(self) {
+        dispatch(
+            #[inline(always)]
+            || {
+                for i in 0..self.m {
+                    for j in (0..self.n).step_by(COLUMNS) {
+                        // SAFETY: row `i` and the columns from `j` on.
+                        unsafe {
+                            match self.n - j {
+                                1 => self.row::<1>(i, j),
+                                2 => self.row::<2>(i, j),
+                                3 => self.row::<3>(i, j),
+                                _ => self.row::<COLUMNS>(i, j),
+                            }
+                        }
+                    }
+                }
+            },
+        );
+    }
+
+    /// Computes `N` elements of row `i` from column `j` on.
+    #[inline(always)]
+    unsafe fn row<const N: usize>(&self, i: usize, j: usize) {
+        /// Sums that a single column has side by side, so that they do not wait for each other.
+        const CHAINS: usize = 4;
+        // SAFETY: row `i` of `a`, columns `j..j + N` of `b`, the elements of `c` where they meet.
+        unsafe {
+            let a = self.a.add(i * self.a_step);
+            let b: [*const T::Acc; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));
+            let chains = if N == 1 { CHAINS } else { 1 };
+            let mut sums = [[[T::Acc::ZERO; RUN]; N]; CHAINS];
+            let mut p = 0;
+            while p + chains * RUN <= self.k {
+                for (chain, sums) in sums.iter_mut().take(chains).enumerate() {
+                    add_run(sums, a.add(p + chain * RUN), b.map(|b| b.add(p + chain * RUN)));
+                }
+                p += chains * RUN;
+            }
+            while p + RUN <= self.k {
+                add_run(&mut sums[0], a.add(p), b.map(|b| b.add(p)));
+                p += RUN;
+            }
+            let [mut first, others @ ..] = sums;
+            for other in others.iter().take(chains - 1) {
+                for (sums, other) in first.iter_mut().zip(other) {
+                    for (sum, &other) in sums.iter_mut().zip(other) {
+                        *sum += other;
+                    }
+                }
+            }
+            for (n, sums) in first.iter().enumerate() {
+                let mut sum = sums.iter().fold(T::Acc::ZERO, |sum, &x| sum + x);
+                for p in p..self.k {
+                    sum = (*a.add(p)).to_acc().mul_add(*b[n].add(p), sum);
+                }
+                let sum = self.c.alpha * sum;
+                let c = self.c.ptr.add(i * self.c.row_stride + (j + n) * self.c.column_stride);
+                *c = if self.c.accumulate { *c + sum } else { sum };
+            }
+        }
+    }
+}
+
+/// Adds the products of a run of a row with those of `N` columns.
+///
+/// # Safety
+/// All are readable.
+#[inline(always)]
+unsafe fn add_run<T: Elem, const N: usize>(sums: &mut [[T::Acc; RUN]; N], a: *const T, b: [*const T::Acc; N]) {
+    // SAFETY: as the caller promises.
+    let row: [T; RUN] = unsafe { a.cast::<[T; RUN]>().read_unaligned() };
+    let row: [T::Acc; RUN] = std::array::from_fn(|lane| row[lane].to_acc());
+    for n in 0..N {
+        // SAFETY: as the caller promises.
+        let column = unsafe { b[n].cast::<[T::Acc; RUN]>().read_unaligned() };
+        for lane in 0..RUN {
+            sums[n][lane] = row[lane].mul_add(column[lane], sums[n][lane]);
+        }
+    }
+}

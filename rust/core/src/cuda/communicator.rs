@@ -1,0 +1,292 @@
+//! Sums and copies over the GPUs of several processes, by NCCL.
+//!
+//! Every process has one GPU and one communicator. All calls are queued on the GPU's one stream, so they are in order with everything
+//! else. Nothing waits inside of NCCL or the driver: a process that another one has left alone can still be told to stop.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device};
+use trainable_candle_cuda::nccl::{self, Comm, Nccl};
+
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
+use super::launch::address;
+use crate::{Error, Raw, Result, capture, interrupt};
+
+const OP: &str = "nccl";
+
+/// How long a wait keeps the processor busy before it sleeps in between.
+const SPIN: Duration = Duration::from_millis(1);
+/// How long it then sleeps at a time.
+const NAP: Duration = Duration::from_micros(50);
+/// How often the embedder is asked whether to go on.
+const ASK: Duration = Duration::from_millis(100);
+
+/// What a process is to its communicator.
+struct State {
+    comm: Comm,
+    /// Whether it can be used: not aborted.
+    is_alive: bool,
+}
+
+// SAFETY: NCCL asks that one thread at a time uses a communicator; the lock around it sees to that.
+unsafe impl Send for State {}
+
+/// This process's part in a group of processes with one GPU each.
+pub struct Communicator {
+    nccl: Nccl,
+    gpu: &'static Gpu,
+    rank: usize,
+    size: usize,
+    state: Mutex<State>,
+    stop: AtomicBool,
+}
+
+/// How the processes find each other: made by the one of rank 0, brought to the others.
+///
+/// # Errors
+/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it finds no way to listen.
+pub fn unique_id(folders: &[&Path]) -> Result<[u8; 128]> {
+    let nccl = load(folders)?;
+    Ok(nccl.unique_id().map_err(|result| failed(nccl, result))?.0)
+}
+
+/// The version of NCCL, as `major * 10000 + minor * 100 + patch`.
+///
+/// # Errors
+/// [`Error::CudaUnavailable`] if it cannot be used.
+pub fn version(folders: &[&Path]) -> Result<i32> {
+    Ok(load(folders)?.version())
+}
+
+fn load(folders: &[&Path]) -> Result<Nccl> {
+    nccl::load(folders).map_err(|reason| Error::CudaUnavailable(reason.to_string()))
+}
+
+#[cold]
+fn failed(nccl: Nccl, result: i32) -> Error {
+    Error::device(OP, format!("NCCL reports: {}; set NCCL_DEBUG=INFO to see what it tried", nccl.describe(result)))
+}
+
+/// The number of a dtype in `nccl.h`.
+fn number_of(dtype: DType) -> Result<i32> {
+    Ok(match dtype {
+        DType::U8 => 1,
+        DType::U32 => 3,
+        DType::I64 => 4,
+        DType::F16 => 6,
+        DType::F32 => 7,
+        DType::F64 => 8,
+        DType::BF16 => 9,
+        other => return Err(Error::dtype(OP, format!("found {}, expected a number", other.as_str()))),
+    })
+}
+
+impl Communicator {
+    /// Join the `size` processes that were given `id`, as number `rank`; all of them must call this.
+    ///
+    /// # Errors
+    /// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Argument`] if there is no such rank, [`Error::Device`] if `device` is
+    /// not a CUDA device, if NCCL fails, or if not all have joined within `limit`; what [`interrupt::set_check`] returns.
+    pub fn new(
+        device: &Device,
+        rank: usize,
+        size: usize,
+        id: [u8; 128],
+        limit: Duration,
+        folders: &[&Path],
+    ) -> Result<Self> {
+        let numbers = i32::try_from(rank).ok().zip(i32::try_from(size).ok()).filter(|_| rank < size);
+        let Some((rank_number, size_number)) = numbers else {
+            return Err(Error::argument(OP, format!("found rank {rank} of {size}, expected one from 0 to {size} - 1")));
+        };
+        let nccl = load(folders)?;
+        let gpu = Gpu::of_device(OP, device)?;
+        capture::refuse(OP)?;
+        bind(gpu)?;
+        // SAFETY: the context is current.
+        let comm = unsafe { nccl.init_rank(nccl::UniqueId(id), rank_number, size_number) };
+        let comm = comm.map_err(|result| failed(nccl, result))?;
+        let state = Mutex::new(State { comm, is_alive: true });
+        let made = Self { nccl, gpu, rank, size, state, stop: AtomicBool::new(false) };
+        let what = format!("not all of the {size} processes have joined within {} s", limit.as_secs());
+        made.wait_for(limit, &what, |state| made.progress(state))?;
+        Ok(made)
+    }
+
+    /// Which of the processes this one is, from 0.
+    pub const fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many processes there are.
+    pub const fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Queue the sum of each tensor over all processes, in place. All must call this with tensors of the same sizes and dtypes, in the
+    /// same order. What they are part of is read after [`wait`](Self::wait).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if a tensor is not dense, [`Error::DType`] if it holds no numbers, [`Error::Device`] if it is on another device, the
+    /// communicator was aborted, or NCCL fails.
+    pub fn all_reduce(&self, tensors: &[&Raw]) -> Result<()> {
+        self.queue(tensors, |comm, stream, place, count, dtype| {
+            // SAFETY: the tensor is dense, of this size, and used on this stream.
+            unsafe { self.nccl.all_reduce(place, count, dtype, comm, stream) }
+        })
+    }
+
+    /// Queue a copy of the tensors of process `root` to those of all others, in place.
+    ///
+    /// # Errors
+    /// As [`all_reduce`](Self::all_reduce), and [`Error::Argument`] if there is no such process.
+    pub fn broadcast(&self, tensors: &[&Raw], root: usize) -> Result<()> {
+        let number = i32::try_from(root).ok().filter(|_| root < self.size);
+        let Some(number) = number else {
+            let last = self.size - 1;
+            return Err(Error::argument(OP, format!("found root {root}, expected a rank from 0 to {last}")));
+        };
+        self.queue(tensors, |comm, stream, place, count, dtype| {
+            // SAFETY: as above.
+            unsafe { self.nccl.broadcast(place, count, dtype, number, comm, stream) }
+        })
+    }
+
+    fn queue(
+        &self,
+        tensors: &[&Raw],
+        call: impl Fn(Comm, *mut std::ffi::c_void, u64, usize, i32) -> std::result::Result<(), i32>,
+    ) -> Result<()> {
+        capture::refuse(OP)?;
+        let mut given = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            if !tensor.device().same_device(&Device::Cuda(self.gpu.device().clone())) {
+                return Err(Error::device(OP, "found a tensor on another device than the communicator's"));
+            }
+            if !tensor.is_contiguous() {
+                return Err(Error::shape(OP, format!("found strides {:?}, expected a dense tensor", tensor.stride())));
+            }
+            given.push((address(OP, tensor)?, tensor.elem_count(), number_of(tensor.dtype())?));
+        }
+        bind(self.gpu)?;
+        let stream = self.gpu.stream().cu_stream().cast();
+        let mut calls = Some(given);
+        self.wait_for(Duration::from_secs(60), "NCCL did not take a call within 60 s", |state| {
+            // The first visit makes the calls, the others ask how they go on.
+            if let Some(calls) = calls.take() {
+                let queue = |&(place, count, dtype): &_| call(state.comm, stream, place, count, dtype);
+                let queued = self.nccl.group_start().and_then(|()| {
+                    let queued = calls.iter().try_for_each(queue);
+                    self.nccl.group_end().and(queued)
+                });
+                queued.map_err(|result| failed(self.nccl, result))?;
+            }
+            self.progress(state)
+        })
+    }
+
+    /// Wait until all that is queued on the GPU is done.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if it is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver fails: the communicator
+    /// is aborted then. What [`interrupt::set_check`] returns.
+    pub fn wait(&self, limit: Duration) -> Result<()> {
+        let what = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs());
+        bind(self.gpu)?;
+        let stream = self.gpu.stream().cu_stream().cast();
+        self.wait_for(limit, &what, |state| {
+            self.progress(state)?;
+            // SAFETY: the stream is the device's, whose context is current; nothing is being captured in this thread.
+            unsafe { nccl::is_done(stream) }.map_err(|status| status_error(OP, status))
+        })
+    }
+
+    /// Let the present or next wait end with an error; may be called from any thread.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+    }
+
+    /// Whether the last call has been taken.
+    fn progress(&self, state: &State) -> Result<bool> {
+        // SAFETY: the communicator is alive.
+        match unsafe { self.nccl.async_error(state.comm) } {
+            nccl::SUCCESS => Ok(true),
+            nccl::IN_PROGRESS => Ok(false),
+            result => Err(failed(self.nccl, result)),
+        }
+    }
+
+    /// Ask until the answer is yes. After an error the communicator is dead: what NCCL queued would wait for ever.
+    fn wait_for(&self, limit: Duration, what: &str, mut ask: impl FnMut(&State) -> Result<bool>) -> Result<()> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.is_alive {
+            return Err(Error::device(OP, "the communicator was aborted"));
+        }
+        let started = Instant::now();
+        let mut asked = started;
+        let outcome = loop {
+            match ask(&state) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(error) => break error,
+            }
+            let now = Instant::now();
+            if self.stop.load(Ordering::Acquire) {
+                break Error::device(OP, "another process has ended");
+            }
+            if now - started > limit {
+                break Error::device(OP, what.to_owned());
+            }
+            if now - asked > ASK {
+                asked = now;
+                if let Err(error) = interrupt::ask() {
+                    break error;
+                }
+            }
+            if now - started > SPIN {
+                std::thread::sleep(NAP);
+            } else {
+                std::hint::spin_loop();
+            }
+        };
+        state.is_alive = false;
+        // SAFETY: it is not used again; the lock keeps other threads out.
+        unsafe { self.nccl.abort(state.comm) };
+        Err(outcome)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // The others may be gone: a good end is only waited for while it costs nothing.
+        const LIMIT: Duration = Duration::from_secs(5);
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::take(&mut state.is_alive) {
+            return;
+        }
+        let comm = state.comm;
+        let nccl = self.nccl;
+        let started = Instant::now();
+        // SAFETY: nothing else uses the communicator any more.
+        unsafe {
+            let is_final = bind(self.gpu).is_ok()
+                && !self.stop.load(Ordering::Acquire)
+                && nccl.finalize(comm).is_ok()
+                && loop {
+                    match nccl.async_error(comm) {
+                        nccl::IN_PROGRESS if started.elapsed() < LIMIT => std::thread::sleep(NAP),
+                        state => break state == nccl::SUCCESS,
+                    }
+                };
+            if is_final { nccl.destroy(comm) } else { nccl.abort(comm) }
+        }
+    }
+}
+
+fn bind(gpu: &Gpu) -> Result<()> {
+    gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))
+}

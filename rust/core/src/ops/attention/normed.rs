@@ -1,0 +1,293 @@
+//! Attention of tokens whose queries and keys are normalised and turned: the blocks of Flux, SD3.5 and Z-Image. Queries, keys and values
+//! are read where projections leave them, and their gradients are written there.
+
+use super::cpu::{self, SavedValues};
+use super::{additive, backward_into, check_mask, forward};
+use crate::compute::{contiguous, on_device};
+use crate::ops::linear::same_kind;
+use crate::ops::norm::{HeadNorms, HeadStatistics, check_head_norms};
+use crate::raw::{Raw, check_allocation_on, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor, compute};
+
+pub(super) static NORMED: OpInfo = OpInfo::expensive("normed_attention");
+
+/// One sequence of tokens.
+#[derive(Clone, Copy)]
+pub struct Stream<'a> {
+    /// Projections (B, S, at least 3 · heads · width): queries, keys and values in the first columns, each its heads one after the other.
+    pub x: &'a Tensor,
+    /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32.
+    pub norms: [Option<&'a Tensor>; 2],
+    /// cos and sin, (S, width / 2) or (B, S, width / 2) if samples differ, of neighbouring pairs. Without them nothing turns.
+    pub angles: Option<[&'a Tensor; 2]>,
+}
+
+/// Heads of an attention, and what is added to mean squares.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadSizes {
+    /// How many.
+    pub heads: usize,
+    /// Width of each, even.
+    pub width: usize,
+    /// Added to the mean squares of queries and keys.
+    pub eps: f64,
+}
+
+/// Attention of all tokens of `streams` to one another, after RMS norm of queries and keys and rotary position embedding, as
+/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) of interleaved pairs: → (B, Σ S, heads · width), the tokens of a stream after those
+/// of the one before. `mask` broadcasts to (B, heads, Σ S, Σ S), as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
+///
+/// Saves the projections, the result and one number per head and token; backward computes queries and keys again.
+///
+/// # Errors
+/// [`Error::Argument`] without streams, if a norm's scale or the mask needs a gradient, or if `eps` is negative or not finite;
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
+pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&Tensor>) -> Result<Tensor> {
+    let normed = Normed::new(streams, sizes, mask)?;
+    let first = streams[0].x;
+    check_allocation_on(first.device(), NORMED.name, &normed.result(), first.dtype())?;
+    let mask = mask.map(|mask| additive(mask, first.dtype())).transpose()?;
+    let inputs: Vec<&Tensor> = streams.iter().map(|stream| stream.x).collect();
+    let operands = streams.iter().map(Operands::of).collect::<Result<Vec<_>>>()?;
+    record_with_aux(
+        &NORMED,
+        &inputs,
+        || {
+            let xs = inputs.iter().map(|x| contiguous(&x.raw)).collect::<Result<Vec<_>>>()?;
+            let Heads { qkv, .. } = normed.heads(&xs, &operands)?;
+            let (o, log_sums) = forward(&normed.attention, qkv.each_ref(), mask.as_ref().map(Tensor::raw))?;
+            Ok((o.transpose(1, 2)?.reshape(normed.result().as_slice())?, std::iter::once(log_sums).collect()))
+        },
+        |saver, o, log_sums| NormedBackward {
+            xs: inputs.iter().map(|x| saver.save(x)).collect(),
+            operands: operands.clone(),
+            mask: mask.as_ref().map(|mask| saver.save(mask)),
+            result: saver.save_raw(o),
+            log_sums: saver.save_raw(&log_sums[0]),
+            normed: normed.clone(),
+        },
+    )
+}
+
+/// The frozen operands of a stream.
+#[derive(Clone)]
+struct Operands {
+    norms: [Option<Raw>; 2],
+    /// cos and sin, one row for each token or for each of all samples.
+    tables: Option<[Raw; 2]>,
+}
+
+impl Operands {
+    fn of(stream: &Stream<'_>) -> Result<Self> {
+        let rows = |table: &Tensor| -> Result<Raw> {
+            let half = table.dims()[table.rank() - 1];
+            Ok(contiguous(&table.raw)?.reshape((table.elem_count() / half.max(1), half))?)
+        };
+        let tables = stream.angles.map(|[cos, sin]| Ok::<_, Error>([rows(cos)?, rows(sin)?])).transpose()?;
+        Ok(Self { norms: stream.norms.map(|norm| norm.map(|norm| norm.raw.clone())), tables })
+    }
+}
+
+/// Checked sizes.
+#[derive(Clone)]
+struct Normed {
+    sizes: HeadSizes,
+    batch: usize,
+    /// Tokens of each stream.
+    lengths: Vec<usize>,
+    attention: cpu::Attention,
+}
+
+/// Queries, keys and values, (B, heads, tokens, width), and what the norms of each stream found.
+struct Heads {
+    qkv: [Raw; 3],
+    statistics: Vec<HeadStatistics>,
+}
+
+impl Normed {
+    fn new(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&Tensor>) -> Result<Self> {
+        let op = NORMED.name;
+        let HeadSizes { heads, width, eps } = sizes;
+        let Some(first) = streams.first() else {
+            return Err(Error::argument(op, "expected at least one stream of tokens, found none"));
+        };
+        // Views of columns are made with numbers that f32 holds.
+        if heads == 0 || width == 0 || width % 2 != 0 || heads.saturating_mul(width) >= 1 << 24 {
+            let message =
+                format!("found {heads} heads of width {width}, expected an even width and at most 2^24 columns");
+            return Err(Error::argument(op, message));
+        }
+        let batch = first.x.dims().first().copied().unwrap_or(0);
+        for Stream { x, norms, angles } in streams {
+            match *x.dims() {
+                [samples, _, columns] if samples == batch && columns >= 3 * heads * width => {}
+                _ => {
+                    let found = x.dims();
+                    let message = format!(
+                        "found projections of shape {found:?}, expected ({batch}, tokens, at least 3 * {heads} * {width})"
+                    );
+                    return Err(Error::shape(op, message));
+                }
+            }
+            if !is_float(x.dtype()) {
+                let found = x.dtype().as_str();
+                let message = format!("expected floating point projections, found {found}; convert them with to()");
+                return Err(Error::dtype(op, message));
+            }
+            same_kind(op, first.x, "other stream", x)?;
+            check_head_norms(op, x, width, *norms, *angles, eps)?;
+        }
+        let lengths: Vec<usize> = streams.iter().map(|stream| stream.x.dims()[1]).collect();
+        let tokens = lengths.iter().sum();
+        let scores = vec![batch, heads, tokens, tokens];
+        if let Some(mask) = mask {
+            check_mask(op, first.x, mask, &scores)?;
+            if mask.requires_grad() {
+                return Err(Error::argument(op, "the mask must not need a gradient"));
+            }
+        }
+        let attention =
+            cpu::Attention { scores, scale: 1.0 / (width as f64).sqrt(), sight: cpu::Sight::of(false), group: 1 };
+        Ok(Self { sizes, batch, lengths, attention })
+    }
+
+    fn tokens(&self) -> usize {
+        self.lengths.iter().sum()
+    }
+
+    /// Of the result.
+    fn result(&self) -> [usize; 3] {
+        [self.batch, self.tokens(), self.columns()]
+    }
+
+    /// Of queries, keys or values.
+    const fn columns(&self) -> usize {
+        self.sizes.heads * self.sizes.width
+    }
+
+    /// Of queries, keys and values, how many are copied: the values of one stream are read where they lie.
+    fn parts(&self) -> usize {
+        if self.lengths.len() == 1 { 2 } else { 3 }
+    }
+
+    fn norms<'a>(&self, Operands { norms, tables }: &'a Operands) -> HeadNorms<'a> {
+        let HeadSizes { heads, width, eps } = self.sizes;
+        HeadNorms {
+            op: NORMED.name,
+            weights: norms.each_ref().map(Option::as_ref),
+            tables: tables.as_ref().map(|tables| tables.each_ref()),
+            heads,
+            width,
+            interleaved: true,
+            eps,
+        }
+    }
+
+    /// A tensor for queries, keys and perhaps values of all streams, (B, tokens, parts · heads, width), not written yet.
+    fn buffer(&self, like: &Raw) -> Result<Raw> {
+        let HeadSizes { heads, width, .. } = self.sizes;
+        compute::unset(NORMED.name, like, &[self.batch, self.tokens(), self.parts() * heads, width])
+    }
+
+    /// Queries, keys or values of a buffer, (B, heads, tokens, width).
+    fn part(&self, buffer: &Raw, index: usize) -> Result<Raw> {
+        let heads = self.sizes.heads;
+        Ok(buffer.narrow(2, index * heads, heads)?.transpose(1, 2)?)
+    }
+
+    /// Columns (B, S, heads · width), wherever they lie, as (B, heads, S, width).
+    fn split(&self, columns: &Raw) -> Result<Raw> {
+        let width = self.sizes.width;
+        Ok(columns.unfold(2, width, width)?.transpose(1, 2)?)
+    }
+
+    /// Where the tokens of each stream start.
+    fn starts(&self) -> impl Iterator<Item = usize> {
+        self.lengths.iter().scan(0, |end, length| {
+            *end += length;
+            Some(*end - length)
+        })
+    }
+
+    /// Queries, keys and values of dense projections.
+    fn heads(&self, xs: &[Raw], operands: &[Operands]) -> Result<Heads> {
+        let buffer = self.buffer(&xs[0])?;
+        let mut statistics = Vec::with_capacity(xs.len());
+        for ((x, operands), (start, &length)) in xs.iter().zip(operands).zip(self.starts().zip(&self.lengths)) {
+            statistics.push(self.norms(operands).forward(x, &buffer.narrow(1, start, length)?)?);
+        }
+        let v = match self.parts() {
+            2 => self.split(&xs[0].narrow(2, 2 * self.columns(), self.columns())?)?,
+            _ => self.part(&buffer, 2)?,
+        };
+        Ok(Heads { qkv: [self.part(&buffer, 0)?, self.part(&buffer, 1)?, v], statistics })
+    }
+}
+
+struct NormedBackward {
+    xs: Vec<Saved>,
+    operands: Vec<Operands>,
+    mask: Option<Saved>,
+    result: Saved,
+    log_sums: Saved,
+    normed: Normed,
+}
+
+impl NormedBackward {
+    /// The place of the gradient of queries, keys and values of a stream, and whether it is part of the gradient of the input already.
+    fn place(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
+        let columns = 3 * self.normed.columns();
+        if let Some(place) = context.part(index, (x, x.dims()), 2, 0..columns)? {
+            return Ok((place, true));
+        }
+        Ok((compute::unset(NORMED.name, x, &[x.dims()[0], x.dims()[1], columns])?, false))
+    }
+}
+
+impl Backward for NormedBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let normed = &self.normed;
+        let (columns, parts) = (normed.columns(), normed.parts());
+        let xs = self.xs.iter().map(|x| contiguous(&x.get()?)).collect::<Result<Vec<_>>>()?;
+        let Heads { qkv, statistics } = normed.heads(&xs, &self.operands)?;
+        let buffer = normed.buffer(&xs[0])?;
+        // One stream has its place now, so that the gradient of values is written there.
+        let mut places: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
+        let mut grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, qkv[2].clone()];
+        if parts == 3 {
+            grads[2] = normed.part(&buffer, 2)?;
+        } else {
+            let place = self.place(context, 0, &xs[0])?;
+            grads[2] = normed.split(&place.0.narrow(2, 2 * columns, columns)?)?;
+            places[0] = Some(place);
+        }
+        let grad = context.grad();
+        let grad = on_device!(grad.device(), cuda => grad.clone(), cpu => contiguous(grad)?);
+        let saved = SavedValues {
+            inputs: qkv,
+            mask: self.mask.as_ref().map(Saved::get).transpose()?,
+            result: normed.split(&self.result.get()?)?,
+            log_sums: self.log_sums.get()?,
+        };
+        backward_into(&normed.attention, &saved, &normed.split(&grad)?, grads.each_ref())?;
+        drop(saved);
+        let streams = normed.starts().zip(&normed.lengths).zip(&self.operands).zip(statistics);
+        for (index, (((start, &length), operands), statistics)) in streams.enumerate() {
+            if !context.needs(index) {
+                continue;
+            }
+            let (place, is_part) = match places[index].take() {
+                Some(place) => place,
+                None => self.place(context, index, &xs[index])?,
+            };
+            let grad = buffer.narrow(1, start, length)?;
+            let written = place.narrow(2, 0, parts * columns)?;
+            normed.norms(operands).backward(&xs[index], &grad, &statistics, &written)?;
+            if !is_part {
+                context.add_part(index, xs[index].dims(), 2, 0, &place)?;
+            }
+        }
+        Ok(())
+    }
+}

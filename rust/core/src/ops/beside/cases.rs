@@ -1,0 +1,49 @@
+//! What the registry's walk tries activations beside other columns on.
+
+use super::{Activation, GELU_TANH_BESIDE, SWIGLU_BESIDE, activate_beside};
+use crate::ops::activation::Gelu;
+use crate::ops::case::{Case, Entry};
+use crate::{Result, Tensor};
+
+fn plain(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Tensor> {
+    let last = x.rank() - 1;
+    let x = x.narrow(last, start, x.dims()[last] - start)?;
+    let y = match activation {
+        Activation::GeluTanh => x.gelu(Gelu::Tanh)?,
+        Activation::SwiGlu => {
+            let half = x.dims()[last] / 2;
+            x.narrow(last, 0, half)?.silu()?.mul(&x.narrow(last, half, half)?)?
+        }
+    };
+    before.map_or(Ok(y.clone()), |before| Tensor::cat(&[before, &y], last))
+}
+
+fn cases(activation: Activation) -> Vec<Case> {
+    let case = |label, shapes: &[&[usize]], start| {
+        Case::new(label, shapes, move |x| activate_beside(x.get(1), &x[0], start, activation))
+            .plain(move |x| plain(x.get(1), &x[0], start, activation))
+    };
+    // Other columns of x are read too, so that its gradient has several parts; those between get none.
+    let read_twice =
+        move |x: &[Tensor], activate: fn(Option<&Tensor>, &Tensor, usize, Activation) -> Result<Tensor>| {
+            let first = x[0].narrow(2, 1, 3)?.sqr()?;
+            activate(Some(&first), &x[0], 6, activation)
+        };
+    vec![
+        case("alone", &[&[2, 3, 34]], 0),
+        case("from a column", &[&[2, 3, 22]], 4),
+        case("beside others", &[&[2, 3, 22], &[2, 3, 5]], 4),
+        case("wide", &[&[3, 48], &[3, 16]], 16),
+        Case::new("of what is read twice", &[&[2, 3, 16]], move |x| read_twice(x, activate_beside))
+            .plain(move |x| read_twice(x, plain)),
+        case("one row", &[&[10]], 2),
+        case("no rows", &[&[0, 4], &[0, 3]], 0),
+        case("no columns", &[&[3, 4], &[3, 2]], 4),
+    ]
+}
+
+/// Registry entries of this folder.
+pub static ENTRIES: &[Entry] = &[
+    Entry { info: &GELU_TANH_BESIDE, cases: || cases(Activation::GeluTanh) },
+    Entry { info: &SWIGLU_BESIDE, cases: || cases(Activation::SwiGlu) },
+];

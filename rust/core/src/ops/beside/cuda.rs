@@ -1,0 +1,85 @@
+//! The CUDA form: `kernels/beside.cu`.
+
+use trainable_candle_cuda::kernels::beside::{GeluTanhBesideBackward, GeluTanhBesideForward};
+
+use super::Columns;
+use crate::cuda::launch::{Shape, count32, empty, input, optional_input, output, suffix, wide};
+use crate::cuda::{Gpu, contiguous};
+use crate::raw::Raw;
+use crate::tape::BackwardContext;
+use crate::{Result, compute};
+
+pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Result<Raw> {
+    let op = columns.activation.info().name;
+    let gpu = Gpu::of(op, x)?;
+    let (x, before) = (contiguous(x)?, before.map(contiguous).transpose()?);
+    let y = empty(op, gpu, &columns.result(x.dims()), x.dtype())?;
+    if y.elem_count() > 0 {
+        let function = gpu.named(op, "_forward", suffix(op, x.dtype())?)?;
+        let shape = Shape::flat(y.elem_count(), wide(x.dtype()));
+        let arguments = GeluTanhBesideForward {
+            before: optional_input(op, before.as_ref())?,
+            x: input(op, &columns.of(&x)?)?,
+            y: output(op, &y)?,
+            rows: (y.elem_count() / (columns.kept + columns.width)) as u64,
+            x_row: x.dims()[columns.dim] as u64,
+            kept: count32(op, columns.kept)?,
+            width: count32(op, columns.width)?,
+        };
+        // SAFETY: the tensors are dense and of these sizes.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(y)
+}
+
+/// Adds the gradient of x, of that of the activated columns: into its place, if nothing is there.
+pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
+    let Columns { dim, start, .. } = *columns;
+    let (x, grad) = (contiguous(x)?, even_rows(grad)?);
+    if let Some(place) = context.part(0, (&x, x.dims()), dim, start..start + columns.len())? {
+        return write(columns, &x, &grad, &place);
+    }
+    let mut dims = x.dims().to_vec();
+    dims[dim] = columns.len();
+    let dx = compute::unset(columns.activation.info().name, &x, &dims)?;
+    write(columns, &x, &grad, &dx)?;
+    context.add_part(0, x.dims(), dim, start, &dx)
+}
+
+fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
+    let op = columns.activation.info().name;
+    let gpu = Gpu::of(op, x)?;
+    if grad.elem_count() == 0 {
+        return Ok(());
+    }
+    let function = gpu.named(op, "_backward", suffix(op, x.dtype())?)?;
+    let arguments = GeluTanhBesideBackward {
+        x: input(op, &columns.of(x)?)?,
+        grad: input(op, grad)?,
+        dx: output(op, dx)?,
+        rows: (grad.elem_count() / columns.width) as u64,
+        x_row: x.dims()[columns.dim] as u64,
+        grad_row: row(grad),
+        dx_row: row(dx),
+        width: count32(op, columns.width)?,
+    };
+    // SAFETY: rows are dense, evenly spaced and of these sizes.
+    unsafe { function.launch(op, gpu, Shape::flat(grad.elem_count(), wide(x.dtype())), arguments) }
+}
+
+/// The distance of rows that are evenly spaced.
+fn row(x: &Raw) -> u64 {
+    let rank = x.rank();
+    let between = (0..rank - 1).rev().find(|&i| x.dims()[i] != 1);
+    between.map_or(x.dims()[rank - 1], |i| x.stride()[i]) as u64
+}
+
+/// `x`, copied unless its rows are dense and evenly spaced.
+fn even_rows(x: &Raw) -> Result<Raw> {
+    let (dims, strides) = (x.dims(), x.stride());
+    let last = x.rank() - 1;
+    let outer: Vec<usize> = (0..last).filter(|&i| dims[i] != 1).collect();
+    let is_even = (dims[last] == 1 || strides[last] == 1)
+        && outer.windows(2).all(|pair| strides[pair[0]] == strides[pair[1]] * dims[pair[1]]);
+    if is_even { Ok(x.clone()) } else { contiguous(x) }
+}

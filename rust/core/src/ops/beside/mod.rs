@@ -1,0 +1,157 @@
+//! An activation beside other columns: what blocks with attention and a feed-forward layer side by side (Dehghani et al. 2023,
+//! arXiv:2302.05442, section 2.1) give to the layer that takes the results of both.
+
+#[cfg(feature = "testing")]
+mod cases;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use smallvec::SmallVec;
+
+use super::linear::same_kind;
+use crate::compute::on_device;
+use crate::raw::{Raw, check_allocation_on, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor, compute};
+
+#[cfg(feature = "testing")]
+pub use cases::ENTRIES;
+
+static GELU_TANH_BESIDE: OpInfo = OpInfo::cheap("gelu_tanh_beside");
+static SWIGLU_BESIDE: OpInfo = OpInfo::cheap("swiglu_beside");
+
+/// What is applied to columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// GELU in its tanh form, n columns → n.
+    GeluTanh,
+    /// SiLU(gate) · h for the gate in the first n columns and h in the last n (diffusers' `Flux2SwiGLU`), 2 n columns → n.
+    SwiGlu,
+}
+
+impl Activation {
+    const fn info(self) -> &'static OpInfo {
+        match self {
+            Self::GeluTanh => &GELU_TANH_BESIDE,
+            Self::SwiGlu => &SWIGLU_BESIDE,
+        }
+    }
+
+    /// Columns of the input for each of the result.
+    const fn parts(self) -> usize {
+        match self {
+            Self::GeluTanh => 1,
+            Self::SwiGlu => 2,
+        }
+    }
+}
+
+/// `[before | f(columns of x from start on)]`: `before (..., D)`, or nothing, and `x (..., W)` → `(..., D + n)`, where f makes n columns
+/// of the W - `start`. Saves `x` alone.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
+pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Tensor> {
+    let info = activation.info();
+    let columns = Columns::new(before, x, start, activation)?;
+    let inputs: SmallVec<[&Tensor; 2]> = std::iter::once(x).chain(before).collect();
+    record(
+        info,
+        &inputs,
+        || {
+            let before = before.map(Tensor::raw);
+            on_device!(x.device(), cuda => cuda::forward(&columns, before, &x.raw), cpu => cpu::forward(&columns, before, &x.raw))
+        },
+        |saver, _| BesideBackward { x: saver.needs(0).then(|| saver.save(x)), columns },
+    )
+}
+
+/// Checked columns.
+#[derive(Clone, Copy)]
+struct Columns {
+    activation: Activation,
+    /// The dimension of the columns.
+    dim: usize,
+    /// Of what comes before.
+    kept: usize,
+    /// Where those that are activated start in x.
+    start: usize,
+    /// What f makes.
+    width: usize,
+}
+
+impl Columns {
+    fn new(before: Option<&Tensor>, x: &Tensor, start: usize, activation: Activation) -> Result<Self> {
+        let (op, parts) = (activation.info().name, activation.parts());
+        let wrong = || {
+            let expected = if parts == 1 { "" } else { " and an even number from there on: gate, features" };
+            Error::shape(op, format!("the input has shape {:?}, expected at least {start} columns{expected}", x.dims()))
+        };
+        let (&all, outer) = x.dims().split_last().ok_or_else(wrong)?;
+        let len = all.checked_sub(start).filter(|len| len.is_multiple_of(parts)).ok_or_else(wrong)?;
+        if !is_float(x.dtype()) {
+            let found = x.dtype().as_str();
+            return Err(Error::dtype(
+                op,
+                format!("expected a floating point tensor, found {found}; convert it with to()"),
+            ));
+        }
+        let mut kept = 0;
+        if let Some(before) = before {
+            same_kind(op, x, "tensor before", before)?;
+            kept = match before.dims().split_last() {
+                Some((&kept, rows)) if rows == outer => kept,
+                _ => {
+                    let (found, input) = (before.dims(), x.dims());
+                    let message =
+                        format!("the tensor before has shape {found:?}, expected the rows of shape {input:?}");
+                    return Err(Error::shape(op, message));
+                }
+            };
+        }
+        let columns = Self { activation, dim: outer.len(), kept, start, width: len / parts };
+        check_allocation_on(x.device(), op, &columns.result(x.dims()), x.dtype())?;
+        Ok(columns)
+    }
+
+    /// How many columns of x are activated.
+    const fn len(&self) -> usize {
+        self.activation.parts() * self.width
+    }
+
+    /// The shape of the result for an input of shape `dims`.
+    fn result(&self, dims: &[usize]) -> Vec<usize> {
+        let mut dims = dims.to_vec();
+        dims[self.dim] = self.kept + self.width;
+        dims
+    }
+
+    /// The columns of x, or of its gradient, that are activated.
+    fn of(&self, x: &Raw) -> Result<Raw> {
+        Ok(x.narrow(self.dim, self.start, self.len())?)
+    }
+}
+
+struct BesideBackward {
+    x: Option<Saved>,
+    columns: Columns,
+}
+
+impl Backward for BesideBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let Columns { dim, kept, width, .. } = self.columns;
+        let grad = context.grad().clone();
+        if context.needs(1) {
+            // A copy, so that the rest of the gradient need not wait for attention's backward pass in memory.
+            context.add(1, compute::contiguous(&grad.narrow(dim, 0, kept)?)?)?;
+        }
+        let Some(x) = self.x.as_ref().filter(|_| context.needs(0)) else { return Ok(()) };
+        let (x, grad) = (x.get()?, grad.narrow(dim, kept, width)?);
+        on_device!(
+            x.device(),
+            cuda => cuda::backward(&self.columns, context, &x, &grad),
+            cpu => cpu::backward(&self.columns, context, &x, &grad),
+        )
+    }
+}

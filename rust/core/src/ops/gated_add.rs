@@ -1,0 +1,99 @@
+//! A residual with a gate: the sum of adaLN-zero (Peebles & Xie 2022, arXiv:2212.09748, section 3.2), in one pass.
+
+use super::arithmetic::{check, reduced};
+#[cfg(feature = "testing")]
+use super::case::{Case, Entry};
+use crate::cpu::{Mul, Real, Ternary};
+use crate::raw::is_float;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor, compute};
+
+static GATED_ADD: OpInfo = OpInfo::cheap("gated_add");
+
+#[derive(Clone, Copy)]
+struct PlusProduct;
+
+impl Ternary for PlusProduct {
+    const KERNEL: &'static str = "plus_product";
+
+    #[inline(always)]
+    fn apply<R: Real>(&self, a: R, b: R, c: R) -> R {
+        a + b * c
+    }
+}
+
+/// `x` + `y` · `gate`, of a shape that `gate` broadcasts to. The product is not rounded to the dtype. Saves `gate`, and `y` if the gate
+/// needs a gradient.
+///
+/// # Errors
+/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to it, [`Error::DType`] and [`Error::Device`] if they do
+/// not fit.
+pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
+    let op = GATED_ADD.name;
+    check(op, x, y)?;
+    check(op, x, gate)?;
+    if !is_float(x.dtype()) {
+        let found = x.dtype().as_str();
+        return Err(Error::dtype(
+            op,
+            format!("expected floating point tensors, found {found}; convert them with to()"),
+        ));
+    }
+    let fits = crate::cpu::broadcast_dims(gate.dims(), x.dims()).is_some_and(|dims| *dims == *x.dims());
+    if y.dims() != x.dims() || !fits {
+        let (x, y, gate) = (x.dims(), y.dims(), gate.dims());
+        let message =
+            format!("found shapes {x:?}, {y:?} and {gate:?}, expected two that agree and one that broadcasts to them");
+        return Err(Error::shape(op, message));
+    }
+    // A checkpoint keeps a small gate too: it need not compute what makes `y`, as a product before the gate, a second time.
+    record(
+        &GATED_ADD,
+        &[x, y, gate],
+        || compute::ternary(&x.raw, &y.raw, &gate.raw, PlusProduct),
+        |saver, _| GatedAddBackward {
+            y: saver.needs(2).then(|| saver.save(y)),
+            gate: saver
+                .needs(1)
+                .then(|| if gate.elem_count() < y.elem_count() { Saved::keep(gate) } else { saver.save(gate) }),
+            gate_dims: gate.dims().to_vec(),
+        },
+    )
+}
+
+struct GatedAddBackward {
+    y: Option<Saved>,
+    gate: Option<Saved>,
+    gate_dims: Vec<usize>,
+}
+
+impl Backward for GatedAddBackward {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = context.grad().clone();
+        if let Some(gate) = self.gate.as_ref().filter(|_| context.needs(1)) {
+            context.add(1, compute::binary(&grad, &gate.get()?, Mul)?)?;
+        }
+        if let Some(y) = self.y.as_ref().filter(|_| context.needs(2)) {
+            let product = compute::binary(&grad, &y.get()?, Mul)?;
+            context.add(2, reduced(product, &self.gate_dims)?)?;
+        }
+        if context.needs(0) { context.add(0, grad) } else { Ok(()) }
+    }
+}
+
+/// Registry entries of this file.
+#[cfg(feature = "testing")]
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &GATED_ADD,
+    cases: || {
+        let case = |label, shapes: &[&[usize]]| {
+            Case::new(label, shapes, |x| gated_add(&x[0], &x[1], &x[2])).plain(|x| x[0].add(&x[1].mul(&x[2])?))
+        };
+        vec![
+            case("of samples", &[&[2, 3, 5], &[2, 3, 5], &[2, 1, 5]]),
+            case("of one shape", &[&[3, 7], &[3, 7], &[3, 7]]),
+            case("a number", &[&[3, 7], &[3, 7], &[]]),
+            case("no rows", &[&[0, 7], &[0, 7], &[7]]),
+        ]
+    },
+}];

@@ -1,0 +1,63 @@
+//! The CUDA form: `kernels/dequantize.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::dequantize::{DEQUANTIZE, Dequantize};
+use trainable_candle_cuda::structs::{QuantizedPart, QuantizedParts};
+
+use super::{Part, Quantized, Scales};
+use crate::cuda::Gpu;
+use crate::cuda::launch::{Shape, address, count32, empty, output, suffix};
+use crate::{Raw, Result};
+
+const OP: &str = "dequantize";
+/// Parts of a launch.
+const MOST_PARTS: usize = 8;
+/// Elements of a block of threads in one turn of its loop.
+const TURN: usize = 256 * 8 * 4;
+/// Blocks of threads on a multiprocessor.
+const BLOCKS: usize = 8;
+
+/// All values in `dtype`.
+pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
+    let device = &matrix.parts[0].codes;
+    let gpu = Gpu::of(OP, device)?;
+    let out = empty(OP, gpu, &matrix.dims, dtype)?;
+    let mut start = 0;
+    for parts in matrix.parts.chunks(MOST_PARTS) {
+        let mut list = [QuantizedPart::default(); MOST_PARTS];
+        for (part, place) in parts.iter().zip(&mut list) {
+            *place = self::part(part, matrix.dims[1], start)?;
+            start += place.count;
+        }
+        let largest = list.iter().map(|part| part.count as usize).max().unwrap_or(0);
+        if largest == 0 {
+            continue;
+        }
+        let blocks = largest.div_ceil(TURN).min(BLOCKS * gpu.multiprocessors());
+        let shape = Shape { grid: [blocks as u32, parts.len() as u32, 1], block: [256, 1, 1], shared: 0 };
+        let arguments = Dequantize { parts: QuantizedParts { list }, out: output(OP, &out)? };
+        // SAFETY: codes and scales have the sizes of their parts, and the result those of the matrix.
+        unsafe { gpu.function(&DEQUANTIZE, suffix(OP, dtype)?)?.launch(OP, gpu, shape, arguments) }?;
+    }
+    Ok(out)
+}
+
+fn part(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {
+    let (format, scales, inner, offset) = match &part.scales {
+        Scales::Int8(scales) => (0, scales, None, 0.0),
+        Scales::Fp8(scales) => (1, scales, None, 0.0),
+        Scales::Nf4(scales) => (2, scales, None, 0.0),
+        Scales::Nested { codes, scales, offset } => (3, scales, Some(codes), *offset),
+    };
+    Ok(QuantizedPart {
+        codes: address(OP, &part.codes)?,
+        scales: address(OP, scales)?,
+        inner: inner.map_or(Ok(0), |inner| address(OP, inner))?,
+        start,
+        count: (part.rows * columns) as u64,
+        columns: count32(OP, columns)?,
+        format,
+        scale_count: count32(OP, scales.elem_count())?,
+        offset,
+    })
+}

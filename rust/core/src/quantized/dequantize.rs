@@ -1,0 +1,142 @@
+//! Codes back to values, and products with them.
+
+use std::ops::Range;
+
+use candle_core::DType;
+
+use super::{Part, Quantized, Scales, floats, nf4, rows};
+use crate::compute::on_device;
+use crate::cpu::pool::par_chunks_mut;
+use crate::cpu::{Elem, Real};
+use crate::raw::{Raw, check_allocation, from_vec, with_bytes};
+use crate::{Result, compute, dispatch_float};
+
+/// Elements that a thread takes at a time; whole blocks.
+const GRAIN: usize = 32 * 1024;
+/// Elements of the weight that the CPU dequantizes at a time for a product.
+const PANEL: usize = 4 << 20;
+
+impl Quantized {
+    /// The values in `dtype`, (rows, columns).
+    pub(crate) fn values(&self, dtype: DType) -> Result<Raw> {
+        on_device!(
+            self.device(),
+            cuda => super::cuda::values(self, dtype),
+            cpu => self.rows_on_cpu(0..self.dims[0], dtype),
+        )
+    }
+
+    /// y += x Wᵀ where y has values, or y = x Wᵀ: matrices (rows of x, rows of W) and (rows of x, columns of W). The CPU dequantizes
+    /// some rows at a time.
+    pub(crate) fn product(&self, y: &Raw, x: &Raw, accumulate: bool) -> Result<()> {
+        let [rows, columns] = self.dims;
+        let panel = if x.device().is_cpu() { (PANEL / columns.max(1)).max(1) } else { rows.max(1) };
+        for start in (0..rows).step_by(panel) {
+            let count = panel.min(rows - start);
+            let weight = if count == rows {
+                self.values(x.dtype())?
+            } else {
+                self.rows_on_cpu(start..start + count, x.dtype())?
+            };
+            compute::write_products(&[[&y.narrow(1, start, count)?, x, &weight.t()?]], 1.0, accumulate)?;
+        }
+        Ok(())
+    }
+
+    fn rows_on_cpu(&self, wanted: Range<usize>, dtype: DType) -> Result<Raw> {
+        let dims = [wanted.len(), self.dims[1]];
+        check_allocation("dequantize", &dims, dtype)?;
+        dispatch_float!(dtype, "dequantize", T => {
+            let mut values = vec![T::default(); dims[0] * dims[1]];
+            let (mut first, mut rest) = (0, values.as_mut_slice());
+            for part in self.parts.iter() {
+                let range = wanted.start.clamp(first, first + part.rows) - first..wanted.end.clamp(first, first + part.rows) - first;
+                let (out, after) = rest.split_at_mut(range.len() * self.dims[1]);
+                part.decode(range.start * self.dims[1], self.dims[1], out)?;
+                (first, rest) = (first + part.rows, after);
+            }
+            Ok(from_vec(values, &dims[..]))
+        })
+    }
+}
+
+impl Part {
+    /// The values of the elements from `start` on, which is the beginning of a row.
+    fn decode<T: Elem>(&self, start: usize, columns: usize, out: &mut [T]) -> Result<()> {
+        with_bytes(&self.codes, |codes| match &self.scales {
+            Scales::Int8(scales) => {
+                let of = |code: u8| f32::from(code as i8);
+                with_bytes(scales, |scales| by_rows(codes, floats(scales), (start, columns), of, out))
+            }
+            Scales::Fp8(scales) => {
+                let table: Vec<f32> = (0..=u8::MAX).map(rows::from_e4m3).collect();
+                let of = |code: u8| table[usize::from(code)];
+                with_bytes(scales, |scales| by_rows(codes, floats(scales), (start, columns), of, out))
+            }
+            Scales::Nf4(scales) => {
+                with_bytes(scales, |scales| by_blocks(codes, |block| floats(scales)[block], start, out))
+            }
+            Scales::Nested { codes: inner, scales, offset } => with_bytes(inner, |inner| {
+                with_bytes(scales, |scales| {
+                    let outer = floats(scales);
+                    let scale =
+                        |block: usize| nf4::SCALES[usize::from(inner[block])] * outer[block / nf4::NESTED] + offset;
+                    by_blocks(codes, scale, start, out);
+                })
+            })?,
+        })?
+    }
+}
+
+/// A code an element and a scale a row, or one scale.
+fn by_rows<T: Elem>(
+    codes: &[u8],
+    scales: &[f32],
+    (start, columns): (usize, usize),
+    value: impl Fn(u8) -> f32 + Sync,
+    out: &mut [T],
+) {
+    if columns == 0 {
+        return;
+    }
+    par_chunks_mut(out, columns, |row, out| {
+        let row = start / columns + row;
+        let scale = if let [scale] = scales { *scale } else { scales[row] };
+        for (out, code) in out.iter_mut().zip(&codes[row * columns..]) {
+            *out = rounded(value(*code) * scale);
+        }
+    });
+}
+
+/// Two codes a byte and a scale a block.
+fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: usize, out: &mut [T]) {
+    par_chunks_mut(out, GRAIN, |piece, out| {
+        let mut at = start + piece * GRAIN;
+        let mut rest = out;
+        while !rest.is_empty() {
+            let count = (nf4::BLOCK - at % nf4::BLOCK).min(rest.len());
+            let (block, after) = rest.split_at_mut(count);
+            let scale = scale(at / nf4::BLOCK);
+            let values: [T; 16] = nf4::VALUES.map(|value| rounded(value * scale));
+            let value = |index: usize| {
+                let code = codes[index / 2] >> (if index % 2 == 0 { 4 } else { 0 }) & 0xf;
+                values[usize::from(code)]
+            };
+            // Bytes whose two elements are both wanted, and what is before and after them.
+            let before = at % 2;
+            let (first, whole) = block.split_at_mut(before);
+            let bytes = &codes[(at + before) / 2..];
+            let mut pairs = whole.chunks_exact_mut(2);
+            for (pair, &byte) in pairs.by_ref().zip(bytes) {
+                (pair[0], pair[1]) = (values[usize::from(byte >> 4)], values[usize::from(byte & 0xf)]);
+            }
+            first.iter_mut().for_each(|out| *out = value(at));
+            pairs.into_remainder().iter_mut().for_each(|out| *out = value(at + count - 1));
+            (at, rest) = (at + count, after);
+        }
+    });
+}
+
+fn rounded<T: Elem>(x: f32) -> T {
+    T::from_acc(T::Acc::from_f64(f64::from(x)))
+}

@@ -1,0 +1,54 @@
+//! [`Format`]: the names and sizes of formats.
+
+use std::str::FromStr;
+
+use super::nf4::{BLOCK, NESTED};
+use crate::{Error, Result};
+
+/// How a quantized matrix is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// Integers from -127 to 127, a scale a row.
+    Int8,
+    /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), a scale a row or one for the matrix.
+    Fp8,
+    /// `NormalFloat` of four bits (Dettmers et al. 2023, arXiv:2305.14314), as bitsandbytes stores it.
+    Nf4,
+}
+
+impl Format {
+    /// All formats.
+    pub const ALL: [Self; 3] = [Self::Int8, Self::Fp8, Self::Nf4];
+
+    /// Its name in settings and in Python.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Int8 => "int8",
+            Self::Fp8 => "fp8",
+            Self::Nf4 => "nf4",
+        }
+    }
+
+    /// Bytes of a matrix that is quantized as [`Quantized::new`](super::Quantized::new) does.
+    pub const fn bytes(self, rows: usize, columns: usize) -> usize {
+        let (count, scale) = (rows * columns, size_of::<f32>());
+        match self {
+            Self::Int8 | Self::Fp8 => count + rows * scale,
+            Self::Nf4 => {
+                let blocks = count.div_ceil(BLOCK);
+                count.div_ceil(2) + blocks + blocks.div_ceil(NESTED) * scale
+            }
+        }
+    }
+}
+
+impl FromStr for Format {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| {
+            let known: Vec<&str> = Self::ALL.iter().map(|format| format.name()).collect();
+            Error::argument("quantize", format!("found the format \"{name}\", expected one of {}", known.join(", ")))
+        })
+    }
+}

@@ -1,0 +1,324 @@
+//! Frozen matrices in eight or four bits: the bases that adapters are trained on where memory is short.
+//!
+//! A [`Quantized`] is no [`Tensor`]: it has codes and scales, and the operations that take it say so by
+//! [`WeightRef`](weight::WeightRef). They dequantize it right before a product, into memory that is free again after it.
+
+mod dequantize;
+mod dynamic_map;
+mod format;
+mod nf4;
+mod rows;
+pub mod weight;
+
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+
+pub use dynamic_map::create_dynamic_map;
+pub use format::Format;
+pub use nf4::values as nf4_values;
+pub use weight::{Weight, WeightRef};
+
+use crate::raw::{Raw, is_float, with_bytes};
+use crate::{Error, Result, Tensor};
+
+const OP: &str = "quantize";
+
+/// A frozen matrix (rows, columns) of codes and scales. Cloning is cheap.
+///
+/// Its rows are those of its parts, one part below the other. Each part was quantized by itself, so that layers can be joined to
+/// one matrix product without a new rounding.
+#[derive(Clone)]
+pub struct Quantized {
+    /// Rows of all parts, and columns.
+    dims: [usize; 2],
+    /// The dtype of the values that it stands for.
+    dtype: DType,
+    parts: Arc<[Part]>,
+}
+
+/// Rows that were quantized together.
+#[derive(Clone)]
+struct Part {
+    rows: usize,
+    /// u8: a code an element, row by row; NF4 has two in a byte, the first in the upper half.
+    codes: Raw,
+    scales: Scales,
+}
+
+/// What codes are multiplied by, f32.
+#[derive(Clone)]
+enum Scales {
+    /// Of two's complement numbers: one for each row.
+    Int8(Raw),
+    /// Of e4m3 numbers: one for each row, or one for all.
+    Fp8(Raw),
+    /// Of NF4: one for each block of [`nf4::BLOCK`] elements.
+    Nf4(Raw),
+    /// Of NF4: the code of each block's scale in the dynamic map, the scale of each [`nf4::NESTED`] of these, and what is added.
+    Nested { codes: Raw, scales: Raw, offset: f32 },
+}
+
+impl Scales {
+    const fn format(&self) -> Format {
+        match self {
+            Self::Int8(_) => Format::Int8,
+            Self::Fp8(_) => Format::Fp8,
+            Self::Nf4(_) | Self::Nested { .. } => Format::Nf4,
+        }
+    }
+
+    fn storages(&self) -> impl Iterator<Item = &Raw> {
+        let (first, second) = match self {
+            Self::Int8(scales) | Self::Fp8(scales) | Self::Nf4(scales) => (scales, None),
+            Self::Nested { codes, scales, .. } => (codes, Some(scales)),
+        };
+        std::iter::once(first).chain(second)
+    }
+
+    fn to_device(&self, device: &Device) -> Result<Self> {
+        let moved = |raw: &Raw| -> Result<Raw> { Ok(raw.to_device(device)?) };
+        Ok(match self {
+            Self::Int8(scales) => Self::Int8(moved(scales)?),
+            Self::Fp8(scales) => Self::Fp8(moved(scales)?),
+            Self::Nf4(scales) => Self::Nf4(moved(scales)?),
+            Self::Nested { codes, scales, offset } => {
+                Self::Nested { codes: moved(codes)?, scales: moved(scales)?, offset: *offset }
+            }
+        })
+    }
+}
+
+impl Quantized {
+    /// Quantize a matrix. It is computed on the CPU, and the result is on the tensor's device.
+    ///
+    /// - `Int8`: a scale a row, the largest magnitude / 127; codes are rounded to even (torchao's symmetric int8 weights).
+    /// - `Fp8`: e4m3 with a scale a row, the largest magnitude / 448 (torchao's float8 weights by rows).
+    /// - `Nf4`: blocks of 64 elements, whose scales are quantized again in blocks of 256 (Dettmers et al. 2023,
+    ///   arXiv:2305.14314); codes, their order and rounding are those of bitsandbytes' `quantize_4bit`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if `matrix` is none, [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient
+    /// or has values that are not finite.
+    pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
+        let &[rows, columns] = matrix.dims() else {
+            return Err(Error::shape(
+                OP,
+                format!("found shape {:?}, expected a matrix (out_features, in_features)", matrix.dims()),
+            ));
+        };
+        if !is_float(matrix.dtype()) {
+            return Err(Error::dtype(
+                OP,
+                format!("found {}, expected floating point; quantized are weights", matrix.dtype().as_str()),
+            ));
+        }
+        if matrix.requires_grad() {
+            return Err(Error::argument(OP, "the tensor needs a gradient, which codes cannot have; detach() it"));
+        }
+        let values = crate::compute::cast(&crate::raw::to_cpu(&matrix.raw)?, DType::F32)?;
+        let quantized = with_bytes(&values, |bytes| {
+            let values = floats(bytes);
+            match format {
+                Format::Int8 | Format::Fp8 => rows::quantize(values, rows, columns, format),
+                Format::Nf4 => nf4::quantize(values),
+            }
+        })?;
+        let Some((codes, scales)) = quantized else {
+            return Err(Error::argument(OP, "the tensor has values that are not finite; is the file damaged?"));
+        };
+        let part = Part { rows, codes, scales };
+        Self { dims: [rows, columns], dtype: matrix.dtype(), parts: Arc::new([part]) }.to_device(matrix.device())
+    }
+
+    /// A matrix (rows, columns) of e4m3 codes (u8) and their scales (f32), one for each row or one for all, as files have them. It
+    /// stands for values of `dtype`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if codes and scales do not fit each other, [`Error::DType`] if they have other dtypes.
+    pub fn from_fp8(codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Self> {
+        let (codes, scales) = (&codes.raw, &scales.raw);
+        let &[rows, columns] = codes.dims() else {
+            return Err(Error::shape(OP, format!("the codes have shape {:?}, expected a matrix", codes.dims())));
+        };
+        if codes.dtype() != DType::U8 || scales.dtype() != DType::F32 || !is_float(dtype) {
+            let found = [codes.dtype(), scales.dtype(), dtype].map(|dtype| dtype.as_str());
+            return Err(Error::dtype(OP, format!("found {found:?}, expected codes of u8, scales of f32 and a float")));
+        }
+        if scales.elem_count() != 1 && scales.elem_count() != rows {
+            let found = scales.dims();
+            return Err(Error::shape(OP, format!("the scales have shape {found:?}, expected 1 or {rows} of them")));
+        }
+        if with_bytes(codes, |codes| codes.iter().any(|code| code & 0x7f == 0x7f))? {
+            return Err(Error::argument(OP, "the codes have NaN among them; is the file damaged?"));
+        }
+        let scales = Scales::Fp8(crate::compute::contiguous(&scales.flatten_all()?)?);
+        let part = Part { rows, codes: crate::compute::contiguous(codes)?, scales };
+        Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
+    }
+
+    /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes a byte, and for each block of 64 its scale (f32), or its
+    /// code (u8) in the dynamic map with the scales (f32) of 256 such and the number that is added. It stands for values of `dtype`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the parts do not have the sizes of such a matrix, [`Error::DType`] if they have other dtypes.
+    pub fn from_nf4(
+        [rows, columns]: [usize; 2],
+        codes: &Tensor,
+        scales: &Tensor,
+        nested: Option<(&Tensor, f32)>,
+        dtype: DType,
+    ) -> Result<Self> {
+        let blocks = (rows * columns).div_ceil(nf4::BLOCK);
+        let flat = |name: &str, tensor: &Tensor, count: usize, dtype: DType| -> Result<Raw> {
+            if tensor.elem_count() != count {
+                let found = tensor.dims();
+                return Err(Error::shape(
+                    OP,
+                    format!("{name} have shape {found:?}, expected {count} for a matrix of {rows} x {columns}"),
+                ));
+            }
+            if tensor.dtype() != dtype {
+                let found = tensor.dtype().as_str();
+                return Err(Error::dtype(OP, format!("{name} are {found}, expected {}", dtype.as_str())));
+            }
+            crate::compute::contiguous(&tensor.raw.flatten_all()?)
+        };
+        let codes = flat("the codes", codes, (rows * columns).div_ceil(2), DType::U8)?;
+        let scales = match nested {
+            None => Scales::Nf4(flat("the scales", scales, blocks, DType::F32)?),
+            Some((outer, offset)) => Scales::Nested {
+                codes: flat("the codes of the scales", scales, blocks, DType::U8)?,
+                scales: flat("the scales of the scales", outer, blocks.div_ceil(nf4::NESTED), DType::F32)?,
+                offset,
+            },
+        };
+        Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([Part { rows, codes, scales }]) })
+    }
+
+    /// The rows of several matrices, one matrix below the other. They share storage with the result.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there are none or their columns differ, [`Error::Device`] if they are on different devices.
+    pub fn cat(matrices: &[&Self]) -> Result<Self> {
+        let Some(first) = matrices.first() else { return Err(Error::shape(OP, "there are no matrices to join")) };
+        let columns = first.dims[1];
+        if let Some(other) = matrices.iter().find(|other| other.dims[1] != columns) {
+            let found = [columns, other.dims[1]];
+            return Err(Error::shape(OP, format!("found matrices of {found:?} columns, expected equal ones")));
+        }
+        if matrices.iter().any(|other| !other.device().same_device(first.device())) {
+            return Err(Error::device(OP, "the matrices are on different devices; move one with to()"));
+        }
+        let parts = matrices.iter().flat_map(|matrix| matrix.parts.iter().cloned()).collect();
+        let rows = matrices.iter().map(|matrix| matrix.dims[0]).sum();
+        Ok(Self { dims: [rows, columns], dtype: first.dtype, parts })
+    }
+
+    /// The same, standing for values of `dtype`.
+    #[must_use]
+    pub fn with_dtype(&self, dtype: DType) -> Self {
+        Self { dtype, ..self.clone() }
+    }
+
+    /// Rows and columns.
+    pub const fn dims(&self) -> &[usize] {
+        &self.dims
+    }
+
+    /// The dtype of the values that it stands for.
+    pub const fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The device of codes and scales.
+    pub fn device(&self) -> &Device {
+        self.parts.first().map_or(&Device::Cpu, |part| part.codes.device())
+    }
+
+    /// The format of the first rows; joined layers may have another each.
+    pub fn format(&self) -> Format {
+        self.parts.first().map_or(Format::Int8, |part| part.scales.format())
+    }
+
+    /// Bytes of codes and scales.
+    pub fn bytes(&self) -> usize {
+        let size = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
+        self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>()).sum()
+    }
+
+    /// What it consists of, part by part: `codes` and `scales`, and of NF4 with quantized scales also `scale_codes` and `offset`.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the offset does not fit on the device.
+    pub fn tensors(&self) -> Result<Vec<Vec<(&'static str, Tensor)>>> {
+        let of = |part: &Part| -> Result<Vec<(&'static str, Tensor)>> {
+            let mut found = vec![("codes", Tensor::from_raw(&part.codes))];
+            match &part.scales {
+                Scales::Int8(scales) | Scales::Fp8(scales) | Scales::Nf4(scales) => {
+                    found.push(("scales", Tensor::from_raw(scales)));
+                }
+                Scales::Nested { codes, scales, offset } => {
+                    found.push(("scale_codes", Tensor::from_raw(codes)));
+                    found.push(("scales", Tensor::from_raw(scales)));
+                    found.push(("offset", Tensor::new(*offset, part.codes.device())?));
+                }
+            }
+            Ok(found)
+        };
+        self.parts.iter().map(of).collect()
+    }
+
+    /// The same on another device.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if it does not fit.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        if device.same_device(self.device()) {
+            return Ok(self.clone());
+        }
+        let moved = |part: &Part| -> Result<Part> {
+            let codes = part.codes.to_device(device)?;
+            Ok(Part { rows: part.rows, codes, scales: part.scales.to_device(device)? })
+        };
+        let parts = self.parts.iter().map(moved).collect::<Result<_>>()?;
+        Ok(Self { dims: self.dims, dtype: self.dtype, parts })
+    }
+
+    /// The values in `dtype`: code times scale in f32, rounded once.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if they do not fit.
+    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
+        if !is_float(dtype) {
+            return Err(Error::dtype("dequantize", format!("found {}, expected floating point", dtype.as_str())));
+        }
+        Ok(Tensor::constant(self.values(dtype)?))
+    }
+}
+
+/// A quantized matrix of fixed values on the device of `like`, in two parts if there are rows for it, for the cases of operations.
+pub(crate) fn example(like: &Tensor, [rows, columns]: [usize; 2], format: Format) -> Result<Quantized> {
+    let part = |rows: usize, phase: f64| {
+        let values: Vec<f32> = (0..rows * columns).map(|i| (i as f64 * 0.7 + phase).sin() as f32).collect();
+        Quantized::new(&Tensor::from_vec(values, (rows, columns), &Device::Cpu)?, format)
+    };
+    let second = rows / 2;
+    Quantized::cat(&[&part(rows - second, 0.0)?, &part(second, 1.0)?])?.to_device(like.device())
+}
+
+impl std::fmt::Debug for Quantized {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [rows, columns] = self.dims;
+        write!(f, "Quantized({}, [{rows}, {columns}], {})", self.format().name(), self.dtype.as_str())
+    }
+}
+
+/// The bytes of f32 as numbers.
+fn floats(bytes: &[u8]) -> &[f32] {
+    // SAFETY: any bits are an f32; `align_to` splits off what is not aligned, of which an f32 tensor has none.
+    unsafe { bytes.align_to::<f32>() }.1
+}

@@ -1,0 +1,113 @@
+//! NF4 as bitsandbytes stores it: blocks that run over the ends of rows, scales that are quantized again.
+//!
+//! Dettmers et al. 2023, "QLoRA", arXiv:2305.14314. Codes, their rounding and order follow
+//! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/backends/default/ops.py>
+//! and `quantize_4bit` with `compress_statistics` of `functional.py` there.
+
+use std::sync::LazyLock;
+
+use super::{Scales, create_dynamic_map};
+use crate::cpu::pool::par_chunks_mut;
+use crate::raw::{Raw, from_vec};
+
+/// Elements that share a scale.
+pub(super) const BLOCK: usize = 64;
+/// Scales that share a scale.
+pub(super) const NESTED: usize = 256;
+
+/// The values of the codes, quantiles of the normal distribution.
+pub(super) const VALUES: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// The values of the sixteen codes of NF4.
+pub const fn values() -> [f32; 16] {
+    VALUES
+}
+
+/// The values of the codes of scales.
+pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| create_dynamic_map(true));
+
+/// Blocks that a thread takes at a time.
+const GRAIN: usize = 256;
+
+/// The codes, two a byte, and their scales; None if a value is not finite.
+pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
+    let blocks = values.len().div_ceil(BLOCK);
+    let mut largest = vec![0f32; blocks];
+    par_chunks_mut(&mut largest, GRAIN, |piece, largest| {
+        for (block, largest) in values[piece * GRAIN * BLOCK..].chunks(BLOCK).zip(largest) {
+            // NaN is lost in a maximum.
+            *largest = block.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
+        }
+    });
+    if largest.iter().any(|m| m.is_infinite()) {
+        return None;
+    }
+    let mut codes = vec![0u8; values.len().div_ceil(2)];
+    par_chunks_mut(&mut codes, GRAIN * BLOCK / 2, |piece, codes| {
+        let largest = &largest[piece * GRAIN..];
+        for ((block, codes), largest) in
+            values[piece * GRAIN * BLOCK..].chunks(BLOCK).zip(codes.chunks_mut(BLOCK / 2)).zip(largest)
+        {
+            encode(block, *largest, codes);
+        }
+    });
+    let count = codes.len();
+    Some((from_vec(codes, count), nested(&largest)))
+}
+
+/// The codes of a block.
+fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
+    let largest = largest.max(1e-38);
+    // A block that ends the tensor early is divided, the others multiplied by the rounded reciprocal.
+    let reciprocal = 1.0 / largest;
+    let scaled = |x: f32| if block.len() < BLOCK { x / largest } else { x * reciprocal };
+    for (pair, code) in block.chunks(2).zip(codes) {
+        let second = pair.get(1).copied().map_or(0.0, scaled);
+        *code = nearest(scaled(pair[0])) << 4 | nearest(second);
+    }
+}
+
+/// The code of the value nearest to `x`, of two the lower.
+fn nearest(x: f32) -> u8 {
+    // The number of midpoints below; comparisons without branches vectorise.
+    VALUES.windows(2).map(|pair| u8::from(x > (pair[0] + pair[1]) / 2.0)).sum()
+}
+
+/// The scales of blocks, quantized.
+fn nested(largest: &[f32]) -> Scales {
+    let sum: f64 = largest.iter().map(|&m| f64::from(m)).sum();
+    let offset = (sum / largest.len().max(1) as f64) as f32;
+    let (mut codes, mut scales) = (Vec::with_capacity(largest.len()), Vec::new());
+    for block in largest.chunks(NESTED) {
+        let scale = block.iter().fold(0f32, |m, x| m.max((x - offset).abs()));
+        let reciprocal = 1.0 / scale;
+        codes.extend(block.iter().map(|x| nearest_scale(if scale > 0.0 { (x - offset) * reciprocal } else { 0.0 })));
+        scales.push(scale);
+    }
+    let (blocks, outer) = (codes.len(), scales.len());
+    Scales::Nested { codes: from_vec(codes, blocks), scales: from_vec(scales, outer), offset }
+}
+
+/// The code of the scale nearest to `x`, of two the lower.
+fn nearest_scale(x: f32) -> u8 {
+    let above = SCALES.partition_point(|&value| value < x).min(SCALES.len() - 1);
+    let below = above.saturating_sub(1);
+    if x - SCALES[below] <= SCALES[above] - x { below as u8 } else { above as u8 }
+}

@@ -1,0 +1,96 @@
+//! Eight bits with a scale a row: integers, and e4m3.
+
+use super::{Format, Scales};
+use crate::cpu::pool::par_chunks_mut;
+use crate::raw::{Raw, from_vec};
+
+/// The largest magnitude of e4m3.
+const LARGEST_E4M3: f32 = 448.0;
+/// The largest code of int8: -128 stays unused, so that no product leaves the range of the weights.
+const LARGEST_INT8: f32 = 127.0;
+
+/// The codes and a scale for each row; None if a value is not finite.
+pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Format) -> Option<(Raw, Scales)> {
+    let largest_code = if format == Format::Int8 { LARGEST_INT8 } else { LARGEST_E4M3 };
+    let (mut codes, mut scales) = (vec![0u8; rows * columns], vec![1f32; rows]);
+    par_chunks_mut(&mut scales, 1, |row, scale| {
+        let values = &values[row * columns..(row + 1) * columns];
+        // NaN is lost in a maximum.
+        let largest = values.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
+        // A row of zeros has the scale 1.
+        scale[0] = if largest > 0.0 { largest / largest_code } else { 1.0 };
+    });
+    if scales.iter().any(|scale| scale.is_infinite()) {
+        return None;
+    }
+    par_chunks_mut(&mut codes, columns, |row, codes| {
+        let scale = scales[row];
+        for (code, x) in codes.iter_mut().zip(&values[row * columns..]) {
+            let x = x / scale;
+            *code = match format {
+                Format::Int8 => round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8 as u8,
+                _ => to_e4m3(x),
+            };
+        }
+    });
+    let scales = from_vec(scales, rows);
+    let scales = if format == Format::Int8 { Scales::Int8(scales) } else { Scales::Fp8(scales) };
+    Some((from_vec(codes, rows * columns), scales))
+}
+
+/// The nearest whole number of one below 2^22 in magnitude, ties to even: a sum of this size has no place for a fraction.
+/// `f32::round_ties_even` is a call on processors without SSE 4.1.
+#[inline(always)]
+fn round_to_even(x: f32) -> f32 {
+    const LARGE: f32 = 12_582_912.0;
+    (x + LARGE) - LARGE
+}
+
+/// The e4m3 number nearest to a finite `x`, ties to even, at most 448 in magnitude.
+fn to_e4m3(x: f32) -> u8 {
+    let sign = (x.to_bits() >> 24) as u8 & 0x80;
+    let magnitude = x.abs().min(LARGEST_E4M3);
+    // In steps of the last place of the value's exponent, or of the subnormal numbers: 2^-9.
+    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
+    let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
+    let steps = round_to_even(magnitude * steps_in_one) as u8;
+    // A carry leads to the next exponent by itself; subnormal numbers have exponent field 0.
+    let field = (exponent + 6) as u8;
+    sign | (field * 8 + steps)
+}
+
+/// The value of an e4m3 code: a sign, four of exponent with a bias of 7, three of fraction; no infinities, and the largest exponent
+/// with the largest fraction is NaN (Micikevicius et al. 2022, arXiv:2209.05433, table 1).
+pub(super) fn from_e4m3(bits: u8) -> f32 {
+    let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
+    let (exponent, fraction) = (i32::from(bits >> 3 & 0xf), f32::from(bits & 7));
+    match (exponent, bits & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => sign * fraction * 2f32.powi(-9),
+        _ => sign * (8.0 + fraction) * 2f32.powi(exponent - 10),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{from_e4m3, to_e4m3};
+
+    #[test]
+    fn every_e4m3_number_is_its_own_nearest() {
+        for code in (0..=u8::MAX).filter(|code| code & 0x7f != 0x7f) {
+            assert_eq!(to_e4m3(from_e4m3(code)), code);
+        }
+    }
+
+    #[test]
+    fn numbers_between_two_go_to_the_nearer_and_halfway_to_the_even() {
+        for code in 0..0x7eu8 {
+            let (low, high) = (from_e4m3(code), from_e4m3(code + 1));
+            let middle = (low + high) / 2.0;
+            assert_eq!(to_e4m3(middle), if code % 2 == 0 { code } else { code + 1 }, "{middle}");
+            assert_eq!(to_e4m3(middle.next_up()), code + 1);
+            assert_eq!(to_e4m3(-middle.next_down()), code | 0x80);
+        }
+        assert_eq!(to_e4m3(1e9), 0x7e);
+    }
+}

@@ -1,0 +1,192 @@
+//! [`Weight`]: what a linear map multiplies with, values or codes.
+
+use candle_core::{DType, Device};
+
+use super::Quantized;
+use crate::tape::{Saved, Saver};
+use crate::{Raw, Result, Tensor, checkpoint};
+
+/// The weight of a linear layer: a tensor, or a frozen quantized matrix.
+#[derive(Clone, Debug)]
+pub enum Weight {
+    /// Values.
+    Plain(Tensor),
+    /// Codes.
+    Quantized(Quantized),
+}
+
+/// A borrowed [`Weight`]: what operations take.
+#[derive(Clone, Copy, Debug)]
+pub enum WeightRef<'a> {
+    /// Values.
+    Plain(&'a Tensor),
+    /// Codes.
+    Quantized(&'a Quantized),
+}
+
+impl From<Tensor> for Weight {
+    fn from(tensor: Tensor) -> Self {
+        Self::Plain(tensor)
+    }
+}
+
+impl From<Quantized> for Weight {
+    fn from(quantized: Quantized) -> Self {
+        Self::Quantized(quantized)
+    }
+}
+
+impl<'a> From<&'a Tensor> for WeightRef<'a> {
+    fn from(tensor: &'a Tensor) -> Self {
+        Self::Plain(tensor)
+    }
+}
+
+impl<'a> From<&'a crate::Var> for WeightRef<'a> {
+    fn from(var: &'a crate::Var) -> Self {
+        Self::Plain(var)
+    }
+}
+
+impl<'a> From<&'a Quantized> for WeightRef<'a> {
+    fn from(quantized: &'a Quantized) -> Self {
+        Self::Quantized(quantized)
+    }
+}
+
+impl<'a> From<&'a Weight> for WeightRef<'a> {
+    fn from(weight: &'a Weight) -> Self {
+        match weight {
+            Weight::Plain(tensor) => Self::Plain(tensor),
+            Weight::Quantized(quantized) => Self::Quantized(quantized),
+        }
+    }
+}
+
+impl Weight {
+    /// The sizes of the dimensions.
+    pub fn dims(&self) -> &[usize] {
+        WeightRef::from(self).dims()
+    }
+
+    /// The dtype of the values.
+    pub fn dtype(&self) -> DType {
+        WeightRef::from(self).dtype()
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Device {
+        WeightRef::from(self).device()
+    }
+
+    /// The tensor, if it is one.
+    pub const fn tensor(&self) -> Option<&Tensor> {
+        match self {
+            Self::Plain(tensor) => Some(tensor),
+            Self::Quantized(_) => None,
+        }
+    }
+
+    /// The quantized matrix, if it is one.
+    pub const fn quantized(&self) -> Option<&Quantized> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Quantized(quantized) => Some(quantized),
+        }
+    }
+}
+
+impl<'a> WeightRef<'a> {
+    /// The sizes of the dimensions.
+    pub fn dims(self) -> &'a [usize] {
+        match self {
+            Self::Plain(tensor) => tensor.dims(),
+            Self::Quantized(quantized) => quantized.dims(),
+        }
+    }
+
+    /// The number of dimensions.
+    pub fn rank(self) -> usize {
+        self.dims().len()
+    }
+
+    /// The dtype of the values.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::Plain(tensor) => tensor.dtype(),
+            Self::Quantized(quantized) => quantized.dtype(),
+        }
+    }
+
+    /// The device.
+    pub fn device(self) -> &'a Device {
+        match self {
+            Self::Plain(tensor) => tensor.device(),
+            Self::Quantized(quantized) => quantized.device(),
+        }
+    }
+
+    /// The tensor, if it is one.
+    pub const fn tensor(self) -> Option<&'a Tensor> {
+        match self {
+            Self::Plain(tensor) => Some(tensor),
+            Self::Quantized(_) => None,
+        }
+    }
+
+    /// A reference that owns what it refers to.
+    pub fn to_owned(self) -> Weight {
+        match self {
+            Self::Plain(tensor) => Weight::Plain(tensor.clone()),
+            Self::Quantized(quantized) => Weight::Quantized(quantized.clone()),
+        }
+    }
+
+    /// Whether a gradient flows through it: never where it is quantized.
+    pub fn requires_grad(self) -> bool {
+        self.tensor().is_some_and(Tensor::requires_grad)
+    }
+
+    /// The values in `dtype`, cut from the tape.
+    ///
+    /// # Errors
+    /// [`Error::DType`](crate::Error::DType) if `dtype` is not floating point, [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do
+    /// not fit.
+    pub fn values(self, dtype: DType) -> Result<Tensor> {
+        match self {
+            Self::Plain(tensor) => tensor.detach().to_dtype(dtype),
+            Self::Quantized(quantized) => quantized.dequantize(dtype),
+        }
+    }
+
+    /// Tell checkpoints that an operation reads it beside its inputs.
+    pub(crate) fn is_read(self) {
+        if let Self::Plain(tensor) = self {
+            checkpoint::reads(&[tensor]);
+        }
+    }
+
+    /// Refer to it for a backward pass.
+    pub(crate) fn hold(self, saver: &mut Saver<'_>) -> HeldWeight {
+        match self {
+            Self::Plain(tensor) => HeldWeight::Plain(saver.hold(tensor)),
+            Self::Quantized(quantized) => HeldWeight::Quantized(quantized.clone()),
+        }
+    }
+}
+
+/// A weight that a backward pass will read.
+pub(crate) enum HeldWeight {
+    Plain(Saved),
+    Quantized(Quantized),
+}
+
+impl HeldWeight {
+    /// The values; a quantized one's are made in `dtype`.
+    pub(crate) fn get(&self, dtype: DType) -> Result<Raw> {
+        match self {
+            Self::Plain(saved) => saved.get(),
+            Self::Quantized(quantized) => quantized.values(dtype),
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Gradients that a backward pass has begun.
+
+use std::ops::Range;
+
+use smallvec::SmallVec;
+
+use crate::cpu::Add;
+use crate::raw::Raw;
+use crate::{Result, compute};
+
+/// The gradient of one result before all its consumers have contributed.
+pub struct Pending {
+    /// What was added so far.
+    pub sum: Raw,
+    /// Whether `sum` is storage that only this pass knows, so that it can be added to in place.
+    pub owned: bool,
+    /// What of `sum` nothing has written yet.
+    unset: Unset,
+}
+
+/// Ranges along a dimension.
+#[derive(Default)]
+struct Unset {
+    dim: usize,
+    ranges: SmallVec<[Range<usize>; 2]>,
+}
+
+impl Unset {
+    /// Take out `part` along `dim`, if all of it is unset.
+    fn take(&mut self, dim: usize, part: &Range<usize>) -> bool {
+        let holds = |range: &Range<usize>| range.start <= part.start && part.end <= range.end;
+        let Some(index) = self.ranges.iter().position(holds).filter(|_| self.dim == dim) else { return false };
+        let range = self.ranges.remove(index);
+        let rest = [range.start..part.start, part.end..range.end];
+        self.ranges.extend(rest.into_iter().filter(|range| !range.is_empty()));
+        true
+    }
+}
+
+impl Pending {
+    /// A gradient that is whole.
+    pub fn new(sum: Raw, owned: bool) -> Self {
+        Self { sum, owned, unset: Unset::default() }
+    }
+
+    /// A gradient in storage that only this pass knows, of which nothing is written yet, to be written in parts along `dim`.
+    pub(super) fn unset(sum: Raw, dim: usize) -> Self {
+        let ranges = std::iter::once(0..sum.dims()[dim]).collect();
+        Self { sum, owned: true, unset: Unset { dim, ranges } }
+    }
+
+    /// Whether all of it is written.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_complete(&self) -> bool {
+        self.unset.ranges.is_empty()
+    }
+
+    /// The place of `part` along `dim`, which the caller writes as a whole; nothing if something was written there.
+    pub(super) fn take(&mut self, dim: usize, part: &Range<usize>) -> Result<Option<Raw>> {
+        let is_free = self.unset.take(dim, part);
+        Ok(is_free.then(|| self.sum.narrow(dim, part.start, part.len())).transpose()?)
+    }
+
+    /// Write zeros where nothing was written.
+    pub(super) fn complete(&mut self) -> Result<()> {
+        let Unset { dim, ranges } = std::mem::take(&mut self.unset);
+        ranges.into_iter().try_for_each(|range| compute::fill(&self.sum.narrow(dim, range.start, range.len())?, 0.0))
+    }
+
+    /// Add `grad`, of the same shape.
+    pub(super) fn add(&mut self, grad: &Raw) -> Result<()> {
+        self.complete()?;
+        if self.owned {
+            return compute::accumulate(&self.sum, grad);
+        }
+        self.sum = compute::binary(&self.sum, grad, Add)?;
+        self.owned = true;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Unset;
+
+    #[test]
+    fn parts_are_taken_once() {
+        let mut unset = Unset { dim: 1, ranges: std::iter::once(0..10).collect() };
+        assert!(unset.take(1, &(3..5)));
+        assert!(!unset.take(1, &(4..6)), "a part of it is written");
+        assert!(!unset.take(0, &(6..8)), "along another dimension");
+        assert!(unset.take(1, &(0..3)) && unset.take(1, &(5..10)));
+        assert!(unset.ranges.is_empty());
+    }
+}

@@ -1,0 +1,86 @@
+//! NF4 weights in the folders of bitsandbytes, which diffusers and transformers write.
+//!
+//! A weight X is two codes a byte, (n / 2, 1); its shape is in the JSON of `X.quant_state.bitsandbytes__nf4`. Beside it are
+//! `X.absmax` and `X.quant_map`, and with quantized scales `X.nested_absmax` and `X.nested_quant_map`. Follows `QuantState` in
+//! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
+
+use serde_json::Value;
+use trainable_candle_core::DType;
+
+/// What follows a weight's name in the key of its state; four bits have another code there too.
+pub(crate) const STATE: &str = ".quant_state.bitsandbytes__nf4";
+pub(crate) const OTHER_STATE: &str = ".quant_state.bitsandbytes__fp4";
+/// What follows a weight's name in the keys of its parts.
+pub(crate) const SCALES: &str = ".absmax";
+pub(crate) const CODE: &str = ".quant_map";
+pub(crate) const OUTER: &str = ".nested_absmax";
+pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
+
+/// What the state says of a weight.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct State {
+    pub dims: [usize; 2],
+    /// Of the weight before it was quantized.
+    pub dtype: DType,
+    /// What is added to its scales, where they are quantized.
+    pub offset: Option<f32>,
+}
+
+impl State {
+    /// The state in a JSON, or what is wrong with it.
+    pub(crate) fn parse(json: &[u8]) -> Result<Self, String> {
+        let found: Value = serde_json::from_slice(json).map_err(|error| format!("its state is damaged: {error}"))?;
+        let text = |name: &str| found.get(name).and_then(Value::as_str).unwrap_or("missing");
+        let size = |value: &Value| value.as_u64().and_then(|size| usize::try_from(size).ok());
+        let number = |name: &str| found.get(name).and_then(size);
+        let unsupported = |what: String| Err(format!("it has {what}, which is not supported"));
+        if text("quant_type") != "nf4" {
+            return unsupported(format!("the type {}", text("quant_type")));
+        }
+        let (block, outer) = (number("blocksize"), number("nested_blocksize"));
+        if block != Some(64) || outer.is_some_and(|size| size != 256) {
+            return unsupported(format!("blocks of {block:?} and {outer:?}"));
+        }
+        let shape = found.get("shape").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+        let [Some(rows), Some(columns)] = [0, 1].map(|axis| shape.get(axis).and_then(size)) else {
+            return unsupported(format!("the shape {shape:?}"));
+        };
+        if shape.len() != 2 || rows.checked_mul(columns).is_none() {
+            return unsupported(format!("the shape {shape:?}"));
+        }
+        let dtype = match text("dtype") {
+            "float32" => DType::F32,
+            "float16" => DType::F16,
+            "bfloat16" => DType::BF16,
+            other => return unsupported(format!("the dtype {other}")),
+        };
+        let offset = found.get("nested_offset").and_then(Value::as_f64).map(|offset| offset as f32);
+        if outer.is_some() != offset.is_some_and(f32::is_finite) {
+            return Err("its state has no offset for its scales".to_owned());
+        }
+        Ok(Self { dims: [rows, columns], dtype, offset })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [4, 6]"#;
+
+    #[test]
+    fn states_are_read_and_others_named() {
+        let parse = |end: &str| State::parse(format!("{GOOD}{end}}}").as_bytes());
+        let plain = State { dims: [4, 6], dtype: DType::BF16, offset: None };
+        assert_eq!(parse("").unwrap(), plain);
+        let nested = r#", "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5"#;
+        assert_eq!(parse(nested).unwrap(), State { offset: Some(0.5), ..plain });
+        assert!(parse(r#", "nested_blocksize": 256"#).unwrap_err().contains("no offset"));
+        assert!(
+            parse(r#", "nested_blocksize": 128, "nested_offset": 0.5"#).unwrap_err().contains("blocks of Some(64)")
+        );
+        let other = GOOD.replace("nf4", "int4") + "}";
+        assert!(State::parse(other.as_bytes()).unwrap_err().contains("the type int4"));
+        assert!(State::parse(b"{").unwrap_err().contains("damaged"));
+    }
+}

@@ -1,0 +1,136 @@
+//! Texts that go on until a token ends them.
+
+use trainable_candle_core::interrupt::Interrupt;
+use trainable_candle_core::rng::{Purpose, uniform_samples};
+use trainable_candle_core::{DType, Device, Error, Result};
+
+use super::cache::KvCache;
+use super::config::OP;
+use super::{CausalLM, Sampling};
+
+/// How texts are continued.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateOptions {
+    /// Tokens that are added to each text, at most.
+    pub max_new_tokens: usize,
+    /// How they are chosen.
+    pub sampling: Sampling,
+    /// Tokens that end a text, and are not part of it.
+    pub stops: Vec<u32>,
+    /// Of the draws. What is drawn depends on this, the number of the text and the place in it alone.
+    pub seed: u64,
+}
+
+impl Default for GenerateOptions {
+    fn default() -> Self {
+        Self { max_new_tokens: 128, sampling: Sampling::default(), stops: Vec::new(), seed: 0 }
+    }
+}
+
+/// Texts that go on, a token of each at a time.
+pub struct Generation {
+    options: GenerateOptions,
+    cache: KvCache,
+    /// What the model has not read yet of each text: its prompt, or the token that was chosen last; nothing once it has ended.
+    unread: Vec<Vec<u32>>,
+    /// Tokens added to each text.
+    added: Vec<usize>,
+    interrupt: Interrupt,
+}
+
+impl Generation {
+    /// Texts that begin with `prompts`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a prompt is empty or an option out of range.
+    pub fn new(prompts: Vec<Vec<u32>>, options: GenerateOptions) -> Result<Self> {
+        options.sampling.check()?;
+        if let Some(text) = prompts.iter().position(Vec::is_empty) {
+            return Err(Error::argument(OP, format!("prompt {text} is empty; give at least one token")));
+        }
+        let count = prompts.len();
+        let mut generation = Self {
+            options,
+            cache: KvCache::new(count),
+            unread: prompts,
+            added: vec![0; count],
+            interrupt: Interrupt::new(),
+        };
+        if generation.options.max_new_tokens == 0 {
+            generation.unread.iter_mut().for_each(Vec::clear);
+        }
+        Ok(generation)
+    }
+
+    /// Whether all texts have ended.
+    pub fn is_done(&self) -> bool {
+        self.unread.iter().all(Vec::is_empty)
+    }
+
+    /// The next token of each text; none of those that have ended.
+    ///
+    /// # Errors
+    /// As [`CausalLM::extend`]; [`Error::NonFinite`] if a score is not a number.
+    pub fn step(&mut self, model: &CausalLM) -> Result<Vec<Option<u32>>> {
+        let mut tokens = vec![None; self.unread.len()];
+        if self.is_done() {
+            return Ok(tokens);
+        }
+        self.interrupt.step(self.unread.len().saturating_mul(model.config().vocab_size))?;
+        let new: Vec<&[u32]> = self.unread.iter().map(Vec::as_slice).collect();
+        let scores = model.extend(&mut self.cache, &new)?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
+        let vocab = scores.dims()[1];
+        let mut scores = scores.reshape(scores.elem_count())?.to_vec::<f32>()?;
+        let growing = (0..tokens.len()).filter(|&text| !new[text].is_empty()).collect::<Vec<_>>();
+        for (text, scores) in growing.into_iter().zip(scores.chunks_exact_mut(vocab)) {
+            let known = self.cache.tokens(text);
+            let number = (text as u64) << 32 | known.len() as u64;
+            let draw = f64::from(uniform_samples(self.options.seed, Purpose::Token, &[number], 1)[0]);
+            let token = self.options.sampling.choose(scores, known, draw)?;
+            let unread = &mut self.unread[text];
+            unread.clear();
+            let stops = self.options.stops.contains(&token);
+            if !stops {
+                tokens[text] = Some(token);
+                self.added[text] += 1;
+            }
+            if stops || self.added[text] == self.options.max_new_tokens {
+                self.cache.release(text);
+            } else {
+                unread.push(token);
+            }
+        }
+        Ok(tokens)
+    }
+
+    /// End a text.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is no such text.
+    pub fn end(&mut self, text: usize) -> Result<()> {
+        let count = self.unread.len();
+        let Some(unread) = self.unread.get_mut(text) else {
+            return Err(Error::argument(OP, format!("text {text} of {count}, counted from 0")));
+        };
+        unread.clear();
+        self.cache.release(text);
+        Ok(())
+    }
+}
+
+impl CausalLM {
+    /// What follows each of `prompts`: its new tokens, without the one that ends it.
+    ///
+    /// # Errors
+    /// As [`Generation::new`] and [`Generation::step`].
+    pub fn generate(&self, prompts: Vec<Vec<u32>>, options: GenerateOptions) -> Result<Vec<Vec<u32>>> {
+        let mut texts = vec![Vec::new(); prompts.len()];
+        let mut generation = Generation::new(prompts, options)?;
+        while !generation.is_done() {
+            for (text, token) in texts.iter_mut().zip(generation.step(self)?) {
+                text.extend(token);
+            }
+        }
+        Ok(texts)
+    }
+}

@@ -1,0 +1,185 @@
+//! Which token comes next.
+
+use std::collections::HashSet;
+
+use trainable_candle_core::{Error, Result};
+
+use super::config::OP;
+
+/// How the next token is chosen from the scores: the penalty, the temperature and then the limits, in transformers' order.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampling {
+    /// 0: the token of the highest score. Otherwise scores are divided by it and a token is drawn.
+    pub temperature: f64,
+    /// Draw from so many tokens of the highest scores; 0: from all.
+    pub top_k: usize,
+    /// Draw from the likeliest tokens that have this probability together, above 0 and up to 1 (Holtzman et al. 2020, arXiv:1904.09751).
+    pub top_p: f64,
+    /// Draw from tokens with this share of the likeliest one's probability, 0 to 1 (Nguyen et al. 2024, arXiv:2407.01082).
+    pub min_p: f64,
+    /// Above 1: tokens that the text has become less likely (Keskar et al. 2019, arXiv:1909.05858).
+    pub repetition_penalty: f64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 }
+    }
+}
+
+/// The candidates that are put in order at first: a small part of a vocabulary has nearly all of the probability.
+const FIRST: usize = 256;
+
+impl Sampling {
+    /// # Errors
+    /// [`Error::Argument`] naming a value out of range.
+    pub(super) fn check(&self) -> Result<()> {
+        let wrong = |name: &str, found: f64, expected: &str| {
+            Err(Error::argument(OP, format!("{name} is {found}, expected {expected}")))
+        };
+        match *self {
+            Self { temperature: t, .. } if !(t >= 0.0 && t.is_finite()) => wrong("temperature", t, "0 or more"),
+            Self { top_p: p, .. } if !(p > 0.0 && p <= 1.0) => wrong("top_p", p, "above 0 and at most 1"),
+            Self { min_p: p, .. } if !(0.0..=1.0).contains(&p) => wrong("min_p", p, "0 to 1"),
+            Self { repetition_penalty: r, .. } if !(r > 0.0 && r.is_finite()) => {
+                wrong("repetition_penalty", r, "above 0")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The next token of a text with the tokens `known`, whose `scores (vocab)` may be changed; `draw` is uniform in 0..1.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] if a score is not a number.
+    pub(super) fn choose(&self, scores: &mut [f32], known: &[u32], draw: f64) -> Result<u32> {
+        if scores.iter().any(|score| score.is_nan()) {
+            let message = "the scores of the next token are not numbers; the weights or the adapter are damaged".into();
+            return Err(Error::NonFinite { op: OP, message });
+        }
+        if self.repetition_penalty != 1.0 {
+            let penalty = self.repetition_penalty as f32;
+            for id in known.iter().copied().collect::<HashSet<_>>() {
+                let score = &mut scores[id as usize];
+                *score = if *score > 0.0 { *score / penalty } else { *score * penalty };
+            }
+        }
+        let best = (0..scores.len() as u32)
+            .reduce(|best, id| if scores[id as usize] > scores[best as usize] { id } else { best });
+        let best = best.unwrap_or_default();
+        Ok(if self.temperature == 0.0 { best } else { self.drawn(scores, best, draw) })
+    }
+
+    fn drawn(&self, scores: &[f32], best: u32, draw: f64) -> u32 {
+        let highest = f64::from(scores[best as usize]);
+        // The likeliest token has weight 1.
+        let weight = |id: u32| ((f64::from(scores[id as usize]) - highest) / self.temperature).exp();
+        let mut ids: Vec<u32> = (0..scores.len() as u32).collect();
+        let mut sorted = 0;
+        if self.top_k > 0 && self.top_k < ids.len() {
+            sorted = sort_highest(&mut ids, 0, self.top_k, scores);
+            ids.truncate(self.top_k);
+        }
+        if self.top_p < 1.0 {
+            let bound = self.top_p * ids.iter().map(|&id| weight(id)).sum::<f64>();
+            let (mut sum, mut kept) = (0.0, 0);
+            // The token that passes the bound is kept.
+            while sum < bound && kept < ids.len() {
+                if kept == sorted {
+                    sorted = sort_highest(&mut ids, sorted, FIRST.max(3 * sorted), scores);
+                }
+                sum += weight(ids[kept]);
+                kept += 1;
+            }
+            ids.truncate(kept);
+        }
+        if self.min_p > 0.0 {
+            ids.retain(|&id| weight(id) >= self.min_p);
+        }
+        let mut left = draw * ids.iter().map(|&id| weight(id)).sum::<f64>();
+        let drawn = ids.iter().copied().find(|&id| {
+            left -= weight(id);
+            left < 0.0
+        });
+        // Rounding may leave nothing of the sum for the last token.
+        drawn.or(ids.last().copied()).unwrap_or(best)
+    }
+}
+
+/// Bring the `count` highest scores among `ids[from..]` to the front of that part, highest first and equal ones by number; returns where
+/// the part in order ends.
+fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> usize {
+    let order = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
+    let rest = &mut ids[from..];
+    let count = count.min(rest.len());
+    if count < rest.len() {
+        rest.select_nth_unstable_by(count, order);
+    }
+    rest[..count].sort_unstable_by(order);
+    from + count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How often each token comes for evenly spread draws.
+    fn shares(sampling: &Sampling, scores: &[f32]) -> Vec<f64> {
+        let mut counts = vec![0.0; scores.len()];
+        let draws = 4000;
+        for i in 0..draws {
+            let draw = (f64::from(i) + 0.5) / f64::from(draws);
+            counts[sampling.choose(&mut scores.to_vec(), &[], draw).unwrap() as usize] += 1.0 / f64::from(draws);
+        }
+        counts
+    }
+
+    fn near(found: &[f64], expected: &[f64]) {
+        for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+            assert!((found - expected).abs() < 1e-3, "token {i}: {found}, expected {expected}");
+        }
+    }
+
+    #[test]
+    fn limits_leave_the_likeliest_tokens_with_their_proportions() {
+        let probabilities = [0.1f64, 0.5, 0.15, 0.25];
+        let scores = probabilities.map(|p| p.ln() as f32 + 3.0);
+        let warm = Sampling { temperature: 1.0, ..Sampling::default() };
+        near(&shares(&warm, &scores), &probabilities);
+        near(&shares(&Sampling { top_k: 2, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
+        // 0.5 does not reach 0.6, so that 0.25 is kept too; 0.75 reaches 0.75.
+        near(&shares(&Sampling { top_p: 0.6, ..warm.clone() }, &scores), &[0.0, 2.0 / 3.0, 0.0, 1.0 / 3.0]);
+        near(&shares(&Sampling { top_p: 0.45, ..warm.clone() }, &scores), &[0.0, 1.0, 0.0, 0.0]);
+        near(&shares(&Sampling { min_p: 0.29, ..warm.clone() }, &scores), &[0.0, 5.0 / 9.0, 1.0 / 6.0, 5.0 / 18.0]);
+        let roots = probabilities.map(f64::sqrt);
+        let sum: f64 = roots.iter().sum();
+        near(&shares(&Sampling { temperature: 2.0, ..warm }, &scores), &roots.map(|root| root / sum));
+    }
+
+    #[test]
+    fn many_tokens_are_put_in_order_as_far_as_needed() {
+        let scores: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 5000) as f32 * 1e-4).collect();
+        let mut all: Vec<u32> = (0..5000).collect();
+        let mut end = 0;
+        while end < all.len() {
+            end = sort_highest(&mut all, end, FIRST.max(3 * end), &scores);
+        }
+        assert!(all.windows(2).all(|pair| scores[pair[0] as usize] > scores[pair[1] as usize]));
+        let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
+        let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
+        let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
+        // They lack 0.001 of the sum, 3.93, and weigh exp(-0.5) = 0.607 each.
+        assert_eq!(below, 6);
+    }
+
+    #[test]
+    fn the_penalty_lowers_what_is_there_and_no_number_is_an_error() {
+        let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
+        assert_eq!(penalty.choose(&mut [1.0, 3.0, 2.0], &[1, 1], 0.0).unwrap(), 2);
+        assert_eq!(penalty.choose(&mut [-1.0, -2.0, -1.9], &[0, 2], 0.0).unwrap(), 0);
+        assert_eq!(penalty.choose(&mut [-1.0, -1.5, -1.9], &[0, 2], 0.0).unwrap(), 1);
+        assert!(matches!(penalty.choose(&mut [1.0, f32::NAN], &[], 0.0), Err(Error::NonFinite { .. })));
+        let wrong = Sampling { top_p: 0.0, ..Sampling::default() };
+        assert!(wrong.check().unwrap_err().to_string().contains("top_p is 0, expected above 0"));
+    }
+}

@@ -1,0 +1,165 @@
+//! Frozen low-rank products beside what is trained: the adapter that a distilled model is trained over.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use trainable_candle_core::ops::linear::linear;
+use trainable_candle_core::ops::linear_group::LowRank;
+use trainable_candle_core::ops::lora::{LoraWeights, lora_linear};
+use trainable_candle_core::{DType, Error, Result, Tensor};
+
+use super::{Adapter, LayerValues, lora};
+use crate::Layer;
+use crate::base::{Base, Operation};
+use crate::slot::AdapterSlot;
+
+/// A frozen LoRA that layers compute with beside an adapter that is trained or without one, and that neither saving nor merging sees.
+///
+/// Adding it as a product, rather than to the weights, leaves the weights as they are: [`set_enabled`](Self::set_enabled) takes it out
+/// exactly in every dtype, and no copy of the weights is needed.
+pub struct TrainingAdapter {
+    slots: Vec<AdapterSlot>,
+    elements: usize,
+}
+
+impl TrainingAdapter {
+    /// Put a LoRA on the layers that it is named after, its effect multiplied by `scale`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a layer is not there or no linear one, has such a product already, or the adapter is of another kind;
+    /// [`Error::Shape`] if its factors do not fit.
+    pub fn attach(values: &BTreeMap<String, LayerValues>, scale: f64, layers: &[(String, Layer<'_>)]) -> Result<Self> {
+        let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
+        let wrong = |name: &str, what: &str| Error::Config(format!("training adapter: {name}: {what}"));
+        let mut products = Vec::with_capacity(values.len());
+        for (name, given) in values {
+            let layer = known.get(name.as_str()).ok_or_else(|| wrong(name, "the model has no such layer"))?;
+            if layer.slot().has_beside() {
+                return Err(wrong(name, "it has a training adapter already"));
+            }
+            let kind = given.kind().map_err(|error| wrong(name, &error.to_string()))?;
+            if kind.name != lora::KIND.name {
+                return Err(wrong(name, &format!("it is a \"{}\", expected a \"lora\"", kind.name)));
+            }
+            let base = layer.base();
+            if base.operation != Operation::Linear {
+                return Err(wrong(name, "it is a convolution, expected linear layers only"));
+            }
+            let (device, dtype) = (base.weight.device(), base.weight.dtype());
+            let factor = |parameter: &str| {
+                let stored = &given.parameters[parameter];
+                stored.to_dtype(DType::F32)?.to_device(device)
+            };
+            let (down, up) = (factor(lora::DOWN)?, factor(lora::UP)?);
+            let rank = down.dims()[0];
+            if down.dims() != [rank, base.inputs()] || up.dims() != [base.rows(), rank] {
+                let (down, up, weight) = (down.dims(), up.dims(), base.weight.dims());
+                let text = format!("{name}: down {down:?} and up {up:?} do not fit a weight {weight:?}");
+                return Err(Error::shape("training adapter", text));
+            }
+            let up = up.mul_scalar(given.scale * scale)?.to_dtype(dtype)?;
+            products.push((layer.slot().clone(), Product { down: down.to_dtype(dtype)?, up }));
+        }
+        let elements = products.iter().map(|(_, product)| product.down.elem_count() + product.up.elem_count()).sum();
+        let slots = products.into_iter().map(|(slot, product)| {
+            slot.set_beside(Some(Arc::new(product)));
+            slot
+        });
+        Ok(Self { slots: slots.collect(), elements })
+    }
+
+    /// Let the layers compute with it, or exactly as if it were not there.
+    pub fn set_enabled(&self, enabled: bool) {
+        self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
+    }
+
+    /// Take it off.
+    pub fn remove(&self) {
+        self.slots.iter().for_each(|slot| slot.set_beside(None));
+    }
+
+    /// How many layers have it.
+    pub const fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Whether no layer has it.
+    pub const fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// How many numbers it consists of.
+    pub const fn elements(&self) -> usize {
+        self.elements
+    }
+}
+
+/// The product of one layer, B A with the scale in B, in the dtype of the layer.
+pub(crate) struct Product {
+    /// (rank, in).
+    down: Tensor,
+    /// (out, rank).
+    up: Tensor,
+}
+
+/// A product beside an adapter, or alone.
+pub(crate) struct Beside {
+    inner: Option<Arc<dyn Adapter>>,
+    product: Arc<Product>,
+}
+
+impl Beside {
+    pub(crate) const fn new(inner: Option<Arc<dyn Adapter>>, product: Arc<Product>) -> Self {
+        Self { inner, product }
+    }
+
+    /// Both products as one of the summed rank, if that is all that is added.
+    fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
+        let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
+        let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };
+        let Some(own) = inner.as_low_rank(dtype)?.filter(|own| own.scale != 0.0) else { return Ok(None) };
+        // One product has one scale.
+        let up = if own.scale == 1.0 { up } else { up.mul_scalar(1.0 / own.scale)? };
+        let down = Tensor::cat(&[&own.down.to_dtype(dtype)?, &down], 0)?;
+        let up = Tensor::cat(&[&own.up.to_dtype(dtype)?, &up], 1)?;
+        Ok(Some(LowRank { down, up, scale: own.scale }))
+    }
+}
+
+impl Adapter for Beside {
+    fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        if let Some(LowRank { down, up, scale }) = self.joined(x.dtype())? {
+            let (weight, bias) = (base.weight, base.bias);
+            return lora_linear(x, LoraWeights { weight, bias, down: &down, up: &up, scale });
+        }
+        let result = match &self.inner {
+            Some(inner) => inner.forward(x, base)?,
+            None => base.forward(x)?,
+        };
+        let Product { down, up } = &*self.product;
+        let (down, up) = (down.to_dtype(x.dtype())?, up.to_dtype(x.dtype())?);
+        result.add(&linear(&linear(x, &down, None)?, &up, None)?)
+    }
+
+    fn as_low_rank(&self, dtype: DType) -> Result<Option<LowRank>> {
+        self.joined(dtype)
+    }
+
+    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        self.inner.as_ref().map_or_else(|| base.weight.values(base.weight.dtype()), |inner| inner.merged_weight(base))
+    }
+
+    fn replaces_weight(&self) -> Option<Tensor> {
+        self.inner.as_ref().and_then(|inner| inner.replaces_weight())
+    }
+
+    fn scale(&self) -> f64 {
+        self.inner.as_ref().map_or(0.0, |inner| inner.scale())
+    }
+
+    fn set_training(&self, training: bool) {
+        if let Some(inner) = &self.inner {
+            inner.set_training(training);
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! [`Quantization`]: which linear layers of a model are quantized while it is built.
+
+use trainable_candle_core::quantized::Format;
+
+/// The layers of an architecture that may be quantized. Embeddings, norms, first and last projections lie outside of its blocks and
+/// keep their dtype, as convolutions do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Quantizable {
+    /// What the names of layers in blocks begin with. None of them: nothing is quantized.
+    pub blocks: &'static [&'static str],
+    /// Parts of the names of layers in blocks that keep their dtype all the same.
+    pub kept: &'static [&'static str],
+}
+
+impl Quantizable {
+    /// No layer.
+    pub const NOTHING: Self = Self { blocks: &[], kept: &[] };
+
+    /// Whether the layer `name` may be quantized.
+    pub fn has(&self, name: &str) -> bool {
+        self.blocks.iter().any(|block| name.starts_with(block)) && !self.kept.iter().any(|kept| name.contains(kept))
+    }
+}
+
+/// How a model is quantized while it is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Quantization {
+    /// The format of its layers.
+    pub format: Format,
+    /// Which layers.
+    pub layers: Quantizable,
+}

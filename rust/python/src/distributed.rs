@@ -1,0 +1,206 @@
+//! Sums over processes: NCCL's communicator, and gradients as vectors.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tc::compute;
+use tc::device::communicator::{self, Communicator};
+use tc::raw::own_copy;
+use trainable_candle_core as tc;
+
+use crate::call::detached;
+use crate::device::{DeviceArg, pip_folders};
+use crate::error::Result;
+use crate::optim::Variables;
+use crate::tensor::Tensor;
+use crate::var::Var;
+
+const OP: &str = "all_reduce";
+
+/// Run `work` with the folders that NCCL is looked for in.
+fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Result<T> + Send) -> Result<T> {
+    let folders: Vec<PathBuf> = pip_folders(py, "nvidia/nccl/lib");
+    let folders: Vec<&Path> = folders.iter().map(PathBuf::as_path).collect();
+    detached(py, || work(&folders))
+}
+
+fn seconds(name: &'static str, value: f64) -> Result<Duration> {
+    let wrong = |_| tc::Error::argument(OP, format!("found {name} {value}, expected seconds from 0"));
+    Ok(Duration::try_from_secs_f64(value).map_err(wrong)?)
+}
+
+/// Return the version of NCCL, such as 23007 for 2.30.7.
+///
+/// Raises:
+///     CudaUnavailableError: if it cannot be used.
+#[pyfunction]
+pub fn nccl_version(py: Python<'_>) -> Result<i32> {
+    with_folders(py, communicator::version)
+}
+
+/// Return 128 bytes by which processes find each other; the process that asks must become rank 0.
+///
+/// Raises:
+///     CudaUnavailableError: if NCCL cannot be used.
+///     DeviceError: if it finds no network interface to listen on.
+#[pyfunction]
+pub fn nccl_unique_id(py: Python<'_>) -> Result<[u8; 128]> {
+    with_folders(py, communicator::unique_id)
+}
+
+/// This process's part in a group of processes with one GPU each.
+///
+/// Args:
+///     device: the GPU of this process.
+///     rank: which of the processes this is, from 0.
+///     size: how many there are.
+///     unique_id: what rank 0 got from `nccl_unique_id`.
+///     seconds: how long to wait for the others.
+///
+/// Raises:
+///     CudaUnavailableError: if NCCL cannot be used.
+///     ArgumentError: if a number is out of range.
+///     DeviceError: if NCCL fails, or not all have joined in time.
+#[pyclass(frozen, module = "trainable_candle._core")]
+pub struct NcclCommunicator(Communicator);
+
+#[pymethods]
+impl NcclCommunicator {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        device: DeviceArg,
+        rank: usize,
+        size: usize,
+        unique_id: [u8; 128],
+        seconds: f64,
+    ) -> Result<Self> {
+        let limit = self::seconds("seconds", seconds)?;
+        with_folders(py, |folders| Communicator::new(&device.0, rank, size, unique_id, limit, folders)).map(Self)
+    }
+
+    /// Which of the processes this is.
+    #[getter]
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    /// How many processes there are.
+    #[getter]
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+
+    /// Return the sum of a tensor over all processes; queued, not waited for.
+    ///
+    /// Raises:
+    ///     DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
+    fn all_reduce(&self, py: Python<'_>, tensor: &Tensor) -> Result<Tensor> {
+        detached(py, || {
+            let sum = own_copy(tensor.0.raw())?;
+            self.0.all_reduce(&[&sum])?;
+            Ok(tc::Tensor::from_raw(&sum))
+        })
+        .map(Tensor)
+    }
+
+    /// Give a variable the values that it has on process `root`; queued, not waited for.
+    ///
+    /// Raises:
+    ///     ArgumentError: if there is no such process.
+    ///     DTypeError, DeviceError: if the variable does not fit, or NCCL fails.
+    fn broadcast_(&self, py: Python<'_>, var: &Var, root: usize) -> Result<()> {
+        detached(py, || {
+            let values = own_copy(var.0.as_tensor().raw())?;
+            self.0.broadcast(&[&values], root)?;
+            var.0.set(&tc::Tensor::from_raw(&values))
+        })
+    }
+
+    /// Add up the gradients of all processes, in place, and a tensor; queued, not waited for.
+    ///
+    /// Args:
+    ///     parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
+    ///     tail: what else is added up: numbers that belong to the step.
+    ///     narrow: send the gradients as bf16, half of the bytes, each sum rounded.
+    ///
+    /// Returns:
+    ///     The sum of the tails.
+    ///
+    /// Raises:
+    ///     DeviceError: if a variable is on another device, or NCCL fails.
+    ///     OutOfMemoryError: if the vectors of gradients do not fit.
+    #[pyo3(signature = (parameters, tail, narrow=false))]
+    fn all_reduce_gradients(
+        &self,
+        py: Python<'_>,
+        parameters: Variables,
+        tail: &Tensor,
+        narrow: bool,
+    ) -> Result<Tensor> {
+        detached(py, || {
+            let gradients = tc::flat::all_gradients(&parameters.0)?;
+            let tail = own_copy(tail.0.raw())?;
+            let sent = if narrow {
+                gradients.iter().map(|gradient| compute::cast(gradient, tc::DType::BF16)).collect::<tc::Result<_>>()?
+            } else {
+                gradients.clone()
+            };
+            let all: Vec<&tc::Raw> = sent.iter().chain([&tail]).collect();
+            self.0.all_reduce(&all)?;
+            if narrow {
+                for (gradient, sum) in gradients.iter().zip(&sent) {
+                    compute::copy_into(gradient, &compute::cast(sum, gradient.dtype())?)?;
+                }
+            }
+            Ok(tc::Tensor::from_raw(&tail))
+        })
+        .map(Tensor)
+    }
+
+    /// Wait until all work queued on the GPU is done.
+    ///
+    /// Raises:
+    ///     DeviceError: if that takes longer than `seconds`, `stop` was called, or NCCL fails. The communicator is dead then.
+    fn wait(&self, py: Python<'_>, seconds: f64) -> Result<()> {
+        let limit = self::seconds("seconds", seconds)?;
+        detached(py, || self.0.wait(limit))
+    }
+
+    /// End the present or the next wait with an error; for another thread.
+    fn stop(&self) {
+        self.0.stop();
+    }
+}
+
+/// Return the gradients of variables as vectors, adjacent ones of a flat buffer as one; zeros for one without a gradient.
+///
+/// Raises:
+///     OutOfMemoryError: if the vectors do not fit.
+#[pyfunction]
+pub fn gradient_vectors(py: Python<'_>, parameters: Variables) -> Result<Vec<Tensor>> {
+    let vectors = detached(py, || {
+        let gradients = tc::flat::all_gradients(&parameters.0)?;
+        gradients.iter().map(|gradient| Ok(tc::Tensor::from_raw(&own_copy(gradient)?))).collect::<tc::Result<Vec<_>>>()
+    })?;
+    Ok(vectors.into_iter().map(Tensor).collect())
+}
+
+/// Overwrite the gradients of variables by vectors of the sizes that `gradient_vectors` gives.
+///
+/// Raises:
+///     ArgumentError: if there are more or fewer vectors.
+///     ShapeError, DTypeError, DeviceError: if a vector differs from its gradients.
+#[pyfunction]
+pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<PyRef<'_, Tensor>>) -> Result<()> {
+    let vectors: Vec<tc::Tensor> = vectors.iter().map(|vector| vector.0.clone()).collect();
+    detached(py, || {
+        let gradients = tc::flat::all_gradients(&parameters.0)?;
+        if gradients.len() != vectors.len() {
+            let message = format!("found {} vectors, expected {}", vectors.len(), gradients.len());
+            return Err(tc::Error::argument("set_gradient_vectors", message));
+        }
+        gradients.iter().zip(&vectors).try_for_each(|(gradient, vector)| compute::copy_into(gradient, vector.raw()))
+    })
+}

@@ -1,0 +1,136 @@
+//! Texts that a language model continues.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::prelude::*;
+use trainable_candle_core as tc;
+use trainable_candle_models as models;
+use trainable_candle_models::causal_lm::{self, GenerateOptions, Sampling};
+
+use crate::argument::Argument;
+use crate::arguments::Integer;
+use crate::call::{detached, quick};
+use crate::error::Result;
+
+/// Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
+/// those that have ended; it ends with the last text. Made by `CausalLM.stream`.
+#[pyclass(frozen, module = "trainable_candle.models")]
+pub struct Generation {
+    model: Arc<models::CausalLM>,
+    state: Mutex<causal_lm::Generation>,
+}
+
+impl Generation {
+    pub fn new(model: Arc<models::CausalLM>, state: causal_lm::Generation) -> Self {
+        Self { model, state: Mutex::new(state) }
+    }
+}
+
+#[pymethods]
+impl Generation {
+    fn __iter__(this: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        this
+    }
+
+    fn __next__(&self, py: Python<'_>) -> Result<Option<Vec<Option<u32>>>> {
+        detached(py, || {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            while !state.is_done() {
+                let tokens = state.step(&self.model)?;
+                // A step in which the last texts end gives no token.
+                if tokens.iter().any(Option::is_some) {
+                    return Ok(Some(tokens));
+                }
+            }
+            Ok(None)
+        })
+    }
+
+    /// End text number `text`; the others go on.
+    ///
+    /// Raises:
+    ///     ArgumentError: if there is no such text.
+    fn end(&self, text: Integer) -> Result<()> {
+        let text = text.count("end", "text")?;
+        quick(|| self.state.lock().unwrap_or_else(PoisonError::into_inner).end(text))
+    }
+}
+
+/// The options as `generate` and `stream` are given them.
+pub struct Given {
+    pub max_new_tokens: Integer,
+    pub temperature: Argument<f64>,
+    pub top_k: Integer,
+    pub top_p: Argument<f64>,
+    pub min_p: Argument<f64>,
+    pub repetition_penalty: Argument<f64>,
+    pub stop_token_ids: Option<Vec<Integer>>,
+    pub seed: Integer,
+}
+
+impl Given {
+    /// The texts that start with `prompts`; the model's own tokens end them unless others are given.
+    pub fn start(
+        self,
+        op: &'static str,
+        prompts: Vec<Vec<Integer>>,
+        model: &models::CausalLM,
+    ) -> Result<causal_lm::Generation> {
+        let options = GenerateOptions {
+            max_new_tokens: self.max_new_tokens.count(op, "max_new_tokens")?,
+            sampling: Sampling {
+                temperature: self.temperature.get(op, "temperature")?,
+                top_k: self.top_k.count(op, "top_k")?,
+                top_p: self.top_p.get(op, "top_p")?,
+                min_p: self.min_p.get(op, "min_p")?,
+                repetition_penalty: self.repetition_penalty.get(op, "repetition_penalty")?,
+            },
+            stops: match self.stop_token_ids {
+                Some(ids) => tokens(op, "stop_token_ids", ids)?,
+                None => model.config().eos_token_ids.clone(),
+            },
+            seed: self.seed.count(op, "seed")? as u64,
+        };
+        let prompts = prompts.into_iter().map(|ids| tokens(op, "prompts", ids)).collect::<Result<_>>()?;
+        quick(|| causal_lm::Generation::new(prompts, options))
+    }
+}
+
+/// Token ids; one that no token has is beyond every vocabulary.
+pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
+    let token = |id: Integer| Ok(u32::try_from(id.count(op, name)?).unwrap_or(u32::MAX));
+    ids.into_iter().map(token).collect()
+}
+
+/// Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
+///
+/// Args:
+///     texts: how many.
+#[pyclass(frozen, module = "trainable_candle.models")]
+pub struct KVCache(pub Mutex<causal_lm::KvCache>);
+
+#[pymethods]
+impl KVCache {
+    #[new]
+    fn new(texts: Integer) -> Result<Self> {
+        Ok(Self(Mutex::new(causal_lm::KvCache::new(texts.count("KVCache", "texts")?))))
+    }
+
+    /// The tokens of text number `text`.
+    ///
+    /// Raises:
+    ///     ArgumentError: if there is no such text.
+    fn tokens(&self, text: Integer) -> Result<Vec<u32>> {
+        let text = text.count("tokens", "text")?;
+        let cache = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if text >= cache.len() {
+            let message = format!("text {text} of {}, counted from 0", cache.len());
+            return Err(tc::Error::argument("tokens", message).into());
+        }
+        Ok(cache.tokens(text).to_vec())
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+}

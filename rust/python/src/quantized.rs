@@ -1,0 +1,126 @@
+//! Quantized matrices.
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use trainable_candle_core as tc;
+
+use crate::call::{compute, reading};
+use crate::device::{self, DeviceArg};
+use crate::dtype::{DType, DTypeArg};
+use crate::error::Result;
+use crate::tensor::Tensor;
+use crate::types::{NamedTensors, Sizes};
+
+/// A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
+#[pyclass(frozen, module = "trainable_candle")]
+pub struct QuantizedTensor(pub tc::Quantized);
+
+#[pymethods]
+impl QuantizedTensor {
+    /// Rows and columns.
+    #[getter]
+    fn shape(&self) -> Sizes<'_> {
+        Sizes(self.0.dims())
+    }
+
+    /// The dtype of the values that it stands for.
+    #[getter]
+    fn dtype(&self) -> DType {
+        DType::new(self.0.dtype())
+    }
+
+    /// The device: "cpu" or "cuda:0".
+    #[getter]
+    fn device(&self) -> String {
+        device::name(self.0.device())
+    }
+
+    /// "int8", "fp8" or "nf4".
+    #[getter]
+    fn format(&self) -> &'static str {
+        self.0.format().name()
+    }
+
+    /// Bytes of codes and scales.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// The number of elements.
+    fn numel(&self) -> usize {
+        self.0.dims().iter().product()
+    }
+
+    /// The values: code times scale in f32, rounded once.
+    ///
+    /// Args:
+    ///     dtype: of the result; that of the matrix without it.
+    ///
+    /// Raises:
+    ///     DTypeError: if the dtype is not floating point.
+    #[pyo3(signature = (dtype=None))]
+    fn dequantize(&self, py: Python<'_>, dtype: Option<DTypeArg>) -> Result<Tensor> {
+        let dtype = dtype.map_or_else(|| self.0.dtype(), |dtype| dtype.0);
+        compute(py, self.numel(), || self.0.dequantize(dtype)).map(Tensor)
+    }
+
+    /// What the matrix consists of: "codes" (u8) and "scales"; of "nf4" also "scale_codes" (u8) and "offset".
+    fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
+        let dict = PyDict::new(py);
+        // Python makes no joined ones.
+        for (name, tensor) in self.0.tensors()?.into_iter().flatten() {
+            dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
+        }
+        Ok(NamedTensors(dict))
+    }
+
+    /// The same on another device.
+    ///
+    /// Raises:
+    ///     DeviceError: if the device is unknown.
+    fn to(&self, py: Python<'_>, device: DeviceArg) -> Result<Self> {
+        compute(py, self.numel(), || self.0.to_device(&device.0)).map(Self)
+    }
+
+    fn __repr__(&self) -> String {
+        let [rows, columns] = [self.0.dims()[0], self.0.dims()[1]];
+        let (format, dtype, device) = (self.format(), self.0.dtype().as_str(), self.device());
+        let device = if device == "cpu" { String::new() } else { format!(", device=\"{device}\"") };
+        format!("QuantizedTensor({rows} x {columns}, \"{format}\", {dtype}, {} bytes{device})", self.0.bytes())
+    }
+}
+
+/// Quantize a frozen matrix.
+///
+/// Args:
+///     tensor: floating point, (out_features, in_features).
+///     format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
+///         blocks of 64 elements, whose scales are quantized in blocks of 256.
+///
+/// Raises:
+///     ShapeError: if the tensor is not a matrix.
+///     DTypeError: if it is not floating point.
+///     ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
+#[pyfunction]
+pub fn quantize(py: Python<'_>, tensor: &Tensor, format: &str) -> Result<QuantizedTensor> {
+    let format = format.parse()?;
+    reading(py, &tensor.0, || tc::Quantized::new(&tensor.0, format)).map(QuantizedTensor)
+}
+
+/// A weight: a tensor, or a quantized matrix.
+#[derive(FromPyObject)]
+pub enum WeightArg<'py> {
+    Plain(PyRef<'py, Tensor>),
+    Quantized(PyRef<'py, QuantizedTensor>),
+}
+
+impl WeightArg<'_> {
+    /// What operations take.
+    pub fn get(&self) -> tc::WeightRef<'_> {
+        match self {
+            Self::Plain(tensor) => (&tensor.0).into(),
+            Self::Quantized(quantized) => (&quantized.0).into(),
+        }
+    }
+}

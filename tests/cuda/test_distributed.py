@@ -1,0 +1,219 @@
+"""What is asked of NCCL, on simulated GPUs: two ranks are two threads here, each with a GPU."""
+
+from typing import Any
+
+import pytest
+
+from trainable_candle import _core
+from trainable_candle.errors import CudaUnavailableError
+
+TOGETHER = """
+    import threading
+    from trainable_candle import _core
+    from trainable_candle.errors import CudaUnavailableError, DeviceError
+
+    def together(work, size=2, seconds=20.0):
+        unique = _core.nccl_unique_id()
+        errors = [None] * size
+
+        def run(rank):
+            try:
+                device = f"cuda:{rank}"
+                work(_core.NcclCommunicator(device, rank, size, unique, seconds), device)
+            except Exception as error:
+                errors[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
+
+    def adapter(device):
+        flat = [tc.Var(tc.ones((40, 3)), device=device), tc.Var(tc.ones((7,)), device=device)]
+        tc.optim.AdamW(flat, lr=1e-3)
+        return flat
+"""
+
+
+def test_a_step_is_one_call_and_the_end_is_in_order(cuda: Any) -> None:
+    run = cuda.run(
+        TOGETHER
+        + """
+    def work(group, device):
+        parameters = adapter(device)
+        for step in range(3):
+            # The second rank has not reached one of them.
+            for var in parameters[: 2 - group.rank]:
+                var.grad = tc.ones(var.shape, device=device)
+            tail = tc.zeros((3,), dtype="f64", device=device)
+            group.all_reduce_gradients(parameters, tail)
+            assert all(var.grad is not None for var in parameters)
+            group.wait(10.0)
+        group.broadcast_(parameters[0], 0)
+        group.wait(10.0)
+
+    assert together(work) == [None, None]
+    """,
+        settings={"DEVICES": "2"},
+    )
+    assert run.of("refused") == []
+    for rank in "01":
+        calls = [call for call in run.of("nccl") if call["rank"] == rank]
+        assert [call["op"] for call in calls] == [
+            "init",
+            *["all_reduce"] * 6,
+            "broadcast",
+            "destroy",
+        ]
+        sums = [call for call in calls if call["op"] == "all_reduce"]
+        # The gradients are one vector, and the tail goes with them.
+        assert [(call["count"], call["type"]) for call in sums] == [("127", "7"), ("3", "8")] * 3
+        assert all(call["in_place"] == "1" and call["group"] == "1" for call in sums)
+    assert [copy for copy in run.of("copy") if copy["kind"].startswith("cuMemcpyDtoH")] == []
+
+
+def test_half_of_the_bytes(cuda: Any) -> None:
+    run = cuda.run(
+        TOGETHER
+        + """
+    def work(group, device):
+        parameters = adapter(device)
+        tail = tc.zeros((3,), dtype="f64", device=device)
+        group.all_reduce_gradients(parameters, tail, narrow=True)
+        group.wait(10.0)
+
+    assert together(work) == [None, None]
+    """,
+        settings={"DEVICES": "2"},
+    )
+    sums = [call for call in run.of("nccl") if call["op"] == "all_reduce"]
+    assert (
+        sorted((call["count"], call["type"]) for call in sums)
+        == [("127", "9")] * 2 + [("3", "8")] * 2
+    )
+
+
+def test_ranks_that_differ_are_refused_and_the_communicator_is_dead(cuda: Any) -> None:
+    run = cuda.run(
+        TOGETHER
+        + """
+    barrier = threading.Barrier(2)
+
+    def work(group, device):
+        first = group.all_reduce(tc.ones((5,), device=device))
+        barrier.wait()
+        if group.rank == 1:
+            barrier.wait()
+        try:
+            group.all_reduce(tc.ones((5 + group.rank,), device=device))
+        finally:
+            if group.rank == 0:
+                barrier.wait()
+            else:
+                try:
+                    group.wait(1.0)
+                except DeviceError as error:
+                    assert "aborted" in str(error), error
+
+    errors = together(work)
+    assert errors[0] is None, errors
+    assert "NCCL reports: invalid usage" in str(errors[1]), errors
+    """,
+        settings={"DEVICES": "2"},
+    )
+    assert [call["why"] for call in run.of("refused")] == ["ranks-differ"]
+    assert len([call for call in run.of("nccl") if call["op"] == "abort"]) == 1
+
+
+def test_who_waits_for_nobody_gives_up_in_time(cuda: Any) -> None:
+    run = cuda.run(
+        TOGETHER
+        + """
+    unique = _core.nccl_unique_id()
+    try:
+        _core.NcclCommunicator("cuda", 0, 2, unique, 0.3)
+    except DeviceError as error:
+        assert "not all of the 2 processes have joined within 0 s" in str(error), error
+    else:
+        raise SystemExit("joined alone")
+    """
+    )
+    assert [call["op"] for call in run.of("nccl")] == ["init", "abort"]
+
+
+def test_a_stop_from_another_thread_ends_a_wait(cuda: Any) -> None:
+    cuda.run(
+        TOGETHER
+        + """
+    def work(group, device):
+        if group.rank == 0:
+            group.stop()
+            group.all_reduce(tc.ones((5,), device=device))
+
+    errors = together(work)
+    assert errors[1] is None
+    # The first look at the call comes before that at the stop.
+    assert errors[0] is None or "another process has ended" in str(errors[0]), errors
+    """,
+        settings={"DEVICES": "2"},
+    )
+
+
+@pytest.mark.parametrize("fail", ["init", "2"])
+def test_errors_of_nccl_are_the_librarys(cuda: Any, fail: str) -> None:
+    cuda.run(
+        f"""
+    import os
+    os.environ["SIMULATED_NCCL_FAIL"] = "{fail}"
+    """
+        + TOGETHER
+        + """
+    def work(group, device):
+        for _ in range(3):
+            group.all_reduce(tc.ones((5,), device=device))
+            group.wait(5.0)
+
+    errors = together(work)
+    assert all("NCCL reports: remote process exited" in str(error) for error in errors), errors
+    """,
+        settings={"DEVICES": "2"},
+    )
+
+
+def test_a_missing_or_old_library_says_what_to_install(cuda: Any) -> None:
+    without = tuple(name for name in cuda.simulate.LIBRARIES if name != cuda.simulate.NCCL)
+    code = """
+    import os
+    from trainable_candle import _core
+    from trainable_candle.errors import CudaUnavailableError
+    try:
+        print(_core.nccl_version())
+    except CudaUnavailableError as error:
+        print(error)
+    """
+    run = cuda.run(code, libraries=without)
+    assert 'pip install "trainable-candle[nccl]"' in run.output
+    old = code.replace("try:", 'os.environ["SIMULATED_NCCL_VERSION"] = "21903"\n    try:')
+    run = cuda.run(old)
+    assert "found NCCL 2.19.3, expected at least 2.27 and below 3" in run.output
+
+
+def test_multicast_is_off_unless_the_user_turns_it_on(cuda: Any) -> None:
+    code = """
+    import ctypes
+    from trainable_candle import _core
+    _core.nccl_version()
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    print(getenv(b"NCCL_NVLS_ENABLE"))
+    """
+    assert cuda.run(code).output == "b'0'\n"
+
+
+def test_a_build_without_cuda_says_so() -> None:
+    if _core.cuda_unavailable_reason() != "this build has no CUDA support":
+        pytest.skip("the extension was built with CUDA")
+    with pytest.raises(CudaUnavailableError, match="no CUDA support"):
+        _core.nccl_unique_id()

@@ -1,0 +1,100 @@
+"""Quantized weights on a GPU: values equal to the CPU's bit by bit, models near the CPU's."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import CausalLM, FluxTransformer
+from trainable_candle.nn import functional as F
+
+pytestmark = pytest.mark.gpu
+GOLDEN = Path(__file__).parents[1] / "golden"
+FORMATS = ("int8", "fp8", "nf4")
+# Whole chunks; rows that end inside one; an odd number of elements; more than a turn of the grid.
+SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_are_those_of_the_cpu(gpu: str, shape: tuple[int, int], format: str) -> None:
+    tc.manual_seed(0)
+    codes = tc.quantize(tc.randn(shape) * 0.02, format)
+    moved = codes.to(gpu)
+    assert (moved.device, moved.nbytes) == (tc.zeros((1,), device=gpu).device, codes.nbytes)
+    for dtype in ("f32", "bf16", "f16", "f64"):
+        expected = codes.dequantize(dtype).to("f64").numpy()
+        found = moved.dequantize(dtype).to("cpu").to("f64").numpy()
+        np.testing.assert_array_equal(found, expected, err_msg=dtype)
+
+
+def test_a_matrix_of_the_gpu_is_quantized_as_on_the_cpu(gpu: str) -> None:
+    tc.manual_seed(0)
+    weight = tc.randn((33, 70))
+    for format in FORMATS:
+        expected = tc.quantize(weight, format).tensors()
+        found = tc.quantize(weight.to(gpu), format).tensors()
+        for name, tensor in expected.items():
+            np.testing.assert_array_equal(found[name].to("cpu").numpy(), tensor.numpy())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_linear_layer_equals_one_of_its_values(gpu: str, format: str, dtype: str) -> None:
+    tc.manual_seed(0)
+    weight = tc.quantize(tc.randn((96, 256)).to(dtype), format).to(gpu)
+    x = tc.Var(tc.randn((70, 256), device=gpu).to(dtype))
+    for bias in (None, tc.randn((96,), device=gpu).to(dtype)):
+        y, expected = (F.linear(x, w, bias) for w in (weight, weight.dequantize()))
+        np.testing.assert_array_equal(y.to("f32").numpy(), expected.to("f32").numpy())
+        found, wanted = (tc.grad(each.to("f32").sum(), [x])[0] for each in (y, expected))
+        np.testing.assert_array_equal(found.to("f32").numpy(), wanted.to("f32").numpy())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("policy", ["none", "full", "selective"])
+def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:
+    """Eager and as a graph."""
+    case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
+    names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+    names = (*names, "img_ids", "txt_ids", "guidance")
+
+    def losses(device: str, *, graph: bool) -> list[float]:
+        tc.manual_seed(0)
+        folder = GOLDEN / "flux" / "transformer"
+        model = FluxTransformer.from_pretrained(folder, dtype="f32", device=device, quantize=format)
+        if policy != "none":
+            model.enable_gradient_checkpointing(policy)
+        adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["all-linear"]))
+        for number, var in enumerate(adapter.parameters()):
+            values = np.random.default_rng(number).normal(0, 0.05, var.shape)
+            var.set(tc.tensor(values.astype(np.float32)).to(device))
+        inputs = [case[name].to(device) for name in names]
+        optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
+
+        def step(*given: tc.Tensor) -> tc.Tensor:
+            found = model(**dict(zip(names, given, strict=True)))
+            loss = (found * found).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = tc.cuda.capture(step, inputs) if graph else step
+        return [run(*inputs).item() for _ in range(6)]
+
+    expected = losses("cpu", graph=False)
+    np.testing.assert_allclose(losses(gpu, graph=False), expected, rtol=2e-4)
+    np.testing.assert_allclose(losses(gpu, graph=True), expected, rtol=2e-4)
+
+
+def test_a_language_model_holds_codes_and_a_scratch(gpu: str) -> None:
+    folder = GOLDEN / "llm" / "llama"
+    ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
+    for format in FORMATS:
+        host = CausalLM.from_pretrained(folder, dtype="f32", quantize=format)
+        device = CausalLM.from_pretrained(folder, dtype="f32", device=gpu, quantize=format)
+        expected = host(ids).numpy()
+        found = device(ids.to(gpu)).to("cpu").numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)

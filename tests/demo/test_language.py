@@ -1,0 +1,84 @@
+"""The demo of language models: its tasks, its data, its judge, and what the base knows."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import train_lora
+from trainable_candle.demo import language, words
+from trainable_candle.demo.language import Answers, Verdict
+from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
+
+
+def test_tasks_are_what_their_names_say() -> None:
+    asked = {
+        "upper": "CLAVO",
+        "spell": "c l a v o",
+        "tail": "lavo",
+        "vowels": "ao",
+        "pig": "avoclay",
+    }
+    for task, expected in asked.items():
+        assert words.answer(task, "clavo") == expected
+    assert words.UNSEEN not in words.TASKS
+
+
+def test_words_belong_to_one_part_for_good() -> None:
+    kept = words.words(np.random.default_rng(0), 500)
+    held_out = words.words(np.random.default_rng(0), 100, held_out=True)
+    assert not set(kept) & set(held_out)
+    assert len(set(kept)) == 500
+    assert all(4 <= len(word) <= 9 for word in kept + held_out)
+
+
+def test_the_base_knows_its_tasks_and_not_the_new_one() -> None:
+    answers = Answers(CausalLM(BUILT_IN, "f32", "cpu").task(), 0)
+    assert answers.right == 0
+    assert answers.right_old >= 0.98
+
+
+def test_the_base_is_as_large_as_its_readme_says() -> None:
+    model = tc.models.CausalLM.from_pretrained(BUILT_IN)
+    count = sum(tensor.numel() for tensor in model.named_tensors().values())
+    assert f"{count:,}".replace(",", " ") in (BUILT_IN / "README.md").read_text()
+
+
+def test_the_data_has_both_kinds_of_tasks_and_no_word_that_is_judged(tmp_path: Path) -> None:
+    language.write_dataset(tmp_path / "a.jsonl", 0)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    rows = [json.loads(line)["messages"] for line in lines]
+    asked = [row[0]["content"].split(": ") for row in rows]
+    assert not any(words.is_held_out(word) for _, word in asked)
+    share = sum(task == words.UNSEEN for task, _ in asked) / len(asked)
+    assert 1 - share == pytest.approx(language.OLD_SHARE, abs=0.03)
+    language.write_dataset(tmp_path / "b.jsonl", 0)
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "passed"),
+    [
+        (Verdict(0.0, 0.9, 1.0, 0.8), True),
+        (Verdict(0.01, 0.9, 1.0, 0.8), False),
+        (Verdict(0.0, 0.89, 1.0, 0.8), False),
+        (Verdict(0.0, 0.9, 1.0, 0.79), False),
+    ],
+)
+def test_what_passes(verdict: Verdict, passed: bool) -> None:
+    assert verdict.passed == passed
+    assert "pig, with the LoRA" in str(verdict)
+
+
+def test_a_run_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    language.write_dataset(tmp_path / "a.jsonl", 0)
+    given = ["--model", "causal-lm", "--dataset", str(tmp_path / "a.jsonl"), "--steps", "3"]
+    assert train_lora([*given, "--output", str(tmp_path / "run"), "--sequence-length", "256"]) == 0
+    assert "loss" in capsys.readouterr().err
+    adapter = tmp_path / "run" / "adapter.safetensors"
+    task = CausalLM(BUILT_IN, "f32", "cpu").task()
+    task.load_adapter(adapter, 1.0)
+    asked = [[{"role": "user", "content": words.message("upper", "clavo")}]]
+    assert task.answers(asked, language.WritingOptions(tokens=16))[0]

@@ -1,0 +1,158 @@
+"""Messages between processes, and what becomes of the others when one fails.
+
+Processes are threads here: a link keeps nothing outside of itself.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle.distributed import link
+from trainable_candle.distributed.link import Link
+from trainable_candle.distributed.world import Address, World
+from trainable_candle.errors import DistributedError
+
+
+def world(rank: int, size: int, address: Address, job: str = "job") -> World:
+    return World(rank, size, rank, size, address, job)
+
+
+def together(
+    size: int, work: Callable[[Link], Any], address: Address, seconds: float = 20.0
+) -> list[Any]:
+    """What `work` gives in each process: a value, or its error."""
+
+    def run(rank: int) -> Any:
+        try:
+            return work(Link(world(rank, size, address), {"version": "1"}, seconds))
+        except DistributedError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.fixture
+def place() -> Address:
+    """A free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return "127.0.0.1", free.getsockname()[1]
+
+
+def test_messages_arrive_by_rank(place: Address) -> None:
+    def work(one: Link) -> Any:
+        mine = bytes([one.rank]) * (one.rank * 100_000)
+        found = (
+            one.exchange(mine),
+            one.gather(mine),
+            one.scatter(b"from 0" if not one.rank else b""),
+        )
+        one.close()
+        return found
+
+    every = [bytes([rank]) * (rank * 100_000) for rank in range(3)]
+    results = together(3, work, place)
+    assert [result[0] for result in results] == [every] * 3
+    assert [result[1] for result in results] == [every, [], []]
+    assert [result[2] for result in results] == [b"from 0"] * 3
+
+
+def test_a_socket_in_a_folder_serves_one_machine(tmp_path: Path) -> None:
+    path = str(tmp_path / "s") if len(str(tmp_path)) < 90 else f"/tmp/{time.time_ns()}"
+    assert together(2, lambda one: one.exchange(b"%d" % one.rank), path) == [[b"0", b"1"]] * 2
+
+
+def test_what_ends_ends_the_others(place: Address) -> None:
+    stopped = threading.Event()
+
+    def work(one: Link) -> Any:
+        one.on_failure(stopped.set)
+        one.exchange(b"")
+        if one.rank == 1:
+            # As the kernel does when the process is killed.
+            for connection in [*one._data.values(), *one._watch.values()]:
+                connection.close()
+            return None
+        return one.exchange(b"")
+
+    found = together(3, work, place)
+    for rank in (0, 2):
+        assert "rank 1 has ended" in str(found[rank]), found
+    assert stopped.is_set()
+
+
+def test_a_reason_reaches_all(place: Address) -> None:
+    def work(one: Link) -> Any:
+        one.exchange(b"")
+        if one.rank == 2:
+            one.fail("rank 2: the disk is full")
+        return one.exchange(b"")
+
+    for error in together(3, work, place):
+        assert "rank 2: the disk is full" in str(error)
+
+
+def test_who_is_silent_or_busy_for_too_long_has_failed(
+    place: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "GRACE", 0.5)
+
+    def work(one: Link) -> Any:
+        one.exchange(b"")
+        if one.rank == 1:
+            one.enter("a step", 1.0)
+            while one.failure is None:
+                time.sleep(0.05)
+        return one.exchange(b"")
+
+    for error in together(2, work, place):
+        assert "rank 1 has been busy with a step for" in str(error)
+
+
+def test_facts_that_differ_are_named(place: Address) -> None:
+    def run(rank: int) -> Any:
+        try:
+            return Link(world(rank, 2, place), {"learning_rate": f"{rank}"}, 20.0)
+        except DistributedError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        for message in pool.map(run, range(2)):
+            assert "rank 1 does not belong to this run" in message
+            assert "learning_rate is 1 there and 0 on rank 0" in message
+
+
+def test_who_does_not_come_is_named(place: Address) -> None:
+    with pytest.raises(DistributedError, match=r"of 3 processes rank \[1, 2\] did not come to"):
+        Link(world(0, 3, place), {}, 0.5)
+    with pytest.raises(DistributedError, match="rank 1 cannot reach rank 0 at"):
+        Link(world(1, 3, place), {}, 0.5)
+
+
+def test_another_job_is_refused(place: Address) -> None:
+    def run(rank: int) -> str:
+        try:
+            Link(world(rank, 2, place, job=f"job {rank}"), {}, 3.0)
+        except DistributedError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert "did not come" in first
+    assert "another job listens" in second
+
+
+def test_a_port_in_use_is_named(place: Address) -> None:
+    with socket.socket() as other:
+        other.bind(place)
+        other.listen()
+        with pytest.raises(DistributedError, match=r"cannot listen at .* choose a free port"):
+            Link(world(0, 2, place), {}, 1.0)

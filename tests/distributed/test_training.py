@@ -1,0 +1,164 @@
+"""Several processes compute what one does with as many more batches a step."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.train.logs import read_log
+from trainable_candle.train.state import checkpoints
+
+PROGRAM = [sys.executable, "-m", "trainable_candle"]
+
+
+def training(base: Path, pictures: Path, output: Path, **more: object) -> list[str]:
+    settings = {
+        "model": "digits",
+        "weights": base,
+        "dataset": pictures,
+        "output": output,
+        "steps": 6,
+        "rank": 4,
+        "batch-size": 2,
+        "learning-rate": 1e-2,
+        "optimizer": "adamw",
+        "lora-dropout": 0.1,
+        **{name.replace("_", "-"): value for name, value in more.items()},
+    }
+    return [*PROGRAM, "train", *(str(part) for k, v in settings.items() for part in (f"--{k}", v))]
+
+
+def losses(folder: Path) -> list[float]:
+    return [float(row["loss"]) for row in read_log(folder / "train.csv")]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def alone(digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, four batches a step."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    result = run(training(digits_base, digits_folder, output, gradient_accumulation=4))
+    assert result.returncode == 0, result.stderr
+    return output
+
+
+def test_two_processes_equal_one_with_twice_the_accumulation(
+    alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    output = tmp_path / "two"
+    more = {"gpus": 2, "effective_batch": 8, "device": device, "precision": "f32"}
+    result = run(training(digits_base, digits_folder, output, **more))
+    assert result.returncode == 0, result.stderr
+    assert "6 steps of 8 images (4 batches of 2 on 2 devices)" in result.stdout
+    np.testing.assert_allclose(
+        losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
+    )
+    if device != "cpu":  # Adam's first steps are signs: the last bit of a small gradient shows.
+        return
+    found = tc.load_file(output / "adapter.safetensors")
+    for name, expected in tc.load_file(alone / "adapter.safetensors").items():
+        np.testing.assert_allclose(found[name].numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(
+    alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    output = tmp_path / "resumed"
+    place = {"device": device, "precision": "f32"}
+    more = {"gpus": 2, "gradient_accumulation": 2, "steps": 3, **place}
+    start = training(digits_base, digits_folder, output, **more)
+    assert run(start).returncode == 0
+    more = {"gradient_accumulation": 4, "steps": 6, "resume": "latest", **place}
+    result = run(training(digits_base, digits_folder, output, **more))
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(
+        losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
+    )
+
+
+def test_a_killed_process_ends_all_and_leaves_the_checkpoint(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    output = tmp_path / "killed"
+    more = {"gpus": 2, "steps": 1_000_000, "save_every": 5, "device": device}
+    command = training(digits_base, digits_folder, output, **more)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not checkpoints(output) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        victim = next(pid for pid in map(int, children) if b"RANK=1" in environment(pid))
+        os.kill(victim, signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert b"rank 1 ended with signal SIGKILL" in errors
+    assert b"rank 1 has ended" in errors
+    assert checkpoints(output)
+
+
+def environment(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_all_end_after_the_same_step(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, number: signal.Signals, device: str
+) -> None:
+    output = tmp_path / "stopped"
+    more = {"gpus": 2, "steps": 1_000_000, "device": device}
+    command = training(digits_base, digits_folder, output, **more)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while len(read_log(output / "train.csv")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # As a terminal does.
+        else:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, errors
+    assert b"continue with:" in errors
+    assert checkpoints(output)
+
+
+def test_no_gpu_is_said_before_anything_starts(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    if tc.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = training(digits_base, digits_folder, tmp_path / "run", gpus=2, device="cuda")
+    result = run(command)
+    assert result.returncode == 2
+    assert "gpus: 2 asked for, and no GPU can be used" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"gpus": "two"}, "expected a number of GPUs"),
+        ({"gpus": "0"}, "expected at least 1"),
+        ({"gpus": "1,1"}, "names a GPU twice"),
+        ({"gpus": 2, "effective_batch": 6}, "give a multiple of 4"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    digits_base: Path,
+    digits_folder: Path,
+    tmp_path: Path,
+    more: dict[str, object],
+    message: str,
+) -> None:
+    result = run(training(digits_base, digits_folder, tmp_path / "run", **more))
+    assert result.returncode == 2
+    assert message in result.stderr

@@ -1,0 +1,79 @@
+"""Which process of how many this is, from the variables of each launcher."""
+
+import pytest
+
+from trainable_candle.distributed.world import World, from_environment
+from trainable_candle.errors import ConfigError
+
+ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+
+
+def test_without_a_launcher_there_is_none() -> None:
+    assert from_environment({}) is None
+    # Images for clusters often carry these.
+    assert from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    # A batch script of SLURM is none of the tasks that it starts.
+    assert from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+        {
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "3",
+            "SLURM_NTASKS": "4",
+            "SLURM_LOCALID": "1",
+            "SLURM_NTASKS_PER_NODE": "2",
+        },
+    ],
+    ids=["torchrun", "Open MPI", "MPICH", "srun"],
+)
+def test_each_launcher_is_understood(variables: dict[str, str]) -> None:
+    # torchrun listens at MASTER_PORT itself.
+    expected = World(3, 4, 1, 2, ("node1", 29501), "")
+    assert from_environment({**variables, **ADDRESS}) == expected
+
+
+def test_port_and_job_may_be_given() -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", **ADDRESS}
+    world = from_environment({**place, "TRAINABLE_CANDLE_PORT": "7000", "SLURM_JOB_ID": "17"})
+    assert world is not None
+    assert (world.address, world.job) == (("node1", 7000), "17")
+    world = from_environment({**place, "TRAINABLE_CANDLE_RENDEZVOUS": "/tmp/a place"})
+    assert world is not None
+    assert world.address == "/tmp/a place"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x', expected a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "RANK is 2 of WORLD_SIZE 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "TRAINABLE_CANDLE_RENDEZVOUS": "host"},
+            "expected /path or host:port",
+        ),
+    ],
+)
+def test_incomplete_variables_are_an_error(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_environment(variables)
+
+
+def test_a_process_takes_the_gpu_of_its_rank() -> None:
+    world = World(5, 8, 1, 4, ("node1", 1), "")
+    assert world.device(4) == "cuda:1"
+    assert world.device(1) == "cuda:0"
+    with pytest.raises(ConfigError, match="process 3 of its machine, which shows 2 GPUs"):
+        World(3, 4, 3, 4, ("node1", 1), "").device(2)

@@ -1,0 +1,107 @@
+"""What is particular to FLUX.2-klein: padding that is read, statistics, distilled models."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.errors import ArgumentError, ConfigError
+from trainable_candle.families.flux2 import Flux2
+from trainable_candle.models import CausalLM
+from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.train import TrainConfig
+
+
+def test_padding_sees_the_words_alone(flux2_base: Path) -> None:
+    model = CausalLM.from_pretrained(flux2_base / "text_encoder", layers=3)
+    words = tc.tensor(np.array([7, 3, 9], np.int64))
+    padded = tc.tensor(np.array([7, 3, 9, 4, 5], np.int64))
+    alone = model.hidden_states(words.reshape(1, 3), layers=[0, 1, 3])
+    whole = model.padded_states(words, 3, [0, 1, 3])
+    found = model.padded_states(padded, 3, [0, 1, 3])
+    for expected, same, longer in zip(alone, whole, found, strict=True):
+        np.testing.assert_array_equal(same.numpy(), expected.numpy()[0])
+        np.testing.assert_allclose(longer.numpy()[:3], expected.numpy()[0], atol=1e-6)
+    # Another token of padding changes its own row only.
+    other = model.padded_states(tc.tensor(np.array([7, 3, 9, 8, 5], np.int64)), 3, [3])[0]
+    assert (other.numpy()[3] != found[2].numpy()[3]).any()
+    np.testing.assert_allclose(other.numpy()[4], found[2].numpy()[4], atol=1e-6)
+    for count in (0, 6):
+        with pytest.raises(ArgumentError, match=f"words is {count}, expected 1 to 5"):
+            model.padded_states(padded, count, [1])
+
+
+def test_latents_are_normalised_by_the_statistics(flux2_base: Path) -> None:
+    coder = families.load("flux2", flux2_base, "f32", "cpu").family.coder
+    assert (coder.channels, coder.factor) == (128, 4)
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 16, 24, 3), np.uint8)
+    kept = coder.encode(pixels)
+    latents = coder.latents(kept, None)
+    assert latents.shape == (1, 128, 4, 6)
+    stored = coder.model.named_tensors()
+    mean, variance = (stored[f"bn.running_{name}"].numpy() for name in ("mean", "var"))
+    # Channel 4 c + 2 dy + dx is the latent c of a square's row dy and column dx.
+    value = kept["mean"].numpy()[0, 5, 2 * 1 + 1, 2 * 3]
+    expected = (value - mean[22]) / np.sqrt(variance[22] + 1e-4)
+    assert latents.numpy()[0, 22, 1, 3] == pytest.approx(expected, rel=1e-5)
+    coder.drop()
+    np.testing.assert_array_equal(coder.latents(kept, None).numpy(), latents.numpy())
+    drawn = coder.decode(latents)
+    np.testing.assert_allclose(drawn.numpy(), coder.model.decode(kept["mean"]).numpy(), atol=1e-4)
+
+
+def test_distilled_models_are_told_by_their_folder_or_a_files_name(
+    flux2_base: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(flux2_base, folder)
+    index = folder / "model_index.json"
+    distilled = {"_class_name": "Flux2KleinPipeline", "is_distilled": True}
+    index.write_text(json.dumps(distilled))
+    family = families.load("flux2", folder, "f32", "cpu").family
+    assert family.is_distilled
+    assert family.guidance == 1.0
+    assert "undoes its distillation" in family.notes()[0]
+    for setting in ({"guidance": 4.0}, {"negative_prompt": "x"}):
+        other = Flux2(folder, "f32", "cpu", TrainConfig(**setting))
+        with pytest.raises(ConfigError, match=r"has no effect on the distilled FLUX\.2-klein"):
+            other.check()
+    index.write_text("{")
+    with pytest.raises(ConfigError, match=r"model_index\.json"):
+        _ = Flux2(folder, "f32", "cpu").is_distilled
+    names = {"flux-2-klein-4b": True, "flux-2-klein-base-9b": False, "mine": False}
+    for name, expected in names.items():
+        file = Flux2(tmp_path / f"{name}.safetensors", "f32", "cpu")
+        assert file.is_distilled is expected
+        assert file.guidance == (1.0 if expected else 4.0)
+
+
+def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path) -> None:
+    weights, vae = tmp_path / "flux-2-klein-base-4b.safetensors", tmp_path / "ae.safetensors"
+    for part, path in (("transformer", weights), ("vae", vae)):
+        tc.models.save_checkpoint(path, {part: tc.models.load(flux2_base / part)})
+        # What shapes do not tell: widths of the axes, groups of channels.
+        (tmp_path / part).mkdir()
+        shutil.copy(flux2_base / part / "config.json", tmp_path / part)
+    config = TrainConfig(text_encoder=[str(flux2_base / "text_encoder")], vae=str(vae))
+    made = families.load("flux2", weights, "f32", "cpu", config)
+    whole = families.load("flux2", flux2_base, "f32", "cpu")
+    options = SampleOptions(steps=2, size=(16, 24), guidance=2.0)
+    np.testing.assert_array_equal(made.draw(["a"], options), whole.draw(["a"], options))
+
+
+def test_parts_of_another_size_are_named(flux2_base: Path, tmp_path: Path) -> None:
+    for field, value, message in (
+        ("joint_attention_dim", 60, "makes 48 values of a token, and the transformer reads 60"),
+        ("guidance_embeds", True, "is FLUX.2-dev"),
+    ):
+        folder = tmp_path / field
+        shutil.copytree(flux2_base, folder)
+        path = folder / "transformer" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+        with pytest.raises(ConfigError, match=message):
+            families.load("flux2", folder, "f32", "cpu")

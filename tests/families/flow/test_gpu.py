@@ -1,0 +1,59 @@
+"""Flow models on a CUDA device against the same on the CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.models import CausalLM
+from trainable_candle.run import train_adapter
+from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.train import TrainConfig
+
+pytestmark = pytest.mark.gpu
+
+
+def test_padding_sees_the_words_alone(gpu: str, flux2_base: Path) -> None:
+    tokens = np.arange(40) % 256
+    for words in (1, 23, 40):
+        states = [
+            CausalLM.from_pretrained(
+                flux2_base / "text_encoder", layers=9, dtype="f32", device=device
+            ).padded_states(tc.tensor(tokens, device=device), words, [3, 9])
+            for device in ("cpu", gpu)
+        ]
+        for expected, found in zip(*states, strict=True):
+            np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["zimage", "flux2"])
+def test_a_run_over_a_training_adapter(
+    gpu: str, name: str, request: pytest.FixtureRequest, sdxl_folder: Path, tmp_path: Path
+) -> None:
+    """With previews between the steps, which turn it off; steps are recorded as graphs."""
+    base = request.getfixturevalue(f"{name}_base")
+
+    def run(output: str, device: str, **given: Any) -> list[float]:
+        settings = {
+            "resolution": 32, "max_side": 48, "cache": "memory", "rank": 4, "precision": "f32",
+            "steps": 6, "sample_prompts": ["a"], "sample_steps": 2, "sample_every": 3,
+        } | given  # fmt: skip
+        config = TrainConfig(
+            model=name, weights=str(base), dataset=str(sdxl_folder), device=device,
+            output=str(tmp_path / output), **settings,
+        )  # fmt: skip
+        train_adapter(config)
+        rows = (tmp_path / output / "train.csv").read_text().splitlines()
+        column = rows[0].split(",").index("loss")
+        return [float(row.split(",")[column]) for row in rows[1:]]
+
+    run("over", "cpu", steps=2, learning_rate=1e-2, max_grad_norm=0.0)
+    over = {"training_adapter": str(tmp_path / "over" / "adapter.safetensors")}
+    expected, found = run("cpu", "cpu", **over), run("gpu", gpu, **over)
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+    task = families.load(name, base, "f32", gpu)
+    task.load_adapter(tmp_path / "gpu" / "adapter.safetensors", 1.0)
+    assert task.draw(["a"], SampleOptions(steps=2, size=(32, 16))).shape == (1, 16, 32, 3)

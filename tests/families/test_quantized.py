@@ -1,0 +1,62 @@
+"""Runs over quantized bases and text encoders: losses near those over the whole model."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainable_candle import families
+from trainable_candle.run import train_adapter
+from trainable_candle.tasks.estimate import ITEM_BYTES
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.logs import read_json_log
+
+
+@pytest.fixture(params=["sdxl", "sd3", "flux", "zimage"])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def config(
+    name: str, sdxl_folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> TrainConfig:
+    return TrainConfig(
+        model=name, weights=str(request.getfixturevalue(f"{name}_base")), dataset=str(sdxl_folder),
+        output=str(tmp_path / "values"), resolution=32, max_side=48, cache="memory", rank=4,
+        device="cpu", precision="f32", steps=5, learning_rate=1e-3,
+    )  # fmt: skip
+
+
+def losses(config: TrainConfig) -> list[float]:
+    run = train_adapter(config, progress=False, report=lambda _: None)
+    return [row["loss"] for row in read_json_log(run.output / "train.jsonl") if "loss" in row]
+
+
+def test_losses_are_near_those_over_the_whole_model(config: TrainConfig, tmp_path: Path) -> None:
+    expected = losses(config)
+    settings = {"base_precision": "nf4", "text_encoder_precision": "int8"}
+    found = losses(config.with_(output=str(tmp_path / "codes"), **settings))
+    assert found != expected
+    np.testing.assert_allclose(found, expected, rtol=0.1)
+
+
+def test_the_estimate_knows_the_bytes(config: TrainConfig) -> None:
+    def weights(**settings: Any) -> dict[str, int]:
+        given = config.with_(precision="bf16", **settings)
+        family = families.find(given.model)(Path(given.weights), "bf16", "cpu", given)
+        task = family.task()
+        estimate = task.estimate(given, task.read(lambda _: None))
+        items = [item for phase in estimate.phases.values() for item in phase]
+        return {item.component: item.bytes for item in items if item.what == "weights"}
+
+    plain, codes = weights(), weights(base_precision="nf4", text_encoder_precision="int8")
+    component = "unet" if config.model == "sdxl" else "transformer"
+    assert codes[component] < plain[component]
+    assert codes["text encoders"] < plain["text encoders"]
+    assert codes["vae"] == plain["vae"]
+    family = families.find(config.model)(Path(config.weights), "bf16", "cpu", config)
+    facts = family.facts
+    assert plain[component] == facts.parts[component].elements * ITEM_BYTES["bf16"]
+    assert codes[component] == facts.parts[component].weight_bytes("bf16", "nf4")

@@ -1,0 +1,61 @@
+"""What bitsandbytes makes of small matrices.
+
+    pip install torch==2.11.0 bitsandbytes==0.50.2
+    python tests/golden/quantized/make_nf4.py
+
+Codes of scales are the nearest of the map: those of the CPU's library are off by one at some
+borders, where its table has too few entries; the CUDA kernels and its fallback in torch are exact.
+"""
+
+from pathlib import Path
+
+import bitsandbytes.functional as bnb
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+
+
+def matrix(rows: int, columns: int) -> torch.Tensor:
+    """Values that tests make again: no generator of another library is needed."""
+    i = torch.arange(rows * columns, dtype=torch.float64)
+    values = (torch.sin(i * 0.7) + torch.sin(i * i * 0.013) * torch.sin(i * 0.0031) ** 5) * 0.05
+    return values.float().reshape(rows, columns)
+
+
+def main() -> None:
+    """Write `nf4.npz`."""
+    found = {}
+    # Blocks over the ends of rows, a last block that is short, an odd number of elements.
+    for name, rows, columns in [("whole", 96, 256), ("ragged", 37, 91)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            x = matrix(rows, columns).to(dtype)
+            if name == "whole":
+                x[3:5] = 0
+            packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
+            _, scales = torch.ops.bitsandbytes.quantize_4bit.default(x, 64, "nf4", torch.uint8)
+            centred, code = scales - state.offset, state.state2.code
+            blocks = centred.split(256)
+            outer = torch.stack([block.abs().max() for block in blocks])
+            assert torch.equal(outer, state.state2.absmax)
+            near = [
+                (b[:, None] / m - code).abs().argmin(1) for b, m in zip(blocks, outer, strict=True)
+            ]
+            codes = torch.cat(near).to(torch.uint8)
+            assert (codes.int() - state.absmax.int()).abs().max() <= 1
+            state.absmax = codes
+            values = bnb.dequantize_4bit(packed, state)
+            key = f"{name}.{'f32' if dtype == torch.float32 else 'bf16'}"
+            found |= {
+                f"{key}.codes": packed.numpy().ravel(),
+                f"{key}.scales": codes.numpy(),
+                f"{key}.outer": outer.numpy(),
+                f"{key}.offset": np.float32(state.offset.item()),
+                f"{key}.values": values.float().numpy().astype(np.float32)[:8],
+                f"{key}.sum": values.double().sum().numpy(),
+            }
+    np.savez_compressed(HERE / "nf4.npz", **found)
+
+
+if __name__ == "__main__":
+    main()

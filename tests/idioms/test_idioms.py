@@ -1,0 +1,68 @@
+"""What a user of torch writes daily works, or an error says what to write."""
+
+import contextlib
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+TABLE = Path(__file__).with_name("idioms.txt")
+ROWS = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+LEAST = 239
+
+
+def names(device: str) -> dict[str, Any]:
+    v = tc.Var(tc.randn(3, 4, device=device))
+    (v * v).sum().backward()
+    x = tc.randn(2, 3, 4, device=device)
+    tc.save_file({"a": x}, "x.safetensors")
+    i = tc.tensor([0, 2, 1], dtype="i64", device=device)
+    functional = tc.nn.functional
+    modules = {"tc": tc, "np": np, "copy": copy, "pickle": pickle, "F": functional}
+    return {**modules, "x": x, "v": v, "i": i}
+
+
+def run(code: str, known: dict[str, Any]) -> None:
+    if "torch." in code:
+        known["torch"] = pytest.importorskip("torch")
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code, known)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_idiom_works_or_its_error_helps(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state, code = row.split(maxsplit=1)
+    if state == "OK":
+        run(code, names("cpu"))
+        return
+    code, _, message = code.partition(" # ")
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the message says which
+        run(code, names("cpu"))
+    found = str(caught.value).replace("\n", " ")
+    assert f"{type(caught.value).__name__}: {found}".startswith(message)
+
+
+def test_as_many_idioms_work_as_ever() -> None:
+    assert len(ROWS) == 288
+    assert sum(row.startswith("OK") for row in ROWS) >= LEAST
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("OK")])
+def test_what_works_on_the_cpu_works_on_a_gpu(
+    row: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = row.split(maxsplit=1)[1]
+    if any(word in code for word in ("np.", "torch.", "numpy", "tc.")):
+        pytest.skip("makes something on the CPU")
+    monkeypatch.chdir(tmp_path)
+    run(code, names(gpu))

@@ -1,0 +1,60 @@
+"""Low-rank matrices against full singular value decompositions."""
+
+import numpy as np
+import pytest
+
+from trainable_candle.errors import NonFiniteError
+from trainable_candle.lora import Factors, approximate, truncate
+
+RNG = np.random.default_rng(0)
+
+
+def best(matrix: np.ndarray, rank: int) -> np.ndarray:
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ vt[:rank]
+
+
+def product(factors: Factors) -> np.ndarray:
+    return factors.up.astype(np.float64) @ factors.down
+
+
+def falling(rows: int, columns: int) -> np.ndarray:
+    """A matrix whose singular values fall as those of trained changes do."""
+    u, _ = np.linalg.qr(RNG.standard_normal((rows, rows)))
+    v, _ = np.linalg.qr(RNG.standard_normal((columns, columns)))
+    size = min(rows, columns)
+    return (u[:, :size] / (1 + np.arange(size)) ** 1.5) @ v[:size]
+
+
+def test_a_lower_rank_is_the_nearest_one() -> None:
+    factors = Factors(RNG.standard_normal((30, 8)), RNG.standard_normal((8, 20)))
+    whole = factors.up @ factors.down
+    for rank in (1, 3, 8):
+        cut = truncate(factors, rank)
+        assert cut.rank == rank
+        np.testing.assert_allclose(product(cut), best(whole, rank), atol=2e-6)
+    # Neither factor is much larger than the other.
+    cut = truncate(factors, 3)
+    assert np.linalg.norm(cut.up) == pytest.approx(np.linalg.norm(cut.down), rel=1e-5)
+
+
+def test_a_rank_follows_from_the_share_that_is_kept() -> None:
+    down = np.eye(3, 5) * np.array([[3.0], [2.0], [1.0]])
+    factors = Factors(np.eye(4, 3), down)
+    # Squared norms 9, 4 and 1 of 14.
+    for keep, rank in ((0.6, 1), (0.7, 2), (0.93, 3), (1.0, 3)):
+        assert truncate(factors, 3, keep).rank == rank
+
+
+@pytest.mark.parametrize("shape", [(200, 150), (40, 300), (16, 16)])
+def test_a_difference_of_weights_is_nearly_as_near_as_it_can_be(shape: tuple[int, int]) -> None:
+    matrix = falling(*shape)
+    found = approximate(matrix, 8)
+    assert found.rank == 8
+    least = np.linalg.norm(matrix - best(matrix, 8))
+    assert np.linalg.norm(matrix - product(found)) <= 1.001 * least
+
+
+def test_what_is_no_number_is_an_error() -> None:
+    with pytest.raises(NonFiniteError, match="svd: a value is NaN or infinite"):
+        approximate(np.full((2, 2), np.nan), 1)

@@ -1,0 +1,119 @@
+"""Files of LoRAs: cut, joined, refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.errors import ArgumentError, WeightsFormatError
+from trainable_candle.lora import LoraFile, combine, resize
+
+RNG = np.random.default_rng(1)
+
+
+def kohya(path: Path, rank: int = 4, alpha: float = 2.0, seed: int = 0) -> Path:
+    rng = np.random.default_rng(seed)
+    shapes = {"down": (rank, 10), "up": (6, rank)}
+    conv = {"down": (rank, 3, 3, 3), "up": (5, rank, 1, 1)}
+    tensors = {}
+    for name, found in (("lora_unet_a", shapes), ("lora_unet_conv", conv)):
+        for end, shape in found.items():
+            values = rng.standard_normal(shape).astype(np.float32)
+            tensors[f"{name}.lora_{end}.weight"] = tc.tensor(values)
+        tensors[f"{name}.alpha"] = tc.tensor(alpha, dtype="f32")
+    tc.save_file(tensors, path, metadata={"ss_network_dim": str(rank), "sshs_model_hash": "0"})
+    return path
+
+
+def changes(path: Path) -> dict[str, np.ndarray]:
+    """What each module adds to its weight, by kohya's definition."""
+    tensors = {name: t.to("f32").numpy() for name, t in tc.load_file(path).items()}
+    found = {}
+    for key, down in tensors.items():
+        name, _, end = key.partition(".")
+        if end == "lora_down.weight":
+            rank = down.shape[0]
+            up = tensors[f"{name}.lora_up.weight"].reshape(-1, rank)
+            scale = tensors[f"{name}.alpha"] / rank
+            found[name] = scale * up @ down.reshape(rank, -1)
+    return found
+
+
+def test_a_file_of_the_same_rank_does_the_same(tmp_path: Path) -> None:
+    path = kohya(tmp_path / "a.safetensors")
+    resize(LoraFile.read(path), 4).write(tmp_path / "b.safetensors")
+    for name, change in changes(path).items():
+        np.testing.assert_allclose(changes(tmp_path / "b.safetensors")[name], change, atol=1e-6)
+    keys = tc.load_file(path).keys()
+    written = tc.load_file(tmp_path / "b.safetensors")
+    assert written.keys() == keys
+    assert written["lora_unet_conv.lora_down.weight"].shape == (4, 3, 3, 3)
+
+
+def test_resize_writes_the_nearest_file(
+    tmp_path: Path,
+    read_metadata: Callable[[Path], dict[str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path, output = kohya(tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
+    arguments = ["resize", str(path), "--rank", "2", "--output", str(output), "--dtype", "fp16"]
+    assert main(arguments) == 0
+    assert "2 modules: ranks 4 became 2" in capsys.readouterr().out
+    for name, change in changes(path).items():
+        u, s, vt = np.linalg.svd(change, full_matrices=False)
+        np.testing.assert_allclose(changes(output)[name], (u[:, :2] * s[:2]) @ vt[:2], atol=5e-3)
+    metadata = read_metadata(output)
+    assert (metadata["ss_network_dim"], metadata["ss_network_alpha"]) == ("2", "2")
+    assert "sshs_model_hash" not in metadata
+    assert main(arguments) == 2
+    assert "which exists; give another name, or --overwrite" in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+    assert main(["resize", str(path), "--output", str(tmp_path / "c.safetensors")]) == 2
+
+
+def test_combine_adds_up_what_files_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = kohya(tmp_path / "a.safetensors")
+    other = kohya(tmp_path / "b.safetensors", rank=2, alpha=8.0, seed=1)
+    output = tmp_path / "c.safetensors"
+    arguments = ["combine", "--adapter", str(one), "--adapter", str(other)]
+    assert main([*arguments, "--scale", "0.5", "--scale", "-2", "--output", str(output)]) == 0
+    for name, change in changes(output).items():
+        expected = 0.5 * changes(one)[name] - 2 * changes(other)[name]
+        np.testing.assert_allclose(change, expected, atol=1e-5)
+    assert "ranks up to 6" in capsys.readouterr().out
+    three = ["--scale", "1", "--scale", "1", "--scale", "1"]
+    assert main([*arguments, *three, "--output", str(tmp_path / "d.safetensors")]) == 2
+    assert "there are 3 times --scale and 2 times --adapter" in capsys.readouterr().err
+
+
+def test_diffusers_alphas_are_in_the_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    names = ("unet.x.to_q.lora_A.weight", "unet.x.to_q.lora_B.weight")
+    down, up = RNG.standard_normal((2, 3)), RNG.standard_normal((4, 2))
+    config = {"unet.r": 2, "unet.lora_alpha": 8, "unet.alpha_pattern": {"x.to_q": 6}}
+    tensors = {n: tc.tensor(a.astype(np.float32)) for n, a in zip(names, (down, up), strict=True)}
+    tc.save_file(tensors, path, metadata={"lora_adapter_metadata": json.dumps(config)})
+    resize(LoraFile.read(path), 2).write(path)
+    found = tc.load_file(path)
+    # Written without a configuration, the scale is 1.
+    product = found[names[1]].numpy() @ found[names[0]].numpy()
+    np.testing.assert_allclose(product, 3 * up @ down, atol=1e-5)
+
+
+def test_what_is_no_lora_is_refused(tmp_path: Path) -> None:
+    path = kohya(tmp_path / "a.safetensors")
+    peft = tmp_path / "b.safetensors"
+    factors = {"x.lora_A.weight": tc.ones(2, 3), "x.lora_B.weight": tc.ones(4, 2)}
+    tc.save_file(factors, peft)
+    with pytest.raises(ArgumentError, match="names of different styles"):
+        combine([LoraFile.read(path), LoraFile.read(peft)], [1, 1])
+    tc.save_file({**factors, "x.dora_scale": tc.ones(4, 1)}, peft)
+    with pytest.raises(WeightsFormatError, match=r"x\.dora_scale is no factor of a LoRA"):
+        LoraFile.read(peft)
+    tc.save_file({"x.lora_A.weight": tc.ones(2, 3), "x.lora_B.weight": tc.ones(4, 3)}, peft)
+    with pytest.raises(WeightsFormatError, match="have no rank in common"):
+        LoraFile.read(peft)

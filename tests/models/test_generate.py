@@ -1,0 +1,173 @@
+"""Texts that go on: with a cache of keys and values as without, greedily as transformers."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import CausalLM
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
+FAMILIES = ("llama", "qwen2", "qwen3")
+SWITCHES = json.loads((GOLDEN / "switches.json").read_text())
+CONTINUED = json.loads((GOLDEN / "continued.json").read_text())
+
+
+def model_of(family: str, **options: object) -> CausalLM:
+    return CausalLM.from_pretrained(GOLDEN / family, dtype="f32", **options)  # type: ignore[arg-type]
+
+
+def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
+    """The model of a case, and its first text."""
+    tensors = tc.load_file(GOLDEN / "switches.safetensors")
+    own = {key.split("|")[1]: tensors[key] for key in tensors if key.startswith(f"{name}|")}
+    weights = {key: value for key, value in own.items() if not key.startswith("logits")}
+    tc.save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(SWITCHES[name]["new"]))
+    return CausalLM.from_pretrained(folder), tensors["input_ids"][0].numpy().tolist()
+
+
+def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
+    """Of the next token, by a pass over the whole text."""
+    return np.asarray(model(tc.tensor([ids]))[0, -1].to("f32").numpy())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_transformers(family: str, device: str) -> None:
+    """Of several prompts of different lengths at once, each by itself, and with the penalty."""
+    model = model_of(family, device=device)
+    for case in CONTINUED[family]:
+        options = case["options"] | {"max_new_tokens": len(case["expected"][0])}
+        assert model.generate(case["prompts"], stop_token_ids=[], **options) == case["expected"]
+        alone = [model.generate([p], stop_token_ids=[], **options)[0] for p in case["prompts"]]
+        assert alone == case["expected"]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_scores_with_a_cache_are_those_without(name: str, tmp_path: Path) -> None:
+    """Across the ends of windows, and where the angles change with the length of the text."""
+    model, ids = switched(name, tmp_path)
+    cache = tc.models.KVCache(2)
+    texts = [ids[:3], ids[4:11]]
+    found = model.extend(cache, texts)
+    for step in range(20):
+        for text, row in zip(texts, found.numpy(), strict=True):
+            np.testing.assert_allclose(row, scores(model, text), rtol=0, atol=1e-5)
+        # Now and then a text gets several tokens, or none.
+        new = [[ids[step]], [ids[-step - 1]]]
+        if step % 7 == 3:
+            new[0] = ids[step : step + 3]
+        if step % 7 == 5:
+            new[1] = []
+        texts = [text + added for text, added in zip(texts, new, strict=True)]
+        found = model.extend(cache, new)
+        if not new[1]:
+            assert found.shape == (1, model.vocab_size)
+            np.testing.assert_allclose(found.numpy()[0], scores(model, texts[0]), rtol=0, atol=1e-5)
+            texts[1] += ids[:1]
+            again = model.extend(cache, [ids[1:2], ids[:1]])
+            texts[0] = texts[0] + ids[1:2]
+            found = again
+    assert cache.tokens(0) == texts[0]
+
+
+def test_long_texts_outgrow_the_buffers(tmp_path: Path) -> None:
+    model, ids = switched("mistral", tmp_path)
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, model.vocab_size, 300).tolist()
+    cache = tc.models.KVCache(1)
+    model.extend(cache, [text[:5]])
+    for place in range(5, len(text)):
+        found = model.extend(cache, [text[place : place + 1]])
+    np.testing.assert_allclose(found.numpy()[0], scores(model, text), rtol=0, atol=1e-5)
+    assert len(ids) == 20
+
+
+def test_adapters_and_half_precision_are_in_the_scores() -> None:
+    model = model_of("llama")
+    adapter = model.add_adapter(
+        tc.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
+    )
+    for var in adapter.named_parameters().values():
+        var.set(tc.randn(var.shape) * 0.3)
+    ids = [3, 5, 7, 9]
+    cache = tc.models.KVCache(1)
+    model.extend(cache, [ids[:3]])
+    tuned = model.extend(cache, [ids[3:]]).numpy()[0]
+    np.testing.assert_allclose(tuned, scores(model, ids), rtol=0, atol=1e-5)
+    adapter.set_enabled(False)
+    assert np.abs(scores(model, ids) - tuned).max() > 1e-3
+    half = CausalLM.from_pretrained(GOLDEN / "llama", dtype="bf16")
+    cache = tc.models.KVCache(1)
+    half.extend(cache, [ids[:3]])
+    found = half.extend(cache, [ids[3:]]).to("f32").numpy()[0]
+    whole = scores(half, ids)
+    assert np.abs(found - whole).max() < 0.03 * np.abs(whole).max()
+
+
+def test_draws_depend_on_seed_text_and_place_alone() -> None:
+    model = model_of("llama")
+    warm = {"temperature": 1.0, "top_k": 20, "max_new_tokens": 12, "stop_token_ids": []}
+    prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
+    drawn = model.generate(prompts, seed=7, **warm)
+    assert drawn == model.generate(prompts, seed=7, **warm)
+    assert drawn != model.generate(prompts, seed=8, **warm)
+    assert drawn[0] != drawn[2]
+    assert model.generate(prompts[:1], seed=7, **warm)[0] == drawn[0]
+    # A longer text begins with the shorter one.
+    assert model.generate(prompts, seed=7, **(warm | {"max_new_tokens": 5})) == [
+        text[:5] for text in drawn
+    ]
+
+
+def test_draws_have_the_models_probabilities() -> None:
+    model = model_of("llama")
+    ids = [1, 2, 3]
+    shares = np.exp(scores(model, ids).astype(np.float64))
+    shares /= shares.sum()
+    prompts, count = [ids] * 500, 4 * 500
+    counts: Counter[int] = Counter()
+    for seed in range(4):
+        drawn = model.generate(
+            prompts, max_new_tokens=1, temperature=1.0, stop_token_ids=[], seed=seed
+        )
+        counts.update(text[0] for text in drawn)
+    likeliest = int(shares.argmax())
+    deviation = (shares[likeliest] * (1 - shares[likeliest]) / count) ** 0.5
+    assert abs(counts[likeliest] / count - shares[likeliest]) < 5 * deviation
+
+
+def test_stop_tokens_end_their_text_alone() -> None:
+    model = model_of("llama")
+    prompts = [[1, 2, 3], [9, 8]]
+    free = model.generate(prompts, max_new_tokens=10, stop_token_ids=[])
+    stop = free[0][4]
+    expected = [text[: text.index(stop)] if stop in text else text for text in free]
+    assert model.generate(prompts, max_new_tokens=10, stop_token_ids=[stop]) == expected
+    assert model.generate(prompts, max_new_tokens=0) == [[], []]
+    stream = model.stream(prompts, max_new_tokens=10, stop_token_ids=[])
+    steps = [next(stream), next(stream)]
+    stream.end(0)
+    steps += list(stream)
+    assert [step[1] for step in steps] == free[1]
+    assert [step[0] for step in steps] == free[0][:2] + [None] * 8
+
+
+def test_wrong_input_is_named() -> None:
+    model = model_of("llama")
+    for prompts, options, message in [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1]], {"top_p": 0.0}, "top_p is 0, expected above 0 and at most 1"),
+        ([[1]], {"temperature": -1.0}, "temperature is -1, expected 0 or more"),
+    ]:
+        with pytest.raises(tc.ArgumentError, match=message):
+            model.generate(prompts, **options)  # type: ignore[arg-type]
+    with pytest.raises(tc.IndexOutOfRangeError, match="the id 99999 is not a token"):
+        model.generate([[1, 99999]])
+    with pytest.raises(tc.ArgumentError, match="neither computes scores nor can be saved"):
+        model_of("llama", layers=1).generate([[1]])
+    with pytest.raises(tc.ArgumentError, match="1 lists of tokens for 2 texts"):
+        model.extend(tc.models.KVCache(2), [[1]])

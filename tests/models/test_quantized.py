@@ -1,0 +1,143 @@
+"""Models over quantized bases: results, gradients, memory, files."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import AutoencoderKL, CausalLM, Model
+from trainable_candle.nn.functional import mse_loss
+
+from .test_transformers import FAMILIES, Family
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FORMATS = ("int8", "fp8", "nf4")
+LLAMA = GOLDEN / "llm" / "llama"
+ALL_LINEAR = tc.LoraConfig(r=4, lora_alpha=4.0, target_modules=["all-linear"])
+
+
+def quantized(family: Family, format: str) -> Model:
+    folder = family.folder / "transformer"
+    return family.kind.from_pretrained(folder, dtype="f32", quantize=format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_quantized_model_is_one_of_its_dequantized_weights(
+    name: str, format: str, tmp_path: Path
+) -> None:
+    """Saving dequantizes. Results and gradients are equal bit by bit."""
+    family = FAMILIES[name]
+    model = quantized(family, format)
+    model.save_pretrained(tmp_path)
+    plain = family.kind.from_pretrained(tmp_path, dtype="f32")
+    original = family.load().named_tensors()
+    changed = {
+        key
+        for key, tensor in plain.named_tensors().items()
+        if (tensor.numpy() != original[key].numpy()).any()
+    }
+    layers = {f"{layer}.weight" for layer in next(iter(tc.inspect(tmp_path).parts.values())).layers}
+    assert changed
+    inside = ("transformer_blocks.", "layers.", "noise_refiner.", "context_refiner.")
+    assert changed <= {key for key in layers if key.startswith((*inside, f"single_{inside[0]}"))}
+    found = []
+    for each in (model, plain):
+        tc.manual_seed(0)
+        adapter = each.add_adapter(ALL_LINEAR)
+        each.enable_gradient_checkpointing("full")
+        y = family.predict(each)
+        mse_loss(y, tc.ones(y.shape)).backward()
+        gradients = {key: var.grad.numpy() for key, var in adapter.named_parameters().items()}
+        found.append((y.numpy(), gradients))
+    (y, gradients), (expected, wanted) = found
+    np.testing.assert_array_equal(y, expected)
+    assert gradients.keys() == wanted.keys()
+    for key, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, wanted[key], err_msg=key)
+    assert np.abs(y - family.predict(family.load()).numpy()).max() > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_dora": True}, {"adapter": "loha"}, {"adapter": "lokr"}, {"lora_dropout": 0.1}],
+    ids=["dora", "loha", "lokr", "dropout"],
+)
+def test_every_adapter_sits_on_a_quantized_base(settings: dict[str, object]) -> None:
+    family = FAMILIES["flux"]
+    model = quantized(family, "nf4")
+    before = family.predict(model).numpy()
+    config = tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q", "ff.net.2"], **settings)
+    adapter = model.add_adapter(config)
+    y = family.predict(model)
+    if "lora_dropout" not in settings:
+        np.testing.assert_allclose(y.numpy(), before, rtol=1e-4, atol=1e-5)
+    optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = mse_loss(family.predict(model), tc.zeros(y.shape))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.remove_adapter()
+    np.testing.assert_array_equal(family.predict(model).numpy(), before)
+
+
+def test_merging_dequantizes_and_unmerging_gives_the_codes_back() -> None:
+    family = FAMILIES["sd3"]
+    model = quantized(family, "int8")
+    before = family.predict(model).numpy()
+    adapter = model.add_adapter(ALL_LINEAR)
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.05)
+    apart = family.predict(model).numpy()
+    assert np.abs(apart - before).max() > 1e-3
+    model.merge_adapter()
+    np.testing.assert_allclose(family.predict(model).numpy(), apart, rtol=1e-3, atol=1e-4)
+    model.unmerge_adapter()
+    np.testing.assert_array_equal(family.predict(model).numpy(), apart)
+    model.remove_adapter()
+    np.testing.assert_array_equal(family.predict(model).numpy(), before)
+
+
+def test_losses_of_a_language_model_stay_near_those_of_its_own_weights() -> None:
+    def losses(quantize: str | None) -> list[float]:
+        tc.manual_seed(1)
+        model = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize=quantize)
+        adapter = model.add_adapter(ALL_LINEAR)
+        optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
+        ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
+        found = []
+        for _ in range(12):
+            loss = model.loss(ids, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected = losses(None)
+    assert expected[-1] < 0.9 * expected[0]
+    for format, most in (("int8", 0.01), ("fp8", 0.02), ("nf4", 0.05)):
+        np.testing.assert_allclose(losses(format), expected, rtol=most)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_facts_know_the_bytes(format: str) -> None:
+    folder = FAMILIES["flux"].folder / "transformer"
+    (facts,) = tc.inspect(folder).parts.values()
+    assert facts.weight_bytes("bf16") == 2 * facts.elements
+    blocks = {name: shape for name, shape in facts.layers.items() if "transformer_blocks." in name}
+    inside = sum(2 * rows * columns for rows, columns in blocks.values())
+    codes = sum(tc.quantize(tc.zeros(shape), format).nbytes for shape in blocks.values())
+    assert facts.weight_bytes("bf16", format) == 2 * facts.elements - inside + codes
+
+
+def test_a_model_without_such_layers_says_so() -> None:
+    with pytest.raises(tc.errors.ArgumentError, match="no layers that may be quantized"):
+        AutoencoderKL.from_pretrained(GOLDEN / "sdxl" / "vae", quantize="nf4")
+    with pytest.raises(tc.errors.ArgumentError, match="int8, fp8, nf4"):
+        CausalLM.from_pretrained(LLAMA, quantize="nf5")

@@ -1,0 +1,141 @@
+"""Adapters on models written in Python."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError, ShapeError, WeightsFormatError
+from trainable_candle.nn import functional as F
+
+
+class Net(tc.nn.Module):
+    def __init__(self) -> None:
+        self.conv = tc.nn.Conv2d(2, 4, 3, stride=2, padding=1)
+        self.blocks = tc.nn.Sequential(tc.nn.Linear.init(16, 8), tc.nn.GELU())
+        self.heads = {"one": tc.nn.Linear.init(8, 3)}
+
+    def forward(self, x: tc.Tensor) -> tc.Tensor:
+        return self.heads["one"](self.blocks(self.conv(x).reshape((x.shape[0], -1))))
+
+
+@pytest.fixture
+def net() -> Net:
+    tc.manual_seed(0)
+    return Net()
+
+
+X = np.random.default_rng(0).standard_normal((5, 2, 4, 4)).astype(np.float32)
+EVERY = ["conv", "0", "one"]
+
+
+def disturb(adapter: tc.peft.ModuleAdapter) -> None:
+    for var in adapter.parameters():
+        var.set(var.detach() + tc.randn(*var.shape) * 0.3)
+
+
+def test_an_adapter_begins_as_the_base_and_is_all_that_is_trained(net: Net) -> None:
+    x = tc.tensor(X)
+    before = net(x).detach().numpy()
+    names = set(net.named_tensors())
+    adapter = net.add_adapter(tc.LoraConfig(r=2, lora_alpha=4.0, target_modules=EVERY))
+    np.testing.assert_array_equal(net(x).detach().numpy(), before)
+    assert set(adapter.named_parameters()) == {
+        f"{layer}.lora_{end}.weight" for layer in ("conv", "blocks.0", "heads.one") for end in "AB"
+    }
+    assert len(net.parameters()) == 6
+    # The base's parameters keep their names.
+    assert names <= set(net.named_tensors())
+    target = tc.randn(5, 3)
+    optimizer = tc.optim.AdamW(adapter.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        loss = F.mse_loss(net(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.3 * losses[0]
+    adapter.set_enabled(False)
+    np.testing.assert_array_equal(net(x).numpy(), before)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_merging_computes_the_same_and_removing_the_base(net: Net, kind: str) -> None:
+    x = tc.tensor(X)
+    before = net(x).detach().numpy()
+    targets = EVERY if kind == "lora" else ["0", "one"]
+    config = tc.LoraConfig(r=2, lora_alpha=3.0, target_modules=targets, adapter=kind)
+    adapter = net.add_adapter(config)
+    disturb(adapter)
+    tuned = net(x).detach().numpy()
+    assert np.abs(tuned - before).max() > 0.01
+    adapter.remove()
+    np.testing.assert_array_equal(net(x).numpy(), before)
+    assert type(net.heads["one"]) is tc.nn.Linear
+    again = net.add_adapter(config)
+    for name, var in again.named_parameters().items():
+        var.set(adapter.named_parameters()[name].detach())
+    again.merge()
+    np.testing.assert_allclose(net(x).numpy(), tuned, atol=2e-6)
+
+
+def test_ranks_and_alphas_follow_patterns(net: Net) -> None:
+    config = tc.LoraConfig(
+        r=2,
+        lora_alpha=2.0,
+        target_modules="all-linear",
+        rank_pattern={"one": 3},
+        alpha_pattern={"one": 6.0},
+        use_rslora=True,
+    )
+    model = tc.get_peft_model(net, config)
+    layers = model.adapter.layers
+    assert layers["heads.one"].lora_down.shape == (3, 8)
+    assert layers["heads.one"].scale == pytest.approx(6 / 3**0.5)
+    assert layers["blocks.0"].scale == pytest.approx(2 / 2**0.5)
+    assert "conv" not in layers
+
+
+def test_a_folder_is_read_back(
+    net: Net, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tc.get_peft_model(net, tc.LoraConfig(r=2, target_modules=EVERY))
+    disturb(model.adapter)
+    model.save_pretrained(tmp_path / "lora")
+    expected = model(tc.tensor(X)).detach().numpy()
+    model.print_trainable_parameters()
+    assert "trainable params: 114 || all params: 353" in capsys.readouterr().out
+    keys = tc.load_file(tmp_path / "lora" / "adapter_model.safetensors").keys()
+    assert "base_model.model.heads.one.lora_A.weight" in keys
+    settings = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())
+    assert (settings["peft_type"], settings["r"]) == ("LORA", 2)
+    base = model.unload()
+    again = tc.PeftModel.from_pretrained(base, tmp_path / "lora")
+    np.testing.assert_array_equal(again(tc.tensor(X)).detach().numpy(), expected)
+    np.testing.assert_allclose(
+        again.merge_and_unload()(tc.tensor(X)).numpy(), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_what_does_not_fit_is_refused(net: Net, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected lora or dora"):
+        net.add_adapter(tc.LoraConfig(adapter="loha", target_modules=EVERY))
+    with pytest.raises(ConfigError, match="conv is a convolution, which can have LoRA only"):
+        net.add_adapter(tc.LoraConfig(adapter="dora", target_modules=EVERY))
+    with pytest.raises(ArgumentError, match="the convolution has 2 groups"):
+        tc.nn.LoRAConv2d(tc.nn.Conv2d(2, 4, 3, groups=2), 1, 1.0)
+    # Nothing has changed.
+    assert all(isinstance(value, tc.Var) for value in net.named_tensors().values())
+    adapter = net.add_adapter(tc.LoraConfig(r=2, target_modules=["one"]))
+    adapter.save(tmp_path / "a")
+    adapter.remove()
+    other = net.add_adapter(tc.LoraConfig(r=3, target_modules=["one"]))
+    with pytest.raises(ShapeError, match=r"heads\.one\.lora_A\.weight has shape \(2, 8\)"):
+        other.load(tmp_path / "a")
+    other.remove()
+    wrong = net.add_adapter(tc.LoraConfig(r=2, target_modules=["0"]))
+    with pytest.raises(WeightsFormatError, match="holds other adapters than the model has"):
+        wrong.load(tmp_path / "a")

@@ -1,0 +1,67 @@
+"""What `make` builds for the demo depends on the GPU that is there."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(folder: Path, said: str | None) -> dict[str, str]:
+    """One with a driver's tool that says this, or with none."""
+    tools = folder / "bin"
+    tools.mkdir()
+    for name in ("bash", "sh", "awk", "make", "sed", "find", "env", "cat", "dirname", "python3"):
+        found = shutil.which(name)
+        assert found is not None, name
+        (tools / name).symlink_to(found)
+    if said is not None:
+        tool = tools / "nvidia-smi"
+        tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+        tool.chmod(0o755)
+    return {**os.environ, "PATH": str(tools)}
+
+
+def run(folder: Path, said: str | None, *command: str) -> str:
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(folder, said),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("580.65.06, 9.0", "90a"),
+        ("581.0, 8.6", "86"),
+        ("580.1, 12.0", "120"),
+        ("580.1, 7.5", ""),
+        ("535.1, 8.6", ""),
+        ("580.1, 7.5\n580.1, 8.9", "89"),
+        ("NVIDIA-SMI has failed", ""),
+        (None, ""),
+    ],
+)
+def test_the_gpu_is_found_by_its_driver(tmp_path: Path, said: str | None, expected: str) -> None:
+    assert run(tmp_path, said, ".ci/gpu_arch") == expected
+
+
+def test_the_demo_is_built_for_the_gpu_alone(tmp_path: Path) -> None:
+    planned = run(tmp_path, "580.1, 8.6", "make", "--dry-run", "--always-make", "setup")
+    assert "TRAINABLE_CANDLE_CUDA_ARCHS=86 " in planned
+    assert "--features cuda" in planned
+    assert "'.[demo,cuda13]'" in planned
+
+
+def test_without_a_gpu_the_demo_is_built_for_the_cpu(tmp_path: Path) -> None:
+    planned = run(tmp_path, None, "make", "--dry-run", "--always-make", "setup")
+    assert "pip install '.[demo]'" in planned
+    assert "cuda" not in planned

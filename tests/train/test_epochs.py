@@ -1,0 +1,74 @@
+"""Epochs by steps, and what is due at their ends."""
+
+from pathlib import Path
+
+import pytest
+
+from trainable_candle.data.batches import ShuffledBatches
+from trainable_candle.run import JSON_LOG, train_adapter
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.epochs import Epochs, is_due
+from trainable_candle.train.evaluation import step_adapters
+from trainable_candle.train.logs import read_json_log
+
+
+def test_a_step_that_completes_an_epoch_is_its_end() -> None:
+    # 10 items in batches of 4: an epoch ends within every third batch, two batches a step.
+    epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
+    assert [epochs.completed(step) for step in range(6)] == [0, 1, 1, 2, 3, 4]
+    ends = epochs.ends(1)
+    assert [step for step in range(1, 6) if ends(step)] == [1, 3, 4, 5]
+    second = epochs.ends(2)
+    assert [step for step in range(1, 6) if second(step)] == [3, 5]
+    # A resumed run begins anywhere.
+    assert epochs.completed(2) == 1
+    assert epochs.at(0) == 0
+    assert epochs.at(2) == pytest.approx(1 + 2 / 3)
+
+
+def test_epochs_of_less_than_a_batch_end_together() -> None:
+    epochs = Epochs(ShuffledBatches(2, 8, seed=0).first_batch, accumulation=1)
+    assert epochs.completed(0) == 3
+    assert epochs.ends(1)(1)
+    assert epochs.completed(1) == 7
+
+
+def test_moments_are_every_so_many_steps_or_a_function() -> None:
+    assert [step for step in range(1, 7) if is_due(3, step)] == [3, 6]
+    assert not is_due(0, 4)
+    assert is_due(lambda step: step == 4, 4)
+
+
+def test_a_run_saves_and_draws_at_the_ends_of_epochs(config: TrainConfig) -> None:
+    pictures = len(list(Path(config.dataset).glob("*.png")))
+    per_epoch = -(-pictures // 4)
+    each = config.with_(
+        steps=TrainConfig.steps,
+        epochs=3,
+        batch_size=4,
+        save_every=TrainConfig.save_every,
+        save_every_epochs=1,
+        sample_prompts=["a zero"],
+        sample_every_epochs=2,
+        warmup_steps=0,
+        name="digit",
+    )
+    lines: list[str] = []
+    run = train_adapter(each, progress=False, report=lines.append)
+    epochs = Epochs(ShuffledBatches(pictures, 4, seed=0).first_batch, 1)
+    ends = [step for step in range(1, run.step) if epochs.ends(1)(step)]
+    assert len(ends) >= 2
+    saved = [int(path.stem.rpartition("step")[2]) for path in step_adapters(run.output, "digit")]
+    assert saved == ends
+    drawn = [path.stem for path in (run.output / "samples").glob("*.png")]
+    assert len(drawn) == len({0, *(s for s in range(1, run.step) if epochs.ends(2)(s)), run.step})
+    assert run.adapter_path == run.output / "digit.safetensors"
+    assert run.adapter_path.is_file()
+    rows = read_json_log(run.output / JSON_LOG)
+    assert rows[per_epoch]["epoch"] == pytest.approx(epochs.at(per_epoch + 1), abs=1e-4)
+    assert all(row["per_second"] > 0 for row in rows if "loss" in row)
+    said = "\n".join(lines)
+    assert f"training: {run.step} steps of 4 images" in said
+    assert f"step {run.step}: preview" in said
+    assert f"done: {run.step} steps in " in said
+    assert "images/s, at most" in said

@@ -1,0 +1,114 @@
+"""Prompts with settings of their own, from files, on pictures and over time."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from trainable_candle import plot
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.run import train_adapter
+from trainable_candle.settings.prompts import expanded
+from trainable_candle.sheet import PAGE, SHEET, preview_path, write_sheet
+from trainable_candle.tasks.latent.drawing import SampleOptions
+from trainable_candle.tasks.latent.prompts import Place, Prompt, infotext, parse_prompt
+from trainable_candle.train import TrainConfig
+
+DEFAULT = SampleOptions(steps=25, seed=3, size=(64, 64))
+
+
+def test_kohyas_settings_follow_a_prompt() -> None:
+    text = "a cat, sitting -- really --w 1024 --h 768 --d 1 --n blurry, dark --l 6.5 --s 30"
+    prompt = parse_prompt(text, DEFAULT)
+    assert prompt.text == "a cat, sitting -- really"
+    assert prompt.options == SampleOptions(
+        steps=30, seed=1, guidance=6.5, negative_prompt="blurry, dark", size=(1024, 768)
+    )
+    assert parse_prompt("a cat", DEFAULT) == Prompt("a cat", DEFAULT)
+    assert parse_prompt("a cat --w 128", DEFAULT).options.size == (128, 64)
+    assert parse_prompt("--d 5", DEFAULT) == Prompt("", SampleOptions(25, 5, size=(64, 64)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a --x 3", "--x is not known, expected one of --w, --h, --d"),
+        ("a --w big", "--w is 'big', expected a number of at least 1"),
+        ("a --s 0", "--s is '0', expected a number of at least 1"),
+        ("a --l nan", "--l is 'nan'"),
+        ("a --d", "--d is '', expected a number"),
+        ("a --l 3 --g 4", "--g sets guidance a second time"),
+        ("a --ss ddim", "--ss is 'ddim', expected one of euler, dpmpp_2m"),
+    ],
+)
+def test_wrong_settings_of_a_prompt_are_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_prompt(text, DEFAULT)
+    with pytest.raises(ConfigError, match="give both --w and --h"):
+        parse_prompt("a --w 8", SampleOptions())
+
+
+def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("# for tests\na cat --d 1\n\n  a dog\n", encoding="utf-8")
+    assert expanded(["a bird", str(path)]) == ["a bird", "a cat --d 1", "a dog"]
+    path.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="has no prompt; expected one a line"):
+        expanded([str(path)])
+    with pytest.raises(MissingFileError, match="--prompt: there is no file"):
+        expanded([str(tmp_path / "none.txt")], "--prompt")
+
+
+def test_a_picture_says_its_settings_as_a1111_does() -> None:
+    options = SampleOptions(20, 7, 5.0, "blurry", None, "dpmpp_2m")
+    prompt = Prompt("a cat", options)
+    assert infotext(prompt, "sdxl", 5.0, (64, 32), Place(0, 1)) == (
+        "a cat\nNegative prompt: blurry\n"
+        "Steps: 20, Sampler: DPM++ 2M, CFG scale: 5, Seed: 7, Size: 64x32, Model: sdxl"
+    )
+    assert infotext(prompt, "a, b", 1.0, (64, 32), Place(1, 2)).endswith(
+        "Model: a  b, Batch size: 2, Batch pos: 1"
+    )
+    assert "Negative" not in infotext(prompt, "sdxl", 1.0, (64, 32), Place(0, 1))
+
+
+def test_previews_are_shown_over_time(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    (folder / "images").mkdir(parents=True)
+    prompts = ["a <cat>", "a dog"]
+    for step in range(0, 1500, 100):
+        for number in (1, 2):
+            image = Image.new("RGB", (300 * number, 200), (step % 256, 0, 0))
+            plot.save_png(image, preview_path(folder, step, number))
+    preview_path(folder, 100, 2).unlink()
+    write_sheet(folder, prompts)
+    page = (folder / PAGE).read_text()
+    assert "a &lt;cat&gt;" in page
+    assert page.count("<img") == 28
+    assert page.index("step-001400-1.png") < page.index("step-000000-1.png")
+    with Image.open(tmp_path / SHEET) as sheet:
+        assert sheet.size == (12 * (192 + 4) + 4, 18 + (128 + 14) + (64 + 14))
+
+
+def test_a_run_draws_prompts_each_in_its_way(config: TrainConfig, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a zero --d 5 --s 4\na one\n")
+    drawn = config.with_(sample_prompts=[str(file)], sample_every=6)
+    run = train_adapter(drawn, progress=False, report=lambda _: None)
+    samples = run.output / "samples"
+    with Image.open(preview_path(samples, 6, 1)) as first:
+        text = first.text["parameters"]  # type: ignore[attr-defined]
+    assert text.startswith("a zero\nSteps: 4, Sampler: Euler")
+    assert "Seed: 5" in text
+    assert (run.output / SHEET).is_file()
+    assert (samples / PAGE).read_text().count("<img") == 2 * 3
+    # The prompts themselves are written out.
+    assert TrainConfig.from_yaml(run.output / "config.yaml").sample_prompts == [
+        "a zero --d 5 --s 4",
+        "a one",
+    ]
+    with pytest.raises(ConfigError, match="size has no effect on the model `digits`"):
+        train_adapter(
+            drawn.with_(sample_prompts=["a zero --w 8 --h 8"], output=str(tmp_path / "b")),
+            progress=False,
+        )

@@ -1,0 +1,75 @@
+"""Weights & Biases, by a module that takes its place."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainable_candle.run import train_adapter
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.wandb_log import WandbLog
+
+
+class Wandb:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **facts: Any) -> Any:
+        self.inits.append(facts)
+        return SimpleNamespace(id=facts["id"] or "abc", log=self.log, finish=self.finish)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+    module = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wandb: Wandb) -> None:
+    logged = config.with_(wandb="loras", name="digit", validation_split=0.3, validate_every=5)
+    train_adapter(logged, progress=False, report=lambda _: None)
+    (start,) = wandb.inits
+    assert (start["project"], start["name"], start["id"]) == ("loras", "digit", None)
+    assert start["config"]["rank"] == config.rank
+    steps = [step for step, values in wandb.logged if "train/loss" in values]
+    assert steps == list(range(1, config.steps + 1))
+    assert {"train/lr", "train/grad_norm", "train/epoch", "train/per_second"} <= wandb.logged[-1][
+        1
+    ].keys() | wandb.logged[-2][1].keys()
+    assert [step for step, values in wandb.logged if "validation/loss" in values] == [0, 5, 10, 12]
+    assert wandb.finished == 1
+
+
+def test_a_resumed_training_goes_on_with_its_run(tmp_path: Path, wandb: Wandb) -> None:
+    trainer: Any = SimpleNamespace(step=0)
+    for step in (0, 4):
+        trainer.step = step
+        log = WandbLog("p", "n", tmp_path, {})
+        log.on_train_begin(trainer)
+        log.on_train_end(trainer)
+    assert [(facts["id"], facts["resume"]) for facts in wandb.inits] == [
+        (None, None),
+        ("abc", "allow"),
+    ]
+
+
+def test_without_wandb_the_error_says_how_to_install_it(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "trainable-candle\[wandb\]"'):
+        train_adapter(config.with_(wandb="loras"), progress=False)
+    assert not Path(config.output).exists()
