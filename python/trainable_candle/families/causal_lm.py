@@ -44,9 +44,7 @@ class CausalLM:
     """
 
     name: ClassVar[str] = "causal-lm"
-    summary: ClassVar[str] = (
-        "language models: Llama, Qwen, Mistral, SmolLM (a tiny one is built in)"
-    )
+    summary: ClassVar[str] = "language models: Llama, Qwen, Mistral, SmolLM (a tiny one built in)"
     download: ClassVar[str] = ""
     groups: ClassVar[tuple[type[Group], ...]] = (
         Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Several,

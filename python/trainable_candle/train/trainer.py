@@ -70,15 +70,15 @@ class StepReport:
     seconds: float
     """The duration of the step."""
     epoch: float | None = None
-    """Epochs seen so far, if the trainer was told about epochs."""
+    """Epochs seen so far, if the trainer knows their length."""
     amount: float = 0.0
-    """Images, tokens or whatever the trainer was told to count; 0 if it was not."""
+    """Images, tokens or what else the trainer counts; 0 if it counts nothing."""
     memory: int | None = None
     """Bytes of the GPU's memory that the run holds; None on the CPU."""
 
     @property
     def rate(self) -> float:
-        """What was counted, a second."""
+        """The counted amount per second."""
         return self.amount / self.seconds if self.seconds else 0.0
 
 
@@ -91,7 +91,7 @@ class _Given(NamedTuple):
     share: float
     """The weight of this loss in the loss of the step."""
     amount: float = 0.0
-    """What the trainer was told to count."""
+    """Images, tokens or what else the trainer counts."""
 
 
 class Trainer(Generic[Batch]):
