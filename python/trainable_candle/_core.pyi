@@ -15,11 +15,6 @@ from typing_extensions import Self, disjoint_base
 __all__ = [
     "__version__",
     "build_profile",
-    "Adafactor",
-    "Adam",
-    "Adam8bit",
-    "AdamW",
-    "AdamW8bit",
     "Adapter",
     "AdapterFile",
     "AdapterModule",
@@ -38,18 +33,14 @@ __all__ = [
     "Flux2Transformer",
     "FluxTransformer",
     "GradScaler",
-    "Lion",
-    "Lion8bit",
     "LoraConfig",
     "Model",
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
     "PartFacts",
-    "Prodigy",
     "SD3Transformer",
     "SDXLUNet",
-    "SGD",
     "Sampler",
     "Schedule",
     "T5Encoder",
@@ -109,6 +100,7 @@ __all__ = [
     "normal_samples",
     "ones",
     "ones_like",
+    "optimizer_kinds",
     "pipeline_parts",
     "prepare_adapters",
     "quick_gelu",
@@ -151,163 +143,6 @@ build_profile: Final[str]
 """
 Cargo profile of this build, `"release"` or `"debug"`.
 """
-
-@final
-class Adafactor(Optimizer):
-    """
-    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
-    those of its rows and columns.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
-            square.
-        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
-        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
-            variable.
-        d: at least 1; the root mean square of an update is clipped to it.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-2,
-        beta2_decay: SupportsFloat | SupportsIndex = -0.8,
-        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = (
-            None,
-            1e-3,
-        ),
-        d: SupportsFloat | SupportsIndex = 1.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        *,
-        maximize: bool = False,
-    ) -> Adafactor: ...
-
-@final
-class Adam(Optimizer):
-    """
-    Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: L2 penalty, added to the gradient.
-        amsgrad: divide by the largest second moment so far.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> Adam: ...
-
-@final
-class Adam8bit(Optimizer):
-    """
-    Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        min_8bit_size: variables with fewer elements keep their moments in f32.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        *,
-        min_8bit_size: SupportsIndex = 4096,
-    ) -> Adam8bit: ...
-
-@final
-class AdamW(Optimizer):
-    """
-    Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        amsgrad: divide by the largest second moment so far.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> AdamW: ...
-
-@final
-class AdamW8bit(Optimizer):
-    """
-    AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        min_8bit_size: variables with fewer elements keep their moments in f32.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        *,
-        min_8bit_size: SupportsIndex = 4096,
-    ) -> AdamW8bit: ...
 
 @final
 class Adapter:
@@ -1333,57 +1168,6 @@ class GradScaler:
         """
 
 @final
-class Lion(Optimizer):
-    """
-    Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
-        betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-    ) -> Lion: ...
-
-@final
-class Lion8bit(Optimizer):
-    """
-    Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
-        betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        min_8bit_size: variables with fewer elements keep their momentum in f32.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        *,
-        min_8bit_size: SupportsIndex = 4096,
-    ) -> Lion8bit: ...
-
-@final
 class LoraConfig:
     """
     Which layers get an adapter, and of what kind and size. The names are peft's.
@@ -1759,8 +1543,18 @@ class NoisedLatents:
 @disjoint_base
 class Optimizer:
     """
-    The methods of all optimizers. Construct one of its subclasses.
+    The methods of all optimizers. Construct one of its subclasses, which the library's registry names.
     """
+    def __new__(
+        cls,
+        /,
+        kind: str,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        settings: dict[Any, Any],
+    ) -> Optimizer:
+        """
+        The optimizer of a kind, over `params`, with the hyper-parameters that are not its defaults.
+        """
     def __repr__(self, /) -> str: ...
     @property
     def group_lrs(self, /) -> list[float]:
@@ -1896,53 +1690,6 @@ class PartFacts:
         """
 
 @final
-class Prodigy(Optimizer):
-    """
-    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
-
-    All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The
-    state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: factor on the estimated step size, at least 0; leave it at 1 except for a schedule. A group with 0 does not change.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        beta3: decay rate of the sums behind the estimate, in [0, 1); None for the root of the second beta.
-        eps: added, times the estimate, to the root of the second moment; above 0.
-        weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
-        decouple: False for weight decay as an L2 penalty, added to the gradient.
-        use_bias_correction: correct the first steps as Adam does.
-        safeguard_warmup: keep lr out of the estimate's denominator, which a warm-up would make too small.
-        d0: the first estimate, above 0.
-        d_coef: factor on the estimate, above 0; the way to tune the method.
-        growth_rate: the estimate grows by at most this factor in a step; at least 1.
-        slice_p: estimate from every slice_p-th element, at least 1; 11 saves almost half of the memory.
-
-    Raises:
-        ArgumentError: if a number is out of range, groups differ where they must agree, there is no variable, or one
-            appears twice. `step` raises it if learning rates differ.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1.0,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        beta3: SupportsFloat | SupportsIndex | None = None,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        decouple: bool = True,
-        use_bias_correction: bool = False,
-        safeguard_warmup: bool = False,
-        d0: SupportsFloat | SupportsIndex = 1e-6,
-        d_coef: SupportsFloat | SupportsIndex = 1.0,
-        growth_rate: SupportsFloat | SupportsIndex = ...,
-        *,
-        slice_p: SupportsIndex = 1,
-    ) -> Prodigy: ...
-
-@final
 class SD3Transformer(Model):
     """
     The transformer of SD3 and SD3.5, computing what diffusers' `SD3Transformer2DModel` computes, under its names. Made by `from_pretrained`.
@@ -2002,37 +1749,6 @@ class SDXLUNet(Model):
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
         """
-
-@final
-class SGD(Optimizer):
-    """
-    Stochastic gradient descent with momentum, as `torch.optim.SGD`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        momentum: weight of the old momentum in each step; 0 for no momentum.
-        dampening: the gradient enters the momentum with weight 1 - dampening.
-        weight_decay: L2 penalty, added to the gradient.
-        nesterov: look ahead along the momentum; needs momentum > 0 and dampening 0.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        momentum: SupportsFloat | SupportsIndex = 0.0,
-        dampening: SupportsFloat | SupportsIndex = 0.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> SGD: ...
 
 @final
 class Sampler:
@@ -3663,6 +3379,12 @@ def ones(
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
     Ones in the shape of `input`; dtype and device are its own unless given.
+    """
+
+def optimizer_kinds() -> list[tuple[str, str, int, dict[Any, Any]]]:
+    """
+    The optimizers of the library's registry, each as its name, a docstring, the number of its hyper-parameters that may be passed by
+    position, and all of them with their defaults, in order.
     """
 
 def pipeline_parts(model: str) -> list[str]:
