@@ -3,8 +3,7 @@
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{
-    Adam, Adam8bit, AdamConfig, AdamW, KINDS, Lion, NormType, Optimizer, ParamGroup, SGD, SGDConfig, Value,
-    clip_grad_norm_,
+    Adam, Adam8bit, AdamConfig, AdamW, KINDS, NormType, Optimizer, ParamGroup, SGD, SGDConfig, Value, clip_grad_norm_,
 };
 
 /// Values that differ from seed to seed, the same on every machine.
