@@ -6,9 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
-from trainable_candle.data.chats.reading import SUFFIXES
 from trainable_candle.errors import MissingFileError
-from trainable_candle.text.chat_tokenizer import FILES
 
 # The names of a weight file without its ending: diffusers', then transformers'.
 _STEMS: Final = ("diffusion_pytorch_model", "model")
@@ -106,6 +104,9 @@ def download_language_model(name: str) -> Path:
     Raises:
         MissingFileError: as `download`.
     """
+    # Imported here: settings, which the tokenizers import, ask whether a path is a name on the hub.
+    from trainable_candle.text.chat_tokenizer import FILES  # noqa: PLC0415
+
     weights = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
     return _fetch(name, ["config.json", *FILES, *weights], [])
 
@@ -119,6 +120,8 @@ def download_texts(name: str) -> Path:
     Raises:
         MissingFileError: as `download`.
     """
+    from trainable_candle.data.chats.reading import SUFFIXES  # noqa: PLC0415 - as above
+
     files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in SUFFIXES]
     return _fetch(name, files, ["dataset_infos.json"], kind="dataset")
 

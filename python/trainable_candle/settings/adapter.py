@@ -86,7 +86,8 @@ class TrainingAdapters(Group):
         Setting(
             "file that a distilled model is trained over, and used without",
             rare=True,
-            aliases=("assistant-lora-path", "assistant-adapter"),
+            synonyms=("assistant-lora-path", "assistant-adapter"),
+            path=True,
         ),
     ] = None
 

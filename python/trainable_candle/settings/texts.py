@@ -42,7 +42,7 @@ class Texts(Group):
     ] = "sft"
     dpo_beta: Annotated[
         float,
-        Setting("larger: stay nearer to the base", low=0, above=True, rare=True, aliases=("beta",)),
+        Setting("larger: stay nearer to the base", low=0, above=True, rare=True, synonyms=("beta",)),
     ] = 0.1
 
     sequence_length: Annotated[

@@ -19,7 +19,9 @@ use super::linear::{as_matrix, check, forward, same_kind, with_last};
 use super::low_rank::{LowRankBackward, LowRanks, operand};
 use crate::compute::{Destination, Product};
 use crate::cpu::{self, Div, Mul};
-use crate::quantized::{Format, WeightRef, example};
+use crate::quantized::WeightRef;
+#[cfg(feature = "testing")]
+use crate::quantized::{Format, example};
 use crate::raw::own_copy;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, Var, checkpoint, compute};
