@@ -1,7 +1,6 @@
 """Defaults of parameters that the generated stubs cannot show, from the Rust sources.
 
-PyO3 writes literals into stubs and `...` for anything else, such as `Integer::of(8)` or what a
-macro was given.
+PyO3 writes literals into stubs and `...` for anything else, such as `Integer::of(8)`.
 """
 
 import ast
@@ -13,13 +12,7 @@ Defaults = dict[tuple[str, str], str]
 
 SIGNATURE = re.compile(r"signature = \((.*?)\)\)\].*?\bfn (\w+)", re.DOTALL)
 DEFAULT = re.compile(r"(\w+)\s*=\s*(?:Integer|Pair|Given)::of\((-?[\d.e-]+|None)\)")
-# An optimizer in the macro that makes their classes, and a hyper-parameter of one.
-OPTIMIZER = re.compile(r"^    (\w+)\(\s*\w+Config \{(.*?)\);$", re.DOTALL | re.MULTILINE)
-HYPER_PARAMETER = re.compile(
-    r"(\w+): (?:[\w<>]+|\([^()]*\)) = (\([^()]*\)|Integer::of\(-?\d+\)|[\w.:-]+)"
-)
 OWNER = re.compile(r"^impl (\w+) \{", re.MULTILINE)
-PYTHON = {"true": "True", "false": "False"}
 
 
 def defaults(folder: Path) -> Defaults:
@@ -33,10 +26,6 @@ def defaults(folder: Path) -> Defaults:
             if name == "new" and owners:
                 name = owners[-1]
             found |= {(name, p): value for p, value in DEFAULT.findall(signature[1])}
-        for optimizer in OPTIMIZER.finditer(source):
-            for parameter, value in HYPER_PARAMETER.findall(optimizer[2]):
-                text = re.sub(r"Integer::of\((.*)\)", r"\1", value)
-                found[optimizer[1], parameter] = PYTHON.get(text, text)
     return found
 
 

@@ -15,9 +15,12 @@ from pathlib import Path
 from stub_defaults import defaults, show_defaults
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMITTED = ROOT / "python" / "trainable_candle" / "_core.pyi"
+PACKAGE = ROOT / "python" / "trainable_candle"
+COMMITTED = PACKAGE / "_core.pyi"
+OPTIMIZERS = PACKAGE / "optim" / "kinds.pyi"
 FOLDER = Path(os.environ["CARGO_TARGET_DIR"]) / "stubs"
 GENERATED = FOLDER / "trainable_candle" / "_core.pyi"
+LIBRARY = FOLDER.parent / "release" / "lib_core.so"
 
 
 def run(*command: str, folder: Path = ROOT) -> None:
@@ -80,29 +83,46 @@ def generate(tree: Path) -> str:
             )
     source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))
     GENERATED.write_text(with_composed_methods(qualify_hidden_builtins(source)))
+    return formatted(GENERATED)
+
+
+def formatted(path: Path) -> str:
+    """A stub file as it is committed."""
     config = f"--config={ROOT / 'pyproject.toml'}"
-    run("ruff", "check", "--quiet", config, "--select=F401,I,UP", "--fix", str(GENERATED))
-    run("ruff", "format", "--quiet", config, str(GENERATED))
-    return GENERATED.read_text()
+    run("ruff", "check", "--quiet", config, "--select=F401,I,UP", "--fix", str(path))
+    run("ruff", "format", "--quiet", config, str(path))
+    return path.read_text()
+
+
+def generate_optimizers() -> str:
+    """The stubs of the optimizers in the library that `generate` has built."""
+    path = FOLDER / "kinds.pyi"
+    script = str(ROOT / ".ci" / "stub_optimizers.py")
+    made = subprocess.run([sys.executable, script, str(LIBRARY)], check=True, capture_output=True)
+    path.write_bytes(made.stdout)
+    return formatted(path)
 
 
 def main(action: str, tree: str) -> None:
     """Write the stubs into this tree, or compare them with those in it."""
-    generated = generate(Path(tree))
-    if action == "write":
-        COMMITTED.write_text(generated)
-        return
-    committed = COMMITTED.read_text()
-    if committed != generated:
-        sys.stdout.writelines(
-            difflib.unified_diff(
-                committed.splitlines(keepends=True),
-                generated.splitlines(keepends=True),
-                "_core.pyi",
-                "the Rust signatures",
+    for path, generated in (
+        (COMMITTED, generate(Path(tree))),
+        (OPTIMIZERS, generate_optimizers()),
+    ):
+        if action == "write":
+            path.write_text(generated)
+            continue
+        committed = path.read_text()
+        if committed != generated:
+            sys.stdout.writelines(
+                difflib.unified_diff(
+                    committed.splitlines(keepends=True),
+                    generated.splitlines(keepends=True),
+                    path.name,
+                    "the Rust signatures",
+                )
             )
-        )
-        sys.exit("stubs: _core.pyi differs from the Rust signatures; run `make stubs`")
+            sys.exit(f"stubs: {path.name} differs from the Rust signatures; run `make stubs`")
 
 
 if __name__ == "__main__":

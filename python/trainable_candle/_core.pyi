@@ -8,20 +8,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-from _typeshed import SupportsGetItem, SupportsLenAndGetItem
+from _typeshed import SupportsGetItem
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
-
-from trainable_candle._methods import ComposedMethods, VarMethods
 
 __all__ = [
     "__version__",
     "build_profile",
-    "Adafactor",
-    "Adam",
-    "Adam8bit",
-    "AdamW",
-    "AdamW8bit",
     "Adapter",
     "AdapterFile",
     "AdapterModule",
@@ -39,29 +32,20 @@ __all__ = [
     "FlowMatching",
     "Flux2Transformer",
     "FluxTransformer",
-    "Generation",
     "GradScaler",
-    "KVCache",
-    "Lion",
-    "Lion8bit",
     "LoraConfig",
     "Model",
-    "NcclCommunicator",
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
     "PartFacts",
-    "Prodigy",
-    "QuantizedTensor",
     "SD3Transformer",
     "SDXLUNet",
-    "SGD",
     "Sampler",
     "Schedule",
     "T5Encoder",
     "Tensor",
     "TextFeatures",
-    "TrainingAdapter",
     "Var",
     "ZImageTransformer",
     "adapted_parts",
@@ -96,7 +80,6 @@ __all__ = [
     "get_rng_state",
     "grad",
     "gradcheck",
-    "gradient_vectors",
     "group_norm",
     "group_norm_silu",
     "huber_loss",
@@ -114,14 +97,12 @@ __all__ = [
     "manual_seed",
     "modulated_layer_norm",
     "mse_loss",
-    "nccl_unique_id",
-    "nccl_version",
     "normal_samples",
     "ones",
     "ones_like",
+    "optimizer_kinds",
     "pipeline_parts",
     "prepare_adapters",
-    "quantize",
     "quick_gelu",
     "rand",
     "randint",
@@ -136,7 +117,6 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_float32_matmul_precision",
     "set_grad_enabled",
-    "set_gradient_vectors",
     "set_num_threads",
     "set_resolver",
     "set_rng_state",
@@ -163,163 +143,6 @@ build_profile: Final[str]
 """
 Cargo profile of this build, `"release"` or `"debug"`.
 """
-
-@final
-class Adafactor(Optimizer):
-    """
-    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from
-    those of its rows and columns.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: bound of the relative step size, at least 0: step t moves a variable by min(lr, 1 / sqrt(t)) of its root mean
-            square.
-        beta2_decay: at most 0; the second moments take the square of gradient t with weight t**beta2_decay.
-        eps: root of the least second moment (None for the precision of the dtype), and the least root mean square of a
-            variable.
-        d: at least 1; the root mean square of an update is clipped to it.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-2,
-        beta2_decay: SupportsFloat | SupportsIndex = -0.8,
-        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = (
-            None,
-            1e-3,
-        ),
-        d: SupportsFloat | SupportsIndex = 1.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        *,
-        maximize: bool = False,
-    ) -> Adafactor: ...
-
-@final
-class Adam(Optimizer):
-    """
-    Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: L2 penalty, added to the gradient.
-        amsgrad: divide by the largest second moment so far.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> Adam: ...
-
-@final
-class Adam8bit(Optimizer):
-    """
-    Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        min_8bit_size: variables with fewer elements keep their moments in f32.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        *,
-        min_8bit_size: SupportsIndex = 4096,
-    ) -> Adam8bit: ...
-
-@final
-class AdamW(Optimizer):
-    """
-    Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        amsgrad: divide by the largest second moment so far.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> AdamW: ...
-
-@final
-class AdamW8bit(Optimizer):
-    """
-    AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        min_8bit_size: variables with fewer elements keep their moments in f32.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 1e-2,
-        *,
-        min_8bit_size: SupportsIndex = 4096,
-    ) -> AdamW8bit: ...
 
 @final
 class Adapter:
@@ -653,15 +476,6 @@ class CausalLM(Model):
     computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
     first layers alone, as a text encoder.
 
-    The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
-
-    Args:
-        config: the `config.json`.
-        device: where its parameters are.
-
-    Raises:
-        MissingFileError, ConfigError: if the configuration is missing or another model's.
-
     Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
     from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
     are padding.
@@ -680,65 +494,10 @@ class CausalLM(Model):
             DTypeError: if an input is not of integers.
             ArgumentError: if only a part of the layers was loaded.
         """
-    def __new__(
-        cls, /, config: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
-    ) -> CausalLM: ...
     @property
     def eos_token_ids(self, /) -> list[int]:
         """
         The tokens that end a text, as `config.json` says.
-        """
-    def extend(
-        self, /, cache: KVCache, tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]
-    ) -> Tensor:
-        """
-        Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
-
-        The scores are those of a pass over the whole texts; one more token of a text costs a pass over that token alone.
-
-        Args:
-            cache: the texts so far.
-            tokens: the new token ids of each text; none where a text rests.
-
-        Raises:
-            IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if the numbers of texts differ, no text gets a token, or only a part of the layers was loaded.
-        """
-    def generate(
-        self,
-        /,
-        prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
-        *,
-        max_new_tokens: SupportsIndex = 128,
-        temperature: SupportsFloat | SupportsIndex = ...,
-        top_k: SupportsIndex = 0,
-        top_p: SupportsFloat | SupportsIndex = ...,
-        min_p: SupportsFloat | SupportsIndex = ...,
-        repetition_penalty: SupportsFloat | SupportsIndex = ...,
-        stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
-        seed: SupportsIndex = 0,
-    ) -> list[list[int]]:
-        """
-        What follows each prompt: the new tokens, without the one that ends the text.
-
-        Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. What is drawn depends on the seed,
-        the number of the text and the place in it alone.
-
-        Args:
-            prompts: the token ids of each text, at least one each.
-            max_new_tokens: added to each text, at most.
-            temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
-            top_k: draw from so many likeliest tokens; 0: from all.
-            top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
-            min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
-            repetition_penalty: above 1, tokens that the text has become less likely.
-            stop_token_ids: which tokens end a text; `eos_token_ids` without it.
-            seed: of the draws.
-
-        Raises:
-            IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
-            NonFiniteError: if the model gives no numbers.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
@@ -850,54 +609,6 @@ class CausalLM(Model):
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id or a target is not a token, or a bound is out of order or range.
             ArgumentError: if only a part of the layers was loaded.
-        """
-    def stream(
-        self,
-        /,
-        prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
-        *,
-        max_new_tokens: SupportsIndex = 128,
-        temperature: SupportsFloat | SupportsIndex = ...,
-        top_k: SupportsIndex = 0,
-        top_p: SupportsFloat | SupportsIndex = ...,
-        min_p: SupportsFloat | SupportsIndex = ...,
-        repetition_penalty: SupportsFloat | SupportsIndex = ...,
-        stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
-        seed: SupportsIndex = 0,
-    ) -> Generation:
-        """
-        As `generate`, token by token: an iterator over the steps, whose items have the new token of every text, None for those that have
-        ended.
-
-        Args:
-            prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
-
-        Raises:
-            As `generate`, of which those about the model come with the first step.
-        """
-    def padded_states(
-        self,
-        /,
-        input_ids: Tensor,
-        words: SupportsIndex,
-        layers: SupportsGetItem[int, SupportsIndex],
-    ) -> list[Tensor]:
-        """
-        The states as `hidden_states` of one text and the padding that follows it: padding sees every word, but neither itself nor other
-        padding, as in transformers where a mask covers it.
-
-        Args:
-            input_ids: token ids, (N), i64 or u32.
-            words: how many of them, from the first on, are the text: 1 to N.
-            layers: after how many layers, one or more.
-
-        Returns:
-            For each of `layers` the states, (N, D).
-
-        Raises:
-            ShapeError, DTypeError: if an input does not fit.
-            IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if there are more words than tokens or none, or the model has fewer layers.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -1384,22 +1095,6 @@ class FluxTransformer(Model):
         """
 
 @final
-class Generation:
-    """
-    Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
-    those that have ended; it ends with the last text. Made by `CausalLM.stream`.
-    """
-    def __iter__(self, /) -> Generation: ...
-    def __next__(self, /) -> list[int | None]: ...
-    def end(self, /, text: SupportsIndex) -> None:
-        """
-        End text number `text`; the others go on.
-
-        Raises:
-            ArgumentError: if there is no such text.
-        """
-
-@final
 class GradScaler:
     """
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
@@ -1471,75 +1166,6 @@ class GradScaler:
         Raises:
             ArgumentError: if no optimizer was unscaled or stepped since the last call.
         """
-
-@final
-class KVCache:
-    """
-    Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
-
-    Args:
-        texts: how many.
-    """
-    def __len__(self, /) -> int: ...
-    def __new__(cls, /, texts: SupportsIndex) -> KVCache: ...
-    def tokens(self, /, text: SupportsIndex) -> list[int]:
-        """
-        The tokens of text number `text`.
-
-        Raises:
-            ArgumentError: if there is no such text.
-        """
-
-@final
-class Lion(Optimizer):
-    """
-    Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
-        betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-    ) -> Lion: ...
-
-@final
-class Lion8bit(Optimizer):
-    """
-    Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0; 3 to 10 times smaller than Adam's.
-        betas: weight of the momentum in the update, and its decay rate; each in [0, 1).
-        weight_decay: each step multiplies the variables by 1 - lr * weight_decay.
-        min_8bit_size: variables with fewer elements keep their momentum in f32.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-4,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        *,
-        min_8bit_size: SupportsIndex = 4096,
-    ) -> Lion8bit: ...
 
 @final
 class LoraConfig:
@@ -1689,20 +1315,6 @@ class Model:
         Raises:
             ConfigError: if no layer matches, or the model has an adapter already.
         """
-    def add_training_adapter(
-        self,
-        /,
-        path: str | bytes | PathLike[str] | PathLike[bytes],
-        scale: SupportsFloat | SupportsIndex = ...,
-    ) -> TrainingAdapter:
-        """
-        Put the LoRA of a file beside whatever is trained, its effect multiplied by `scale`: that over which a distilled model is trained.
-        It stays frozen, and neither files nor merged weights have it.
-
-        Raises:
-            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError: if it is no LoRA of linear layers, or a layer has one already.
-        """
     def disable_gradient_checkpointing(self, /) -> None:
         """
         Keep everything between forward and backward.
@@ -1729,8 +1341,6 @@ class Model:
         config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         dtype: DType | str | None = None,
         device: str = "cpu",
-        *,
-        quantize: str | None = None,
     ) -> Self:
         """
         A frozen model of random weights, for measuring how fast and large it is.
@@ -1739,10 +1349,9 @@ class Model:
             config: a `config.json`; the published model's without it.
             dtype: of the weights, f32 without it.
             device: where they are.
-            quantize: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
+            ArgumentError: of `Model`, which is no model by itself.
             MissingFileError, ConfigError: if the configuration is missing or another model's.
             OutOfMemoryError: if the model does not fit.
         """
@@ -1758,7 +1367,6 @@ class Model:
         config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         force_upcast: bool | None = None,
         layers: SupportsIndex | None = None,
-        quantize: str | None = None,
     ) -> Self:
         """
         The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
@@ -1774,14 +1382,11 @@ class Model:
             force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
                 says: SDXL's autoencoder does, whose values leave the range of f16.
             layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
-            quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
-                they are read; all else is as `dtype` says.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-            ArgumentError: if `layers` is given for another kind of model, or is more than it has, or if the kind has no layers to
-                quantize.
+            ArgumentError: if `layers` is given for another kind of model, or is more than it has.
         """
     def load_adapter(
         self,
@@ -1831,87 +1436,6 @@ class Model:
 
         Raises:
             ArgumentError: if the model has no adapter.
-        """
-
-@final
-class NcclCommunicator:
-    """
-    This process's part in a group of processes with one GPU each.
-
-    Args:
-        device: the GPU of this process.
-        rank: which of the processes this is, from 0.
-        size: how many there are.
-        unique_id: what rank 0 got from `nccl_unique_id`.
-        seconds: how long to wait for the others.
-
-    Raises:
-        CudaUnavailableError: if NCCL cannot be used.
-        ArgumentError: if a number is out of range.
-        DeviceError: if NCCL fails, or not all have joined in time.
-    """
-    def __new__(
-        cls,
-        /,
-        device: str,
-        rank: SupportsIndex,
-        size: SupportsIndex,
-        unique_id: SupportsLenAndGetItem[SupportsIndex],
-        seconds: SupportsFloat | SupportsIndex,
-    ) -> NcclCommunicator: ...
-    def all_reduce(self, /, tensor: Tensor) -> Tensor:
-        """
-        Return the sum of a tensor over all processes; queued, not waited for.
-
-        Raises:
-            DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
-        """
-    def all_reduce_gradients(
-        self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
-    ) -> Tensor:
-        """
-        Add up the gradients of all processes, in place, and a tensor; queued, not waited for.
-
-        Args:
-            parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
-            tail: what else is added up: numbers that belong to the step.
-            narrow: send the gradients as bf16, half of the bytes, each sum rounded.
-
-        Returns:
-            The sum of the tails.
-
-        Raises:
-            DeviceError: if a variable is on another device, or NCCL fails.
-            OutOfMemoryError: if the vectors of gradients do not fit.
-        """
-    def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
-        """
-        Give a variable the values that it has on process `root`; queued, not waited for.
-
-        Raises:
-            ArgumentError: if there is no such process.
-            DTypeError, DeviceError: if the variable does not fit, or NCCL fails.
-        """
-    @property
-    def rank(self, /) -> int:
-        """
-        Which of the processes this is.
-        """
-    @property
-    def size(self, /) -> int:
-        """
-        How many processes there are.
-        """
-    def stop(self, /) -> None:
-        """
-        End the present or the next wait with an error; for another thread.
-        """
-    def wait(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
-        """
-        Wait until all work queued on the GPU is done.
-
-        Raises:
-            DeviceError: if that takes longer than `seconds`, `stop` was called, or NCCL fails. The communicator is dead then.
         """
 
 @final
@@ -2019,8 +1543,18 @@ class NoisedLatents:
 @disjoint_base
 class Optimizer:
     """
-    The methods of all optimizers. Construct one of its subclasses.
+    The methods of all optimizers. Construct one of its subclasses, which the library's registry names.
     """
+    def __new__(
+        cls,
+        /,
+        kind: str,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        settings: dict[Any, Any],
+    ) -> Optimizer:
+        """
+        The optimizer of a kind, over `params`, with the hyper-parameters that are not its defaults.
+        """
     def __repr__(self, /) -> str: ...
     @property
     def group_lrs(self, /) -> list[float]:
@@ -2154,121 +1688,6 @@ class PartFacts:
         """
         The shapes of its parameters as files have them, by name.
         """
-    def weight_bytes(self, /, dtype: DType | str, quantize: str | None = None) -> int:
-        """
-        Bytes of its weights.
-
-        Args:
-            dtype: of the weights.
-            quantize: the format of linear layers in blocks, as in `from_pretrained`.
-
-        Raises:
-            ArgumentError: if the format is unknown, or the model has no layers that may be quantized.
-        """
-
-@final
-class Prodigy(Optimizer):
-    """
-    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size.
-
-    All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The
-    state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: factor on the estimated step size, at least 0; leave it at 1 except for a schedule. A group with 0 does not change.
-        betas: decay rates of the first and the second moment, each in [0, 1).
-        beta3: decay rate of the sums behind the estimate, in [0, 1); None for the root of the second beta.
-        eps: added, times the estimate, to the root of the second moment; above 0.
-        weight_decay: each step multiplies the variables by 1 - d * lr * weight_decay.
-        decouple: False for weight decay as an L2 penalty, added to the gradient.
-        use_bias_correction: correct the first steps as Adam does.
-        safeguard_warmup: keep lr out of the estimate's denominator, which a warm-up would make too small.
-        d0: the first estimate, above 0.
-        d_coef: factor on the estimate, above 0; the way to tune the method.
-        growth_rate: the estimate grows by at most this factor in a step; at least 1.
-        slice_p: estimate from every slice_p-th element, at least 1; 11 saves almost half of the memory.
-
-    Raises:
-        ArgumentError: if a number is out of range, groups differ where they must agree, there is no variable, or one
-            appears twice. `step` raises it if learning rates differ.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1.0,
-        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
-        beta3: SupportsFloat | SupportsIndex | None = None,
-        eps: SupportsFloat | SupportsIndex = 1e-8,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        decouple: bool = True,
-        use_bias_correction: bool = False,
-        safeguard_warmup: bool = False,
-        d0: SupportsFloat | SupportsIndex = 1e-6,
-        d_coef: SupportsFloat | SupportsIndex = 1.0,
-        growth_rate: SupportsFloat | SupportsIndex = ...,
-        *,
-        slice_p: SupportsIndex = 1,
-    ) -> Prodigy: ...
-
-@final
-class QuantizedTensor:
-    """
-    A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
-    """
-    def __repr__(self, /) -> str: ...
-    def dequantize(self, /, dtype: DType | str | None = None) -> Tensor:
-        """
-        The values: code times scale in f32, rounded once.
-
-        Args:
-            dtype: of the result; that of the matrix without it.
-
-        Raises:
-            DTypeError: if the dtype is not floating point.
-        """
-    @property
-    def device(self, /) -> str:
-        """
-        The device: "cpu" or "cuda:0".
-        """
-    @property
-    def dtype(self, /) -> DType:
-        """
-        The dtype of the values that it stands for.
-        """
-    @property
-    def format(self, /) -> str:
-        """
-        "int8", "fp8" or "nf4".
-        """
-    @property
-    def nbytes(self, /) -> int:
-        """
-        Bytes of codes and scales.
-        """
-    def numel(self, /) -> int:
-        """
-        The number of elements.
-        """
-    @property
-    def shape(self, /) -> tuple[int, ...]:
-        """
-        Rows and columns.
-        """
-    def tensors(self, /) -> dict[str, Tensor]:
-        """
-        What the matrix consists of: "codes" (u8) and "scales"; of "nf4" also "scale_codes" (u8) and "offset".
-        """
-    def to(self, /, device: str) -> QuantizedTensor:
-        """
-        The same on another device.
-
-        Raises:
-            DeviceError: if the device is unknown.
-        """
 
 @final
 class SD3Transformer(Model):
@@ -2330,37 +1749,6 @@ class SDXLUNet(Model):
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
         """
-
-@final
-class SGD(Optimizer):
-    """
-    Stochastic gradient descent with momentum, as `torch.optim.SGD`.
-
-    Args:
-        params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: learning rate, at least 0.
-        momentum: weight of the old momentum in each step; 0 for no momentum.
-        dampening: the gradient enters the momentum with weight 1 - dampening.
-        weight_decay: L2 penalty, added to the gradient.
-        nesterov: look ahead along the momentum; needs momentum > 0 and dampening 0.
-        maximize: ascend instead of descend.
-
-    Raises:
-        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
-        DTypeError: if a variable's dtype is not supported.
-    """
-    def __new__(
-        cls,
-        /,
-        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        lr: SupportsFloat | SupportsIndex = 1e-3,
-        momentum: SupportsFloat | SupportsIndex = 0.0,
-        dampening: SupportsFloat | SupportsIndex = 0.0,
-        weight_decay: SupportsFloat | SupportsIndex = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-    ) -> SGD: ...
 
 @final
 class Sampler:
@@ -2485,7 +1873,7 @@ class T5Encoder(Model):
         """
 
 @disjoint_base
-class Tensor(ComposedMethods):
+class Tensor:
     """
     An immutable array of numbers on a device, and its place on the autograd tape.
 
@@ -3129,29 +2517,7 @@ class TextFeatures:
         """
 
 @final
-class TrainingAdapter:
-    """
-    A frozen LoRA beside whatever is trained on a model, made by `add_training_adapter`.
-    """
-    def __len__(self, /) -> int:
-        """
-        How many layers have it.
-        """
-    def numel(self, /) -> int:
-        """
-        How many numbers it consists of.
-        """
-    def remove(self, /) -> None:
-        """
-        Take it off the model.
-        """
-    def set_enabled(self, /, enabled: bool) -> None:
-        """
-        Let the model compute with it, or exactly as if it were not there.
-        """
-
-@final
-class Var(VarMethods, Tensor):
+class Var(Tensor):
     """
     A trainable variable: a tensor with its own storage that can be set and accumulates a gradient.
 
@@ -3669,14 +3035,6 @@ def gradcheck(
         The exceptions of the function.
     """
 
-def gradient_vectors(parameters: Iterable[Var] | Mapping[str, Var]) -> list[Tensor]:
-    """
-    Return the gradients of variables as vectors, adjacent ones of a flat buffer as one; zeros for one without a gradient.
-
-    Raises:
-        OutOfMemoryError: if the vectors do not fit.
-    """
-
 def group_norm(
     input: Tensor,
     num_groups: SupportsIndex,
@@ -3823,13 +3181,13 @@ def layer_norm(
         ArgumentError: if `eps` is negative or not finite.
     """
 
-def linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     `input @ weight.T + bias`.
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features), or what `quantize` makes of it, which gets no gradient. The backward pass saves the input only if the weight needs a gradient.
+        weight: (out_features, in_features). The backward pass saves the input only if the weight needs a gradient.
         bias: (out_features,).
 
     Returns:
@@ -3981,23 +3339,6 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         ArgumentError: if the reduction is unknown.
     """
 
-def nccl_unique_id() -> bytes:
-    """
-    Return 128 bytes by which processes find each other; the process that asks must become rank 0.
-
-    Raises:
-        CudaUnavailableError: if NCCL cannot be used.
-        DeviceError: if it finds no network interface to listen on.
-    """
-
-def nccl_version() -> int:
-    """
-    Return the version of NCCL, such as 23007 for 2.30.7.
-
-    Raises:
-        CudaUnavailableError: if it cannot be used.
-    """
-
 def normal_samples(
     shape: SupportsGetItem[int, SupportsIndex],
     samples: SupportsGetItem[int, SupportsIndex],
@@ -4040,6 +3381,12 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
     Ones in the shape of `input`; dtype and device are its own unless given.
     """
 
+def optimizer_kinds() -> list[tuple[str, str, int, dict[Any, Any]]]:
+    """
+    The optimizers of the library's registry, each as its name, a docstring, the number of its hyper-parameters that may be passed by
+    position, and all of them with their defaults, in order.
+    """
+
 def pipeline_parts(model: str) -> list[str]:
     """
     The parts of a family by the names of their folders in a pipeline.
@@ -4067,21 +3414,6 @@ def prepare_adapters(
 
     Raises:
         ArgumentError: if the format is unknown or cannot hold these adapters.
-    """
-
-def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
-    """
-    Quantize a frozen matrix.
-
-    Args:
-        tensor: floating point, (out_features, in_features).
-        format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
-            blocks of 64 elements, whose scales are quantized in blocks of 256.
-
-    Raises:
-        ShapeError: if the tensor is not a matrix.
-        DTypeError: if it is not floating point.
-        ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
     """
 
 def quick_gelu(input: Tensor) -> Tensor:
@@ -4317,17 +3649,6 @@ def set_float32_matmul_precision(precision: str) -> None:
 def set_grad_enabled(enabled: bool) -> bool:
     """
     Switch recording on this thread; returns the previous state.
-    """
-
-def set_gradient_vectors(
-    parameters: Iterable[Var] | Mapping[str, Var], vectors: SupportsGetItem[int, Tensor]
-) -> None:
-    """
-    Overwrite the gradients of variables by vectors of the sizes that `gradient_vectors` gives.
-
-    Raises:
-        ArgumentError: if there are more or fewer vectors.
-        ShapeError, DTypeError, DeviceError: if a vector differs from its gradients.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:

@@ -18,7 +18,7 @@ KINDS = [
     optim.Lion,
     optim.Lion8bit,
 ]
-EVERY = [*KINDS, optim.Adafactor, optim.Prodigy]
+EVERY = list(optim.KINDS.values())
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "optim"

@@ -2,44 +2,13 @@
 
 from typing import Final
 
-from trainable_candle import _core
-from trainable_candle._core import (
-    EMA,
-    SGD,
-    Adafactor,
-    Adam,
-    Adam8bit,
-    AdamW,
-    AdamW8bit,
-    GradScaler,
-    Lion,
-    Lion8bit,
-    Optimizer,
-    Prodigy,
-    clip_grad_norm_,
-)
-from trainable_candle.optim import lr_scheduler
+from trainable_candle._core import EMA, GradScaler, Optimizer, choices, clip_grad_norm_
+from trainable_candle.optim import kinds, lr_scheduler
+from trainable_candle.optim.kinds import *  # noqa: F403 - the registry's
 
-_CLASSES: Final = {name.lower(): kind for name, kind in vars(_core).items()}
-KINDS: Final[dict[str, type[Optimizer]]] = {
-    name: _CLASSES[name] for name in _core.choices()["optimizer"]
-}
+_CLASSES: Final = {name.lower(): getattr(kinds, name) for name in kinds.__all__}
+KINDS: Final[dict[str, type[Optimizer]]] = {name: _CLASSES[name] for name in choices()["optimizer"]}
 """The optimizers of the library's registry by the names that `--optimizer` takes."""
 
-__all__ = [
-    "EMA",
-    "KINDS",
-    "SGD",
-    "Adafactor",
-    "Adam",
-    "Adam8bit",
-    "AdamW",
-    "AdamW8bit",
-    "GradScaler",
-    "Lion",
-    "Lion8bit",
-    "Optimizer",
-    "Prodigy",
-    "clip_grad_norm_",
-    "lr_scheduler",
-]
+__all__ = ["EMA", "KINDS", "GradScaler", "Optimizer", "clip_grad_norm_", "lr_scheduler"]
+__all__ += kinds.__all__

@@ -37,8 +37,7 @@ class Several(Group):
         Setting(
             "GPUs of this machine: 2, all, or 0,2",
             free=True,
-            synonyms=("devices",),
-            aliases=("num-processes", "gpu-ids", "nproc-per-node"),
+            synonyms=("devices", "num-processes", "gpu-ids"),
         ),
     ] = None
     effective_batch: Annotated[

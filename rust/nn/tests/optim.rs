@@ -3,8 +3,7 @@
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
 use trainable_candle_nn::optim::{
-    Adafactor, Adam, Adam8bit, AdamConfig, AdamW, AdamW8bit, Lion, Lion8bit, NormType, Optimizer, ParamGroup, Prodigy,
-    ProdigyConfig, SGD, SGDConfig, clip_grad_norm_,
+    Adam, Adam8bit, AdamConfig, AdamW, KINDS, NormType, Optimizer, ParamGroup, SGD, SGDConfig, Value, clip_grad_norm_,
 };
 
 /// Values that differ from seed to seed, the same on every machine.
@@ -25,21 +24,14 @@ fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.raw().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// Every optimizer, over the same variables.
+/// Every optimizer of the registry, over the same variables.
 fn all(params: &[Var]) -> Vec<Box<dyn Optimizer>> {
-    let sgd = SGDConfig { lr: 0.01, momentum: 0.9, ..SGDConfig::default() };
-    let prodigy = ProdigyConfig { d0: 1e-3, slice_p: 3, ..ProdigyConfig::default() };
-    vec![
-        Box::new(SGD::with_config(params.to_vec(), sgd).unwrap()),
-        Box::new(Adam::new(params.to_vec(), 0.01).unwrap()),
-        Box::new(AdamW::new(params.to_vec(), 0.01, 0.1).unwrap()),
-        Box::new(Lion::new(params.to_vec(), 0.01, 0.1).unwrap()),
-        Box::new(Adam8bit::new(params.to_vec(), 0.01, 0.0).unwrap()),
-        Box::new(AdamW8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
-        Box::new(Lion8bit::new(params.to_vec(), 0.01, 0.1).unwrap()),
-        Box::new(Adafactor::new(params.to_vec(), 0.01).unwrap()),
-        Box::new(Prodigy::with_config(params.to_vec(), prodigy).unwrap()),
-    ]
+    let settings = |name| match name {
+        "Prodigy" => vec![("d0", Value::Number(1e-3)), ("slice_p", Value::Count(3))],
+        "SGD" => vec![("lr", Value::Number(0.01)), ("momentum", Value::Number(0.9))],
+        _ => vec![("lr", Value::Number(0.01)), ("weight_decay", Value::Number(0.1))],
+    };
+    KINDS.iter().map(|kind| kind.build(vec![(params.to_vec(), settings(kind.name))]).unwrap()).collect()
 }
 
 /// Steps `from..to` with gradients that depend on the step and the variable.
@@ -206,10 +198,10 @@ fn a_step_makes_tensors_saved_before_it_stale() -> Result<()> {
 
 #[test]
 fn eight_bit_optimizers_skip_gradients_that_are_not_finite() -> Result<()> {
-    for index in [4, 5, 6] {
+    for (index, kind) in KINDS.iter().enumerate().filter(|(_, kind)| kind.name.ends_with("8bit")) {
         let (x, clean) = (var(5000, 0), var(5000, 0));
         // The square of the last one overflows; Lion does not square.
-        let large = if index == 6 { f32::NAN } else { 1e30 };
+        let large = if kind.name == "Lion8bit" { f32::NAN } else { 1e30 };
         let mut grad = wave(5000, 1);
         clean.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;
         for (at, bad) in [(17, f32::NAN), (300, f32::INFINITY), (4998, f32::NEG_INFINITY), (4999, large)] {
@@ -280,4 +272,15 @@ fn wrong_arguments_are_errors_that_name_the_optimizer() {
     train(&mut opt, 0..1);
     assert!(opt.set_config(0, AdamConfig { amsgrad: true, ..AdamConfig::adam(0.1) }).is_err());
     assert!(opt.set_config(0, AdamConfig { eps: 1e-6, ..AdamConfig::adam(0.1) }).is_ok());
+}
+
+#[test]
+fn a_setting_that_an_optimizer_lacks_is_an_error() {
+    for kind in KINDS {
+        for setting in [("speed", Value::Number(1.0)), ("lr", Value::Switch(true))] {
+            let Err(error) = kind.build(vec![(vec![var(3, 0)], vec![setting])]) else { panic!("{}", kind.name) };
+            assert!(matches!(error, Error::Argument { .. }), "{error}");
+            assert!(error.to_string().starts_with(&format!("{}: found {} = ", kind.name, setting.0)), "{error}");
+        }
+    }
 }

@@ -31,6 +31,7 @@ expected!(
     bool: "True or False",
     Option<f64>: "a number or None",
     (f64, f64): "two numbers",
+    (f64, f64, f64): "three numbers",
     (Option<f64>, f64): "two numbers, the first perhaps None",
     Vec<f64>: "a list of numbers",
     BTreeMap<String, f64>: "a dict of names and numbers",

@@ -81,10 +81,7 @@ mod _core {
         add_layer_norm, group_norm, group_norm_silu, layer_norm, modulated_layer_norm, rms_norm, rms_norm_rope,
     };
     #[pymodule_export]
-    use crate::optim::{
-        Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, EMA, GradScaler, Lion, Lion8bit, Optimizer, Prodigy, SGD,
-        Schedule, clip_grad_norm_,
-    };
+    use crate::optim::{EMA, GradScaler, Optimizer, Schedule, clip_grad_norm_, optimizer_kinds};
     #[pymodule_export]
     use crate::quantized::{QuantizedTensor, quantize};
     #[pymodule_export]

@@ -110,9 +110,8 @@ pub use trainable_candle_models as models;
 pub use trainable_candle_nn as nn;
 pub use trainable_candle_nn::Linear;
 pub use trainable_candle_nn::adapter::{DoRALinear, LoRABackwardOps, LoRALinear, LoraConfig};
-pub use trainable_candle_nn::optim::{
-    Adafactor, Adam, Adam8bit, AdamW, AdamW8bit, Lion, Lion8bit, Optimizer, Prodigy, SGD,
-};
+pub use trainable_candle_nn::optim::Optimizer;
+pub use trainable_candle_nn::optim::kinds::*;
 pub use trainable_candle_train as train;
 
 /// The mean of the squared differences of `input` and `target`, which have one shape: a single element.

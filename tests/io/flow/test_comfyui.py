@@ -74,9 +74,9 @@ def test_layers_that_comfyui_knows_by_other_names_are_said(
 ) -> None:
     if not family.native:
         return
-    path = tmp_path / "adapter.safetensors"
+    path, base = tmp_path / "adapter.safetensors", family.pipeline(tmp_path / "base")
     for form, ignored in (("diffusers", {"it knows no such key"}), ("comfyui", {None})):
         adapter = attach(family.load(), "lora", target_modules=list(family.native))
         adapter.save(path, format=form)
-        report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
+        report = tc.verify_adapter(path, family.name, base)
         assert {m.ignored_by.get("ComfyUI") for m in report.modules} == ignored

@@ -7,24 +7,26 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Error, Result, Var};
 
 use super::Stepper;
+use super::kind::{hyper_parameters, registered};
 use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
-/// Hyper-parameters of [`Adafactor`]; names, meaning and defaults are torch's.
-#[derive(Clone, Debug, PartialEq)]
-pub struct AdafactorConfig {
-    /// Bound of the relative step size, at least 0: step t moves a parameter by min(lr, 1/√t) of its root mean square.
-    pub lr: f64,
-    /// At most 0: the second moments take the square of gradient t with weight t^`beta2_decay`.
-    pub beta2_decay: f64,
-    /// The least second moment is the square of the first one, by default the precision of the dtype that is computed in;
-    /// the least root mean square of a parameter is the second one. Both at least 0.
-    pub eps: (Option<f64>, f64),
-    /// At least 1: the root mean square of an update, before the step size, is clipped to it.
-    pub d: f64,
-    /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-    pub weight_decay: f64,
-    /// Ascend instead of descend.
-    pub maximize: bool,
+hyper_parameters! {
+    /// Hyper-parameters of [`Adafactor`]; names, meaning and defaults are torch's.
+    pub struct AdafactorConfig {
+        /// Bound of the relative step size, at least 0: step t moves a parameter by min(lr, 1/√t) of its root mean square.
+        pub lr: f64,
+        /// At most 0: the second moments take the square of gradient t with weight t^`beta2_decay`.
+        pub beta2_decay: f64,
+        /// The least second moment is the square of the first one, by default the precision of the dtype that is computed in;
+        /// the least root mean square of a parameter is the second one. Both at least 0.
+        pub eps: (Option<f64>, f64),
+        /// At least 1: the root mean square of an update, before the step size, is clipped to it.
+        pub d: f64,
+        /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        pub weight_decay: f64,
+        /// Ascend instead of descend.
+        pub maximize: bool,
+    }
 }
 
 impl Default for AdafactorConfig {
@@ -45,6 +47,13 @@ impl Adafactor {
         Self::with_config(params, AdafactorConfig { lr, ..AdafactorConfig::default() })
     }
 }
+
+registered!(
+    AdafactorRule,
+    "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from those of its rows and columns.",
+    5,
+    AdafactorConfig::default()
+);
 
 /// The arithmetic of [`Adafactor`].
 pub struct AdafactorRule;
@@ -182,7 +191,7 @@ fn lerp<T: Real>(a: T, b: T, weight: T) -> T {
 }
 
 #[inline(always)]
-fn sum_of_squares<T: Real>(data: &[T]) -> f64 {
+pub(super) fn sum_of_squares<T: Real>(data: &[T]) -> f64 {
     const LANES: usize = 8;
     let mut sums = [0f64; LANES];
     for block in data.chunks(LANES) {

@@ -8,26 +8,28 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
+use super::kind::{hyper_parameters, registered};
 use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
-/// Hyper-parameters of [`Adam`] and [`AdamW`]; names, meaning and defaults are torch's.
-#[derive(Clone, Debug, PartialEq)]
-pub struct AdamConfig {
-    /// Learning rate, at least 0.
-    pub lr: f64,
-    /// Decay rates of the first and the second moment, each in [0, 1).
-    pub betas: (f64, f64),
-    /// Added to the root of the second moment, at least 0.
-    pub eps: f64,
-    /// At least 0. In Adam an L2 penalty, `weight_decay * param` added to the gradient; in AdamW decoupled from it: each
-    /// step multiplies the parameters by `1 - lr * weight_decay`.
-    pub weight_decay: f64,
-    /// Divide by the largest second moment so far instead of the current one.
-    pub amsgrad: bool,
-    /// Ascend instead of descend.
-    pub maximize: bool,
+hyper_parameters! {
+    /// Hyper-parameters of [`Adam`] and [`AdamW`]; names, meaning and defaults are torch's.
+    pub struct AdamConfig {
+        /// Learning rate, at least 0.
+        pub lr: f64,
+        /// Decay rates of the first and the second moment, each in [0, 1).
+        pub betas: (f64, f64),
+        /// Added to the root of the second moment, at least 0.
+        pub eps: f64,
+        /// At least 0. In Adam an L2 penalty, `weight_decay * param` added to the gradient; in AdamW decoupled from it: each
+        /// step multiplies the parameters by `1 - lr * weight_decay`.
+        pub weight_decay: f64,
+        /// Divide by the largest second moment so far instead of the current one.
+        pub amsgrad: bool,
+        /// Ascend instead of descend.
+        pub maximize: bool,
+    }
 }
 
 impl AdamConfig {
@@ -82,6 +84,14 @@ impl AdamW {
         Self::with_config(params, AdamConfig { weight_decay, ..AdamConfig::adamw(lr) })
     }
 }
+
+registered!(AdamRule, "Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.", 5, AdamConfig::adam(1e-3));
+registered!(
+    AdamWRule,
+    "Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.",
+    5,
+    AdamConfig::adamw(1e-3)
+);
 
 /// The arithmetic of [`Adam`].
 pub struct AdamRule;

@@ -8,26 +8,28 @@ use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
 use super::blocks::{Block, Step, Values, update_blocks};
+use super::kind::{hyper_parameters, registered};
 use super::lanes::{Lanes, reciprocal};
 use super::quant::{BLOCK_SIZE, Codebook};
 use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
-/// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only
-/// in the default of `weight_decay`: it is decoupled from the gradient in both.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Adam8bitConfig {
-    /// Learning rate, at least 0.
-    pub lr: f64,
-    /// Decay rates of the first and the second moment, each in [0, 1).
-    pub betas: (f64, f64),
-    /// Added to the root of the second moment, at least 0.
-    pub eps: f64,
-    /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-    pub weight_decay: f64,
-    /// Parameters with fewer elements keep their moments in f32.
-    pub min_8bit_size: usize,
+hyper_parameters! {
+    /// Hyper-parameters of [`Adam8bit`] and [`AdamW8bit`]; names and meaning are those of bitsandbytes. The two differ only
+    /// in the default of `weight_decay`: it is decoupled from the gradient in both.
+    pub struct Adam8bitConfig {
+        /// Learning rate, at least 0.
+        pub lr: f64,
+        /// Decay rates of the first and the second moment, each in [0, 1).
+        pub betas: (f64, f64),
+        /// Added to the root of the second moment, at least 0.
+        pub eps: f64,
+        /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        pub weight_decay: f64,
+        /// Parameters with fewer elements keep their moments in f32.
+        pub min_8bit_size: usize,
+    }
 }
 
 impl Adam8bitConfig {
@@ -67,6 +69,19 @@ impl AdamW8bit {
         Self::with_config(params, Adam8bitConfig { weight_decay, ..Adam8bitConfig::adamw(lr) })
     }
 }
+
+registered!(
+    Adam8bitRule,
+    "Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.",
+    4,
+    Adam8bitConfig::adam(1e-3)
+);
+registered!(
+    AdamW8bitRule,
+    "AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.",
+    4,
+    Adam8bitConfig::adamw(1e-3)
+);
 
 /// The arithmetic of [`Adam8bit`].
 pub struct Adam8bitRule;

@@ -10,19 +10,21 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
+use super::kind::{hyper_parameters, registered};
 use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
-/// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LionConfig {
-    /// Learning rate, at least 0; 3 to 10 times smaller than Adam's.
-    pub lr: f64,
-    /// Weight of the momentum in the update, and its decay rate; each in [0, 1).
-    pub betas: (f64, f64),
-    /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-    pub weight_decay: f64,
+hyper_parameters! {
+    /// Hyper-parameters of [`Lion`]; names, meaning and defaults are those of the paper's implementation and bitsandbytes.
+    pub struct LionConfig {
+        /// Learning rate, at least 0; 3 to 10 times smaller than Adam's.
+        pub lr: f64,
+        /// Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        pub betas: (f64, f64),
+        /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        pub weight_decay: f64,
+    }
 }
 
 impl Default for LionConfig {
@@ -43,6 +45,13 @@ impl Lion {
         Self::with_config(params, LionConfig { lr, weight_decay, ..LionConfig::default() })
     }
 }
+
+registered!(
+    LionRule,
+    "Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.",
+    3,
+    LionConfig::default()
+);
 
 /// The arithmetic of [`Lion`].
 pub struct LionRule;

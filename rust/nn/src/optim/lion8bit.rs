@@ -7,6 +7,7 @@ use trainable_candle_core::{Result, Var};
 
 use super::Stepper;
 use super::blocks::{Block, Step, Values, update_blocks};
+use super::kind::{hyper_parameters, registered};
 use super::lanes::Lanes;
 use super::lion::{Coefficients, update_float};
 use super::quant::{BLOCK_SIZE, Codebook};
@@ -14,17 +15,18 @@ use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
 };
 
-/// Hyper-parameters of [`Lion8bit`]; names, meaning and defaults are those of bitsandbytes.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Lion8bitConfig {
-    /// Learning rate, at least 0.
-    pub lr: f64,
-    /// Weight of the momentum in the update, and its decay rate; each in [0, 1).
-    pub betas: (f64, f64),
-    /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
-    pub weight_decay: f64,
-    /// Parameters with fewer elements keep their momentum in f32.
-    pub min_8bit_size: usize,
+hyper_parameters! {
+    /// Hyper-parameters of [`Lion8bit`]; names, meaning and defaults are those of bitsandbytes.
+    pub struct Lion8bitConfig {
+        /// Learning rate, at least 0.
+        pub lr: f64,
+        /// Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        pub betas: (f64, f64),
+        /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        pub weight_decay: f64,
+        /// Parameters with fewer elements keep their momentum in f32.
+        pub min_8bit_size: usize,
+    }
 }
 
 impl Default for Lion8bitConfig {
@@ -45,6 +47,8 @@ impl Lion8bit {
         Self::with_config(params, Lion8bitConfig { lr, weight_decay, ..Lion8bitConfig::default() })
     }
 }
+
+registered!(Lion8bitRule, "Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.", 3, Lion8bitConfig::default());
 
 /// The arithmetic of [`Lion8bit`].
 pub struct Lion8bitRule;

@@ -8,6 +8,7 @@ use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{DType, Device, Error, GradStore, Result, Tensor, Var};
 
+use super::kind::{Registered, hyper_parameters};
 use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
 use super::stepper::{Guard, Optimizer, ParamGroup, StateDict, Stepper};
 use super::update;
@@ -16,34 +17,35 @@ const NAME: &str = "Prodigy";
 /// The entry of a state dict with d, its maximum, its numerator and the number of steps.
 const ESTIMATE: &str = "estimate";
 
-/// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ProdigyConfig {
-    /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. All groups have the same or 0: those
-    /// with 0 stay as they are.
-    pub lr: f64,
-    /// Decay rates of the first and the second moment, each in [0, 1). A first one of 0 keeps no first moment.
-    pub betas: (f64, f64),
-    /// Decay rate of the sums that the estimate is made of, in [0, 1); default: the root of the second beta.
-    pub beta3: Option<f64>,
-    /// Added, times the estimate, to the root of the second moment; above 0.
-    pub eps: f64,
-    /// At least 0; see `decouple`.
-    pub weight_decay: f64,
-    /// Weight decay as in AdamW; otherwise an L2 penalty, added to the gradient.
-    pub decouple: bool,
-    /// Adam's correction of the first steps.
-    pub use_bias_correction: bool,
-    /// Keep `lr` and the bias correction out of the estimate's denominator, which a warm-up would make too small.
-    pub safeguard_warmup: bool,
-    /// The first estimate, above 0.
-    pub d0: f64,
-    /// Factor on the estimate, above 0: the way to tune the method, 0.5 or 2 for example.
-    pub d_coef: f64,
-    /// The estimate grows by at most this factor in a step, at least 1.
-    pub growth_rate: f64,
-    /// Estimate from every so many elements, at least 1: 11 saves almost half of the memory.
-    pub slice_p: usize,
+hyper_parameters! {
+    /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
+    pub struct ProdigyConfig {
+        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. All groups have the same or 0: those
+        /// with 0 stay as they are.
+        pub lr: f64,
+        /// Decay rates of the first and the second moment, each in [0, 1). A first one of 0 keeps no first moment.
+        pub betas: (f64, f64),
+        /// Decay rate of the sums that the estimate is made of, in [0, 1); default: the root of the second beta.
+        pub beta3: Option<f64>,
+        /// Added, times the estimate, to the root of the second moment; above 0.
+        pub eps: f64,
+        /// At least 0; see `decouple`.
+        pub weight_decay: f64,
+        /// Weight decay as in AdamW; otherwise an L2 penalty, added to the gradient.
+        pub decouple: bool,
+        /// Adam's correction of the first steps.
+        pub use_bias_correction: bool,
+        /// Keep `lr` and the bias correction out of the estimate's denominator, which a warm-up would make too small.
+        pub safeguard_warmup: bool,
+        /// The first estimate, above 0.
+        pub d0: f64,
+        /// Factor on the estimate, above 0: the way to tune the method, 0.5 or 2 for example.
+        pub d_coef: f64,
+        /// The estimate grows by at most this factor in a step, at least 1.
+        pub growth_rate: f64,
+        /// Estimate from every so many elements, at least 1: 11 saves almost half of the memory.
+        pub slice_p: usize,
+    }
 }
 
 impl Default for ProdigyConfig {
@@ -271,6 +273,27 @@ impl Optimizer for Prodigy {
     }
 }
 
+impl Registered for Prodigy {
+    type Config = ProdigyConfig;
+    const NAME: &'static str = NAME;
+    const ABOUT: &'static str = "Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its \
+        step size. All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. \
+        The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.";
+    const POSITIONAL: usize = 11;
+
+    fn defaults() -> ProdigyConfig {
+        ProdigyConfig::default()
+    }
+
+    fn states(config: &ProdigyConfig, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        states(config)
+    }
+
+    fn build(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
+        Self::with_groups(groups)
+    }
+}
+
 /// What a pass over the variables reads.
 #[derive(Clone, Debug, PartialEq)]
 struct Pass {
@@ -288,7 +311,7 @@ struct Observe;
 struct Apply;
 
 /// The states that are kept for a parameter.
-pub(super) fn states(config: &ProdigyConfig) -> SmallVec<[StateSpec; 4]> {
+fn states(config: &ProdigyConfig) -> SmallVec<[StateSpec; 4]> {
     let every = StateKind::Every(config.slice_p);
     let mut states = smallvec![every.named("s"), every.named("p0"), StateKind::Float.named("exp_avg_sq")];
     if config.betas.0 > 0.0 {

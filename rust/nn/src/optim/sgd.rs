@@ -5,23 +5,25 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Error, Result, Var};
 
 use super::Stepper;
+use super::kind::{hyper_parameters, registered};
 use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
-/// Hyper-parameters of [`SGD`]; names, meaning and defaults are torch's.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SGDConfig {
-    /// Learning rate, at least 0.
-    pub lr: f64,
-    /// Share of the momentum buffer that stays from step to step; 0 for no buffer.
-    pub momentum: f64,
-    /// The gradient enters the buffer with weight `1 - dampening`.
-    pub dampening: f64,
-    /// L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
-    pub weight_decay: f64,
-    /// Look ahead along the momentum. Needs `momentum > 0` and `dampening == 0`.
-    pub nesterov: bool,
-    /// Ascend instead of descend.
-    pub maximize: bool,
+hyper_parameters! {
+    /// Hyper-parameters of [`SGD`]; names, meaning and defaults are torch's.
+    pub struct SGDConfig {
+        /// Learning rate, at least 0.
+        pub lr: f64,
+        /// Share of the momentum buffer that stays from step to step; 0 for no buffer.
+        pub momentum: f64,
+        /// The gradient enters the buffer with weight `1 - dampening`.
+        pub dampening: f64,
+        /// L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
+        pub weight_decay: f64,
+        /// Look ahead along the momentum. Needs `momentum > 0` and `dampening == 0`.
+        pub nesterov: bool,
+        /// Ascend instead of descend.
+        pub maximize: bool,
+    }
 }
 
 impl Default for SGDConfig {
@@ -42,6 +44,8 @@ impl SGD {
         Self::with_config(params, SGDConfig { lr, ..SGDConfig::default() })
     }
 }
+
+registered!(SGDRule, "Stochastic gradient descent with momentum, as `torch.optim.SGD`.", 5, SGDConfig::default());
 
 /// The arithmetic of [`SGD`].
 pub struct SGDRule;

@@ -11,14 +11,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyDictMethods, PyString};
+use pyo3::types::{PyDict, PyDictMethods};
 use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript, type_hint_union};
 use trainable_candle_core as tc;
-use trainable_candle_nn::optim::{self, ParamGroup, StateDict};
+use trainable_candle_nn::optim::{self, StateDict};
 
 pub use clip::clip_grad_norm_;
 pub use ema::EMA;
-pub use kinds::*;
+pub use kinds::optimizer_kinds;
 pub use scaler::GradScaler;
 pub use schedule::Schedule;
 
@@ -29,15 +29,11 @@ use crate::tensor::Tensor;
 use crate::types::NamedTensors;
 use crate::var::Var;
 
-/// The methods of all optimizers. Construct one of its subclasses.
+/// The methods of all optimizers. Construct one of its subclasses, which the library's registry names.
 #[pyclass(frozen, subclass, module = "trainable_candle.optim")]
 pub struct Optimizer(Mutex<Box<dyn optim::Optimizer>>);
 
 impl Optimizer {
-    fn new(optimizer: impl optim::Optimizer + 'static) -> Self {
-        Self(Mutex::new(Box::new(optimizer)))
-    }
-
     fn lock(&self) -> MutexGuard<'_, Box<dyn optim::Optimizer>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -45,6 +41,12 @@ impl Optimizer {
 
 #[pymethods]
 impl Optimizer {
+    /// The optimizer of a kind, over `params`, with the hyper-parameters that are not its defaults.
+    #[new]
+    fn new(kind: &str, params: Params<'_>, settings: &Bound<'_, PyDict>) -> Result<Self> {
+        Ok(Self(Mutex::new(kinds::build(kind, &params, settings)?)))
+    }
+
     /// Update every variable that has a gradient. The gradients stay; `zero_grad` clears them.
     ///
     /// Args:
@@ -197,42 +199,5 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Params<'py> {
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         Ok(Self(items(&object)?))
-    }
-}
-
-/// Sets the hyper-parameter of a name; returns false if there is none.
-type SetField<C> = fn(&mut C, &str, &Bound<'_, PyAny>) -> Result<bool>;
-
-impl Params<'_> {
-    /// The groups, each with `config` changed by its own entries.
-    fn groups<C: Clone>(
-        &self,
-        op: &'static str,
-        config: C,
-        fields: &[&str],
-        set: SetField<C>,
-    ) -> Result<Vec<ParamGroup<C>>> {
-        if !self.0.first().is_some_and(|item| item.is_instance_of::<PyDict>()) {
-            return Ok(vec![ParamGroup { params: variables(op, &self.0)?, config }]);
-        }
-        let group = |item: &Bound<'_, PyAny>| {
-            let item = item.cast::<PyDict>()?;
-            let mut config = config.clone();
-            let mut params = None;
-            for (key, value) in item.iter() {
-                let key = key.cast_into::<PyString>().map_err(PyErr::from)?;
-                let key = key.to_str()?;
-                if key == "params" {
-                    params = Some(variables(op, &items(&value)?)?);
-                } else if !set(&mut config, key, &value)? {
-                    let message =
-                        format!("unknown entry \"{key}\" in a parameter group; expected params, {}", fields.join(", "));
-                    return Err(tc::Error::argument(op, message).into());
-                }
-            }
-            let params = params.ok_or_else(|| tc::Error::argument(op, "a parameter group has no entry \"params\""))?;
-            Ok(ParamGroup { params, config })
-        };
-        self.0.iter().map(group).collect()
     }
 }

@@ -1,0 +1,56 @@
+"""Print the stubs of the optimizers in the library's registry: `stub_optimizers.py LIBRARY`."""
+
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from typing import Any
+
+NUMBER = "SupportsFloat | SupportsIndex"
+HEADER = """
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsFloat, SupportsIndex
+
+from trainable_candle import Var
+from trainable_candle.optim import Optimizer
+"""
+
+
+def type_of(default: Any) -> str:
+    """The type of a hyper-parameter."""
+    if default is None:
+        return f"{NUMBER} | None"
+    if isinstance(default, tuple):
+        return f"tuple[{', '.join(map(type_of, default))}]"
+    return {bool: "bool", int: "int"}.get(type(default), NUMBER)
+
+
+def text_of(default: Any) -> str:
+    """The default of a hyper-parameter, where it is a literal."""
+    return "..." if default == float("inf") else repr(default)
+
+
+def stubs(library: str) -> str:
+    """The stubs of the optimizers in a built library."""
+    loader = ExtensionFileLoader("_core", library)
+    core = module_from_spec(spec_from_loader("_core", loader))
+    loader.exec_module(core)
+    kinds = core.optimizer_kinds()
+    parts = [HEADER, f"__all__ = {[name for name, *_ in kinds]!r}"]
+    for name, doc, positional, defaults in kinds:
+        body = "\n".join(f"    {line}".rstrip() for line in doc.splitlines())
+        arguments = [
+            "cls",
+            "/",
+            "params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]]",
+        ]
+        for index, (field, default) in enumerate(defaults.items()):
+            if index == positional:
+                arguments.append("*")
+            arguments.append(f"{field}: {type_of(default)} = {text_of(default)}")
+        new = f"    def __new__({', '.join(arguments)}) -> {name}: ..."
+        parts.append(f'class {name}(Optimizer):\n    """\n{body}\n    """\n{new}')
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(stubs(sys.argv[1]))

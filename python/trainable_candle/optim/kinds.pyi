@@ -1,0 +1,319 @@
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsFloat, SupportsIndex
+
+from trainable_candle import Var
+from trainable_candle.optim import Optimizer
+
+__all__ = [
+    "AdamW8bit",
+    "Adam8bit",
+    "AdamW",
+    "Adam",
+    "Lion8bit",
+    "Lion",
+    "Adafactor",
+    "CAME",
+    "Prodigy",
+    "SGD",
+]
+
+class AdamW8bit(Optimizer):
+    """
+    AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        betas: Decay rates of the first and the second moment, each in [0, 1).
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        min_8bit_size: Parameters with fewer elements keep their moments in f32.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.001,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-08,
+        weight_decay: SupportsFloat | SupportsIndex = 0.01,
+        *,
+        min_8bit_size: int = 4096,
+    ) -> AdamW8bit: ...
+
+class Adam8bit(Optimizer):
+    """
+    Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        betas: Decay rates of the first and the second moment, each in [0, 1).
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        min_8bit_size: Parameters with fewer elements keep their moments in f32.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.001,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-08,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        *,
+        min_8bit_size: int = 4096,
+    ) -> Adam8bit: ...
+
+class AdamW(Optimizer):
+    """
+    Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        betas: Decay rates of the first and the second moment, each in [0, 1).
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0. In Adam an L2 penalty, `weight_decay * param` added to the gradient; in AdamW decoupled from it: each step multiplies the parameters by `1 - lr * weight_decay`.
+        amsgrad: Divide by the largest second moment so far instead of the current one.
+        maximize: Ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.001,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-08,
+        weight_decay: SupportsFloat | SupportsIndex = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> AdamW: ...
+
+class Adam(Optimizer):
+    """
+    Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        betas: Decay rates of the first and the second moment, each in [0, 1).
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0. In Adam an L2 penalty, `weight_decay * param` added to the gradient; in AdamW decoupled from it: each step multiplies the parameters by `1 - lr * weight_decay`.
+        amsgrad: Divide by the largest second moment so far instead of the current one.
+        maximize: Ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.001,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-08,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> Adam: ...
+
+class Lion8bit(Optimizer):
+    """
+    Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        betas: Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        min_8bit_size: Parameters with fewer elements keep their momentum in f32.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.0001,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        *,
+        min_8bit_size: int = 4096,
+    ) -> Lion8bit: ...
+
+class Lion(Optimizer):
+    """
+    Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0; 3 to 10 times smaller than Adam's.
+        betas: Weight of the momentum in the update, and its decay rate; each in [0, 1).
+        weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.0001,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+    ) -> Lion: ...
+
+class Adafactor(Optimizer):
+    """
+    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from those of its rows and columns.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Bound of the relative step size, at least 0: step t moves a parameter by min(lr, 1/√t) of its root mean square.
+        beta2_decay: At most 0: the second moments take the square of gradient t with weight t^`beta2_decay`.
+        eps: The least second moment is the square of the first one, by default the precision of the dtype that is computed in; the least root mean square of a parameter is the second one. Both at least 0.
+        d: At least 1: the root mean square of an update, before the step size, is clipped to it.
+        weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        maximize: Ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.01,
+        beta2_decay: SupportsFloat | SupportsIndex = -0.8,
+        eps: tuple[SupportsFloat | SupportsIndex | None, SupportsFloat | SupportsIndex] = (
+            None,
+            0.001,
+        ),
+        d: SupportsFloat | SupportsIndex = 1.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> Adafactor: ...
+
+class CAME(Optimizer):
+    """
+    CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor that trusts consistent updates more.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        eps: Added to squared gradients, and to the squared differences of updates from their mean; both at least 0.
+        clip_threshold: Above 0: the root mean square of an update, before the step size, is clipped to it.
+        betas: Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
+        weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.0002,
+        eps: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (1e-30, 1e-16),
+        clip_threshold: SupportsFloat | SupportsIndex = 1.0,
+        betas: tuple[
+            SupportsFloat | SupportsIndex,
+            SupportsFloat | SupportsIndex,
+            SupportsFloat | SupportsIndex,
+        ] = (0.9, 0.999, 0.9999),
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+    ) -> CAME: ...
+
+class Prodigy(Optimizer):
+    """
+    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size. All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. All groups have the same or 0: those with 0 stay as they are.
+        betas: Decay rates of the first and the second moment, each in [0, 1). A first one of 0 keeps no first moment.
+        beta3: Decay rate of the sums that the estimate is made of, in [0, 1); default: the root of the second beta.
+        eps: Added, times the estimate, to the root of the second moment; above 0.
+        weight_decay: At least 0; see `decouple`.
+        decouple: Weight decay as in AdamW; otherwise an L2 penalty, added to the gradient.
+        use_bias_correction: Adam's correction of the first steps.
+        safeguard_warmup: Keep `lr` and the bias correction out of the estimate's denominator, which a warm-up would make too small.
+        d0: The first estimate, above 0.
+        d_coef: Factor on the estimate, above 0: the way to tune the method, 0.5 or 2 for example.
+        growth_rate: The estimate grows by at most this factor in a step, at least 1.
+        slice_p: Estimate from every so many elements, at least 1: 11 saves almost half of the memory.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 1.0,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        beta3: SupportsFloat | SupportsIndex | None = None,
+        eps: SupportsFloat | SupportsIndex = 1e-08,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: SupportsFloat | SupportsIndex = 1e-06,
+        d_coef: SupportsFloat | SupportsIndex = 1.0,
+        growth_rate: SupportsFloat | SupportsIndex = ...,
+        *,
+        slice_p: int = 1,
+    ) -> Prodigy: ...
+
+class SGD(Optimizer):
+    """
+    Stochastic gradient descent with momentum, as `torch.optim.SGD`.
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        momentum: Share of the momentum buffer that stays from step to step; 0 for no buffer.
+        dampening: The gradient enters the buffer with weight `1 - dampening`.
+        weight_decay: L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
+        nesterov: Look ahead along the momentum. Needs `momentum > 0` and `dampening == 0`.
+        maximize: Ascend instead of descend.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.001,
+        momentum: SupportsFloat | SupportsIndex = 0.0,
+        dampening: SupportsFloat | SupportsIndex = 0.0,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> SGD: ...

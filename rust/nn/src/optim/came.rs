@@ -1,0 +1,183 @@
+//! CAME: Adafactor whose steps are smaller where its updates have been inconsistent, as `came-pytorch`.
+//!
+//! Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", <https://arxiv.org/abs/2307.02047>; the order of
+//! operations is that of `came_pytorch.CAME` 0.1.3, <https://github.com/yangluo7/CAME>.
+
+use smallvec::{SmallVec, smallvec};
+use trainable_candle_core::cpu::{Real, dispatch};
+use trainable_candle_core::{Error, Result};
+
+use super::Stepper;
+use super::adafactor::sum_of_squares;
+use super::kind::{hyper_parameters, registered};
+use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
+
+hyper_parameters! {
+    /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default of `lr`.
+    pub struct CAMEConfig {
+        /// Learning rate, at least 0.
+        pub lr: f64,
+        /// Added to squared gradients, and to the squared differences of updates from their mean; both at least 0.
+        pub eps: (f64, f64),
+        /// Above 0: the root mean square of an update, before the step size, is clipped to it.
+        pub clip_threshold: f64,
+        /// Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
+        pub betas: (f64, f64, f64),
+        /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        pub weight_decay: f64,
+    }
+}
+
+impl Default for CAMEConfig {
+    fn default() -> Self {
+        Self { lr: 2e-4, eps: (1e-30, 1e-16), clip_threshold: 1.0, betas: (0.9, 0.999, 0.9999), weight_decay: 0.0 }
+    }
+}
+
+/// CAME, as `came_pytorch.CAME`. It keeps a mean update for each element, and moments of the size of a row and a column of each
+/// matrix.
+pub type CAME = Stepper<CAMERule>;
+
+registered!(
+    CAMERule,
+    "CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor that trusts consistent updates more.",
+    5,
+    CAMEConfig::default()
+);
+
+/// The arithmetic of [`CAME`].
+pub struct CAMERule;
+
+impl Rule for CAMERule {
+    const NAME: &'static str = "CAME";
+    type Config = CAMEConfig;
+    const UPDATE: Update<CAMEConfig, f32> = update::<f32>;
+    const UPDATE_F64: Option<Update<CAMEConfig, f64>> = Some(update::<f64>);
+    const ELEMENTWISE: bool = false;
+
+    fn validate(config: &CAMEConfig) -> Result<()> {
+        let CAMEConfig { lr, eps, clip_threshold, betas, weight_decay } = *config;
+        for (name, value) in [("lr", lr), ("eps[0]", eps.0), ("eps[1]", eps.1), ("weight_decay", weight_decay)] {
+            check_not_negative(Self::NAME, name, value)?;
+        }
+        if !(clip_threshold > 0.0 && clip_threshold.is_finite()) {
+            let message = format!("found clip_threshold {clip_threshold}, expected a number above 0");
+            return Err(Error::argument(Self::NAME, message));
+        }
+        if [betas.0, betas.1, betas.2].iter().any(|beta| !(0.0..1.0).contains(beta)) {
+            let message = format!("found betas {betas:?}, expected all at least 0 and less than 1");
+            return Err(Error::argument(Self::NAME, message));
+        }
+        Ok(())
+    }
+
+    fn states(_config: &CAMEConfig, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        if dims.len() < 2 {
+            return smallvec![StateKind::Float.named("exp_avg"), StateKind::Float.named("exp_avg_sq")];
+        }
+        smallvec![
+            StateKind::Float.named("exp_avg"),
+            StateKind::Rows.named("exp_avg_sq_row"),
+            StateKind::Columns.named("exp_avg_sq_col"),
+            StateKind::Rows.named("exp_avg_res_row"),
+            StateKind::Columns.named("exp_avg_res_col"),
+        ]
+    }
+
+    fn lr(config: &mut CAMEConfig) -> &mut f64 {
+        &mut config.lr
+    }
+}
+
+fn update<T: Real>(config: &CAMEConfig, _step: u64, chunk: Chunk<'_, T>) {
+    dispatch(
+        #[inline(always)]
+        || update_all(config, chunk),
+    );
+}
+
+#[inline(always)]
+fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
+    let Chunk { dims, param, grad, mut states, .. } = chunk;
+    let (beta1, beta2, beta3) = config.betas;
+    let (eps1, eps2) = (T::from_f64(config.eps.0), T::from_f64(config.eps.1));
+    // Grows into the step without its size.
+    let mut step: Vec<T> = grad.iter().map(|&g| g * g + eps1).collect();
+    match states.as_mut_slice() {
+        [_, StateSlice::Float(moments)] => {
+            decay(moments, &step, beta2);
+            for (x, v) in step.iter_mut().zip(moments.iter()) {
+                *x = T::ONE / v.sqrt();
+            }
+        }
+        [_, StateSlice::Float(rows), StateSlice::Float(columns), ..] => factored(dims, rows, columns, &mut step, beta2),
+        _ => unreachable!("the states are those that the rule declares"),
+    }
+    for (x, &g) in step.iter_mut().zip(grad) {
+        *x = *x * g;
+    }
+    let size = (sum_of_squares(&step) / step.len() as f64).sqrt();
+    let clip = T::from_f64(1.0 / (size / config.clip_threshold).max(1.0));
+    for x in &mut step {
+        *x = *x * clip;
+    }
+    let [StateSlice::Float(mean), others @ ..] = states.as_mut_slice() else {
+        unreachable!("the states are those that the rule declares")
+    };
+    decay(mean, &step, beta1);
+    if let [_, _, StateSlice::Float(rows), StateSlice::Float(columns)] = others {
+        for (x, &m) in step.iter_mut().zip(mean.iter()) {
+            *x = (*x - m) * (*x - m) + eps2;
+        }
+        factored(dims, rows, columns, &mut step, beta3);
+        for (x, &m) in step.iter_mut().zip(mean.iter()) {
+            *x = *x * m;
+        }
+    } else {
+        step.copy_from_slice(mean);
+    }
+    let (kept, lr) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.lr));
+    for (p, x) in param.iter_mut().zip(step) {
+        *p = *p * kept - lr * x;
+    }
+}
+
+/// Moves averages towards values.
+#[inline(always)]
+fn decay<T: Real>(averages: &mut [T], values: &[T], beta: f64) {
+    let (kept, gained) = (T::from_f64(beta), T::from_f64(1.0 - beta));
+    for (average, &value) in averages.iter_mut().zip(values) {
+        *average = *average * kept + gained * value;
+    }
+}
+
+/// Moves the averages of rows and columns of matrices towards the means of `values`, and puts in place of the values the inverse roots
+/// of what the averages say of them.
+#[inline(always)]
+fn factored<T: Real>(dims: &[usize], rows: &mut [T], columns: &mut [T], values: &mut [T], beta: f64) {
+    let (height, width) = (dims[dims.len() - 2], dims[dims.len() - 1]);
+    let matrices = values.chunks_mut((height * width).max(1));
+    for ((values, rows), columns) in matrices.zip(rows.chunks_mut(height)).zip(columns.chunks_mut(width)) {
+        let mut sums = vec![0f64; width];
+        let means = values.chunks(width).map(|row| {
+            let mut sum = 0.0;
+            for (x, column) in row.iter().zip(&mut sums) {
+                sum += x.to_f64();
+                *column += x.to_f64();
+            }
+            T::from_f64(sum / width as f64)
+        });
+        let means: Vec<T> = means.collect();
+        decay(rows, &means, beta);
+        let means: Vec<T> = sums.iter().map(|sum| T::from_f64(sum / height as f64)).collect();
+        decay(columns, &means, beta);
+        let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / height as f64;
+        let by_column: Vec<T> = columns.iter().map(|column| T::ONE / column.sqrt()).collect();
+        for (values, row) in values.chunks_mut(width).zip(rows.iter()) {
+            let by_row = T::ONE / (*row / T::from_f64(mean)).sqrt();
+            for (x, &by_column) in values.iter_mut().zip(&by_column) {
+                *x = by_row * by_column;
+            }
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! What an optimizer tells those that offer it by name: its hyper-parameters, its states and how it is made.
+
+use smallvec::SmallVec;
+use trainable_candle_core::{Error, Result, Var};
+
+use super::rule::StateSpec;
+use super::stepper::{Optimizer, ParamGroup};
+
+/// The value of a hyper-parameter. Two values of one hyper-parameter are of one variant.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Value {
+    /// A number.
+    Number(f64),
+    /// A number, or none.
+    Optional(Option<f64>),
+    /// Two numbers.
+    Pair((f64, f64)),
+    /// Three numbers.
+    Triple((f64, f64, f64)),
+    /// Two numbers, the first perhaps none.
+    OptionalPair((Option<f64>, f64)),
+    /// Yes or no.
+    Switch(bool),
+    /// A whole number of at least 0.
+    Count(usize),
+}
+
+/// The type of a field of a configuration.
+pub(super) trait Hyper: Copy {
+    fn value(self) -> Value;
+    /// None for a value of another type.
+    fn of(value: Value) -> Option<Self>;
+}
+
+macro_rules! hyper {
+    ($($type:ty: $variant:ident),*) => {$(
+        impl Hyper for $type {
+            fn value(self) -> Value {
+                Value::$variant(self)
+            }
+
+            fn of(value: Value) -> Option<Self> {
+                if let Value::$variant(value) = value { Some(value) } else { None }
+            }
+        }
+    )*};
+}
+
+hyper!(
+    f64: Number, Option<f64>: Optional, (f64, f64): Pair, (f64, f64, f64): Triple, (Option<f64>, f64): OptionalPair,
+    bool: Switch, usize: Count
+);
+
+/// A hyper-parameter.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Field {
+    /// Its name.
+    pub name: &'static str,
+    /// What it means and its range: the documentation of the configuration's field.
+    pub doc: &'static str,
+    /// Its default.
+    pub value: Value,
+}
+
+/// A configuration whose fields are known by name. The macro `hyper_parameters` implements it.
+pub trait HyperParameters: Clone {
+    /// The fields with their values, in order.
+    fn fields(&self) -> Vec<Field>;
+
+    /// Sets a field; false if there is none of this name and type.
+    fn set(&mut self, name: &str, value: Value) -> bool;
+}
+
+/// Declares a configuration: a struct whose documented fields are the hyper-parameters.
+macro_rules! hyper_parameters {
+    ($(#[$meta:meta])* pub struct $config:ident { $($(#[doc = $doc:literal])* pub $field:ident: $type:ty,)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq)]
+        pub struct $config {
+            $($(#[doc = $doc])* pub $field: $type,)*
+        }
+
+        impl $crate::optim::kind::HyperParameters for $config {
+            fn fields(&self) -> Vec<$crate::optim::kind::Field> {
+                use $crate::optim::kind::{Field, Hyper};
+                vec![$(Field { name: stringify!($field), doc: concat!($($doc),*), value: Hyper::value(self.$field) }),*]
+            }
+
+            fn set(&mut self, name: &str, value: $crate::optim::kind::Value) -> bool {
+                match name {
+                    $(stringify!($field) => {
+                        $crate::optim::kind::Hyper::of(value).map(|value| self.$field = value).is_some()
+                    })*
+                    _ => false,
+                }
+            }
+        }
+    };
+}
+pub(super) use hyper_parameters;
+
+/// An optimizer that the registry can hold.
+pub trait Registered: Optimizer + Sized + 'static {
+    /// The hyper-parameters of a group.
+    type Config: HyperParameters;
+    /// The name of its class.
+    const NAME: &'static str;
+    /// What it is, in a sentence or two, with its source.
+    const ABOUT: &'static str;
+    /// Hyper-parameters that the reference implementation takes by position; the others are passed by name.
+    const POSITIONAL: usize;
+
+    /// The default hyper-parameters.
+    fn defaults() -> Self::Config;
+
+    /// The states kept for a parameter of shape `dims`.
+    fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
+
+    /// The optimizer of several groups of variables.
+    ///
+    /// # Errors
+    /// Those of its constructor.
+    fn build(groups: Vec<ParamGroup<Self::Config>>) -> Result<Self>;
+}
+
+/// Makes a [`Stepper`](super::Stepper) one that the registry can hold: its rule, what it is, how many hyper-parameters may be passed
+/// by position, and the defaults.
+macro_rules! registered {
+    ($rule:ty, $about:literal, $positional:literal, $defaults:expr) => {
+        impl $crate::optim::kind::Registered for $crate::optim::Stepper<$rule> {
+            type Config = <$rule as $crate::optim::Rule>::Config;
+            const NAME: &'static str = <$rule as $crate::optim::Rule>::NAME;
+            const ABOUT: &'static str = $about;
+            const POSITIONAL: usize = $positional;
+
+            fn defaults() -> Self::Config {
+                $defaults
+            }
+
+            fn states(
+                config: &Self::Config,
+                dims: &[usize],
+            ) -> smallvec::SmallVec<[$crate::optim::rule::StateSpec; 4]> {
+                <$rule as $crate::optim::Rule>::states(config, dims)
+            }
+
+            fn build(groups: Vec<$crate::optim::ParamGroup<Self::Config>>) -> trainable_candle_core::Result<Self> {
+                Self::with_groups(groups)
+            }
+        }
+    };
+}
+pub(super) use registered;
+
+/// Variables with the hyper-parameters that are not the defaults.
+pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
+
+/// An optimizer in the registry.
+#[derive(Debug)]
+pub struct OptimizerKind {
+    /// The name of its class.
+    pub name: &'static str,
+    /// What it is, in a sentence or two, with its source.
+    pub about: &'static str,
+    /// Hyper-parameters that the reference implementation takes by position; the others are passed by name.
+    pub positional: usize,
+    /// Its hyper-parameters with their defaults, in order.
+    pub fields: fn() -> Vec<Field>,
+    /// The states that it keeps for an f32 parameter of a shape, with its default hyper-parameters.
+    pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
+    make: fn(Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>>,
+}
+
+impl OptimizerKind {
+    pub(super) const fn of<T: Registered>() -> Self {
+        Self {
+            name: T::NAME,
+            about: T::ABOUT,
+            positional: T::POSITIONAL,
+            fields: || T::defaults().fields(),
+            states: |dims| T::states(&T::defaults(), dims),
+            make: make::<T>,
+        }
+    }
+
+    /// The optimizer over groups of variables.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is no hyper-parameter of a name and type, and those of the optimizer's constructor.
+    pub fn build(&self, groups: Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>> {
+        (self.make)(groups)
+    }
+
+    /// The name in options: that of the class in small letters.
+    pub fn option(&self) -> String {
+        self.name.to_lowercase()
+    }
+
+    /// The optimizer that an option names.
+    pub fn find(option: &str) -> Option<&'static Self> {
+        super::KINDS.iter().find(|kind| kind.option() == option)
+    }
+
+    /// Bytes of the states of an f32 parameter of shape `dims`.
+    pub fn state_bytes(&self, dims: &[usize]) -> usize {
+        (self.states)(dims).iter().map(|state| state.kind.bytes(dims)).sum()
+    }
+}
+
+fn make<T: Registered>(groups: Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>> {
+    let group = |(params, settings): NamedGroup<'_>| {
+        let mut config = T::defaults();
+        for (name, value) in settings {
+            if !config.set(name, value) {
+                let known: Vec<&str> = config.fields().iter().map(|field| field.name).collect();
+                let message = format!("found {name} = {value:?}, expected one of {}, of its type", known.join(", "));
+                return Err(Error::argument(T::NAME, message));
+            }
+        }
+        Ok(ParamGroup { params, config })
+    };
+    Ok(Box::new(T::build(groups.into_iter().map(group).collect::<Result<_>>()?)?))
+}
