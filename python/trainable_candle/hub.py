@@ -111,18 +111,17 @@ def download_language_model(name: str) -> Path:
     return _fetch(name, ["config.json", *FILES, *weights], [])
 
 
-def download_texts(name: str) -> Path:
+def download_texts(name: str, suffixes: Sequence[str]) -> Path:
     """The local folder of a data set of texts on the hub.
 
     Args:
         name: "organisation/name".
+        suffixes: those of the files with texts.
 
     Raises:
         MissingFileError: as `download`.
     """
-    from trainable_candle.data.chats.reading import SUFFIXES  # noqa: PLC0415 - as above
-
-    files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in SUFFIXES]
+    files = [f"{place}*{suffix}" for place in ("", "data/") for suffix in suffixes]
     return _fetch(name, files, ["dataset_infos.json"], kind="dataset")
 
 

@@ -57,7 +57,7 @@ impl std::str::FromStr for Policy {
 /// and never leaves [`backward`](crate::Tensor::backward).
 #[derive(Debug, thiserror::Error)]
 #[error("checkpoint: recomputation is complete")]
-pub struct Complete;
+pub(crate) struct Complete;
 
 type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 

@@ -105,13 +105,19 @@ pub enum Error {
     /// An error of candle that has no variant here.
     #[error("{0}")]
     Candle(String),
-    /// An error of the caller's own code, passed through unchanged (a Python exception inside a checkpointed function), or
-    /// [`checkpoint::Complete`](crate::checkpoint::Complete).
+    /// An error of the caller's own code, passed through unchanged (a Python exception inside a checkpointed function).
     #[error("{0}")]
     External(Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl Error {
+    /// Whether this ends the recomputation of a checkpoint and must pass through the caller's function. No caller of
+    /// [`backward`](crate::Tensor::backward) meets such an error.
+    #[doc(hidden)]
+    pub fn ends_recomputation(&self) -> bool {
+        matches!(self, Self::External(source) if source.is::<crate::checkpoint::Complete>())
+    }
+
     /// A shape error of `op`.
     #[cold]
     pub fn shape(op: &'static str, message: impl Into<String>) -> Self {

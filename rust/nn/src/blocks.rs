@@ -7,11 +7,14 @@ use trainable_candle_core::{Result, Tensor};
 
 use crate::{Module, Visitor};
 
+/// In how many stretches nested blocks are recomputed. Those of one stretch take less memory than the layers around them.
+const STRETCHES: usize = 3;
+
 /// Blocks of one kind, which run one after another, or each where the model says. They keep everything between forward and backward
 /// until [`Module::set_checkpointing`] gives them another policy; models know nothing of it.
 pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
-    stretches: Option<usize>,
+    nested: bool,
     kept: Kept,
 }
 
@@ -31,16 +34,16 @@ impl Kept {
 impl<B> FromIterator<B> for Blocks<B> {
     fn from_iter<I: IntoIterator<Item = B>>(blocks: I) -> Self {
         let blocks = blocks.into_iter().map(Arc::new).collect();
-        Self { blocks, stretches: None, kept: Kept(RwLock::new(Policy::None)) }
+        Self { blocks, nested: false, kept: Kept(RwLock::new(Policy::None)) }
     }
 }
 
 impl<B> Blocks<B> {
-    /// Under [`Policy::Full`] keep the inputs of so many stretches of blocks instead of each block's. A deep stack then takes less
-    /// memory, as long as the blocks of a stretch, which are recomputed together, take less than what comes before and after them.
+    /// Marks blocks that stand inside another network, whose layers keep more for the backward pass than several of them. Under
+    /// [`Policy::Full`] they keep the inputs of a few stretches of blocks instead of each block's, which takes less memory.
     #[must_use]
-    pub fn in_stretches(mut self, count: usize) -> Self {
-        self.stretches = Some(count.max(1));
+    pub fn nested(mut self) -> Self {
+        self.nested = true;
         self
     }
 
@@ -61,7 +64,7 @@ impl<B> Blocks<B> {
 
     /// The number of blocks that are recomputed together under [`Policy::Full`], at least 1.
     pub fn stretch(&self) -> usize {
-        self.stretches.map_or(1, |stretches| self.blocks.len().div_ceil(stretches).max(1))
+        if self.nested { self.blocks.len().div_ceil(STRETCHES).max(1) } else { 1 }
     }
 }
 
@@ -152,7 +155,7 @@ mod tests {
     #[test]
     fn blocks_run_in_their_order_and_policies_change_no_gradient() {
         let var = |value: f64| Var::from_tensor(&Tensor::full(value, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
-        let model = Model((2..7).map(|i| Scale(var(f64::from(i)))).collect::<Blocks<_>>().in_stretches(2));
+        let model = Model((2..7).map(|i| Scale(var(f64::from(i)))).collect::<Blocks<_>>().nested());
         assert_eq!(model.named_tensors()[4].0, "scales.4.scale");
         let x = var(0.5);
         let gradients = || {

@@ -213,7 +213,7 @@ pub fn checkpoint<'py>(
     let run = move |inputs: &[tc::Tensor]| {
         Python::attach(|py| {
             let returned = function.call(py, inputs).and_then(|returned| outputs(OP, &returned));
-            let (tensors, one) = returned.map_err(|error| from_callback(py, error))?;
+            let (tensors, one) = returned.map_err(from_callback)?;
             returned_one.store(one, Ordering::Relaxed);
             Ok(tensors)
         })
@@ -258,7 +258,7 @@ pub fn gradcheck(
     let inputs: Vec<tc::Tensor> = inputs.get("gradcheck")?.iter().map(tc::Tensor::detach).collect();
     let run = |inputs: &[tc::Tensor]| {
         let returned = function.call(py, inputs).and_then(|returned| outputs("gradcheck", &returned));
-        let (mut tensors, one) = returned.map_err(|error| from_callback(py, error))?;
+        let (mut tensors, one) = returned.map_err(from_callback)?;
         if one {
             return Ok(tensors.swap_remove(0));
         }

@@ -43,7 +43,7 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
             }
             Ok(tensors)
         };
-        run().map_err(|error| from_callback(py, error))
+        run().map_err(from_callback)
     })
 }
 

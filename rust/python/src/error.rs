@@ -54,6 +54,9 @@ impl From<Error> for PyErr {
 fn raise(error: tc::Error) -> PyErr {
     use tc::Error as E;
     let text = error.to_string();
+    if error.ends_recomputation() {
+        return py::ReplayComplete::new_err(text);
+    }
     match error {
         E::Shape { .. } => py::ShapeError::new_err(text),
         E::DType { .. } => py::DTypeError::new_err(text),
@@ -70,7 +73,6 @@ fn raise(error: tc::Error) -> PyErr {
         E::Io { path, source } => raise_io(&path, &source),
         E::External(source) => match source.downcast::<PyErr>() {
             Ok(exception) => *exception,
-            Err(other) if other.is::<tc::checkpoint::Complete>() => py::ReplayComplete::new_err(text),
             Err(other) => py::Error::new_err(other.to_string()),
         },
         // Candle's own errors, and variants that a newer core adds.
@@ -94,14 +96,10 @@ fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
 
 /// Whether the user pressed Ctrl-C. Long computations check it from time to time.
 pub fn check_signals() -> tc::Result<()> {
-    Python::attach(|py| py.check_signals().map_err(|error| from_callback(py, error)))
+    Python::attach(|py| py.check_signals().map_err(from_callback))
 }
 
 /// The core's view of an exception that a callback raised: it travels through the library unchanged.
-pub fn from_callback(py: Python<'_>, error: PyErr) -> tc::Error {
-    if error.is_instance_of::<py::ReplayComplete>(py) {
-        tc::Error::External(Box::new(tc::checkpoint::Complete))
-    } else {
-        tc::Error::External(Box::new(error))
-    }
+pub fn from_callback(error: PyErr) -> tc::Error {
+    tc::Error::External(Box::new(error))
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from trainable_candle import hub
 from trainable_candle.data.chats import TextOptions, load_texts
+from trainable_candle.data.chats.reading import SUFFIXES
 from trainable_candle.data.folder import counted
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.export.adapter import short_names
@@ -106,7 +107,7 @@ class TextTask:
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
         config, path = self.family.config, Path(dataset).expanduser()
         if hub.is_name(dataset):
-            path = hub.download_texts(dataset)
+            path = hub.download_texts(dataset, SUFFIXES)
         options = TextOptions(
             self.sequence_length, config.train_on, self._compares, config.skip_bad
         )

@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-use super::grouping::Adapted;
 use crate::form::{Form, swapped};
 
 const OP: &str = "adapter";
@@ -26,27 +25,6 @@ const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
 /// Those whose rows are the faster part.
 const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
-
-/// Why adapters cannot be one module, if they cannot.
-pub(super) fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
-    let [(form, first), ..] = members else { return None };
-    let Form::Rows { of, .. } = *form else {
-        return (*form == Form::Swapped && first.odd_rows).then_some("it has no two halves of rows");
-    };
-    let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
-    match first.kind {
-        kind if members.iter().any(|(_, layer)| layer.kind != kind) => Some("its layers have different adapters"),
-        "lora" | "loha" => None,
-        "dora" if first.per_input => Some("DoRA has one magnitude for each input there, of all of its rows"),
-        "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
-        "dora" => None,
-        _ => Some("it is no such product of two factors"),
-    }
-}
-
-fn count(form: Form) -> usize {
-    if let Form::Rows { count, .. } = form { count } else { 1 }
-}
 
 /// The parameters of one module that holds these layers' adapters, all of one scale.
 ///

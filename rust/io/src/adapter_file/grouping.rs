@@ -6,8 +6,7 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_nn::adapter::AdaptedLayer;
 
 use super::readers::{self, Tool};
-use super::write::OP;
-use super::{AdapterFormat, PartNames, Style, fused};
+use super::{AdapterFormat, OP, PartNames, Style};
 use crate::form::{Form, Key};
 
 /// The modules of a part by their names in a file: indices of the layers, with what the module's rows are to each.
@@ -88,7 +87,7 @@ pub(super) fn modules(format: AdapterFormat, names: &PartNames, layers: &[Adapte
     let mut modules = Modules::new();
     for (key, members) in joined {
         let held: Vec<(Form, Adapted<'_>)> = members.iter().map(|&(form, index)| (form, layers[index])).collect();
-        match fused::obstacle(&held) {
+        match obstacle(&held) {
             None => {
                 modules.insert(key, members);
             }
@@ -117,4 +116,25 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
         OP,
         format!("format \"{}\" has no name for the layer {layer}; save with format \"peft\"", format.name()),
     )
+}
+
+/// Why adapters cannot be one module, if they cannot.
+fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
+    let [(form, first), ..] = members else { return None };
+    let Form::Rows { of, .. } = *form else {
+        return (*form == Form::Swapped && first.odd_rows).then_some("it has no two halves of rows");
+    };
+    let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
+    match first.kind {
+        kind if members.iter().any(|(_, layer)| layer.kind != kind) => Some("its layers have different adapters"),
+        "lora" | "loha" => None,
+        "dora" if first.per_input => Some("DoRA has one magnitude for each input there, of all of its rows"),
+        "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
+        "dora" => None,
+        _ => Some("it is no such product of two factors"),
+    }
+}
+
+fn count(form: Form) -> usize {
+    if let Form::Rows { count, .. } = form { count } else { 1 }
 }

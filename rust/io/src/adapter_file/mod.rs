@@ -30,6 +30,9 @@ use trainable_candle_core::{Error, Result};
 pub use verify::{ModuleReport, Outline, Report, verify_adapter};
 pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters};
 
+/// The function that writes adapters, in errors.
+const OP: &str = "save_adapter";
+
 /// Whose names an adapter file carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdapterFormat {
@@ -66,7 +69,7 @@ impl FromStr for AdapterFormat {
     fn from_str(text: &str) -> Result<Self> {
         Self::NAMES.iter().find(|(name, _)| *name == text).map(|(_, format)| *format).ok_or_else(|| {
             let known: Vec<&str> = Self::NAMES.iter().map(|(name, _)| *name).collect();
-            Error::argument("save_adapter", format!("unknown format \"{text}\"; expected \"{}\"", known.join("\", \"")))
+            Error::argument(OP, format!("unknown format \"{text}\"; expected \"{}\"", known.join("\", \"")))
         })
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_nn::adapter::LayerValues;
+use trainable_candle_nn::adapter::{KINDS, LayerValues};
 
 use super::{metadata, peft};
 use crate::tensor_file::TensorFile;
@@ -37,12 +37,10 @@ pub(super) struct Contents {
 
 const ALPHA: &str = "alpha";
 
-/// Endings of keys and the parameters that they mean.
-const ENDINGS: [(&str, &str); 26] = [
+/// Endings by which other tools name parameters.
+const ALIASES: [(&str, &str); 12] = [
     (".lora_down.weight", "lora_A.weight"),
     (".lora_up.weight", "lora_B.weight"),
-    (".lora_A.weight", "lora_A.weight"),
-    (".lora_B.weight", "lora_B.weight"),
     (".lora_A.default.weight", "lora_A.weight"),
     (".lora_B.default.weight", "lora_B.weight"),
     (".lora.down.weight", "lora_A.weight"),
@@ -52,20 +50,15 @@ const ENDINGS: [(&str, &str); 26] = [
     (".lora_linear_layer.down.weight", "lora_A.weight"),
     (".lora_linear_layer.up.weight", "lora_B.weight"),
     (".lora_magnitude_vector", "lora_magnitude_vector.weight"),
-    (".lora_magnitude_vector.weight", "lora_magnitude_vector.weight"),
-    (".dora_scale", "dora_scale"),
-    (".hada_w1_a", "hada_w1_a"),
-    (".hada_w1_b", "hada_w1_b"),
-    (".hada_w2_a", "hada_w2_a"),
-    (".hada_w2_b", "hada_w2_b"),
-    (".lokr_w1", "lokr_w1"),
-    (".lokr_w1_a", "lokr_w1_a"),
-    (".lokr_w1_b", "lokr_w1_b"),
-    (".lokr_w2", "lokr_w2"),
-    (".lokr_w2_a", "lokr_w2_a"),
-    (".lokr_w2_b", "lokr_w2_b"),
     (".alpha", ALPHA),
 ];
+
+/// The module and the parameter of a key, by the other tools' names or those of a kind of adapter.
+fn split(key: &str) -> Option<(&str, &'static str)> {
+    let alias = ALIASES.iter().find_map(|(ending, parameter)| Some((key.strip_suffix(ending)?, *parameter)));
+    let mut parameters = KINDS.iter().flat_map(|kind| kind.parameters);
+    alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
+}
 
 /// Endings of the Tucker form of convolutions, which is not supported.
 const TUCKER: [&str; 4] = [".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2"];
@@ -98,9 +91,7 @@ impl Contents {
                     ),
                 ));
             }
-            let Some((module, parameter)) =
-                ENDINGS.iter().find_map(|(ending, parameter)| Some((key.strip_suffix(ending)?, *parameter)))
-            else {
+            let Some((module, parameter)) = split(&key) else {
                 contents.others.push(key);
                 continue;
             };

@@ -9,12 +9,10 @@ use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
 use super::fused::{self, Parameters};
 use super::grouping::{Adapted, Modules, modules};
-use super::{AdapterFormat, PartNames, Style, alpha, magnitude, metadata, peft};
+use super::{AdapterFormat, OP, PartNames, Style, alpha, magnitude, metadata, peft};
 use crate::atomic::write_atomically;
 use crate::form::Form;
 use crate::tensor_writer::save_tensors;
-
-pub(super) const OP: &str = "save_adapter";
 
 /// How an adapter file is written.
 #[derive(Clone, Debug, Default)]

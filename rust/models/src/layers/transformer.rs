@@ -12,8 +12,6 @@ use crate::saved::Saved;
 const NORM_EPS: f64 = 1e-6;
 /// Added to the variance in the norms of the blocks.
 const LAYER_NORM_EPS: f64 = 1e-5;
-/// In how many stretches a deep transformer is recomputed. The blocks of one take less memory than the residual blocks of larger images.
-const STRETCHES: usize = 3;
 /// Width of the feed-forward layer's middle, as a multiple of the tokens'.
 const FEED_FORWARD: usize = 4;
 
@@ -156,7 +154,7 @@ impl SpatialTransformer {
             blocks: (0..sizes.depth)
                 .map(|i| Block::new(&sizes, &mut weights.pp(&format!("transformer_blocks.{i}"))))
                 .collect::<Result<Blocks<_>>>()?
-                .in_stretches(STRETCHES),
+                .nested(),
             proj_out: Projection::new("proj_out", &sizes, weights)?,
         })
     }
