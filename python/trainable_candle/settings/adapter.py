@@ -29,6 +29,7 @@ class Adapter(Group):
         float | None,
         Setting(
             "scale is alpha / rank (default: rank)",
+            rare=True,
             low=0,
             above=True,
             synonyms=("network-alpha", "lora-alpha"),

@@ -42,7 +42,9 @@ class Texts(Group):
     ] = "sft"
     dpo_beta: Annotated[
         float,
-        Setting("larger: stay nearer to the base", low=0, above=True, rare=True, synonyms=("beta",)),
+        Setting(
+            "larger: stay nearer to the base", low=0, above=True, rare=True, synonyms=("beta",)
+        ),
     ] = 0.1
 
     sequence_length: Annotated[

@@ -12,7 +12,9 @@ use super::linear::linear;
 use super::linear::{as_matrix, check, forward, with_last};
 use super::lora::{check_factors, check_frozen, check_scale};
 use super::low_rank::LowRanks;
-use crate::quantized::{Format, WeightRef, example};
+use crate::quantized::WeightRef;
+#[cfg(feature = "testing")]
+use crate::quantized::{Format, example};
 use crate::tape::{OpInfo, record_with_aux};
 use crate::{Error, Result, Tensor};
 

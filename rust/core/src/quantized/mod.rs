@@ -301,6 +301,7 @@ impl Quantized {
 }
 
 /// A quantized matrix of fixed values on the device of `like`, in two parts if there are rows for it, for the cases of operations.
+#[cfg(feature = "testing")]
 pub(crate) fn example(like: &Tensor, [rows, columns]: [usize; 2], format: Format) -> Result<Quantized> {
     let part = |rows: usize, phase: f64| {
         let values: Vec<f32> = (0..rows * columns).map(|i| (i as f64 * 0.7 + phase).sin() as f32).collect();

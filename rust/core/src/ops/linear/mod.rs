@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use super::case::{Case, Entry};
 use crate::compute::on_device;
 use crate::quantized::weight::{HeldWeight, WeightRef};
+#[cfg(feature = "testing")]
 use crate::quantized::{Format, example};
 use crate::raw::Raw;
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
