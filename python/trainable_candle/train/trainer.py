@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Typ
 import numpy as np
 
 import trainable_candle as tc
-from trainable_candle._core import gradient_vectors, set_gradient_vectors
 from trainable_candle.distributed.group import Alone
+from trainable_candle.distributed.sums import Mine, sum_up
 from trainable_candle.draws import drawn
 from trainable_candle.errors import Error, NonFiniteError, OutOfMemoryError
 from trainable_candle.train import state as run_state
@@ -387,13 +387,15 @@ class Trainer(Generic[Batch]):
         With a scaler, which expects overflow, the gradient alone decides.
 
         Returns:
-            The losses, of several processes what `_sum_up` gives, and the gradient's norm, f64.
+            The losses, of several processes what `sum_up` gives, and the gradient's norm, f64.
         """
         limit = self._max_grad_norm or math.inf
         parameters = list(self.parameters.values())
         known = [loss.to("f64").reshape(()) for loss in losses]
         if self.group.size > 1:
-            known = self._sum_up(given, known)
+            amount = math.fsum(one.amount for one in given)
+            mine = Mine(known, [one.share for one in given], self._asked, amount)
+            known = sum_up(self.group, self.parameters, mine, weighed=self._weigh is not None)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         norm = tc.optim.clip_grad_norm_(parameters, limit)
@@ -405,27 +407,6 @@ class Trainer(Generic[Batch]):
             # A sum is finite if all its terms are: f32 losses are far from the largest f64.
             self.optimizer.step(if_finite=measured.sum())
         return measured
-
-    def _sum_up(self, given: Sequence[_Given], losses: Sequence[Tensor]) -> list[Tensor]:
-        """Add up the gradients of all processes.
-
-        Returns:
-            The mean loss, how many processes were asked to stop, and the count of all batches.
-        """
-        shares = [one.share for one in given]
-        terms = [share * one for share, one in zip(shares, losses, strict=True)]
-        amount = math.fsum(one.amount for one in given)
-        known = [math.fsum(shares), float(self._asked), amount]
-        told = tc.tensor(known, dtype="f64", device=losses[0].device)
-        tail = tc.cat([tc.stack(terms).sum().reshape((1,)), told])
-        sums = self.group.sum_gradients(self.parameters, tail)
-        mean, whole, asked, amounts = sums.chunk(4)
-        if self._weigh is not None:
-            mean = mean / whole
-            vectors = gradient_vectors(self.parameters)
-            by = whole.to(vectors[0].dtype)
-            set_gradient_vectors(self.parameters, [vector / by for vector in vectors])
-        return [each.reshape(()) for each in (mean, asked, amounts)]
 
     def _check_losses(self, losses: Sequence[Tensor | float]) -> None:
         if self._scaler is None:
