@@ -1,0 +1,59 @@
+"""What the processes of a run add up in a step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import trainable_candle as tc
+from trainable_candle._core import gradient_vectors, set_gradient_vectors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from trainable_candle import Tensor, Var
+    from trainable_candle.distributed.group import Group
+
+
+class Mine(NamedTuple):
+    """What this process brings to a step, beside its gradients."""
+
+    losses: Sequence[Tensor]
+    """One a batch, f64, without dimensions."""
+    shares: Sequence[float]
+    """Of each loss in that of the step."""
+    asked: bool
+    """Whether this process was asked to stop."""
+    amount: float
+    """Images, tokens or what else is counted."""
+
+
+def sum_up(
+    group: Group, parameters: Mapping[str, Var], mine: Mine, *, weighed: bool
+) -> list[Tensor]:
+    """Add up the gradients of all processes, in place, and what else belongs to the step.
+
+    Args:
+        group: the processes.
+        parameters: whose gradients.
+        mine: of this process.
+        weighed: whether the shares of all processes add up to another number than 1: the
+            gradients are then divided by it.
+
+    Returns:
+        The mean loss, how many processes were asked to stop, and the amount of all, f64.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    terms = [share * one for share, one in zip(mine.shares, mine.losses, strict=True)]
+    known = [math.fsum(mine.shares), float(mine.asked), mine.amount]
+    told = tc.tensor(known, dtype="f64", device=mine.losses[0].device)
+    tail = tc.cat([tc.stack(terms).sum().reshape((1,)), told])
+    mean, whole, asked, amount = group.sum_gradients(parameters, tail).chunk(4)
+    if weighed:
+        mean = mean / whole
+        vectors = gradient_vectors(parameters)
+        by = whole.to(vectors[0].dtype)
+        set_gradient_vectors(parameters, [vector / by for vector in vectors])
+    return [each.reshape(()) for each in (mean, asked, amount)]
