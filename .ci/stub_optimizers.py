@@ -32,7 +32,9 @@ def text_of(default: Any) -> str:
 def stubs(library: str) -> str:
     """The stubs of the optimizers in a built library."""
     loader = ExtensionFileLoader("_core", library)
-    core = module_from_spec(spec_from_loader("_core", loader))
+    spec = spec_from_loader("_core", loader)
+    assert spec is not None
+    core = module_from_spec(spec)
     loader.exec_module(core)
     kinds = core.optimizer_kinds()
     parts = [HEADER, f"__all__ = {[name for name, *_ in kinds]!r}"]

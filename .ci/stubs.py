@@ -8,6 +8,7 @@ import ast
 import builtins
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ COMMITTED = PACKAGE / "_core.pyi"
 OPTIMIZERS = PACKAGE / "optim" / "kinds.pyi"
 FOLDER = Path(os.environ["CARGO_TARGET_DIR"]) / "stubs"
 GENERATED = FOLDER / "trainable_candle" / "_core.pyi"
-LIBRARY = FOLDER.parent / "release" / "lib_core.so"
+LIBRARY = FOLDER.parent / "maturin" / "lib_core.so"
 
 
 def run(*command: str, folder: Path = ROOT) -> None:
@@ -82,7 +83,9 @@ def generate(tree: Path) -> str:
                 f"give the Rust type an INPUT_TYPE or OUTPUT_TYPE: {line.strip()}"
             )
     source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))
-    GENERATED.write_text(with_composed_methods(qualify_hidden_builtins(source)))
+    source = with_composed_methods(qualify_hidden_builtins(source))
+    # pyo3 says nothing of what is in a dict; those of the extension have names as keys.
+    GENERATED.write_text(re.sub(r"([:,] )dict(?=[],)])", r"\1dict[str, Any]", source))
     return formatted(GENERATED)
 
 

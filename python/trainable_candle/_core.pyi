@@ -8,9 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-from _typeshed import SupportsGetItem
+from _typeshed import SupportsGetItem, SupportsLenAndGetItem
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
+
+from trainable_candle._methods import ComposedMethods, VarMethods
 
 __all__ = [
     "__version__",
@@ -32,13 +34,17 @@ __all__ = [
     "FlowMatching",
     "Flux2Transformer",
     "FluxTransformer",
+    "Generation",
     "GradScaler",
+    "KVCache",
     "LoraConfig",
     "Model",
+    "NcclCommunicator",
     "NoiseSchedule",
     "NoisedLatents",
     "Optimizer",
     "PartFacts",
+    "QuantizedTensor",
     "SD3Transformer",
     "SDXLUNet",
     "Sampler",
@@ -46,6 +52,7 @@ __all__ = [
     "T5Encoder",
     "Tensor",
     "TextFeatures",
+    "TrainingAdapter",
     "Var",
     "ZImageTransformer",
     "adapted_parts",
@@ -80,6 +87,7 @@ __all__ = [
     "get_rng_state",
     "grad",
     "gradcheck",
+    "gradient_vectors",
     "group_norm",
     "group_norm_silu",
     "huber_loss",
@@ -97,12 +105,15 @@ __all__ = [
     "manual_seed",
     "modulated_layer_norm",
     "mse_loss",
+    "nccl_unique_id",
+    "nccl_version",
     "normal_samples",
     "ones",
     "ones_like",
     "optimizer_kinds",
     "pipeline_parts",
     "prepare_adapters",
+    "quantize",
     "quick_gelu",
     "rand",
     "randint",
@@ -117,6 +128,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "set_float32_matmul_precision",
     "set_grad_enabled",
+    "set_gradient_vectors",
     "set_num_threads",
     "set_resolver",
     "set_rng_state",
@@ -476,6 +488,15 @@ class CausalLM(Model):
     computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
     first layers alone, as a text encoder.
 
+    The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
+
+    Args:
+        config: the `config.json`.
+        device: where its parameters are.
+
+    Raises:
+        MissingFileError, ConfigError: if the configuration is missing or another model's.
+
     Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
     from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
     are padding.
@@ -494,10 +515,65 @@ class CausalLM(Model):
             DTypeError: if an input is not of integers.
             ArgumentError: if only a part of the layers was loaded.
         """
+    def __new__(
+        cls, /, config: str | bytes | PathLike[str] | PathLike[bytes], device: str = "cpu"
+    ) -> CausalLM: ...
     @property
     def eos_token_ids(self, /) -> list[int]:
         """
         The tokens that end a text, as `config.json` says.
+        """
+    def extend(
+        self, /, cache: KVCache, tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]
+    ) -> Tensor:
+        """
+        Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
+
+        The scores are those of a pass over the whole texts; one more token of a text costs a pass over that token alone.
+
+        Args:
+            cache: the texts so far.
+            tokens: the new token ids of each text; none where a text rests.
+
+        Raises:
+            IndexOutOfRangeError: if an id is not a token.
+            ArgumentError: if the numbers of texts differ, no text gets a token, or only a part of the layers was loaded.
+        """
+    def generate(
+        self,
+        /,
+        prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
+        *,
+        max_new_tokens: SupportsIndex = 128,
+        temperature: SupportsFloat | SupportsIndex = ...,
+        top_k: SupportsIndex = 0,
+        top_p: SupportsFloat | SupportsIndex = ...,
+        min_p: SupportsFloat | SupportsIndex = ...,
+        repetition_penalty: SupportsFloat | SupportsIndex = ...,
+        stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
+        seed: SupportsIndex = 0,
+    ) -> list[list[int]]:
+        """
+        What follows each prompt: the new tokens, without the one that ends the text.
+
+        Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. What is drawn depends on the seed,
+        the number of the text and the place in it alone.
+
+        Args:
+            prompts: the token ids of each text, at least one each.
+            max_new_tokens: added to each text, at most.
+            temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
+            top_k: draw from so many likeliest tokens; 0: from all.
+            top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
+            min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
+            repetition_penalty: above 1, tokens that the text has become less likely.
+            stop_token_ids: which tokens end a text; `eos_token_ids` without it.
+            seed: of the draws.
+
+        Raises:
+            IndexOutOfRangeError: if an id is not a token.
+            ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
+            NonFiniteError: if the model gives no numbers.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
@@ -609,6 +685,54 @@ class CausalLM(Model):
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id or a target is not a token, or a bound is out of order or range.
             ArgumentError: if only a part of the layers was loaded.
+        """
+    def padded_states(
+        self,
+        /,
+        input_ids: Tensor,
+        words: SupportsIndex,
+        layers: SupportsGetItem[int, SupportsIndex],
+    ) -> list[Tensor]:
+        """
+        The states as `hidden_states` of one text and the padding that follows it: padding sees every word, but neither itself nor other
+        padding, as in transformers where a mask covers it.
+
+        Args:
+            input_ids: token ids, (N), i64 or u32.
+            words: how many of them, from the first on, are the text: 1 to N.
+            layers: after how many layers, one or more.
+
+        Returns:
+            For each of `layers` the states, (N, D).
+
+        Raises:
+            ShapeError, DTypeError: if an input does not fit.
+            IndexOutOfRangeError: if an id is not a token.
+            ArgumentError: if there are more words than tokens or none, or the model has fewer layers.
+        """
+    def stream(
+        self,
+        /,
+        prompts: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]],
+        *,
+        max_new_tokens: SupportsIndex = 128,
+        temperature: SupportsFloat | SupportsIndex = ...,
+        top_k: SupportsIndex = 0,
+        top_p: SupportsFloat | SupportsIndex = ...,
+        min_p: SupportsFloat | SupportsIndex = ...,
+        repetition_penalty: SupportsFloat | SupportsIndex = ...,
+        stop_token_ids: SupportsGetItem[int, SupportsIndex] | None = None,
+        seed: SupportsIndex = 0,
+    ) -> Generation:
+        """
+        As `generate`, token by token: an iterator over the steps, whose items have the new token of every text, None for those that have
+        ended.
+
+        Args:
+            prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
+
+        Raises:
+            As `generate`, of which those about the model come with the first step.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -1095,6 +1219,22 @@ class FluxTransformer(Model):
         """
 
 @final
+class Generation:
+    """
+    Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
+    those that have ended; it ends with the last text. Made by `CausalLM.stream`.
+    """
+    def __iter__(self, /) -> Generation: ...
+    def __next__(self, /) -> list[int | None]: ...
+    def end(self, /, text: SupportsIndex) -> None:
+        """
+        End text number `text`; the others go on.
+
+        Raises:
+            ArgumentError: if there is no such text.
+        """
+
+@final
 class GradScaler:
     """
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
@@ -1165,6 +1305,24 @@ class GradScaler:
 
         Raises:
             ArgumentError: if no optimizer was unscaled or stepped since the last call.
+        """
+
+@final
+class KVCache:
+    """
+    Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
+
+    Args:
+        texts: how many.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(cls, /, texts: SupportsIndex) -> KVCache: ...
+    def tokens(self, /, text: SupportsIndex) -> list[int]:
+        """
+        The tokens of text number `text`.
+
+        Raises:
+            ArgumentError: if there is no such text.
         """
 
 @final
@@ -1315,6 +1473,20 @@ class Model:
         Raises:
             ConfigError: if no layer matches, or the model has an adapter already.
         """
+    def add_training_adapter(
+        self,
+        /,
+        path: str | bytes | PathLike[str] | PathLike[bytes],
+        scale: SupportsFloat | SupportsIndex = ...,
+    ) -> TrainingAdapter:
+        """
+        Put the LoRA of a file beside whatever is trained, its effect multiplied by `scale`: that over which a distilled model is trained.
+        It stays frozen, and neither files nor merged weights have it.
+
+        Raises:
+            MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
+            ConfigError: if it is no LoRA of linear layers, or a layer has one already.
+        """
     def disable_gradient_checkpointing(self, /) -> None:
         """
         Keep everything between forward and backward.
@@ -1341,6 +1513,8 @@ class Model:
         config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         dtype: DType | str | None = None,
         device: str = "cpu",
+        *,
+        quantize: str | None = None,
     ) -> Self:
         """
         A frozen model of random weights, for measuring how fast and large it is.
@@ -1349,9 +1523,10 @@ class Model:
             config: a `config.json`; the published model's without it.
             dtype: of the weights, f32 without it.
             device: where they are.
+            quantize: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: of `Model`, which is no model by itself.
+            ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
             MissingFileError, ConfigError: if the configuration is missing or another model's.
             OutOfMemoryError: if the model does not fit.
         """
@@ -1367,6 +1542,7 @@ class Model:
         config: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
         force_upcast: bool | None = None,
         layers: SupportsIndex | None = None,
+        quantize: str | None = None,
     ) -> Self:
         """
         The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
@@ -1382,11 +1558,14 @@ class Model:
             force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
                 says: SDXL's autoencoder does, whose values leave the range of f16.
             layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
+            quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
+                they are read; all else is as `dtype` says.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-            ArgumentError: if `layers` is given for another kind of model, or is more than it has.
+            ArgumentError: if `layers` is given for another kind of model, or is more than it has, or if the kind has no layers to
+                quantize.
         """
     def load_adapter(
         self,
@@ -1436,6 +1615,87 @@ class Model:
 
         Raises:
             ArgumentError: if the model has no adapter.
+        """
+
+@final
+class NcclCommunicator:
+    """
+    This process's part in a group of processes with one GPU each.
+
+    Args:
+        device: the GPU of this process.
+        rank: which of the processes this is, from 0.
+        size: how many there are.
+        unique_id: what rank 0 got from `nccl_unique_id`.
+        seconds: how long to wait for the others.
+
+    Raises:
+        CudaUnavailableError: if NCCL cannot be used.
+        ArgumentError: if a number is out of range.
+        DeviceError: if NCCL fails, or not all have joined in time.
+    """
+    def __new__(
+        cls,
+        /,
+        device: str,
+        rank: SupportsIndex,
+        size: SupportsIndex,
+        unique_id: SupportsLenAndGetItem[SupportsIndex],
+        seconds: SupportsFloat | SupportsIndex,
+    ) -> NcclCommunicator: ...
+    def all_reduce(self, /, tensor: Tensor) -> Tensor:
+        """
+        Return the sum of a tensor over all processes; queued, not waited for.
+
+        Raises:
+            DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
+        """
+    def all_reduce_gradients(
+        self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
+    ) -> Tensor:
+        """
+        Add up the gradients of all processes, in place, and a tensor; queued, not waited for.
+
+        Args:
+            parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
+            tail: what else is added up: numbers that belong to the step.
+            narrow: send the gradients as bf16, half of the bytes, each sum rounded.
+
+        Returns:
+            The sum of the tails.
+
+        Raises:
+            DeviceError: if a variable is on another device, or NCCL fails.
+            OutOfMemoryError: if the vectors of gradients do not fit.
+        """
+    def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
+        """
+        Give a variable the values that it has on process `root`; queued, not waited for.
+
+        Raises:
+            ArgumentError: if there is no such process.
+            DTypeError, DeviceError: if the variable does not fit, or NCCL fails.
+        """
+    @property
+    def rank(self, /) -> int:
+        """
+        Which of the processes this is.
+        """
+    @property
+    def size(self, /) -> int:
+        """
+        How many processes there are.
+        """
+    def stop(self, /) -> None:
+        """
+        End the present or the next wait with an error; for another thread.
+        """
+    def wait(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
+        """
+        Wait until all work queued on the GPU is done.
+
+        Raises:
+            DeviceError: if that takes longer than `seconds`, `stop` was called, or NCCL fails. The communicator is dead then.
         """
 
 @final
@@ -1550,7 +1810,7 @@ class Optimizer:
         /,
         kind: str,
         params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
-        settings: dict[Any, Any],
+        settings: dict[str, Any],
     ) -> Optimizer:
         """
         The optimizer of a kind, over `params`, with the hyper-parameters that are not its defaults.
@@ -1687,6 +1947,74 @@ class PartFacts:
     def tensors(self, /) -> dict[str, list[int]]:
         """
         The shapes of its parameters as files have them, by name.
+        """
+    def weight_bytes(self, /, dtype: DType | str, quantize: str | None = None) -> int:
+        """
+        Bytes of its weights.
+
+        Args:
+            dtype: of the weights.
+            quantize: the format of linear layers in blocks, as in `from_pretrained`.
+
+        Raises:
+            ArgumentError: if the format is unknown, or the model has no layers that may be quantized.
+        """
+
+@final
+class QuantizedTensor:
+    """
+    A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
+    """
+    def __repr__(self, /) -> str: ...
+    def dequantize(self, /, dtype: DType | str | None = None) -> Tensor:
+        """
+        The values: code times scale in f32, rounded once.
+
+        Args:
+            dtype: of the result; that of the matrix without it.
+
+        Raises:
+            DTypeError: if the dtype is not floating point.
+        """
+    @property
+    def device(self, /) -> str:
+        """
+        The device: "cpu" or "cuda:0".
+        """
+    @property
+    def dtype(self, /) -> DType:
+        """
+        The dtype of the values that it stands for.
+        """
+    @property
+    def format(self, /) -> str:
+        """
+        "int8", "fp8" or "nf4".
+        """
+    @property
+    def nbytes(self, /) -> int:
+        """
+        Bytes of codes and scales.
+        """
+    def numel(self, /) -> int:
+        """
+        The number of elements.
+        """
+    @property
+    def shape(self, /) -> tuple[int, ...]:
+        """
+        Rows and columns.
+        """
+    def tensors(self, /) -> dict[str, Tensor]:
+        """
+        What the matrix consists of: "codes" (u8) and "scales"; of "nf4" also "scale_codes" (u8) and "offset".
+        """
+    def to(self, /, device: str) -> QuantizedTensor:
+        """
+        The same on another device.
+
+        Raises:
+            DeviceError: if the device is unknown.
         """
 
 @final
@@ -1873,7 +2201,7 @@ class T5Encoder(Model):
         """
 
 @disjoint_base
-class Tensor:
+class Tensor(ComposedMethods):
     """
     An immutable array of numbers on a device, and its place on the autograd tape.
 
@@ -2517,7 +2845,29 @@ class TextFeatures:
         """
 
 @final
-class Var(Tensor):
+class TrainingAdapter:
+    """
+    A frozen LoRA beside whatever is trained on a model, made by `add_training_adapter`.
+    """
+    def __len__(self, /) -> int:
+        """
+        How many layers have it.
+        """
+    def numel(self, /) -> int:
+        """
+        How many numbers it consists of.
+        """
+    def remove(self, /) -> None:
+        """
+        Take it off the model.
+        """
+    def set_enabled(self, /, enabled: bool) -> None:
+        """
+        Let the model compute with it, or exactly as if it were not there.
+        """
+
+@final
+class Var(VarMethods, Tensor):
     """
     A trainable variable: a tensor with its own storage that can be set and accumulates a gradient.
 
@@ -3035,6 +3385,14 @@ def gradcheck(
         The exceptions of the function.
     """
 
+def gradient_vectors(parameters: Iterable[Var] | Mapping[str, Var]) -> list[Tensor]:
+    """
+    Return the gradients of variables as vectors, adjacent ones of a flat buffer as one; zeros for one without a gradient.
+
+    Raises:
+        OutOfMemoryError: if the vectors do not fit.
+    """
+
 def group_norm(
     input: Tensor,
     num_groups: SupportsIndex,
@@ -3181,13 +3539,13 @@ def layer_norm(
         ArgumentError: if `eps` is negative or not finite.
     """
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """
     `input @ weight.T + bias`.
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features). The backward pass saves the input only if the weight needs a gradient.
+        weight: (out_features, in_features), or what `quantize` makes of it, which gets no gradient. The backward pass saves the input only if the weight needs a gradient.
         bias: (out_features,).
 
     Returns:
@@ -3339,6 +3697,23 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
         ArgumentError: if the reduction is unknown.
     """
 
+def nccl_unique_id() -> bytes:
+    """
+    Return 128 bytes by which processes find each other; the process that asks must become rank 0.
+
+    Raises:
+        CudaUnavailableError: if NCCL cannot be used.
+        DeviceError: if it finds no network interface to listen on.
+    """
+
+def nccl_version() -> int:
+    """
+    Return the version of NCCL, such as 23007 for 2.30.7.
+
+    Raises:
+        CudaUnavailableError: if it cannot be used.
+    """
+
 def normal_samples(
     shape: SupportsGetItem[int, SupportsIndex],
     samples: SupportsGetItem[int, SupportsIndex],
@@ -3381,7 +3756,7 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
     Ones in the shape of `input`; dtype and device are its own unless given.
     """
 
-def optimizer_kinds() -> list[tuple[str, str, int, dict[Any, Any]]]:
+def optimizer_kinds() -> list[tuple[str, str, int, dict[str, Any]]]:
     """
     The optimizers of the library's registry, each as its name, a docstring, the number of its hyper-parameters that may be passed by
     position, and all of them with their defaults, in order.
@@ -3414,6 +3789,21 @@ def prepare_adapters(
 
     Raises:
         ArgumentError: if the format is unknown or cannot hold these adapters.
+    """
+
+def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
+    """
+    Quantize a frozen matrix.
+
+    Args:
+        tensor: floating point, (out_features, in_features).
+        format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
+            blocks of 64 elements, whose scales are quantized in blocks of 256.
+
+    Raises:
+        ShapeError: if the tensor is not a matrix.
+        DTypeError: if it is not floating point.
+        ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
     """
 
 def quick_gelu(input: Tensor) -> Tensor:
@@ -3649,6 +4039,17 @@ def set_float32_matmul_precision(precision: str) -> None:
 def set_grad_enabled(enabled: bool) -> bool:
     """
     Switch recording on this thread; returns the previous state.
+    """
+
+def set_gradient_vectors(
+    parameters: Iterable[Var] | Mapping[str, Var], vectors: SupportsGetItem[int, Tensor]
+) -> None:
+    """
+    Overwrite the gradients of variables by vectors of the sizes that `gradient_vectors` gives.
+
+    Raises:
+        ArgumentError: if there are more or fewer vectors.
+        ShapeError, DTypeError, DeviceError: if a vector differs from its gradients.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:

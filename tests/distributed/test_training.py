@@ -159,6 +159,6 @@ def test_wrong_settings_are_refused(
     more: dict[str, object],
     message: str,
 ) -> None:
-    result = run(training(digits_base, digits_folder, tmp_path / "run", **more))
+    result = run(training(digits_base, digits_folder, tmp_path / "run", device="cpu", **more))
     assert result.returncode == 2
     assert message in result.stderr

@@ -21,6 +21,7 @@ from trainable_candle import _core
 from trainable_candle.distributed.group import Alone, Group, make_group
 from trainable_candle.distributed.world import World, from_environment
 from trainable_candle.errors import ArgumentError
+from trainable_candle.placement import AUTO, choose
 
 if TYPE_CHECKING:
     from trainable_candle import Tensor, Var
@@ -58,22 +59,26 @@ def init(device: str = "auto") -> str:
     """
     global _group  # noqa: PLW0603
     world = from_environment()
-    chosen = device_of(world, device)
+    chosen = device_of(world, choose(device, AUTO).device if world is None else device)
     close()
     _group = make_group(world, chosen, {})
     return chosen
 
 
 def device_of(world: World | None, device: str) -> str:
-    """The device of this process: with a launcher `cuda` and `auto` are the one of its rank.
+    """The device of one of several processes, where `cuda` and `auto` are the GPU of its rank.
+
+    Alone it is what was asked for.
 
     Raises:
         ConfigError: there are fewer GPUs than processes on this machine.
         ArgumentError: a GPU is named, and there are several processes.
     """
+    if world is None:
+        return device
     if device == "auto":
         device = "cuda" if tc.cuda.is_available() else "cpu"
-    if world is None or device == "cpu":
+    if device == "cpu":
         return device
     if device != "cuda":
         raise ArgumentError(
