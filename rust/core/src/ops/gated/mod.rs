@@ -9,8 +9,8 @@ mod cuda;
 use super::activation::{GeluExact, Silu};
 use super::elementwise::Pointwise;
 use crate::compute::on_device;
-use crate::raw::is_float;
-use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::raw::{Raw, is_float};
+use crate::tape::{Again, Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor};
 
 #[cfg(feature = "testing")]
@@ -59,14 +59,16 @@ fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result
     record(
         info,
         &[x],
-        || {
-            on_device!(
-                x.device(),
-                cuda => cuda::forward(op, &x.raw, width),
-                cpu => cpu::forward(op, &x.raw, width, function),
-            )
-        },
+        || run(op, &x.raw, width, function),
         |saver, _| GatedBackward { op, x: saver.save(x), width, function },
+    )
+}
+
+fn run<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Result<Raw> {
+    on_device!(
+        x.device(),
+        cuda => cuda::forward(op, x, width),
+        cpu => cpu::forward(op, x, width, function),
     )
 }
 
@@ -87,5 +89,9 @@ impl<F: Pointwise> Backward for GatedBackward<F> {
             cpu => cpu::backward(self.op, &x, &grad, width, function)?,
         );
         context.add(0, grad_x)
+    }
+
+    fn again(&self) -> Option<Again<'_>> {
+        Some(Box::new(|| run(self.op, &self.x.get()?, self.width, self.function)))
     }
 }
