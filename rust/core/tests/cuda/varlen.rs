@@ -99,7 +99,8 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
             let attend = |x: &[Tensor]| {
                 let device = x[0].device();
                 let wide = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-                let (cos, sin) = (tables[0].to_device(device)?.to_dtype(wide)?, tables[1].to_device(device)?.to_dtype(wide)?);
+                let (cos, sin) =
+                    (tables[0].to_device(device)?.to_dtype(wide)?, tables[1].to_device(device)?.to_dtype(wide)?);
                 let scale = scale.to_device(device)?.to_dtype(wide)?;
                 let norms = is_normed.then_some(([Some(&scale), None], 1e-6));
                 let heads = RotaryHeads { heads, key_heads, angles: [&cos, &sin], norms };
