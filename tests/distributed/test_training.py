@@ -42,11 +42,23 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """What the processes compute on."""
+    name: str = request.param
+    if name == "cuda" and (not tc.cuda.is_available() or tc.cuda.device_count() < 2):
+        pytest.skip("needs two GPUs")
+    return name
+
+
 @pytest.fixture(scope="module")
-def alone(digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(
+    digits_base: Path, digits_folder: Path, tmp_path_factory: pytest.TempPathFactory, device: str
+) -> Path:
     """A run of one process, four batches a step."""
     output = tmp_path_factory.mktemp("alone") / "run"
-    result = run(training(digits_base, digits_folder, output, gradient_accumulation=4))
+    more = {"gradient_accumulation": 4, "device": device, "precision": "f32"}
+    result = run(training(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     return output
 

@@ -27,7 +27,7 @@ def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
     weights = {key: value for key, value in own.items() if not key.startswith("logits")}
     tc.save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SWITCHES[name]["new"]))
-    return CausalLM.from_pretrained(folder), tensors["input_ids"][0].numpy().tolist()
+    return CausalLM.from_pretrained(folder, dtype="f32"), tensors["input_ids"][0].numpy().tolist()
 
 
 def scores(model: CausalLM, ids: list[int]) -> np.ndarray:

@@ -1,7 +1,9 @@
 //! Quantized matrices.
 
+use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use pyo3::{PyTypeInfo, type_hint_union};
 use trainable_candle_core as tc;
 
 use crate::call::{compute, reading};
@@ -109,10 +111,22 @@ pub fn quantize(py: Python<'_>, tensor: &Tensor, format: &str) -> Result<Quantiz
 }
 
 /// A weight: a tensor, or a quantized matrix.
-#[derive(FromPyObject)]
 pub enum WeightArg<'py> {
     Plain(PyRef<'py, Tensor>),
     Quantized(PyRef<'py, QuantizedTensor>),
+}
+
+impl<'a, 'py> FromPyObject<'a, 'py> for WeightArg<'py> {
+    type Error = PyErr;
+    const INPUT_TYPE: PyStaticExpr = type_hint_union!(Tensor::TYPE_HINT, QuantizedTensor::TYPE_HINT);
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(quantized) = object.cast::<QuantizedTensor>() {
+            return Ok(Self::Quantized(quantized.to_owned().borrow()));
+        }
+        // The error of a wrong argument is that of a tensor's.
+        Ok(Self::Plain(object.cast::<Tensor>()?.to_owned().borrow()))
+    }
 }
 
 impl WeightArg<'_> {

@@ -100,7 +100,7 @@ def test_the_product_is_added_and_taken_out_exactly(
     model.load_adapter(trained)
     alone = model(**inputs).to("f32").numpy()
     product = model.add_training_adapter(over)
-    assert len(product) == 5
+    assert len(product) == 4
     both = model(**inputs).to("f32").numpy()
     assert np.abs(both - alone).max() > 0.05
     product.set_enabled(False)

@@ -119,7 +119,7 @@ fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: 
             let scale = scale(at / nf4::BLOCK);
             let values: [T; 16] = nf4::VALUES.map(|value| rounded(value * scale));
             let value = |index: usize| {
-                let code = codes[index / 2] >> (if index % 2 == 0 { 4 } else { 0 }) & 0xf;
+                let code = codes[index / 2] >> (if index.is_multiple_of(2) { 4 } else { 0 }) & 0xf;
                 values[usize::from(code)]
             };
             // Bytes whose two elements are both wanted, and what is before and after them.

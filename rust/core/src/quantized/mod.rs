@@ -1,7 +1,7 @@
 //! Frozen matrices in eight or four bits: the bases that adapters are trained on where memory is short.
 //!
 //! A [`Quantized`] is no [`Tensor`]: it has codes and scales, and the operations that take it say so by
-//! [`WeightRef`](weight::WeightRef). They dequantize it right before a product, into memory that is free again after it.
+//! [`WeightRef`]. They dequantize it right before a product, into memory that is free again after it.
 
 mod dequantize;
 mod dynamic_map;

@@ -114,12 +114,12 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
         _ => unreachable!("the states are those that the rule declares"),
     }
     for (x, &g) in step.iter_mut().zip(grad) {
-        *x = *x * g;
+        *x *= g;
     }
     let size = (sum_of_squares(&step) / step.len() as f64).sqrt();
     let clip = T::from_f64(1.0 / (size / config.clip_threshold).max(1.0));
     for x in &mut step {
-        *x = *x * clip;
+        *x *= clip;
     }
     let [StateSlice::Float(mean), others @ ..] = states.as_mut_slice() else {
         unreachable!("the states are those that the rule declares")
@@ -131,7 +131,7 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
         }
         factored(dims, rows, columns, &mut step, beta3);
         for (x, &m) in step.iter_mut().zip(mean.iter()) {
-            *x = *x * m;
+            *x *= m;
         }
     } else {
         step.copy_from_slice(mean);

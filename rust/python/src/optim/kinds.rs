@@ -10,10 +10,13 @@ use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::error::Result;
 
+/// An optimizer of the registry: its name, a docstring, how many hyper-parameters may be passed by position, and all with their defaults.
+type Kind<'py> = (&'static str, String, usize, Bound<'py, PyDict>);
+
 /// The optimizers of the library's registry, each as its name, a docstring, the number of its hyper-parameters that may be passed by
 /// position, and all of them with their defaults, in order.
 #[pyfunction]
-pub fn optimizer_kinds(py: Python<'_>) -> Result<Vec<(&'static str, String, usize, Bound<'_, PyDict>)>> {
+pub fn optimizer_kinds(py: Python<'_>) -> Result<Vec<Kind<'_>>> {
     let kind = |kind: &OptimizerKind| {
         let defaults = PyDict::new(py);
         for Field { name, value, .. } in (kind.fields)() {

@@ -162,7 +162,8 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
             Item::Positions(ids) => {
                 let dims = replaced(result.dims(), dim, 1, ids.dims());
                 result = quick(|| {
-                    let ids = positions(ids, result.dims()[dim])?;
+                    // A list of positions comes from the host.
+                    let ids = positions(ids, result.dims()[dim])?.to_device(result.device())?;
                     result.index_select(&ids, dim)?.reshape(dims)
                 })?;
                 dim += ids.rank();
