@@ -82,6 +82,7 @@ def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path
         sequence_length=128,
         batch_size=2,
         rank=4,
+        learning_rate=1e-2,
         steps=30,
         save_every=0,
     )
@@ -91,7 +92,7 @@ def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path
     np.testing.assert_allclose(recorded, plain, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)
-    assert recorded[-5:].mean() < 0.9 * recorded[0]
+    assert recorded[-5:].mean() < 0.9 * recorded[:5].mean()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
