@@ -29,8 +29,6 @@ pub struct Gpu {
     loader: Loader,
     /// Compute capability 9.0, whose own instructions some modules use.
     is_hopper: bool,
-    /// Whether a kernel can be launched while the one before it runs.
-    overlaps: bool,
     multiprocessors: usize,
     board: Board,
     product_calls: ProductCalls,
@@ -90,7 +88,6 @@ impl Gpu {
         let blas = device.cublas_handle();
         let capability = stream.context().compute_capability().map_err(|error| driver_error("cuda", error))?;
         let is_hopper = capability == (9, 0);
-        let overlaps = capability >= (9, 0);
         let multiprocessors = stream.context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         let multiprocessors = multiprocessors.map_err(|error| driver_error("cuda", error))? as usize;
         // SAFETY: cuBLAS alone uses the memory, and does not read what it has not written.
@@ -111,7 +108,6 @@ impl Gpu {
             stream,
             blas,
             is_hopper,
-            overlaps,
             multiprocessors,
             product_calls: ProductCalls::default(),
             workspace,
@@ -187,11 +183,6 @@ impl Gpu {
     /// Whether the GPU is of compute capability 9.0.
     pub const fn is_hopper(&self) -> bool {
         self.is_hopper
-    }
-
-    /// Whether a kernel can be launched while the one before it runs (programmatic dependent launch, from compute capability 9.0 on).
-    pub(super) const fn overlaps(&self) -> bool {
-        self.overlaps
     }
 
     /// How many multiprocessors the GPU has.

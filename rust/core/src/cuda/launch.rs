@@ -136,7 +136,7 @@ impl Loaded {
                 self.function.set_attribute(attribute, shape.shared as i32)?;
             }
             let (function, stream) = (self.function.cu_function(), gpu.stream().cu_stream());
-            if gpu.overlaps() {
+            if self.overlaps {
                 // SAFETY: the caller's promise; every kernel waits for those before it (`cuda/include/follow.cuh`).
                 return unsafe { launch_early(function, shape, stream, arguments) };
             }

@@ -3,7 +3,6 @@
 use trainable_candle_core::ops::attention::{
     RotaryHeads, rotary_attention, scaled_dot_product_attention, varlen_attention,
 };
-use trainable_candle_core::ops::gated::swiglu;
 use trainable_candle_core::ops::norm::rms_norm_rope;
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{Result, Tensor};
@@ -16,7 +15,7 @@ const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_at
 const OUT: &str = "self_attn.o_proj";
 const QUERY_NORM: &str = "self_attn.q_norm";
 const KEY_NORM: &str = "self_attn.k_norm";
-/// The gate comes last, as [`swiglu`] reads it.
+/// The gate comes last, as [`LinearGroup::forward_swiglu`] reads it.
 const MIDDLE: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
 const DOWN: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
@@ -147,11 +146,7 @@ impl DecoderLayer {
     pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
-        let hidden = match self.middle.forward(&normed.remade())? {
-            Projected::Joined(both) => swiglu(&both)?.remade(),
-            Projected::Separate(parts) => parts[0].mul(&parts[1].silu()?)?,
-        };
-        x.add(&self.down.forward(&hidden)?)
+        x.add(&self.down.forward(&self.middle.forward_swiglu(&normed.remade())?)?)
     }
 
     /// What the tape keeps for `tokens` tokens.

@@ -5,6 +5,7 @@ mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod linear;
 
 use super::activation::{GeluExact, Silu};
 use super::elementwise::Pointwise;
@@ -15,6 +16,7 @@ use crate::{Error, Result, Tensor};
 
 #[cfg(feature = "testing")]
 pub use cases::ENTRIES;
+pub use linear::swiglu_linear_group;
 
 static GEGLU: OpInfo = OpInfo::cheap("geglu");
 static SWIGLU: OpInfo = OpInfo::cheap("swiglu");
@@ -72,6 +74,15 @@ fn run<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Re
     )
 }
 
+/// The gradient of [`run`].
+fn run_backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usize, function: F) -> Result<Raw> {
+    on_device!(
+        x.device(),
+        cuda => cuda::backward(op, x, grad, width),
+        cpu => cpu::backward(op, x, grad, width, function),
+    )
+}
+
 struct GatedBackward<F> {
     op: &'static str,
     x: Saved,
@@ -81,14 +92,8 @@ struct GatedBackward<F> {
 
 impl<F: Pointwise> Backward for GatedBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let (width, function) = (self.width, self.function);
-        let (x, grad) = (self.x.get()?, context.grad().clone());
-        let grad_x = on_device!(
-            x.device(),
-            cuda => cuda::backward(self.op, &x, &grad, width)?,
-            cpu => cpu::backward(self.op, &x, &grad, width, function)?,
-        );
-        context.add(0, grad_x)
+        let grad = context.grad().clone();
+        context.add(0, run_backward(self.op, &self.x.get()?, &grad, self.width, self.function)?)
     }
 
     fn again(&self) -> Option<Again<'_>> {
