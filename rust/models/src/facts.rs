@@ -47,12 +47,15 @@ pub struct PartFacts {
 }
 
 impl Facts {
-    /// Height and width in pixels of the images that the denoiser was made for.
+    /// Height and width in pixels of the images that the denoiser was made for: by its configuration, or else those of the family.
     pub fn resolution(&self) -> Option<usize> {
-        let denoiser =
-            self.parts.values().find(|part| part.place.is_some_and(|place| place.part.role == Role::Denoiser))?;
-        let side = denoiser.config().get("sample_size").and_then(Value::as_u64)? as usize;
-        Some(side * self.factor().or(denoiser.place.map(|place| place.pipeline.pixels))?)
+        let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
+        let denoiser = self.parts.values().find(is_denoiser)?;
+        let pipeline = denoiser.place?.pipeline;
+        match denoiser.config().get("sample_size").and_then(Value::as_u64) {
+            Some(side) => Some(side as usize * self.factor().unwrap_or(pipeline.pixels)),
+            None => pipeline.base.as_ref().map(|base| base.resolution),
+        }
     }
 
     /// Pixels along one side of an image for each of the latents, if there is an autoencoder.

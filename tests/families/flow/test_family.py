@@ -59,6 +59,12 @@ def test_a_run_from_images_to_an_adapter(
     assert (task.draw(["a blur"], SampleOptions(steps=2, size=(32, 16))) != before).any()
 
 
+def test_a_model_that_says_no_size_takes_its_familys(name: str, base: Path) -> None:
+    found = tc.inspect(base)
+    assert found.resolution == (1024 if name != "sd3" else found.resolution)
+    assert found.resolution
+
+
 @pytest.mark.parametrize("adapter", ["lora", "dora", "loha", "lokr"])
 def test_a_merged_model_draws_as_with_the_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str
