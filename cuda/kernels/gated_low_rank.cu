@@ -33,6 +33,12 @@ template <typename T, int TILES> struct Half {
     float scale;
     uint32_t up[TILES][4][2];
 
+    // What a tile of sixteen rows needs of it: of two rows the thread's eight columns, and four of each sixteen ranks.
+    struct Values {
+        uint4 x[2];
+        uint2 hidden[TILES][2];
+    };
+
     __device__ __forceinline__ Half(const LowRankHalf &half, uint32_t column)
         : hidden(static_cast<const T *>(half.hidden)), row(half.hidden_row), scale(half.scale) {
         if (hidden == nullptr) return;
@@ -42,29 +48,28 @@ template <typename T, int TILES> struct Half {
             load_up<T, false>(up[tile], static_cast<const T *>(half.up), half.up_row, column, tile * RANKS, lane / 4, lane % 4);
     }
 
-    // x + s hidden up: of the rows `at` the thread's eight columns.
-    __device__ __forceinline__ void add(float (&sum)[2][8], const uint4 (&x)[2], const uint32_t (&at)[2]) const {
-        float products[4][4] = {};
-        if (hidden != nullptr) {
-            const int t = threadIdx.x % 4;
+    __device__ __forceinline__ void load(Values &values, int i, const T *x, uint32_t at) const {
+        values.x[i] = words<uint4>(x);
+        if (hidden == nullptr) return;
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
-                uint32_t left[4];
+        for (int tile = 0; tile < TILES; tile++)
+            values.hidden[tile][i] = words<uint2>(hidden + static_cast<uint64_t>(at) * row + tile * RANKS + 4 * (threadIdx.x % 4));
+    }
+
+    // s hidden up: column k of row i is [k % 4][2 i + k / 4].
+    __device__ __forceinline__ void multiply(float (&products)[4][4], const Values &values) const {
+        if (hidden == nullptr) return;
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint2 found = words<uint2>(hidden + static_cast<uint64_t>(at[i]) * row + tile * RANKS + 4 * t);
-                    left[i] = found.x, left[2 + i] = found.y;
-                }
+        for (int tile = 0; tile < TILES; tile++) {
+            const uint2 first = values.hidden[tile][0], second = values.hidden[tile][1];
+            const uint32_t left[4] = {first.x, second.x, first.y, second.y};
 #pragma unroll
-                for (int i = 0; i < 4; i++) multiply_add<T>(products[i], left, up[tile][i][0], up[tile][i][1]);
-            }
+            for (int i = 0; i < 4; i++) multiply_add<T>(products[i], left, up[tile][i][0], up[tile][i][1]);
         }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const T *values = reinterpret_cast<const T *>(&x[i]);
-#pragma unroll
-            for (int k = 0; k < 8; k++) sum[i][k] = widen(values[k]) + scale * products[k % 4][2 * i + k / 4];
-        }
+    }
+
+    __device__ __forceinline__ float sum(const Values &values, const float (&products)[4][4], int i, int k) const {
+        return widen(reinterpret_cast<const T *>(&values.x[i])[k]) + scale * products[k % 4][2 * i + k / 4];
     }
 };
 
@@ -74,64 +79,94 @@ template <typename T> __device__ __forceinline__ void store(T *to, const float (
     *reinterpret_cast<uint4 *>(to) = word;
 }
 
-// A thread has eight columns of two rows in sixteen. `grad` is null forward, where y is written, and dx backward.
-template <typename T, int TILES, typename F, bool is_backward>
-__device__ __forceinline__ void gated(const T *x, const T *grad, T *out, const LowRankHalves &halves, uint32_t rows, uint32_t width) {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const uint32_t first_column = (blockIdx.x * WARPS + warp) * COLUMNS;
-    if (first_column >= width) return;
-    const Half<T, TILES> half(halves.list[0], first_column), gate(halves.list[1], first_column);
-    const uint32_t column = first_column + 8 * (lane % 4), begin = blockIdx.y * ROWS;
-    const uint32_t end = rows - begin < ROWS ? rows : begin + ROWS;
-    for (uint32_t first = begin; first < end; first += 16) {
-        uint4 of_half[2], of_gate[2], of_grad[2];
-        uint32_t at[2];
+// A warp has 32 columns of sixteen rows at a time, and loads those of the next sixteen meanwhile. `grad` is null forward, where y is
+// written, and dx backward.
+template <typename T, int TILES, typename F, bool is_backward> struct Gated {
+    using Values = typename Half<T, TILES>::Values;
+
+    const T *x, *grad;
+    T *out;
+    uint32_t width, column, end;
+    Half<T, TILES> half, gate;
+
+    struct Tile {
+        Values half, gate;
+        uint4 grad[2];
+    };
+
+    __device__ __forceinline__ void load(Tile &tile, uint32_t first) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             // Rows behind the last are computed as the last, and not written.
-            const uint32_t row = first + lane / 4 + 8 * i;
-            at[i] = row < end ? row : end - 1;
-            const T *start = x + static_cast<uint64_t>(at[i]) * 2 * width + column;
-            of_half[i] = words<uint4>(start), of_gate[i] = words<uint4>(start + width);
-            if (is_backward) of_grad[i] = words<uint4>(grad + static_cast<uint64_t>(at[i]) * width + column);
-        }
-        float h[2][8], g[2][8];
-        half.add(h, of_half, at);
-        gate.add(g, of_gate, at);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float to_h[8], to_gate[8];
-            const T *grads = reinterpret_cast<const T *>(&of_grad[i]);
-#pragma unroll
-            for (int k = 0; k < 8; k++) {
-                if (is_backward) {
-                    float value, slope;
-                    F::template both<T>(g[i][k], value, slope);
-                    to_h[k] = widen(grads[k]) * value;
-                    to_gate[k] = widen(grads[k]) * h[i][k] * slope;
-                } else {
-                    to_h[k] = h[i][k] * F::template value<T>(g[i][k]);
-                }
-            }
-            const uint32_t row = first + lane / 4 + 8 * i;
-            if (row >= end) continue;
-            T *to = out + static_cast<uint64_t>(row) * (is_backward ? 2 * width : width) + column;
-            store(to, to_h);
-            if (is_backward) store(to + width, to_gate);
+            const uint32_t row = first + threadIdx.x % WARP / 4 + 8 * i, at = row < end ? row : end - 1;
+            const T *start = x + static_cast<uint64_t>(at) * 2 * width + column;
+            half.load(tile.half, i, start, at);
+            gate.load(tile.gate, i, start + width, at);
+            if (is_backward) tile.grad[i] = words<uint4>(grad + static_cast<uint64_t>(at) * width + column);
         }
     }
+
+    __device__ __forceinline__ void write(const Tile &tile, uint32_t first) const {
+        float to_half[4][4] = {}, to_gate[4][4] = {};
+        half.multiply(to_half, tile.half);
+        gate.multiply(to_gate, tile.gate);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float results[2][8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                const float h = half.sum(tile.half, to_half, i, k), g = gate.sum(tile.gate, to_gate, i, k);
+                if (is_backward) {
+                    const float grads = widen(reinterpret_cast<const T *>(&tile.grad[i])[k]);
+                    float value, slope;
+                    F::template both<T>(g, value, slope);
+                    results[0][k] = grads * value;
+                    results[1][k] = grads * h * slope;
+                } else {
+                    results[0][k] = h * F::template value<T>(g);
+                }
+            }
+            const uint32_t row = first + threadIdx.x % WARP / 4 + 8 * i;
+            if (row >= end) continue;
+            T *to = out + static_cast<uint64_t>(row) * (is_backward ? 2 * width : width) + column;
+            store(to, results[0]);
+            if (is_backward) store(to + width, results[1]);
+        }
+    }
+
+    __device__ __forceinline__ void run(uint32_t first) const {
+        Tile tiles[2];
+        load(tiles[0], first);
+        for (; first < end; first += 32) {
+            if (first + 16 < end) load(tiles[1], first + 16);
+            write(tiles[0], first);
+            if (first + 16 >= end) return;
+            if (first + 32 < end) load(tiles[0], first + 32);
+            write(tiles[1], first + 16);
+        }
+    }
+};
+
+template <typename T, int TILES, typename F, bool is_backward>
+__device__ __forceinline__ void gated(const T *x, const T *grad, T *out, const LowRankHalves &halves, uint32_t rows, uint32_t width) {
+    const uint32_t first_column = (blockIdx.x * WARPS + threadIdx.x / WARP) * COLUMNS;
+    if (first_column >= width) return;
+    const uint32_t column = first_column + 8 * (threadIdx.x % 4), begin = blockIdx.y * ROWS;
+    const uint32_t end = rows - begin < ROWS ? rows : begin + ROWS;
+    const Half<T, TILES> half(halves.list[0], first_column), gate(halves.list[1], first_column);
+    Gated<T, TILES, F, is_backward>{x, grad, out, width, column, end, half, gate}.run(begin);
 }
 
 } // namespace
 
 #define DEFINE_GATED(NAME, F, RANK, SUFFIX, T)                                                                         \
-    extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 64 ? 2 : 1)                                       \
+    extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 32 ? 2 : 1)                                       \
         NAME##_low_rank##RANK##_forward_##SUFFIX(const T *x, T *y, const __grid_constant__ LowRankHalves halves,       \
                                                  uint32_t rows, uint32_t width) {                                      \
         follow();                                                                                                      \
         gated<T, RANK / RANKS, F, false>(x, nullptr, y, halves, rows, width);                                          \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 64 ? 2 : 1)                                       \
+    extern "C" __global__ void __launch_bounds__(WARPS *WARP, RANK < 32 ? 2 : 1)                                       \
         NAME##_low_rank##RANK##_backward_##SUFFIX(const T *x, const T *grad, T *dx,                                    \
                                                   const __grid_constant__ LowRankHalves halves, uint32_t rows,         \
                                                   uint32_t width) {                                                    \
