@@ -85,6 +85,7 @@ __all__ = [
     "get_float32_matmul_precision",
     "get_num_threads",
     "get_rng_state",
+    "gguf_facts",
     "grad",
     "gradcheck",
     "gradient_vectors",
@@ -3350,6 +3351,14 @@ def get_num_threads() -> int:
 def get_rng_state() -> tuple[int, int]:
     """
     Seed and position of the generator; `set_rng_state` repeats the draws that followed.
+    """
+
+def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
+    """
+    What a GGUF file says of its model, under the names of the format; None for a file of another kind.
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
     """
 
 def grad(
