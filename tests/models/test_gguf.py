@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.export import TextAdapter, write_model
+from trainable_candle.export.gguf_file import Entry, Fact, write
+from trainable_candle.export.gguf_model import model_facts, parameter_name
 from trainable_candle.models import CausalLM
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
 from trainable_candle.text.gguf_tokenizer import SPLITS
@@ -106,3 +109,99 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
         expected = theirs(torch.tensor(IDS)).logits.numpy()
     found = scores(CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32"))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def tiny(path: Path, **changes: Fact | None) -> Path:
+    """The facts of a Llama of one layer, some of them others, with an embedding alone."""
+    facts: dict[str, Fact] = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
+        "llama.embedding_length": 32, "llama.feed_forward_length": 32,
+        "llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    changed = {key.replace("__", "."): value for key, value in changes.items()}
+    facts = {key: value for key, value in (facts | changed).items() if value is not None}
+    shapes = {"token_embd.weight": (8, 32), "blk.0.attn_q.weight": (32, 32)}
+    entries = [
+        Entry(name, shape, "q8_0", partial(tc.ones, shape)) for name, shape in shapes.items()
+    ]
+    with path.open("wb") as file:
+        write(file, facts, entries)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general__architecture": "gemma"}, "gemma, which is not supported; llama, qwen2, qwen3"),
+        ({"llama__block_count": None}, "llama.block_count is missing"),
+        ({"llama__expert_count": 8}, "mixture of experts"),
+        ({"split__count": 2}, "llama-gguf-split --merge"),
+        ({"general__alignment": 24}, "a power of two"),
+        ({}, "missing model.layers.0"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    changes: dict[str, Fact | None], message: str, tmp_path: Path
+) -> None:
+    path = tiny(tmp_path / "model.gguf", **changes)
+    with pytest.raises(tc.errors.Error, match=message):
+        CausalLM.from_pretrained(path)
+    with pytest.raises(tc.errors.WeightsFormatError, match=r"gpt2 or llama|parts|power"):
+        ChatTokenizer.from_pretrained(path)
+
+
+def test_damaged_files_and_other_types_are_named(tmp_path: Path) -> None:
+    whole = tiny(tmp_path / "model.gguf").read_bytes()
+    path = tmp_path / "other.gguf"
+    for content, message in [
+        (whole[:-40], "incomplete or damaged: .* download or copy it again"),
+        (whole[:60], "its header ends early"),
+        (whole.replace(b"GGUF\3", b"GGUF\1"), "version 1"),
+        (whole.replace(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "big-endian"),
+        (whole.replace(b"\x08\0\0\0" + bytes(8), b"\x0a\0\0\0" + bytes(8)), "Q2_K, .* use a file"),
+        (whole.replace(b"\x08\0\0\0" + bytes(8), b"\x17\0\0\0" + bytes(8)), "IQ4_XS"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(tc.errors.WeightsFormatError, match=message):
+            CausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
+def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
+    """A file whose tensors are random blocks with scales of a sensible size."""
+    sizes = {"q4_k": (144, (0, 2)), "q5_k": (176, (0, 2)), "q6_k": (210, (208,))}
+    size, places = sizes[kind]
+    base = tmp_path / "base"
+    shutil.copytree(GOLDEN / "llm" / "llama", base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 1}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    (base / "config.json").unlink()
+    (base / "config.json").write_text(json.dumps(config))
+    model = CausalLM.from_config(base / "config.json", dtype="f32")
+    random = np.random.default_rng(0)
+    entries, values = [], {}
+    for name, tensor in model.named_tensors().items():
+        values[name], shape = tensor, tuple(tensor.shape)
+        stored: tc.Tensor | tc.QuantizedTensor = tensor
+        if tensor.ndim == 2:
+            blocks = random.integers(0, 256, (shape[0], size), np.uint8)
+            for place in places:
+                blocks[:, place : place + 2] = np.float16([1e-3]).view(np.uint8)
+            stored = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), kind)
+            values[name] = stored.dequantize()
+        theirs = parameter_name(name.removeprefix("model."))
+        chosen = kind if tensor.ndim == 2 else "f32"
+        entries.append(Entry(theirs, shape, chosen, partial(lambda given: given, stored)))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # Rows stand in llama.cpp's order in the file.
+            heads = 4 if "q_proj" in name else 2
+            halves = values[name].numpy().reshape(heads, 32, 2, 256).swapaxes(1, 2)
+            values[name] = tc.tensor(np.ascontiguousarray(halves).reshape(-1, 256))
+    (base / "model.safetensors").unlink()
+    tc.save_file(values, base / "model.safetensors")
+    with (tmp_path / "model.gguf").open("wb") as file:
+        write(file, model_facts(config), entries)
+    found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
+    plain = CausalLM.from_pretrained(base, dtype="f32")
+    np.testing.assert_array_equal(scores(found), scores(plain))

@@ -16,7 +16,7 @@ from trainable_candle.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainable_candle import Tensor
+    from trainable_candle import QuantizedTensor, Tensor
 
 _ALIGNMENT: Final = 32
 _U32, _I32, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
@@ -39,7 +39,13 @@ KINDS: Final = {
     "f32": Kind(0, 1, 4),
     "f16": Kind(1, 1, 2),
     "q4_0": Kind(2, 32, 18),
+    "q4_1": Kind(3, 32, 20),
+    "q5_0": Kind(6, 32, 22),
+    "q5_1": Kind(7, 32, 24),
     "q8_0": Kind(8, 32, 34),
+    "q4_k": Kind(12, 256, 144),
+    "q5_k": Kind(13, 256, 176),
+    "q6_k": Kind(14, 256, 210),
     "bf16": Kind(30, 1, 2),
 }
 """By the names of dtypes and of `quantize`."""
@@ -51,8 +57,8 @@ class Entry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     kind: str
-    values: Callable[[], Tensor]
-    """Makes the values, in any dtype of floats, when they are written."""
+    values: Callable[[], Tensor | QuantizedTensor]
+    """Makes the values when they are written: in any dtype of floats, or as blocks of the kind."""
 
 
 def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
@@ -101,6 +107,8 @@ def _size(entry: Entry) -> int:
 
 def _content(entry: Entry) -> bytes:
     values = entry.values()
+    if not isinstance(values, tc.Tensor):
+        return bytes(values.tensors()["codes"].numpy().tobytes())
     if KINDS[entry.kind].block > 1:
         return bytes(tc.quantize(values, entry.kind).tensors()["codes"].numpy().tobytes())
     if entry.kind == "bf16":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainable_candle.export.adapter import TextAdapter
 
 FILE_TYPES: Final = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
-"""What `general.file_type` says, by the names of `KINDS`."""
+"""What `general.file_type` says of the kinds that models are written in."""
 _OUTSIDE: Final = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -58,8 +58,8 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
         MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
         OSError: the file cannot be written.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"--gguf is {kind}, expected one of {', '.join(KINDS)}")
+    if kind not in FILE_TYPES:
+        raise ConfigError(f"--gguf is {kind}, expected one of {', '.join(FILE_TYPES)}")
     config = parse_json((weights / "config.json").read_text(encoding="utf-8"))
     facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
     facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
@@ -74,7 +74,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
                 continue
             layer = f"model.{ours.removesuffix('.weight')}"
             factors = left.pop(layer, None)
-            theirs = _name(ours)
+            theirs = parameter_name(ours)
 
             def values(
                 tensor: Tensor = tensor, factors: Any = factors, theirs: str = theirs
@@ -104,7 +104,7 @@ def _kind_of(shape: Sequence[int], kind: str) -> str:
     return kind if shape[-1] % KINDS[kind].block == 0 else "f16"
 
 
-def _name(ours: str) -> str:
+def parameter_name(ours: str) -> str:
     """llama.cpp's name of a parameter, ours without `model.`."""
     if ours in _OUTSIDE:
         return _OUTSIDE[ours]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainable_candle.errors import WeightsFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from tokenizers import Tokenizer
@@ -37,6 +37,7 @@ NAMES: Final = {
 """Of special tokens, ours and what follows `tokenizer.ggml.`."""
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
 """Types of tokens."""
+_ENDS: Final = ("eos_token_id", "eot_token_id")
 _CURE: Final = "give the folder of the original model with its tokenizer.json, and the file's name"
 
 
@@ -52,25 +53,32 @@ def read(
     Raises:
         WeightsFormatError: there is no tokenizer, or one that is not supported.
     """
-    from tokenizers import AddedToken  # noqa: PLC0415 - imported when first needed
-
     given = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in facts.items()
         if key.startswith("tokenizer.ggml.")
     }
-    makers = {"gpt2": _byte_level, "llama": _pieces}
-    kind, tokens = given.get("model"), given.get("tokens")
-    if kind not in makers or not isinstance(tokens, list):
+    kind = given.get("model")
+    if kind not in _MAKERS:
         raise WeightsFormatError(
             f"tokenizer: {path} has a tokenizer of the kind {kind}, expected gpt2 or llama; {_CURE}"
         )
     try:
-        tokenizer = makers[kind](given)
+        tokenizer, named = _built(given)
     except Exception as error:
         # The library raises no narrower exception.
         raise WeightsFormatError(f"tokenizer: {path} has one that is damaged: {error}") from error
-    kinds = given.get("token_type") or [1] * len(tokens)
+    ends = [given[key] for key in _ENDS if isinstance(given.get(key), int)]
+    template = facts.get("tokenizer.chat_template")
+    return tokenizer, named, template if isinstance(template, str) else None, ends
+
+
+def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    from tokenizers import AddedToken  # noqa: PLC0415 - imported when first needed
+
+    tokens = given["tokens"]
+    tokenizer = _MAKERS[given["model"]](given)
+    kinds = given.get("token_type") or [NORMAL] * len(tokens)
     added = [
         AddedToken(token, normalized=False, special=kind == CONTROL)
         for token, kind in zip(tokens, kinds, strict=True)
@@ -83,10 +91,7 @@ def read(
         if isinstance(given.get(key), int) and 0 <= given[key] < len(tokens)
     }
     _begin(tokenizer, given, named.get("bos_token"))
-    ends = [
-        given[key] for key in ("eos_token_id", "eot_token_id") if isinstance(given.get(key), int)
-    ]
-    return tokenizer, named, facts.get("tokenizer.chat_template"), ends
+    return tokenizer, named
 
 
 def _byte_level(given: Mapping[str, Any]) -> Tokenizer:
@@ -159,3 +164,9 @@ def _begin(tokenizer: Tokenizer, given: Mapping[str, Any], first: str | None) ->
     tokenizer.post_processor = TemplateProcessing(
         single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, number)]
     )
+
+
+_MAKERS: Final[dict[str, Callable[[Mapping[str, Any]], Tokenizer]]] = {
+    "gpt2": _byte_level,
+    "llama": _pieces,
+}
