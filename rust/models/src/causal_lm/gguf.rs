@@ -144,12 +144,12 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     let has = |name: &str| file.shape(&format!("blk.0.{name}.bias")).is_some();
     match *kind {
         "qwen2" => {}
-        _ => put("attention_bias", has("attn_q").then(|| json!(true))),
+        _ => put("attention_bias", has("attn_q").then_some(Value::Bool(true))),
     }
     if *kind == "llama" {
-        put("mlp_bias", has("ffn_up").then(|| json!(true)));
+        put("mlp_bias", has("ffn_up").then_some(Value::Bool(true)));
     }
-    put("rope_scaling", scaling(file, &fact)?);
+    put("rope_scaling", scaling(file, fact)?);
     CausalLMConfig::from_json(&json).map_err(|error| match error {
         Error::Config(text) => wrong(text),
         other => other,
