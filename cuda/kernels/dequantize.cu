@@ -5,11 +5,15 @@
 // - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes a byte, the first in the upper half, and a scale for each 64
 //   elements, f32 or quantized again: a code in the signed dynamic map, a scale for each 256 of these, and an offset.
 //
-// A value is its code's number times the scale, both f32, rounded once: those of the CPU bit for bit.
+// - the block formats of ggml (ggml.cuh): blocks of a row with their scales among the codes.
+//
+// A value is its code's number times the scale, both f32, rounded once (of some formats of ggml, something is added): those of
+// the CPU bit for bit.
 // Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
 #include "rows.cuh"
 
 #include "dynamic_map.cuh"
+#include "ggml.cuh"
 
 namespace {
 
@@ -20,7 +24,8 @@ constexpr int BATCH = 4;
 constexpr int NF4_BLOCK = 64;
 constexpr int NESTED = 256;
 
-enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4 };
+// Those of ggml follow.
+enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4, FIRST_GGML };
 
 // `start` is the place of the first of `count` elements in out; rows have `columns`. `inner` has the codes of NF4's scales.
 struct QuantizedPart {
@@ -126,6 +131,28 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
         to[index] = narrow<T>(static_cast<Acc<T>>(__fmul_rn(codes.number_at(index), codes.scale(index))));
 }
 
+// Blocks of ggml; a chunk lies in one.
+template <ggml::Type TYPE, typename T> __device__ __forceinline__ void write_blocks(const QuantizedPart &part, T *out) {
+    T *to = out + part.start;
+    const auto *blocks = static_cast<const uint8_t *>(part.codes);
+    const bool is_aligned = are_wide(to);
+    constexpr int PACK = CHUNK < WIDE<T> ? CHUNK : WIDE<T>;
+    for (uint64_t chunk = flat_index(); chunk < part.count / CHUNK; chunk += flat_stride()) {
+        const uint64_t index = chunk * CHUNK;
+        const uint8_t *block = blocks + index / ggml::BLOCK<TYPE> * ggml::BYTES<TYPE>;
+        const ggml::Codes codes = ggml::load<TYPE>(block, index % ggml::BLOCK<TYPE>);
+#pragma unroll
+        for (int start = 0; start < CHUNK; start += PACK) {
+            Acc<T> values[PACK];
+#pragma unroll
+            for (int i = 0; i < PACK; i++) values[i] = ggml::value<TYPE>(codes, start + i);
+            if (is_aligned) store_pack(to + index + start, narrow_pack<T>(values));
+            else
+                for (int i = 0; i < PACK; i++) to[index + start + i] = narrow<T>(values[i]);
+        }
+    }
+}
+
 template <typename T> __device__ __forceinline__ void dequantize(const QuantizedParts &parts, T *out) {
     __shared__ float values[16], map[256];
     const QuantizedPart &part = parts.list[blockIdx.y];
@@ -139,7 +166,15 @@ template <typename T> __device__ __forceinline__ void dequantize(const Quantized
     case INT8: return write(Codes<INT8>{part, values, map}, out);
     case E4M3: return write(Codes<E4M3>{part, values, map}, out);
     case NF4: return write(Codes<NF4>{part, values, map}, out);
-    default: return write(Codes<NESTED_NF4>{part, values, map}, out);
+    case NESTED_NF4: return write(Codes<NESTED_NF4>{part, values, map}, out);
+    case FIRST_GGML + ggml::Q4_0: return write_blocks<ggml::Q4_0>(part, out);
+    case FIRST_GGML + ggml::Q4_1: return write_blocks<ggml::Q4_1>(part, out);
+    case FIRST_GGML + ggml::Q5_0: return write_blocks<ggml::Q5_0>(part, out);
+    case FIRST_GGML + ggml::Q5_1: return write_blocks<ggml::Q5_1>(part, out);
+    case FIRST_GGML + ggml::Q8_0: return write_blocks<ggml::Q8_0>(part, out);
+    case FIRST_GGML + ggml::Q4_K: return write_blocks<ggml::Q4_K>(part, out);
+    case FIRST_GGML + ggml::Q5_K: return write_blocks<ggml::Q5_K>(part, out);
+    default: return write_blocks<ggml::Q6_K>(part, out);
     }
 }
 

@@ -85,6 +85,7 @@ __all__ = [
     "get_float32_matmul_precision",
     "get_num_threads",
     "get_rng_state",
+    "gguf_facts",
     "grad",
     "gradcheck",
     "gradient_vectors",
@@ -1989,7 +1990,24 @@ class QuantizedTensor:
     @property
     def format(self, /) -> str:
         """
-        "int8", "fp8" or "nf4".
+        "int8", "fp8", "nf4", or a block format of ggml, such as "q8_0" or "q4_k".
+        """
+    @staticmethod
+    def from_blocks(
+        blocks: Tensor, format: str, dtype: DType | str | None = None
+    ) -> QuantizedTensor:
+        """
+        A matrix of blocks of ggml, as GGUF files have them.
+
+        Args:
+            blocks: u8, (rows, bytes of a row).
+            format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
+            dtype: of the values that it stands for.
+
+        Raises:
+            ArgumentError: if the format is unknown.
+            ShapeError: if a row is not of whole blocks.
+            DTypeError: if a dtype is another.
         """
     @property
     def nbytes(self, /) -> int:
@@ -2007,7 +2025,7 @@ class QuantizedTensor:
         """
     def tensors(self, /) -> dict[str, Tensor]:
         """
-        What the matrix consists of: "codes" (u8) and "scales"; of "nf4" also "scale_codes" (u8) and "offset".
+        What the matrix consists of: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
         """
     def to(self, /, device: str) -> QuantizedTensor:
         """
@@ -3335,6 +3353,14 @@ def get_rng_state() -> tuple[int, int]:
     Seed and position of the generator; `set_rng_state` repeats the draws that followed.
     """
 
+def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
+    """
+    What a GGUF file says of its model, under the names of the format; None for a file of another kind.
+
+    Raises:
+        MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+    """
+
 def grad(
     loss: Tensor,
     inputs: Tensor | Sequence[Tensor],
@@ -3798,10 +3824,11 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
     Args:
         tensor: floating point, (out_features, in_features).
         format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
-            blocks of 64 elements, whose scales are quantized in blocks of 256.
+            blocks of 64 elements, whose scales are quantized in blocks of 256; "q8_0" and "q4_0", blocks of 32 elements of a row
+            with a scale each, as GGUF files have them.
 
     Raises:
-        ShapeError: if the tensor is not a matrix.
+        ShapeError: if the tensor is not a matrix, or its rows are no whole blocks.
         DTypeError: if it is not floating point.
         ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
     """

@@ -62,7 +62,11 @@ def is_name(text: str) -> bool:
     path = Path(text)
     named = bool(slash) and all(map(_WORD.fullmatch, (organisation, name)))
     # A file, or a folder whose parent exists, was meant as a path.
-    return named and path.suffix != ".safetensors" and not (path.exists() or path.parent.is_dir())
+    return (
+        named
+        and path.suffix not in {".safetensors", ".gguf"}
+        and not (path.exists() or path.parent.is_dir())
+    )
 
 
 def resolve(name: str, subfolders: list[str], half: bool) -> str | None:

@@ -29,6 +29,28 @@ def test_values_are_those_of_the_cpu(gpu: str, shape: tuple[int, int], format: s
         np.testing.assert_array_equal(found, expected, err_msg=dtype)
 
 
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"])
+@pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (2050, 17)])
+def test_blocks_of_ggml_have_the_values_of_the_cpu(
+    gpu: str, blocks: tuple[int, int], format: str
+) -> None:
+    """Random bytes, with every scale that is a number."""
+    sizes = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
+    size = {**sizes, "q4_k": 144, "q5_k": 176, "q6_k": 210}[format]
+    rows, each = blocks
+    random = np.random.default_rng(0)
+    values = random.integers(0, 256, (rows * each, size), np.uint8)
+    for place in {"q6_k": (208,), "q4_0": (0,), "q5_0": (0,), "q8_0": (0,)}.get(format, (0, 2)):
+        scales = random.normal(0, 1, rows * each) * 10.0 ** random.integers(-7, 4, rows * each)
+        values[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    matrix = tc.QuantizedTensor.from_blocks(tc.tensor(values.reshape(rows, -1)), format)
+    moved = matrix.to(gpu)
+    for dtype in ("f32", "bf16", "f64"):
+        expected = matrix.dequantize(dtype).to("f64").numpy()
+        found = moved.dequantize(dtype).to("cpu").to("f64").numpy()
+        np.testing.assert_array_equal(found.view(np.uint64), expected.view(np.uint64), dtype)
+
+
 def test_a_matrix_of_the_gpu_is_quantized_as_on_the_cpu(gpu: str) -> None:
     tc.manual_seed(0)
     weight = tc.randn((33, 70))

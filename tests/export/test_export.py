@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import trainable_candle as tc
 from trainable_candle.cli import main
 from trainable_candle.demo import words
 from trainable_candle.export import read_adapter, refusals
-from trainable_candle.export.gguf import _paired, encoded
+from trainable_candle.export.gguf import paired
+from trainable_candle.export.gguf_file import Entry, write
 from trainable_candle.families.causal_lm import BUILT_IN
 from trainable_candle.models import CausalLM
 
@@ -141,7 +143,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
     np.testing.assert_array_equal(tensors["blk.1.ffn_down.weight.lora_b"], down.up)
     keys = adapter.layers["model.layers.1.self_attn.k_proj"].up
     if config["model_type"] == "llama":
-        keys = _paired(keys, config["num_key_value_heads"])
+        keys = paired(keys, config["num_key_value_heads"])
     np.testing.assert_array_equal(tensors["blk.1.attn_k.weight.lora_b"], keys)
     lines = (folder / "Modelfile").read_text().splitlines()
     assert lines[:2] == [f"FROM {weights}", "ADAPTER ./adapter.gguf"]
@@ -158,14 +160,17 @@ def test_rows_of_llama_turn_with_their_neighbours() -> None:
     halves = rows.reshape(heads, 2, width // 2)
     turned = (halves[:, 0] + 1j * halves[:, 1]) * turns
     expected = np.stack([turned.real, turned.imag], 1).reshape(-1, 1)
-    pairs = _paired(rows, heads).reshape(heads, width // 2, 2)
+    pairs = paired(rows, heads).reshape(heads, width // 2, 2)
     found = (pairs[..., 0] + 1j * pairs[..., 1]) * turns
     neighbours = np.stack([found.real, found.imag], -1).reshape(-1, 1)
-    np.testing.assert_allclose(neighbours, _paired(expected, heads), atol=1e-6)
+    np.testing.assert_allclose(neighbours, paired(expected, heads), atol=1e-6)
 
 
 def test_a_gguf_file_byte_by_byte() -> None:
-    content = encoded({"a": "b", "c": 1.5}, {"t": np.array([[1, 2, 3]], np.float32)})
+    file = BytesIO()
+    entry = Entry("t", (1, 3), "f32", lambda: tc.tensor([[1.0, 2.0, 3.0]]))
+    write(file, {"a": "b", "c": 1.5}, [entry])
+    content = file.getvalue()
     header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x02" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"

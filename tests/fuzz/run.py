@@ -19,6 +19,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,11 @@ from trainable_candle.data.entries import facts_of, intact_facts, packed
 from trainable_candle.data.pixels import probe, read_rgb
 from trainable_candle.data.sources import parse_sources
 from trainable_candle.errors import Error
+from trainable_candle.export.gguf_file import Entry, Fact, write
+from trainable_candle.models import CausalLM
 from trainable_candle.settings import TrainConfig
 from trainable_candle.text import CLIPTokenizer, T5Tokenizer, sentencepiece
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
 from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import read_state
 
@@ -164,6 +168,31 @@ def unigrams() -> tuple[bytes, bytes, bytes]:
     return json.dumps(content).encode(), whole[:end], whole[:end] + normalizer
 
 
+def language_model() -> bytes:
+    """A tiny decoder with its tokenizer in one file."""
+    rows = {"attn_q": 32, "attn_k": 32, "attn_v": 32, "attn_output": 32, "ffn_gate": 32,
+            "ffn_up": 32, "ffn_down": 32}  # fmt: skip
+    facts: dict[str, Fact] = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
+        "llama.embedding_length": 32, "llama.feed_forward_length": 32,
+        "llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": [*"abcdefg", "<s>"], "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1] * 7 + [3], "tokenizer.ggml.bos_token_id": 7,
+        "tokenizer.ggml.eos_token_id": 7, "tokenizer.chat_template": "{{ messages }}",
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (8, 32), "output_norm.weight": (32,)}
+    shapes |= {f"blk.0.{name}.weight": (count, 32) for name, count in rows.items()}
+    shapes |= {f"blk.0.{name}.weight": (32,) for name in ("attn_norm", "ffn_norm")}
+    entries = [
+        Entry(name, shape, "q8_0" if len(shape) > 1 else "f32", partial(tc.ones, shape))
+        for name, shape in shapes.items()
+    ]
+    file = io.BytesIO()
+    write(file, facts, entries)
+    return file.getvalue()
+
+
 def readers() -> list[Reader]:
     """Every reader."""
     tensors = {"a": tc.zeros(3, 4), "b": tc.zeros(2).to("bf16")}
@@ -214,6 +243,10 @@ def readers() -> list[Reader]:
     def look(path: Path) -> object:
         return probe(path), read_rgb(path)
 
+    def load(path: Path) -> object:
+        tokenizer = ChatTokenizer.from_pretrained(path)
+        return tokenizer.encode("a b\u00e9<s>"), tokenizer.stops, CausalLM.from_pretrained(path)
+
     few = {"vocab.json": vocabulary, "merges.txt": b"#version\n", "tokenizer_config.json": settings}
     text = [
         Reader(
@@ -256,6 +289,7 @@ def readers() -> list[Reader]:
             mutated_tensors,
         ),
         Reader("tensors", "a.safetensors", [entry], tc.load_file, {}, mutated_tensors),
+        Reader("language model", "a.gguf", [language_model()], load, {}),
         Reader("unigram model", "spiece.model", unigrams()[1:], split, {}),
     ]
     return [

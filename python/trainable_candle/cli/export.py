@@ -33,6 +33,8 @@ def run(arguments: Sequence[str], program: str) -> int:
         raise ConfigError(f"--for is {reader}, expected one of {', '.join(known)}")
     if "dataset" in given and reader != MERGED:
         raise ConfigError("--dataset has no effect without --for merged; leave it out")
+    if "gguf" in given and reader != MERGED:
+        raise ConfigError("--gguf has no effect without --for merged; leave it out")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     model = given.get("model", "causal-lm")
@@ -47,10 +49,15 @@ def run(arguments: Sequence[str], program: str) -> int:
     adapter = export.read_adapter(path, model, family.weights)
     if reader == MERGED:
         output.mkdir(parents=True, exist_ok=True)
-        print(export.write_merged(family.weights, adapter, output))
+        merged = output
+        if "gguf" in given:
+            merged = output / "model.gguf"
+            export.write_model(family.weights, adapter, merged, given["gguf"])
+        else:
+            print(export.write_merged(family.weights, adapter, output))
         if "dataset" in given:
-            _compare(task, path, output, given["dataset"])
-        print(f"merged model: {output}")
+            _compare(task, path, merged, given["dataset"])
+        print(f"merged model: {merged}")
         return 0
     export.require_accepted(adapter, reader)
     output.mkdir(parents=True, exist_ok=True)
@@ -97,6 +104,11 @@ def make_parser(program: str) -> Parser:
     )
     group.add_argument(
         "--dataset", metavar="PATH", help="with --for merged: texts to compare losses on"
+    )
+    group.add_argument(
+        "--gguf",
+        metavar="TYPE",
+        help="with --for merged: one file for llama.cpp, of f32, f16, bf16, q8_0 or q4_0",
     )
     add_help(group)
     return parser

@@ -16,7 +16,7 @@ from trainable_candle.files import parse_json, write_atomically
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SUFFIXES: Final = (".safetensors", ".json", ".txt", ".model")
+SUFFIXES: Final = (".safetensors", ".gguf", ".json", ".txt", ".model")
 """Endings of weights, configurations and vocabularies."""
 MEMORY: Final = "contents.json"
 _FORMAT: Final = 1

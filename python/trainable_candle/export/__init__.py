@@ -6,6 +6,7 @@ or none, applies the adapter as it was trained.
 """
 
 from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter
+from trainable_candle.export.gguf_model import write_model
 from trainable_candle.export.merged import Merged, write_merged
 from trainable_candle.export.readers import READERS, refusals, require_accepted
 from trainable_candle.export.writers import WRITERS
@@ -20,4 +21,5 @@ __all__ = [
     "refusals",
     "require_accepted",
     "write_merged",
+    "write_model",
 ]

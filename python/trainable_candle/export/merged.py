@@ -101,12 +101,18 @@ def shards(weights: Path) -> list[str]:
     return names
 
 
+def add_factors(before: Tensor, factors: Factors) -> Tensor:
+    """A weight in f32 with its adapter."""
+    exact = before + tc.tensor(factors.up) @ tc.tensor(factors.down)
+    if factors.magnitude is None:
+        return exact
+    lengths = (exact * exact).sum(1, keepdim=True).sqrt()
+    return exact / lengths * tc.tensor(factors.magnitude).reshape(-1, 1)
+
+
 def _sum(weight: Tensor, factors: Factors, result: Merged) -> Tensor:
     before = weight.to("f32")
-    exact = before + tc.tensor(factors.up) @ tc.tensor(factors.down)
-    if factors.magnitude is not None:
-        lengths = (exact * exact).sum(1, keepdim=True).sqrt()
-        exact = exact / lengths * tc.tensor(factors.magnitude).reshape(-1, 1)
+    exact = add_factors(before, factors)
     after = exact.to(str(weight.dtype))
     change = (exact - before).numpy().astype(np.float64)
     kept = (after.to("f32") - before).numpy()

@@ -6,8 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from trainable_candle._core import gguf_facts
 from trainable_candle.errors import MissingFileError, WeightsFormatError
 from trainable_candle.files import parse_json
+from trainable_candle.text import gguf_tokenizer
 from trainable_candle.text.templates import CHATML, ChatTemplate
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The tokenizer in the folder of a model, or the one of a `tokenizer.json`.
+        """The tokenizer in the folder of a model, of a `tokenizer.json`, or in a GGUF file.
 
         Raises:
             MissingFileError: there is no `tokenizer.json`.
@@ -82,6 +84,9 @@ class ChatTokenizer:
         from tokenizers import Tokenizer  # noqa: PLC0415 - imported when first needed
 
         folder = Path(folder).expanduser()
+        facts = gguf_facts(folder) if folder.is_file() and folder.suffix == ".gguf" else None
+        if facts is not None:
+            return cls(*gguf_tokenizer.read(folder, facts))
         folder = folder.parent if folder.is_file() else folder
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -95,13 +100,8 @@ class ChatTokenizer:
             # The library raises no narrower exception.
             raise WeightsFormatError(f"tokenizer: {path} cannot be read: {error}") from error
         config = _json(folder / "tokenizer_config.json")
-        tokens = _special_tokens({**_json(folder / "special_tokens_map.json"), **config})
-        ends: list[int] = []
-        for name in ("generation_config.json", "config.json"):
-            found = _json(folder / name).get("eos_token_id")
-            numbers = found if isinstance(found, list) else [found]
-            ends += [number for number in numbers if isinstance(number, int)]
-        return cls(tokenizer, tokens, _template(folder, config), ends)
+        tokens = special_tokens({**_json(folder / "special_tokens_map.json"), **config})
+        return cls(tokenizer, tokens, chat_template(folder, config), config_ends(folder))
 
     def summary(self) -> str:
         """Which template is used, and what ends an answer."""
@@ -192,7 +192,17 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def config_ends(folder: Path) -> list[int]:
+    """Numbers of the tokens that end a text according to a folder's configurations."""
+    ends: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        found = _json(folder / name).get("eos_token_id")
+        numbers = found if isinstance(found, list) else [found]
+        ends += [number for number in numbers if isinstance(number, int)]
+    return ends
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name; files have them as text, or as objects with their `content`."""
     tokens = {}
     for name in _TOKENS:
@@ -204,7 +214,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template of a folder: a file of its own wins.
 
     Raises:

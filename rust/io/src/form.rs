@@ -31,6 +31,11 @@ pub enum Form {
     },
     /// Its second half of rows, then the first.
     Swapped,
+    /// The rows of heads, in which those of its first half and its second take turns.
+    Interleaved {
+        /// How many heads there are.
+        heads: usize,
+    },
 }
 
 impl Key {
@@ -61,6 +66,7 @@ impl Form {
                 Some(std::iter::once(rows / of * count).chain(rest.iter().copied()).collect())
             }
             (Self::Swapped, dims @ &[rows, ..]) if rows % 2 == 0 => Some(dims.to_vec()),
+            (Self::Interleaved { heads }, dims @ &[rows, ..]) if rows % (2 * heads) == 0 => Some(dims.to_vec()),
             _ => None,
         }
     }
@@ -91,7 +97,13 @@ impl Form {
                 Ok(Tensor::from_raw(&stored.narrow(0, first * share, count * share)?.raw().force_contiguous()?))
             }
             Self::Swapped => swapped(stored),
+            Self::Interleaved { heads } => turned(stored, |half| [heads, half, 2]),
         }
+    }
+
+    /// Whether it leaves each row as it is, so that rows may be of any elements.
+    pub const fn keeps_rows(self) -> bool {
+        matches!(self, Self::Plain | Self::Rows { .. } | Self::Swapped | Self::Interleaved { .. })
     }
 
     /// The tensor to write for all parameters under one key, each with its form.
@@ -115,8 +127,18 @@ impl Form {
                 Tensor::cat(&parts.into_iter().map(|(_, tensor)| tensor).collect::<Vec<_>>(), 0)
             }
             Self::Swapped => swapped(parameter),
+            Self::Interleaved { heads } => turned(parameter, |half| [*heads, 2, half]),
         }
     }
+}
+
+/// Rows seen as `sizes` of half a head, the last two exchanged.
+fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
+    let dims = tensor.dims();
+    let heads = sizes(0)[0];
+    let [heads, outer, inner] = sizes(dims[0] / heads / 2);
+    let columns = dims[1..].iter().product::<usize>();
+    tensor.reshape((heads, outer, inner, columns))?.transpose(1, 2)?.contiguous()?.reshape(dims)
 }
 
 /// The two halves of the rows, the second one first.

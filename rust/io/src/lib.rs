@@ -5,8 +5,10 @@ mod atomic;
 mod bitsandbytes;
 pub mod form;
 mod fp8;
+mod gguf;
 pub mod tensor_file;
 mod tensor_writer;
+mod weight_file;
 mod weight_files;
 
 pub use adapter_file::{
@@ -14,6 +16,8 @@ pub use adapter_file::{
     read_adapters, save_adapters,
 };
 pub use atomic::write_atomically;
+pub use gguf::GgufFile;
 pub use tensor_file::{TensorFile, load_tensors};
 pub use tensor_writer::{TensorEntry, save_entries, save_tensors};
+pub use weight_file::WeightFile;
 pub use weight_files::WeightFiles;

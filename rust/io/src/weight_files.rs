@@ -3,17 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use trainable_candle_core::quantized::{create_dynamic_map, nf4_values};
+use trainable_candle_core::quantized::{Ggml, create_dynamic_map, nf4_values};
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor};
 
 use crate::bitsandbytes::{self, State};
 use crate::fp8;
-use crate::tensor_file::TensorFile;
+use crate::gguf::GgufFile;
+use crate::weight_file::WeightFile;
 
-/// Open safetensors files whose tensors are read one at a time, as if they were one file.
+/// Open files whose tensors are read one at a time, as if they were one file.
 pub struct WeightFiles {
-    files: Vec<TensorFile>,
+    files: Vec<WeightFile>,
     /// The index of the file of each name.
     index: BTreeMap<String, usize>,
     /// What the values of a weight of eight bits are multiplied by.
@@ -33,9 +34,9 @@ impl WeightFiles {
     /// Open a file, or the shards of one.
     ///
     /// # Errors
-    /// As [`TensorFile::open`]; [`Error::WeightsFormat`] if two shards hold the same name.
+    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards hold the same name.
     pub fn open(paths: &[PathBuf]) -> Result<Self> {
-        let files = paths.iter().map(TensorFile::open).collect::<Result<Vec<_>>>()?;
+        let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>>>()?;
         let mut index = BTreeMap::new();
         for (i, file) in files.iter().enumerate() {
             for name in file.names() {
@@ -116,7 +117,7 @@ impl WeightFiles {
 
     /// The path of the first file.
     pub fn path(&self) -> &Path {
-        self.files.first().map_or(Path::new(""), TensorFile::path)
+        self.files.first().map_or(Path::new(""), WeightFile::path)
     }
 
     /// The shape of a tensor, if there is one of that name.
@@ -151,13 +152,13 @@ impl WeightFiles {
 
     /// The text entries of the headers.
     pub fn metadata(&self) -> BTreeMap<String, String> {
-        self.files.iter().flat_map(TensorFile::metadata).collect()
+        self.files.iter().flat_map(WeightFile::metadata).collect()
     }
 
     /// Read one tensor to `device`, floating-point values converted to `dtype` on the way if one is given.
     ///
     /// # Errors
-    /// As [`TensorFile::read_as`].
+    /// As [`WeightFile::read_as`].
     pub fn read(&mut self, name: &str, dtype: Option<DType>, device: &Device) -> Result<Tensor> {
         let Some(&file) = self.index.get(name) else {
             return Err(Error::weights(self.path(), format!("there is no tensor \"{name}\"")));
@@ -219,6 +220,21 @@ impl WeightFiles {
     pub fn read_fp8(&mut self, name: &str) -> Result<Option<(Tensor, f32)>> {
         let Some(&file) = self.index.get(name).filter(|&&file| self.files[file].is_fp8(name)) else { return Ok(None) };
         let scale = self.scales.get(name).copied().unwrap_or(1.0);
-        Ok(Some((self.files[file].read_codes(name)?, scale)))
+        let Some(file) = self.files[file].safetensors() else { return Ok(None) };
+        Ok(Some((file.read_codes(name)?, scale)))
+    }
+
+    /// The first file, if it is a GGUF file.
+    pub fn gguf(&self) -> Option<&GgufFile> {
+        self.files.first().and_then(WeightFile::gguf)
+    }
+
+    /// The blocks of a matrix in a GGUF file as they are stored; as [`GgufFile::read_blocks`].
+    ///
+    /// # Errors
+    /// As [`GgufFile::read_blocks`].
+    pub fn read_blocks(&self, name: &str) -> Result<Option<(Ggml, Tensor)>> {
+        let file = self.index.get(name).and_then(|&file| self.files[file].gguf());
+        file.map_or(Ok(None), |file| file.read_blocks(name))
     }
 }

@@ -10,7 +10,7 @@ use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_format};
-use trainable_candle_io::{TensorFile, WeightFiles};
+use trainable_candle_io::{WeightFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
 use trainable_candle_nn::{Base, Layer, Operation};
@@ -177,7 +177,7 @@ fn parts_of(
         let is_there = !is_folder || path.join(name).join(CONFIG).is_file();
         let choice = Choice { pipeline: Some(pipeline), ..Choice::of(name) };
         match Pretrained::find(path, place.part.model, &choice) {
-            Ok(files) if is_there && (is_folder || files.original().is_some() != place.part.sections.is_empty()) => {
+            Ok(files) if is_there && (is_folder || files.original().is_some() || !has_originals(place)) => {
                 let facts = PartFacts::of(place.part.model, &files).map_err(|error| match error {
                     Error::Config(text) if !is_folder => {
                         Error::weights(path, format!("{text}; or give the folder of its pipeline"))
@@ -238,6 +238,11 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
     Ok(found)
 }
 
+/// Whether files of one piece may have it beside other models.
+fn has_originals(place: Place) -> bool {
+    place.part.sections.iter().any(|section| section.is_written())
+}
+
 /// The error for a folder without some parts of a pipeline.
 fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Error {
     let class = read_json::<Map<String, Value>>(&path.join(CONFIG)).ok();
@@ -250,7 +255,7 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
 
 /// The error for a file without some parts of a pipeline.
 fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
-    let names = TensorFile::open(path)?.names();
+    let names = WeightFile::open(path)?.names();
     let like = pipelines::recognised(&names).map_or_else(String::new, |what| format!("; it looks like {what}"));
     let text = format!("it is no {} checkpoint: it has no {}{like}", pipeline.title, missing.join(" and no "));
     Ok(Error::weights(path, text))
@@ -269,7 +274,7 @@ fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
 
 /// The facts that a file marks by tensors without values.
 fn marked(path: &Path) -> Result<(Option<String>, bool)> {
-    let names = TensorFile::open(path)?.names();
+    let names = WeightFile::open(path)?.names();
     let there = |mark: &str| names.iter().any(|name| name == mark);
     Ok((Some(if there("v_pred") { "v_prediction" } else { "epsilon" }.to_owned()), there("ztsnr")))
 }

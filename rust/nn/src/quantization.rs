@@ -25,8 +25,8 @@ impl Quantizable {
 /// How a model is quantized while it is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantization {
-    /// The format of its layers.
-    pub format: Format,
+    /// The format of its layers; none: as files have them, which is quantized in some.
+    pub format: Option<Format>,
     /// Which layers.
     pub layers: Quantizable,
 }

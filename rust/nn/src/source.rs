@@ -28,7 +28,8 @@ pub trait Stored {
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if they do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// The weight of a linear layer: as it is stored if it is quantized already, otherwise quantized if a format is given.
+    /// The weight of a linear layer that may be quantized: in a format if one is given, otherwise as it is stored if that is a quantized
+    /// form that the whole layer is in.
     ///
     /// # Errors
     /// As [`read`](Self::read); as [`Quantized::new`].
@@ -142,18 +143,20 @@ impl Source {
     /// The weight of the linear layer `layer`, of `shape`.
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
-        let wanted =
-            self.quantization.filter(|quantization| quantization.layers.has(layer)).map(|wanted| wanted.format);
+        let wanted = self.quantization.filter(|quantization| quantization.layers.has(layer));
         if let Kind::Stored { stored, taken, .. } = &mut self.kind
             && let Some(found) = stored.shape(&name)?
         {
             check_shape(&name, &found, shape)?;
-            let weight = stored.read_weight(&name, wanted)?;
+            let weight = match wanted {
+                Some(wanted) => stored.read_weight(&name, wanted.format)?,
+                None => stored.read(&name)?.into(),
+            };
             taken.insert(name);
             return Ok(weight);
         }
         let values = self.get(name, shape, init, Packing::Plain)?;
-        match (wanted, &self.kind) {
+        match (wanted.and_then(|wanted| wanted.format), &self.kind) {
             (Some(format), Kind::Random { .. }) => Ok(Quantized::new(&values, format)?.into()),
             _ => Ok(values.into()),
         }

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use pyo3::{type_hint_identifier, type_hint_subscript};
 use serde_json::{Map, Value};
+use trainable_candle_io::WeightFile;
 use trainable_candle_io::adapter_file::AdapterFormat;
 use trainable_candle_models::pipelines::{PIPELINES, Pipeline};
 use trainable_candle_models::saved::SampleSize;
@@ -178,6 +179,17 @@ pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>, others: Vec<
     })
 }
 
+/// What a GGUF file says of its model, under the names of the format; None for a file of another kind.
+///
+/// Raises:
+///     MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
+#[pyfunction]
+pub fn gguf_facts(py: Python<'_>, path: FilePath) -> Result<Option<Json>> {
+    let path = path.get("gguf_facts")?;
+    let file = detached(py, || WeightFile::open(&path))?;
+    Ok(file.gguf().map(|file| Json(file.facts().clone().into())))
+}
+
 /// The parts of a family that an adapter file is for, by the names of their folders in a pipeline.
 ///
 /// Args:
@@ -215,7 +227,7 @@ pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
 }
 
 /// A JSON object as a dict.
-struct Json(Value);
+pub struct Json(Value);
 
 impl<'py> IntoPyObject<'py> for Json {
     type Target = PyAny;

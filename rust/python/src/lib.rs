@@ -58,7 +58,7 @@ mod _core {
     #[pymodule_export]
     use crate::dtype::DType;
     #[pymodule_export]
-    use crate::facts::{CheckpointFacts, PartFacts, adapted_parts, choices, inspect, pipeline_parts};
+    use crate::facts::{CheckpointFacts, PartFacts, adapted_parts, choices, gguf_facts, inspect, pipeline_parts};
     #[pymodule_export]
     use crate::functional::{
         conv2d, dropout, embedding, geglu, linear, lora_backward, lora_backward_, quick_gelu, rope,

@@ -19,6 +19,24 @@ pub struct QuantizedTensor(pub tc::Quantized);
 
 #[pymethods]
 impl QuantizedTensor {
+    /// A matrix of blocks of ggml, as GGUF files have them.
+    ///
+    /// Args:
+    ///     blocks: u8, (rows, bytes of a row).
+    ///     format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
+    ///     dtype: of the values that it stands for.
+    ///
+    /// Raises:
+    ///     ArgumentError: if the format is unknown.
+    ///     ShapeError: if a row is not of whole blocks.
+    ///     DTypeError: if a dtype is another.
+    #[staticmethod]
+    #[pyo3(signature = (blocks, format, dtype=None))]
+    fn from_blocks(blocks: &Tensor, format: &str, dtype: Option<DTypeArg>) -> Result<Self> {
+        let format = tc::quantized::Ggml::of_name(format)?;
+        Ok(Self(tc::Quantized::from_ggml(format, &blocks.0, dtype.map_or(tc::DType::F32, |dtype| dtype.0))?))
+    }
+
     /// Rows and columns.
     #[getter]
     fn shape(&self) -> Sizes<'_> {
@@ -37,7 +55,7 @@ impl QuantizedTensor {
         device::name(self.0.device())
     }
 
-    /// "int8", "fp8" or "nf4".
+    /// "int8", "fp8", "nf4", or a block format of ggml, such as "q8_0" or "q4_k".
     #[getter]
     fn format(&self) -> &'static str {
         self.0.format().name()
@@ -67,7 +85,7 @@ impl QuantizedTensor {
         compute(py, self.numel(), || self.0.dequantize(dtype)).map(Tensor)
     }
 
-    /// What the matrix consists of: "codes" (u8) and "scales"; of "nf4" also "scale_codes" (u8) and "offset".
+    /// What the matrix consists of: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         // Python makes no joined ones.
@@ -98,10 +116,11 @@ impl QuantizedTensor {
 /// Args:
 ///     tensor: floating point, (out_features, in_features).
 ///     format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
-///         blocks of 64 elements, whose scales are quantized in blocks of 256.
+///         blocks of 64 elements, whose scales are quantized in blocks of 256; "q8_0" and "q4_0", blocks of 32 elements of a row
+///         with a scale each, as GGUF files have them.
 ///
 /// Raises:
-///     ShapeError: if the tensor is not a matrix.
+///     ShapeError: if the tensor is not a matrix, or its rows are no whole blocks.
 ///     DTypeError: if it is not floating point.
 ///     ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
 #[pyfunction]

@@ -9,6 +9,8 @@ import pytest
 import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.errors import MissingFileError, WeightsFormatError
+from trainable_candle.export.gguf_file import Entry
+from trainable_candle.export.gguf_file import write as write_gguf
 from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train import TrainConfig
 
@@ -56,6 +58,29 @@ def test_parts_are_told_by_their_keys(files: tuple[str, Path, Path, TrainConfig]
     assert {path.path.name for path in found.parts.values()} == {
         "transformer.safetensors", "ae.safetensors", *(Path(p).name for p in config.text_encoder)
     }  # fmt: skip
+
+
+def test_a_gguf_file_is_the_transformer(
+    files: tuple[str, Path, Path, TrainConfig], tmp_path: Path
+) -> None:
+    name, base, weights, config = files
+    tensors = {
+        key.removeprefix("model.diffusion_model."): tensor.to("f32")
+        for key, tensor in tc.load_file(weights).items()
+    }
+    path = tmp_path / "transformer.gguf"
+    with path.open("wb") as file:
+        entries = [Entry(key, tuple(t.shape), "f32", t.clone) for key, t in tensors.items()]
+        write_gguf(file, {"general.architecture": name}, entries)
+    (tmp_path / "transformer").mkdir()
+    shutil.copy(base / "transformer" / "config.json", tmp_path / "transformer")
+    found = tc.inspect(path, name, [*config.text_encoder, config.vae])
+    assert found.parts["transformer"].tensors == tc.inspect(base, name).parts["transformer"].tensors
+    family = families.load(name, path, "f32", "cpu", config).family
+    family.require_own()
+    expected = tc.models.load(base / "transformer", dtype="f32").named_tensors()
+    for key, tensor in tc.models.load(path, dtype="f32").named_tensors().items():
+        np.testing.assert_array_equal(tensor.numpy(), expected[key].numpy(), key)
 
 
 def test_latents_and_velocities_are_those_of_the_pipeline(

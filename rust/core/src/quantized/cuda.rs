@@ -42,22 +42,28 @@ pub(super) fn values(matrix: &Quantized, dtype: DType) -> Result<Raw> {
     Ok(out)
 }
 
+/// The number of the first format of ggml in the kernel.
+const FIRST_GGML: u32 = 4;
+
 fn part(part: &Part, columns: usize, start: u64) -> Result<QuantizedPart> {
     let (format, scales, inner, offset) = match &part.scales {
-        Scales::Int8(scales) => (0, scales, None, 0.0),
-        Scales::Fp8(scales) => (1, scales, None, 0.0),
-        Scales::Nf4(scales) => (2, scales, None, 0.0),
-        Scales::Nested { codes, scales, offset } => (3, scales, Some(codes), *offset),
+        Scales::Int8(scales) => (0, Some(scales), None, 0.0),
+        Scales::Fp8(scales) => (1, Some(scales), None, 0.0),
+        Scales::Nf4(scales) => (2, Some(scales), None, 0.0),
+        Scales::Nested { codes, scales, offset } => (3, Some(scales), Some(codes), *offset),
+        // `Ggml::ALL` has the kernel's order.
+        Scales::Ggml(format) => (FIRST_GGML + *format as u32, None, None, 0.0),
     };
+    let optional = |raw: Option<&Raw>| raw.map_or(Ok(0), |raw| address(OP, raw));
     Ok(QuantizedPart {
         codes: address(OP, &part.codes)?,
-        scales: address(OP, scales)?,
-        inner: inner.map_or(Ok(0), |inner| address(OP, inner))?,
+        scales: optional(scales)?,
+        inner: optional(inner)?,
         start,
         count: (part.rows * columns) as u64,
         columns: count32(OP, columns)?,
         format,
-        scale_count: count32(OP, scales.elem_count())?,
+        scale_count: count32(OP, scales.map_or(0, Raw::elem_count))?,
         offset,
     })
 }

@@ -84,6 +84,10 @@ impl Part {
                     by_blocks(codes, scale, start, out);
                 })
             })?,
+            Scales::Ggml(format) => {
+                format.decode(codes, start / format.block(), out);
+                Ok(())
+            }
         })?
     }
 }
@@ -137,6 +141,7 @@ fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: 
     });
 }
 
-fn rounded<T: Elem>(x: f32) -> T {
+/// The number of `T` nearest to `x`.
+pub(super) fn rounded<T: Elem>(x: f32) -> T {
     T::from_acc(T::Acc::from_f64(f64::from(x)))
 }

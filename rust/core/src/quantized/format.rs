@@ -2,6 +2,7 @@
 
 use std::str::FromStr;
 
+use super::ggml::Ggml;
 use super::nf4::{BLOCK, NESTED};
 use crate::{Error, Result};
 
@@ -14,11 +15,13 @@ pub enum Format {
     Fp8,
     /// `NormalFloat` of four bits (Dettmers et al. 2023, arXiv:2305.14314), as bitsandbytes stores it.
     Nf4,
+    /// A block format of ggml, as GGUF files have it.
+    Ggml(Ggml),
 }
 
 impl Format {
-    /// All formats.
-    pub const ALL: [Self; 3] = [Self::Int8, Self::Fp8, Self::Nf4];
+    /// The formats that matrices can be quantized to; others are read from files.
+    pub const ALL: [Self; 5] = [Self::Int8, Self::Fp8, Self::Nf4, Self::Ggml(Ggml::Q8_0), Self::Ggml(Ggml::Q4_0)];
 
     /// Its name in settings and in Python.
     pub const fn name(self) -> &'static str {
@@ -26,6 +29,7 @@ impl Format {
             Self::Int8 => "int8",
             Self::Fp8 => "fp8",
             Self::Nf4 => "nf4",
+            Self::Ggml(format) => format.name(),
         }
     }
 
@@ -38,6 +42,7 @@ impl Format {
                 let blocks = count.div_ceil(BLOCK);
                 count.div_ceil(2) + blocks + blocks.div_ceil(NESTED) * scale
             }
+            Self::Ggml(format) => rows * columns.div_ceil(format.block()) * format.block_bytes(),
         }
     }
 }
@@ -46,7 +51,12 @@ impl FromStr for Format {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| {
+        let known = || Self::ALL.into_iter().find(|format| format.name() == name);
+        known().ok_or_else(|| {
+            if Ggml::ALL.into_iter().any(|format| format.name() == name) {
+                let text = format!("\"{name}\" is read from GGUF files and cannot be made; use q8_0 or nf4");
+                return Error::argument("quantize", text);
+            }
             let known: Vec<&str> = Self::ALL.iter().map(|format| format.name()).collect();
             Error::argument("quantize", format!("found the format \"{name}\", expected one of {}", known.join(", ")))
         })

@@ -6,6 +6,7 @@
 mod dequantize;
 mod dynamic_map;
 mod format;
+mod ggml;
 mod nf4;
 mod rows;
 pub mod weight;
@@ -19,6 +20,7 @@ use candle_core::{DType, Device};
 
 pub use dynamic_map::create_dynamic_map;
 pub use format::Format;
+pub use ggml::Ggml;
 pub use nf4::values as nf4_values;
 pub use weight::{Weight, WeightRef};
 
@@ -44,7 +46,7 @@ pub struct Quantized {
 #[derive(Clone)]
 struct Part {
     rows: usize,
-    /// u8: a code an element, row by row; NF4 has two in a byte, the first in the upper half.
+    /// u8: a code an element, row by row; NF4 has two in a byte, the first in the upper half. Of a format of ggml, its blocks.
     codes: Raw,
     scales: Scales,
 }
@@ -60,6 +62,8 @@ enum Scales {
     Nf4(Raw),
     /// Of NF4: the code of each block's scale in the dynamic map, the scale of each [`nf4::NESTED`] of these, and what is added.
     Nested { codes: Raw, scales: Raw, offset: f32 },
+    /// Of a format of ggml: they are among the codes.
+    Ggml(Ggml),
 }
 
 impl Scales {
@@ -68,15 +72,17 @@ impl Scales {
             Self::Int8(_) => Format::Int8,
             Self::Fp8(_) => Format::Fp8,
             Self::Nf4(_) | Self::Nested { .. } => Format::Nf4,
+            Self::Ggml(format) => Format::Ggml(*format),
         }
     }
 
     fn storages(&self) -> impl Iterator<Item = &Raw> {
         let (first, second) = match self {
-            Self::Int8(scales) | Self::Fp8(scales) | Self::Nf4(scales) => (scales, None),
-            Self::Nested { codes, scales, .. } => (codes, Some(scales)),
+            Self::Int8(scales) | Self::Fp8(scales) | Self::Nf4(scales) => (Some(scales), None),
+            Self::Nested { codes, scales, .. } => (Some(codes), Some(scales)),
+            Self::Ggml(_) => (None, None),
         };
-        std::iter::once(first).chain(second)
+        first.into_iter().chain(second)
     }
 
     fn to_device(&self, device: &Device) -> Result<Self> {
@@ -88,6 +94,7 @@ impl Scales {
             Self::Nested { codes, scales, offset } => {
                 Self::Nested { codes: moved(codes)?, scales: moved(scales)?, offset: *offset }
             }
+            Self::Ggml(format) => Self::Ggml(*format),
         })
     }
 }
@@ -99,10 +106,11 @@ impl Quantized {
     /// - `Fp8`: e4m3 with a scale a row, the largest magnitude / 448 (torchao's float8 weights by rows).
     /// - `Nf4`: blocks of 64 elements, whose scales are quantized again in blocks of 256 (Dettmers et al. 2023,
     ///   arXiv:2305.14314); codes, their order and rounding are those of bitsandbytes' `quantize_4bit`.
+    /// - `Ggml`: `Q8_0` and `Q4_0`, a scale (f16) for each 32 elements of a row, as ggml's reference rounds.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `matrix` is none, [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient
-    /// or has values that are not finite.
+    /// [`Error::Shape`] if `matrix` is none, or its rows are no whole blocks of the format, [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient
+    /// or has values that are not finite, or the format is only read.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
         let &[rows, columns] = matrix.dims() else {
             return Err(Error::shape(
@@ -119,16 +127,27 @@ impl Quantized {
         if matrix.requires_grad() {
             return Err(Error::argument(OP, "the tensor needs a gradient, which codes cannot have; detach() it"));
         }
+        if let Format::Ggml(format) = format {
+            if !format.is_made() {
+                let text = format!("{} is read from GGUF files and cannot be made; use q8_0", format.name());
+                return Err(Error::argument(OP, text));
+            }
+            row_bytes(format, columns)?;
+        }
         let values = crate::compute::cast(&crate::raw::to_cpu(&matrix.raw)?, DType::F32)?;
         let quantized = with_bytes(&values, |bytes| {
             let values = floats(bytes);
             match format {
                 Format::Int8 | Format::Fp8 => rows::quantize(values, rows, columns, format),
                 Format::Nf4 => nf4::quantize(values),
+                Format::Ggml(format) => Some((format.encode(values)?, Scales::Ggml(format))),
             }
         })?;
         let Some((codes, scales)) = quantized else {
-            return Err(Error::argument(OP, "the tensor has values that are not finite; is the file damaged?"));
+            return Err(Error::argument(
+                OP,
+                "the tensor has values that are not finite, or too large; is the file damaged?",
+            ));
         };
         let part = Part { rows, codes, scales };
         Self { dims: [rows, columns], dtype: matrix.dtype(), parts: Arc::new([part]) }.to_device(matrix.device())
@@ -199,6 +218,30 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([Part { rows, codes, scales }]) })
     }
 
+    /// A matrix whose rows are blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. It stands for values of `dtype`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if a row is not of whole blocks, [`Error::DType`] if the dtypes are others.
+    pub fn from_ggml(format: Ggml, blocks: &Tensor, dtype: DType) -> Result<Self> {
+        let &[rows, bytes] = blocks.dims() else {
+            return Err(Error::shape(OP, format!("the blocks have shape {:?}, expected (rows, bytes)", blocks.dims())));
+        };
+        if !bytes.is_multiple_of(format.block_bytes()) {
+            let (name, each) = (format.name(), format.block_bytes());
+            let text =
+                format!("found rows of {bytes} bytes, expected a multiple of {each}, the bytes of a block of {name}");
+            return Err(Error::shape(OP, text));
+        }
+        let columns = bytes / format.block_bytes() * format.block();
+        if blocks.dtype() != DType::U8 || !is_float(dtype) {
+            let found = [blocks.dtype(), dtype].map(|dtype| dtype.as_str());
+            return Err(Error::dtype(OP, format!("found {found:?}, expected blocks of u8 and a float")));
+        }
+        let codes = crate::compute::contiguous(&blocks.raw)?;
+        let part = Part { rows, codes, scales: Scales::Ggml(format) };
+        Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
+    }
+
     /// The rows of several matrices, one matrix below the other. They share storage with the result.
     ///
     /// # Errors
@@ -261,6 +304,7 @@ impl Quantized {
                 Scales::Int8(scales) | Scales::Fp8(scales) | Scales::Nf4(scales) => {
                     found.push(("scales", Tensor::from_raw(scales)));
                 }
+                Scales::Ggml(_) => {}
                 Scales::Nested { codes, scales, offset } => {
                     found.push(("scale_codes", Tensor::from_raw(codes)));
                     found.push(("scales", Tensor::from_raw(scales)));
@@ -316,6 +360,17 @@ impl std::fmt::Debug for Quantized {
         let [rows, columns] = self.dims;
         write!(f, "Quantized({}, [{rows}, {columns}], {})", self.format().name(), self.dtype.as_str())
     }
+}
+
+/// Bytes of a row of `columns`.
+///
+/// # Errors
+/// [`Error::Shape`] if these are no whole blocks.
+fn row_bytes(format: Ggml, columns: usize) -> Result<usize> {
+    format.row_bytes(columns).ok_or_else(|| {
+        let (name, block) = (format.name(), format.block());
+        Error::shape(OP, format!("found rows of {columns}, expected a multiple of {block}, the block of {name}"))
+    })
 }
 
 /// The bytes of f32 as numbers.

@@ -9,6 +9,7 @@ mod cache;
 mod config;
 mod extend;
 mod generate;
+mod gguf;
 mod keys;
 mod layers;
 mod model;

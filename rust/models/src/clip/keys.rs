@@ -109,7 +109,7 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
         Naming::Original => {
             ("token_embedding.weight", "positional_embedding", "transformer.resblocks.{}.mlp.c_fc.weight")
         }
-        Naming::Own => (
+        Naming::Own | Naming::LlamaCpp => (
             "text_model.embeddings.token_embedding.weight",
             "text_model.embeddings.position_embedding.weight",
             "text_model.encoder.layers.{}.mlp.fc1.weight",

@@ -10,7 +10,7 @@ use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedN
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer { prefix, names: &NAMES }),
-        Some(Original { prefix, naming: Naming::Own }) => Box::new(PrefixedNames(prefix)),
+        Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
 }

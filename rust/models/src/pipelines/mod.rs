@@ -91,6 +91,13 @@ pub struct Section {
     pub probe: &'static str,
 }
 
+impl Section {
+    /// Whether models are written into such files.
+    pub fn is_written(&self) -> bool {
+        self.naming != Naming::LlamaCpp
+    }
+}
+
 /// What other tools call a part in adapter files.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterNames {

@@ -87,16 +87,22 @@ fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
     .to_json()
 }
 
+/// A language model in a GGUF file.
+const LLAMA_CPP: Section = Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
+
 /// Qwen3 as a text encoder, which no adapter reaches; of 4B unless the files say another size.
 const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,
     subfolder: "text_encoder",
-    sections: &[Section {
-        prefixes: &["text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer.", ""],
-        naming: Naming::Own,
-        probe: "model.layers.0.self_attn.q_norm.weight",
-    }],
+    sections: &[
+        Section {
+            prefixes: &["text_encoders.qwen3_4b.transformer.", "text_encoders.qwen3_8b.transformer.", ""],
+            naming: Naming::Own,
+            probe: "model.layers.0.self_attn.q_norm.weight",
+        },
+        LLAMA_CPP,
+    ],
     fits: |config| config.get("model_type").and_then(Value::as_str) == Some("qwen3"),
     published: qwen3_4b,
     adapter: None,
@@ -446,7 +452,7 @@ static CAUSAL_LM: Pipeline = Pipeline {
         role: Role::LanguageModel,
         model: &causal_lm::KIND,
         subfolder: "",
-        sections: &[],
+        sections: &[LLAMA_CPP],
         fits: any,
         published: || CausalLMConfig::default().to_json(),
         adapter: Some(AdapterNames { kohya: "lora_lm", comfyui: None, readers: tools::UNKNOWN }),

@@ -81,14 +81,15 @@ pub trait Architecture: Model + Sized {
         files.build(layout, dtype, (device, quantization), |weights| Self::build(config.clone(), weights))
     }
 
-    /// Its layers in a format, if one is wanted.
+    /// Its layers in a format, or as files have them.
     ///
     /// # Errors
-    /// [`Error::Argument`] if none of them may be quantized.
-    fn quantization(op: &'static str, format: Option<Format>) -> Result<Option<Quantization>> {
-        let Some(format) = format else { return Ok(None) };
-        Self::KIND.check_quantizable(op)?;
-        Ok(Some(Quantization { format, layers: Self::QUANTIZABLE }))
+    /// [`Error::Argument`] if a format is given and none of them may be quantized.
+    fn quantization(op: &'static str, format: Option<Format>) -> Result<Quantization> {
+        if format.is_some() {
+            Self::KIND.check_quantizable(op)?;
+        }
+        Ok(Quantization { format, layers: Self::QUANTIZABLE })
     }
 
     /// The frozen model at `path`: its folder, a weight file beside its `config.json`, a pipeline's folder, or an original checkpoint.
@@ -111,7 +112,7 @@ pub trait Architecture: Model + Sized {
             return Err(Error::dtype("from_config", message));
         }
         let quantization = Self::quantization("from_config", quantize)?;
-        Self::build(Self::config_at(config)?, &mut Source::random(dtype, device).quantized(quantization).root())
+        Self::build(Self::config_at(config)?, &mut Source::random(dtype, device).quantized(Some(quantization)).root())
     }
 
     /// The configuration in a `config.json`, or the published model's.

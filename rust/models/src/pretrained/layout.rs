@@ -9,6 +9,8 @@ pub enum Naming {
     Own,
     /// Those of the code that the model was published with.
     Original,
+    /// Those of llama.cpp, in GGUF files of language models.
+    LlamaCpp,
 }
 
 /// How the keys of a model are written in a file that holds others too.

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
-use trainable_candle_io::{PartNames, TensorFile, WeightFiles};
+use trainable_candle_io::{PartNames, WeightFile, WeightFiles};
 use trainable_candle_nn::{Quantization, Source, Weights};
 
 pub use architecture::{Architecture, Configuration};
@@ -119,10 +119,10 @@ impl Pretrained {
     fn in_file(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
         refuse_pickle(path)?;
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
-        let file = TensorFile::open(path)?;
+        let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some original names are the folder's too: with its configuration, the file is one from a folder.
-            .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none())
+            // Some original names are the folder's too: with its configuration, the file is one from a folder. None of those is GGUF.
+            .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
             return Err(Error::weights(path, pipelines::not_found(&file.names(), model)));
@@ -252,7 +252,7 @@ impl Pretrained {
         &self,
         layout: impl FnOnce(&WeightFiles) -> Box<dyn Layout>,
         dtype: Option<DType>,
-        (device, quantization): (&Device, Option<Quantization>),
+        (device, quantization): (&Device, Quantization),
         model: impl FnOnce(&mut Weights<'_>) -> Result<M>,
     ) -> Result<M> {
         if let Some(dtype) = dtype.filter(|&d| !is_float(d)) {
@@ -266,7 +266,7 @@ impl Pretrained {
         // A model computes in one dtype, even if its file mixes several.
         let dtype = dtype.or_else(|| files.common_dtype(layout.prefix()));
         let stored = StoredWeights { files, layout, dtype, device: device.clone() };
-        let mut source = Source::stored(stored).quantized(quantization);
+        let mut source = Source::stored(stored).quantized(Some(quantization));
         let in_file = |error| match error {
             Error::Config(text) => Error::Config(format!("{}: {text}", self.path.display())),
             other => other,

@@ -84,7 +84,7 @@ pub fn save_checkpoint(
 
 /// Where files of one piece have a model that its pipeline, `preferred` if it has one, has in `subfolder`.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
-    let places = || places(model.kind()).filter(|place| !place.part.sections.is_empty());
+    let places = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
     let found = places().filter(is_preferred).chain(places()).find(|place| place.part.subfolder == subfolder);
     found.map(|place| place.part.sections).ok_or_else(|| {

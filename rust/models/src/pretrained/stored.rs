@@ -41,10 +41,10 @@ impl Stored for StoredWeights {
     }
 
     fn read_weight(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
-        let Some(format) = format else { return Ok(self.read(name)?.into()) };
         if let Some(codes) = self.codes(name, format)? {
             return Ok(codes.to_device(&self.device)?.into());
         }
+        let Some(format) = format else { return Ok(self.read(name)?.into()) };
         // Values are quantized on the CPU: only codes and scales move.
         let values = self.read_to(name, &Device::Cpu)?;
         Ok(Quantized::new(&values, format)?.to_device(&self.device)?.into())
@@ -63,14 +63,20 @@ impl Stored for StoredWeights {
 }
 
 impl StoredWeights {
-    /// The parameter `name` as it is stored, if that is in `format`.
-    fn codes(&mut self, name: &str, format: Format) -> Result<Option<Quantized>> {
+    /// The parameter `name` as it is stored, if that is in `format`; without one, if it has blocks of ggml.
+    fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
-        if format == Format::Nf4 && form == Form::Plain && self.files.is_nf4(&key) {
+        if let Some((stored, blocks)) = self.files.read_blocks(&key)? {
+            if !form.keeps_rows() || format.is_some_and(|format| format != Format::Ggml(stored)) {
+                return Ok(None);
+            }
+            return Quantized::from_ggml(stored, &form.read(&blocks)?, self.dtype.unwrap_or(DType::BF16)).map(Some);
+        }
+        if format == Some(Format::Nf4) && form == Form::Plain && self.files.is_nf4(&key) {
             let matrix = self.files.read_nf4(&key)?;
             return Ok(Some(matrix.with_dtype(self.dtype.unwrap_or_else(|| matrix.dtype()))));
         }
-        if format != Format::Fp8 {
+        if format != Some(Format::Fp8) {
             return Ok(None);
         }
         // One scale for all lets rows and halves be cut out.

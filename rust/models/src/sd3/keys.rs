@@ -12,7 +12,7 @@ pub(super) fn layout(original: Option<Original>, config: &SD3Config) -> Box<dyn 
         Some(Original { prefix, naming: Naming::Original }) => {
             Box::new(OriginalTransformer { prefix, last: config.num_layers.saturating_sub(1) })
         }
-        Some(Original { prefix, naming: Naming::Own }) => Box::new(PrefixedNames(prefix)),
+        Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
         None => Box::new(OwnNames),
     }
 }
@@ -100,7 +100,7 @@ fn original(name: &str, last: usize) -> Option<Key> {
 /// [`Error::Config`] if a size cannot be told.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
     let key = |name: &str| match naming.naming {
-        Naming::Own => Some(name.to_owned()),
+        Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
         // The number of blocks is not asked of the last one's norm.
         Naming::Original => original(name, usize::MAX).map(|key| key.key),
     };

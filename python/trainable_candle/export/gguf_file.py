@@ -1,0 +1,144 @@
+"""Writes files in llama.cpp's format, tensor by tensor.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from trainable_candle import QuantizedTensor, Tensor
+
+_ALIGNMENT: Final = 32
+_U32, _I32, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+Fact = str | bool | int | float | list[Any]
+"""What a file may say: integers are u32, those of a list i32, floats f32."""
+
+
+class Kind(NamedTuple):
+    """How the values of a tensor are stored."""
+
+    number: int
+    """In files."""
+    block: int
+    """Elements of a row that are stored together."""
+    size: int
+    """Their bytes."""
+
+
+KINDS: Final = {
+    "f32": Kind(0, 1, 4),
+    "f16": Kind(1, 1, 2),
+    "q4_0": Kind(2, 32, 18),
+    "q4_1": Kind(3, 32, 20),
+    "q5_0": Kind(6, 32, 22),
+    "q5_1": Kind(7, 32, 24),
+    "q8_0": Kind(8, 32, 34),
+    "q4_k": Kind(12, 256, 144),
+    "q5_k": Kind(13, 256, 176),
+    "q6_k": Kind(14, 256, 210),
+    "bf16": Kind(30, 1, 2),
+}
+"""By the names of dtypes and of `quantize`."""
+
+
+class Entry(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    values: Callable[[], Tensor | QuantizedTensor]
+    """Makes the values when they are written: in any dtype of floats, or as blocks of the kind."""
+
+
+def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
+    """Write a whole file. One tensor is in memory at a time.
+
+    Raises:
+        ConfigError: a tensor's rows are no whole blocks of its kind, or its values others than
+            the kind holds.
+        OSError: the file cannot be written.
+    """
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(facts))]
+    for key, value in facts.items():
+        kind, content = _fact(value)
+        head += [_string(key), struct.pack("<I", kind), content]
+    offset = 0
+    for entry in entries:
+        # Sizes stand in the opposite order, that of the fastest dimension first.
+        sizes = entry.shape[::-1]
+        head += [_string(entry.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        head.append(struct.pack("<IQ", KINDS[entry.kind].number, offset))
+        offset += _padded(_size(entry))
+    start = b"".join(head)
+    file.write(start + bytes(_padded(len(start)) - len(start)))
+    for entry in entries:
+        size = _size(entry)
+        content = _content(entry)
+        if len(content) != size:
+            raise ConfigError(f"export: {entry.name} has {len(content)} bytes, expected {size}")
+        file.write(content)
+        file.write(bytes(_padded(size) - size))
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+def _size(entry: Entry) -> int:
+    kind, columns = KINDS[entry.kind], entry.shape[-1] if entry.shape else 1
+    if columns % kind.block:
+        raise ConfigError(
+            f"export: {entry.name} has rows of {columns}, expected a multiple of {kind.block} for "
+            f"{entry.kind}"
+        )
+    return int(np.prod(entry.shape)) // kind.block * kind.size
+
+
+def _content(entry: Entry) -> bytes:
+    values = entry.values()
+    if not isinstance(values, tc.Tensor):
+        return bytes(values.tensors()["codes"].numpy().tobytes())
+    if KINDS[entry.kind].block > 1:
+        return bytes(tc.quantize(values, entry.kind).tensors()["codes"].numpy().tobytes())
+    if entry.kind == "bf16":
+        # numpy has no bf16: the upper halves of f32.
+        rounded = values.to("bf16").to("f32").numpy()
+        return bytes((np.ascontiguousarray(rounded).view("<u4") >> 16).astype("<u2").tobytes())
+    content = values.to(entry.kind).numpy()
+    if entry.kind == "f16" and not np.isfinite(content).all():
+        raise ConfigError(f"export: {entry.name} has values too large for f16; use bf16 or f32")
+    return bytes(np.ascontiguousarray(content).tobytes())
+
+
+def _fact(value: Fact) -> tuple[int, bytes]:
+    # A bool is an int too.
+    if isinstance(value, bool):
+        return _BOOL, struct.pack("<?", value)
+    if isinstance(value, int):
+        return _U32, struct.pack("<I", value)
+    if isinstance(value, float):
+        return _FLOAT, struct.pack("<f", value)
+    if isinstance(value, str):
+        return _STRING, _string(value)
+    first = value[0] if value else 0
+    count = struct.pack("<Q", len(value))
+    if isinstance(first, str):
+        return _ARRAY, struct.pack("<I", _STRING) + count + b"".join(map(_string, value))
+    kind, code = (_FLOAT, "f") if isinstance(first, float) else (_I32, "i")
+    return _ARRAY, struct.pack("<I", kind) + count + struct.pack(f"<{len(value)}{code}", *value)
+
+
+def _string(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content

@@ -1,0 +1,188 @@
+"""A language model with an adapter in its weights, as one file for llama.cpp.
+
+Names, facts and the order of rows are those of llama.cpp's converter (`convert_hf_to_gguf.py` at
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError, WeightsFormatError
+from trainable_candle.export import gguf
+from trainable_candle.export.gguf_file import KINDS, Entry, Fact, write
+from trainable_candle.export.gguf_vocabulary import vocabulary
+from trainable_candle.export.merged import Merged, add_factors, shards
+from trainable_candle.files import parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from trainable_candle import Tensor
+    from trainable_candle.export.adapter import TextAdapter
+
+FILE_TYPES: Final = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
+"""What `general.file_type` says of the kinds that models are written in."""
+_OUTSIDE: Final = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_NORMS: Final = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+
+
+def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> Merged:
+    """Write a model with an adapter added to its weights.
+
+    Sums are f32. Matrices are rounded once, to `kind`, or to f16 where their rows are no whole
+    blocks of it; norms and biases are f32.
+
+    Args:
+        weights: the model's folder.
+        adapter: the adapter.
+        path: of the new file.
+        kind: "f32", "f16", "bf16", "q8_0" or "q4_0".
+
+    Raises:
+        ConfigError: llama.cpp does not know the model or its tokenizer, or the kind is another.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
+        OSError: the file cannot be written.
+    """
+    if kind not in FILE_TYPES:
+        raise ConfigError(f"--gguf is {kind}, expected one of {', '.join(FILE_TYPES)}")
+    config = parse_json((weights / "config.json").read_text(encoding="utf-8"))
+    facts = model_facts(config) | vocabulary(weights, int(config["vocab_size"]))
+    facts |= {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
+    left, merged = dict(adapter.layers), Merged(files=1)
+    entries = _factors(config)
+    for name in shards(weights):
+        for key, tensor in tc.load_file(weights / name).items():
+            ours = key.removeprefix("model.")
+            if ours.endswith("rotary_emb.inv_freq"):
+                continue
+            if ours == "lm_head.weight" and config.get("tie_word_embeddings"):
+                continue
+            layer = f"model.{ours.removesuffix('.weight')}"
+            factors = left.pop(layer, None)
+            theirs = parameter_name(ours)
+
+            def values(
+                tensor: Tensor = tensor, factors: Any = factors, theirs: str = theirs
+            ) -> Tensor:
+                exact = tensor.to("f32")
+                if factors is not None:
+                    exact = add_factors(exact, factors)
+                return _ordered(exact, theirs, config)
+
+            shape = tuple(tensor.shape)
+            entries.append(Entry(theirs, shape, _kind_of(shape, kind), values))
+            if factors is not None:
+                merged.weights += math.prod(shape)
+    if left:
+        raise WeightsFormatError(f"weights: {weights} has no weight of {next(iter(left))}")
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        write(file, facts, entries)
+    partial.replace(path)
+    return merged
+
+
+def _kind_of(shape: Sequence[int], kind: str) -> str:
+    """How a tensor is stored: where rows are no whole blocks, in f16, as the converter has it."""
+    if len(shape) == 1:
+        return "f32"
+    return kind if shape[-1] % KINDS[kind].block == 0 else "f16"
+
+
+def parameter_name(ours: str) -> str:
+    """llama.cpp's name of a parameter, ours without `model.`."""
+    if ours in _OUTSIDE:
+        return _OUTSIDE[ours]
+    layer, _, parameter = ours.rpartition(".")
+    match = gguf.LAYER.fullmatch(f"model.{layer}")
+    names = gguf.NAMES | _NORMS
+    if not match or match[2] not in names:
+        raise ConfigError(f"export: llama.cpp has no name for {ours}")
+    return f"blk.{match[1]}.{names[match[2]]}.{parameter}"
+
+
+def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
+    """Rows of queries and keys of Llama in llama.cpp's order."""
+    layer = name.rpartition(".")[0]
+    llama = gguf.architecture(config) == "llama"
+    if not (llama and layer.endswith(("attn_q", "attn_k"))):
+        return values
+    rows = gguf.paired(values.numpy(), gguf.heads(config, layer))
+    return tc.tensor(rows)
+
+
+def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
+    """What the file says of the model's sizes.
+
+    Raises:
+        ConfigError: llama.cpp does not know the model, or how it stretches positions.
+    """
+    name = gguf.architecture(config)
+    heads = int(config["num_attention_heads"])
+    width = int(config.get("head_dim") or config["hidden_size"] // heads)
+    rope = _rope(config)
+    facts: dict[str, Fact] = {
+        "general.architecture": name,
+        "general.type": "model",
+        f"{name}.block_count": int(config["num_hidden_layers"]),
+        f"{name}.context_length": int(config.get("max_position_embeddings", 2048)),
+        f"{name}.embedding_length": int(config["hidden_size"]),
+        f"{name}.feed_forward_length": int(config["intermediate_size"]),
+        f"{name}.attention.head_count": heads,
+        f"{name}.attention.head_count_kv": int(config.get("num_key_value_heads") or heads),
+        f"{name}.attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        f"{name}.attention.key_length": width,
+        f"{name}.attention.value_length": width,
+        f"{name}.rope.dimension_count": width,
+        f"{name}.rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
+        f"{name}.vocab_size": int(config["vocab_size"]),
+    }
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in {"linear", "yarn"}:
+        facts[f"{name}.rope.scaling.type"] = kind
+        facts[f"{name}.rope.scaling.factor"] = float(rope["factor"])
+        if kind == "yarn":
+            length = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+            facts[f"{name}.rope.scaling.original_context_length"] = int(length)
+    elif kind not in {"default", "llama3"}:
+        raise ConfigError(f"export: llama.cpp's facts for positions of the kind {kind} are unknown")
+    return facts
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How positions turn, from a new configuration or an old one."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return {"rope_theta": config.get("rope_theta", 10_000.0), **found}
+
+
+def _factors(config: Mapping[str, Any]) -> list[Entry]:
+    """What divides the frequencies of Llama 3's positions, if it does."""
+    rope = _rope(config)
+    if (rope.get("rope_type") or rope.get("type")) != "llama3":
+        return []
+    width = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    low, high, factor = (
+        float(rope[name]) for name in ("low_freq_factor", "high_freq_factor", "factor")
+    )
+    length = float(rope["original_max_position_embeddings"])
+    frequencies = rope["rope_theta"] ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    turns = length * frequencies / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    divisors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    make: Callable[[], Tensor] = lambda: tc.tensor(divisors)  # noqa: E731 - a name for its type
+    return [Entry("rope_freqs.weight", divisors.shape, "f32", make)]

@@ -1,0 +1,122 @@
+"""The tokenizer of a language model as llama.cpp's files have it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import ConfigError, MissingFileError
+from trainable_candle.files import parse_json
+from trainable_candle.text.chat_tokenizer import chat_template, config_ends, special_tokens
+from trainable_candle.text.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    GPT2,
+    NAMES,
+    NORMAL,
+    SMOLLM,
+    SPLITS,
+    UNUSED,
+    USER,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from trainable_candle.export.gguf_file import Fact
+
+_START: Final = "tokenizer.ggml."
+
+
+def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
+    """What a file says of the tokenizer in a folder.
+
+    Args:
+        folder: with `tokenizer.json`.
+        size: tokens that the model's embedding has rows for.
+
+    Raises:
+        ConfigError: the tokenizer is of a kind that llama.cpp does not read, or has more tokens.
+        MissingFileError, WeightsFormatError: a file is missing or damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise MissingFileError(f"export: there is no file {path}, which the GGUF file needs")
+    found = parse_json(path.read_text(encoding="utf-8"))
+    model = found["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise ConfigError(f"export: {path} is of the kind {model['type']}, expected BPE")
+    numbers: dict[str, int] = dict(model["vocab"])
+    kinds = dict.fromkeys(numbers, NORMAL)
+    for token in found.get("added_tokens", ()):
+        numbers[token["content"]] = token["id"]
+        kinds[token["content"]] = CONTROL if token.get("special") else USER
+    if max(numbers.values()) >= size:
+        raise ConfigError(
+            f"export: {path} has {max(numbers.values()) + 1} tokens, the model {size}"
+        )
+    tokens = [f"[PAD{number}]" for number in range(size)]
+    types = [UNUSED] * size
+    pieces = bool(model.get("byte_fallback"))
+    for token, number in numbers.items():
+        tokens[number] = token
+        is_byte = pieces and len(token) == len("<0x00>") and token.startswith("<0x")
+        types[number] = BYTE if is_byte else kinds[token]
+    facts: dict[str, Fact] = {
+        f"{_START}model": "llama" if pieces else "gpt2",
+        f"{_START}tokens": list(tokens),
+        f"{_START}token_type": list(types),
+    }
+    if pieces:
+        # Merges stand in the order of the numbers of what they make.
+        facts[f"{_START}scores"] = [-float(number) for number in range(size)]
+    else:
+        facts[f"{_START}pre"] = _split(found, str(path))
+        merges = model["merges"]
+        facts[f"{_START}merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
+    return facts | _named(folder, numbers, str(found["post_processor"]))
+
+
+def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dict[str, Fact]:
+    """Special tokens by name, whether a text begins with one, and the chat template."""
+    facts: dict[str, Fact] = {}
+    config = _json(folder / "tokenizer_config.json")
+    named = special_tokens({**_json(folder / "special_tokens_map.json"), **config})
+    for name, key in NAMES.items():
+        if named.get(name) in numbers:
+            facts[f"{_START}{key}"] = numbers[named[name]]
+    end = facts.get(f"{_START}eos_token_id")
+    others = [number for number in config_ends(folder) if number != end]
+    if others:
+        facts[f"{_START}eot_token_id" if end is not None else f"{_START}eos_token_id"] = others[0]
+    first = named.get("bos_token")
+    facts[f"{_START}add_bos_token"] = first is not None and first in post_processor
+    template = chat_template(folder, config)
+    if template is not None:
+        facts["tokenizer.chat_template"] = template
+    return facts
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return dict(found)
+
+
+def _split(found: Mapping[str, Any], path: str) -> str:
+    """llama.cpp's name for how text is split into words."""
+    given = found.get("pre_tokenizer") or {}
+    steps = given.get("pretokenizers", [given])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return GPT2
+    if kinds == ["Digits", "ByteLevel"]:
+        return SMOLLM
+    if kinds == ["Split", "ByteLevel"]:
+        pattern = steps[0]["pattern"].get("Regex")
+        for name, known in SPLITS.items():
+            if known is not None and known == pattern:
+                return name
+    raise ConfigError(
+        f"export: {path} splits text in a way that llama.cpp has no known name for; convert the "
+        "folder of --for merged with llama.cpp's convert_hf_to_gguf.py"
+    )

@@ -1,0 +1,172 @@
+"""The tokenizer of a language model among the facts of its GGUF file.
+
+Keys and types of tokens are those of llama.cpp (`gguf-py/gguf/constants.py` at
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); how text is split before that, by name, those of its
+`src/llama-vocab.cpp`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import WeightsFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from tokenizers import Tokenizer
+
+_LLAMA3: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+GPT2: Final = "gpt-2"
+SMOLLM: Final = "smollm"
+SPLITS: Final = {
+    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
+    GPT2: None, "default": None, SMOLLM: None,
+}  # fmt: skip
+"""Expressions that split text into words; None: GPT-2's."""
+NAMES: Final = {
+    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}  # fmt: skip
+"""Of special tokens, ours and what follows `tokenizer.ggml.`."""
+NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
+"""Types of tokens."""
+_ENDS: Final = ("eos_token_id", "eot_token_id")
+_CURE: Final = "give the folder of the original model with its tokenizer.json, and the file's name"
+
+
+def read(
+    path: Path, facts: Mapping[str, Any]
+) -> tuple[Tokenizer, dict[str, str], str | None, list[int]]:
+    """The tokenizer, its special tokens by name, its chat template, and what ends a text.
+
+    Args:
+        path: of the file, for messages.
+        facts: what the file says of its model.
+
+    Raises:
+        WeightsFormatError: there is no tokenizer, or one that is not supported.
+    """
+    given = {
+        key.removeprefix("tokenizer.ggml."): value
+        for key, value in facts.items()
+        if key.startswith("tokenizer.ggml.")
+    }
+    kind = given.get("model")
+    if kind not in _MAKERS:
+        raise WeightsFormatError(
+            f"tokenizer: {path} has a tokenizer of the kind {kind}, expected gpt2 or llama; {_CURE}"
+        )
+    try:
+        tokenizer, named = _built(given)
+    except Exception as error:
+        # The library raises no narrower exception.
+        raise WeightsFormatError(f"tokenizer: {path} has one that is damaged: {error}") from error
+    ends = [given[key] for key in _ENDS if isinstance(given.get(key), int)]
+    template = facts.get("tokenizer.chat_template")
+    return tokenizer, named, template if isinstance(template, str) else None, ends
+
+
+def _built(given: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    from tokenizers import AddedToken  # noqa: PLC0415 - imported when first needed
+
+    tokens = given["tokens"]
+    tokenizer = _MAKERS[given["model"]](given)
+    kinds = given.get("token_type") or [NORMAL] * len(tokens)
+    added = [
+        AddedToken(token, normalized=False, special=kind == CONTROL)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in {CONTROL, USER}
+    ]
+    tokenizer.add_tokens(added)
+    named = {
+        name: tokens[given[key]]
+        for name, key in NAMES.items()
+        if isinstance(given.get(key), int) and 0 <= given[key] < len(tokens)
+    }
+    _begin(tokenizer, given, named.get("bos_token"))
+    return tokenizer, named
+
+
+def _byte_level(given: Mapping[str, Any]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
+
+    name = given.get("pre", "default")
+    if name not in SPLITS:
+        raise ValueError(f"it splits text as {name}, which is not known; {_CURE}")
+    vocabulary = {token: number for number, token in enumerate(given["tokens"])}
+    merges = [tuple(merge.split(" ", 1)) for merge in given.get("merges", ())]
+    split = SPLITS[name]
+    whole = split is _LLAMA3
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    steps: list[Any] = [level]
+    if split is not None:
+        steps.insert(0, pre_tokenizers.Split(Regex(split), "isolated"))
+    if name == SMOLLM:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    if split is _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pieces(given: Mapping[str, Any]) -> Tokenizer:
+    """SentencePiece's merges, which its scores tell: the highest first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers  # noqa: PLC0415
+
+    tokens, scores = given["tokens"], given["scores"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    found = []
+    for token, number in vocabulary.items():
+        pairs = ((token[:at], token[at:]) for at in range(1, len(token)))
+        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(-scores[number], pair) for pair in known]
+    found.sort(key=lambda entry: entry[0])
+    unknown = given.get("unknown_token_id", 0)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [pair for _, pair in found],
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=BYTE in given.get("token_type", ()),
+        )
+    )
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    strip: list[Any] = []
+    if given.get("add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        strip = [decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _begin(tokenizer: Tokenizer, given: Mapping[str, Any], first: str | None) -> None:
+    """Put the first token before a text, if the file or llama.cpp's default says so."""
+    from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
+
+    default = given["model"] == "llama" or SPLITS.get(given.get("pre", "")) is _LLAMA3
+    if first is None or not given.get("add_bos_token", default):
+        return
+    number = tokenizer.token_to_id(first)
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, number)]
+    )
+
+
+_MAKERS: Final[dict[str, Callable[[Mapping[str, Any]], Tokenizer]]] = {
+    "gpt2": _byte_level,
+    "llama": _pieces,
+}

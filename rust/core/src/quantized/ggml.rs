@@ -1,0 +1,252 @@
+//! The block formats of ggml, which GGUF files have: each block of a row holds its scales beside its codes.
+//!
+//! Follows `ggml-common.h` and `ggml-quants.c` of <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c/ggml/src>.
+//! Values are computed in f32, operation by operation as there, and rounded once more to the dtype that is asked for.
+
+use half::f16;
+
+use super::dequantize::rounded;
+use crate::cpu::Elem;
+use crate::cpu::pool::par_chunks_mut;
+use crate::raw::{Raw, from_vec};
+use crate::{Error, Result};
+
+/// Elements of the largest block.
+const LARGEST_BLOCK: usize = 256;
+/// Elements that a thread takes at a time; whole blocks.
+const GRAIN: usize = 32 * 1024;
+
+/// A block format of ggml. Scales are f16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ggml {
+    /// 32 codes of four bits: d (n - 8).
+    Q4_0,
+    /// 32 codes of four bits: d n + m.
+    Q4_1,
+    /// 32 codes of five bits: d (n - 16).
+    Q5_0,
+    /// 32 codes of five bits: d n + m.
+    Q5_1,
+    /// 32 integers of eight bits: d n.
+    Q8_0,
+    /// 256 codes of four bits in eight parts, with scale and minimum of six bits each.
+    Q4K,
+    /// 256 codes of five bits in eight parts, with scale and minimum of six bits each.
+    Q5K,
+    /// 256 codes of six bits in sixteen parts, with a scale of eight bits each.
+    Q6K,
+}
+
+impl Ggml {
+    /// All formats, in the order of `kernels/dequantize.cu`.
+    pub const ALL: [Self; 8] =
+        [Self::Q4_0, Self::Q4_1, Self::Q5_0, Self::Q5_1, Self::Q8_0, Self::Q4K, Self::Q5K, Self::Q6K];
+
+    /// The name in settings and in Python.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Q4_0 => "q4_0",
+            Self::Q4_1 => "q4_1",
+            Self::Q5_0 => "q5_0",
+            Self::Q5_1 => "q5_1",
+            Self::Q8_0 => "q8_0",
+            Self::Q4K => "q4_k",
+            Self::Q5K => "q5_k",
+            Self::Q6K => "q6_k",
+        }
+    }
+
+    /// The format of this name.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] naming all, if there is none.
+    pub fn of_name(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| {
+            let known = Self::ALL.map(Self::name).join(", ");
+            Error::argument("quantize", format!("found the block format \"{name}\", expected one of {known}"))
+        })
+    }
+
+    /// The number of the type in GGUF files.
+    pub const fn id(self) -> u32 {
+        match self {
+            Self::Q4_0 => 2,
+            Self::Q4_1 => 3,
+            Self::Q5_0 => 6,
+            Self::Q5_1 => 7,
+            Self::Q8_0 => 8,
+            Self::Q4K => 12,
+            Self::Q5K => 13,
+            Self::Q6K => 14,
+        }
+    }
+
+    /// Elements of a block, which are of one row.
+    pub const fn block(self) -> usize {
+        match self {
+            Self::Q4K | Self::Q5K | Self::Q6K => LARGEST_BLOCK,
+            _ => 32,
+        }
+    }
+
+    /// Bytes of a block.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            Self::Q4_0 => 2 + 16,
+            Self::Q4_1 => 4 + 16,
+            Self::Q5_0 => 2 + 4 + 16,
+            Self::Q5_1 => 4 + 4 + 16,
+            Self::Q8_0 => 2 + 32,
+            Self::Q4K => 4 + 12 + 128,
+            Self::Q5K => 4 + 12 + 32 + 128,
+            Self::Q6K => 128 + 64 + 16 + 2,
+        }
+    }
+
+    /// Bytes of a row of `columns`; none if these are no whole blocks.
+    pub const fn row_bytes(self, columns: usize) -> Option<usize> {
+        if columns.is_multiple_of(self.block()) {
+            (columns / self.block()).checked_mul(self.block_bytes())
+        } else {
+            None
+        }
+    }
+
+    /// Whether [`encode`](Self::encode) makes it.
+    pub const fn is_made(self) -> bool {
+        matches!(self, Self::Q4_0 | Self::Q8_0)
+    }
+
+    /// The blocks of `values`, whole blocks of rows, as ggml's reference makes them; none if a value is not finite or too large for the
+    /// scale.
+    pub(super) fn encode(self, values: &[f32]) -> Option<Raw> {
+        let (block, bytes) = (self.block(), self.block_bytes());
+        let mut codes = vec![0u8; values.len() / block * bytes];
+        par_chunks_mut(&mut codes, GRAIN / block * bytes, |piece, codes| {
+            for (values, codes) in values[piece * GRAIN..].chunks_exact(block).zip(codes.chunks_exact_mut(bytes)) {
+                match self {
+                    Self::Q4_0 => encode_q4_0(values, codes),
+                    _ => encode_q8_0(values, codes),
+                }
+            }
+        });
+        let is_finite =
+            values.iter().all(|x| x.is_finite()) && codes.chunks_exact(bytes).all(|block| scale(block, 0).is_finite());
+        let count = codes.len();
+        is_finite.then(|| from_vec(codes, count))
+    }
+
+    /// The values from the block `first` on, as many as `out` has places.
+    pub(super) fn decode<T: Elem>(self, codes: &[u8], first: usize, out: &mut [T]) {
+        let (block, bytes) = (self.block(), self.block_bytes());
+        par_chunks_mut(out, GRAIN, |piece, out| {
+            let codes = &codes[(first + piece * GRAIN / block) * bytes..];
+            let mut values = [0f32; LARGEST_BLOCK];
+            for (codes, out) in codes.chunks_exact(bytes).zip(out.chunks_mut(block)) {
+                self.decode_block(codes, &mut values[..block]);
+                for (out, value) in out.iter_mut().zip(&values) {
+                    *out = rounded(*value);
+                }
+            }
+        });
+    }
+
+    fn decode_block(self, block: &[u8], out: &mut [f32]) {
+        match self {
+            Self::Q4_0 => nibbles(&block[2..], 0, out, |n| scale(block, 0) * (n - 8.0)),
+            Self::Q4_1 => nibbles(&block[4..], 0, out, |n| scale(block, 0) * n + scale(block, 2)),
+            Self::Q5_0 => nibbles(&block[6..], word(block, 2), out, |n| scale(block, 0) * (n - 16.0)),
+            Self::Q5_1 => nibbles(&block[8..], word(block, 4), out, |n| scale(block, 0) * n + scale(block, 2)),
+            Self::Q8_0 => {
+                let d = scale(block, 0);
+                for (out, &code) in out.iter_mut().zip(&block[2..]) {
+                    *out = d * f32::from(code as i8);
+                }
+            }
+            Self::Q4K => parts_of_32(block, &[], &block[16..], out),
+            Self::Q5K => parts_of_32(block, &block[16..48], &block[48..], out),
+            Self::Q6K => parts_of_16(block, out),
+        }
+    }
+}
+
+/// The f16 at `at`.
+fn scale(block: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+fn word(block: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
+}
+
+/// Low halves of sixteen bytes, then the high ones, each with its bit of `fifth` above.
+fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
+    let (low, high) = out.split_at_mut(16);
+    for (i, &code) in codes.iter().take(16).enumerate() {
+        let bit = |at: usize| (fifth >> at & 1) << 4;
+        low[i] = value((u32::from(code & 0xf) | bit(i)) as f32);
+        high[i] = value((u32::from(code >> 4) | bit(i + 16)) as f32);
+    }
+}
+
+/// Scale and minimum of a part, six bits each of twelve bytes.
+fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
+    let pair = if part < 4 {
+        [scales[part] & 63, scales[part + 4] & 63]
+    } else {
+        let both = scales[part + 4];
+        [both & 15 | scales[part - 4] >> 6 << 4, both >> 4 | scales[part] >> 6 << 4]
+    };
+    pair.map(f32::from)
+}
+
+/// Eight parts: bytes of 32 hold two of them, in their halves. Bit j of `fifth` belongs to part j.
+fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
+    let (d, least) = (scale(block, 0), scale(block, 2));
+    for (part, out) in out.chunks_exact_mut(32).enumerate() {
+        let [factor, minimum] = part_scales(&block[4..16], part);
+        let (factor, minimum) = (d * factor, least * minimum);
+        let codes = &codes[part / 2 * 32..][..32];
+        for (i, out) in out.iter_mut().enumerate() {
+            let bit = fifth.get(i).map_or(0, |bits| (bits >> part & 1) << 4);
+            *out = factor * f32::from(codes[i] >> (part % 2 * 4) & 0xf | bit) - minimum;
+        }
+    }
+}
+
+/// Sixteen parts: four bits of each code, the two above, then scales.
+fn parts_of_16(block: &[u8], out: &mut [f32]) {
+    let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], scale(block, 208));
+    for (part, out) in out.chunks_exact_mut(16).enumerate() {
+        let factor = d * f32::from(scales[part] as i8);
+        // Of 128 elements, quarter r has one half of its bytes of `low`, and bits 2 r and 2 r + 1 of those of `high`.
+        let (half, quarter, start) = (part / 8, part / 2 % 4, part % 2 * 16);
+        let low = &low[64 * half + 32 * (quarter % 2) + start..][..16];
+        let high = &high[32 * half + start..][..16];
+        for (out, (low, high)) in out.iter_mut().zip(low.iter().zip(high)) {
+            let code = low >> (quarter / 2 * 4) & 0xf | (high >> (2 * quarter) & 3) << 4;
+            *out = factor * (f32::from(code) - 32.0);
+        }
+    }
+}
+
+fn encode_q8_0(values: &[f32], codes: &mut [u8]) {
+    let d = values.iter().fold(0f32, |m, x| m.max(x.abs())) / 127.0;
+    let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };
+    codes[..2].copy_from_slice(&f16::from_f32(d).to_le_bytes());
+    for (code, x) in codes[2..].iter_mut().zip(values) {
+        *code = (x * reciprocal).round() as i8 as u8;
+    }
+}
+
+fn encode_q4_0(values: &[f32], codes: &mut [u8]) {
+    // The first of the largest magnitude has code 0, whose number is the one without a counterpart.
+    let largest = values.iter().fold(0f32, |m, &x| if x.abs() > m.abs() { x } else { m });
+    let d = largest / -8.0;
+    let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };
+    codes[..2].copy_from_slice(&f16::from_f32(d).to_le_bytes());
+    let code = |x: f32| ((x * reciprocal + 8.5) as u8).min(15);
+    for (i, byte) in codes[2..].iter_mut().enumerate() {
+        *byte = code(values[i]) | code(values[i + 16]) << 4;
+    }
+}

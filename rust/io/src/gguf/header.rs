@@ -1,0 +1,256 @@
+//! The header of a GGUF file: facts under names, and where each tensor is.
+//!
+//! Versions 2 and 3 of <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::DType;
+use trainable_candle_core::quantized::Ggml;
+
+/// What a file begins with.
+pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
+/// Elements of the longest array of facts: vocabularies have some hundred thousand.
+const LONGEST_ARRAY: u64 = 1 << 23;
+/// Dimensions of a tensor at most.
+const MOST_DIMENSIONS: u32 = 4;
+/// The key of the multiple that data begins at, and its default.
+const ALIGNMENT: (&str, u64) = ("general.alignment", 32);
+
+/// How the values of a tensor are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Plain(DType),
+    Blocks(Ggml),
+}
+
+/// A tensor in a file.
+#[derive(Clone, Debug)]
+pub(crate) struct Info {
+    /// Sizes, the slowest dimension first.
+    pub dims: Vec<usize>,
+    pub kind: Kind,
+    /// From the beginning of the file.
+    pub start: u64,
+    pub bytes: usize,
+}
+
+/// A whole header.
+#[derive(Debug)]
+pub(crate) struct Header {
+    pub facts: Map<String, Value>,
+    pub tensors: BTreeMap<String, Info>,
+}
+
+/// The header of a file of `length` bytes, or what is wrong with it.
+pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
+    let mut reader = Reader { file, at: 0, length };
+    let magic = reader.bytes::<4>()?;
+    let version = reader.u32()?;
+    if magic != MAGIC || !(2..=3).contains(&version) {
+        let text = match version.swap_bytes() {
+            2 | 3 => {
+                "its numbers are big-endian, which is not supported; convert it with gguf-convert-endian".to_owned()
+            }
+            _ => format!("it has version {version} of the format, expected 2 or 3; download a newer file"),
+        };
+        return Err(text);
+    }
+    let (tensor_count, fact_count) = (reader.u64()?, reader.u64()?);
+    let mut facts = Map::new();
+    for _ in 0..fact_count {
+        let name = reader.text()?;
+        let kind = reader.u32()?;
+        let value = reader.value(kind, &name)?;
+        facts.insert(name, value);
+    }
+    let alignment = facts.get(ALIGNMENT.0).map_or(Some(ALIGNMENT.1), Value::as_u64);
+    let Some(alignment) = alignment.filter(|alignment| alignment.is_power_of_two()) else {
+        return Err(format!("{} is {}, expected a power of two", ALIGNMENT.0, facts[ALIGNMENT.0]));
+    };
+    if facts.get("split.count").and_then(Value::as_u64).is_some_and(|count| count > 1) {
+        return Err("it is one of several parts; join them with llama-gguf-split --merge".to_owned());
+    }
+    let mut tensors = BTreeMap::new();
+    for _ in 0..tensor_count {
+        let name = reader.text()?;
+        let info = reader.info(&name, &facts)?;
+        if tensors.insert(name.clone(), info).is_some() {
+            return Err(format!("tensor \"{name}\" is there twice"));
+        }
+    }
+    let data = reader.at.checked_next_multiple_of(alignment).ok_or_else(Reader::<&[u8]>::incomplete)?;
+    for (name, info) in &mut tensors {
+        let start = info.start.checked_add(data);
+        let end = start.and_then(|start| start.checked_add(info.bytes as u64));
+        let (Some(start), Some(end)) = (start, end) else { return Err(Reader::<&[u8]>::incomplete()) };
+        if end > length {
+            return Err(format!(
+                "the file is incomplete or damaged: {length} bytes long, tensor \"{name}\" ends at {end}; download or copy it again"
+            ));
+        }
+        info.start = start;
+    }
+    Ok(Header { facts, tensors })
+}
+
+struct Reader<R> {
+    file: R,
+    at: u64,
+    length: u64,
+}
+
+impl<R: Read> Reader<R> {
+    fn incomplete() -> String {
+        "the file is incomplete or damaged: its header ends early; download or copy it again".to_owned()
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        let mut bytes = [0; N];
+        self.file.read_exact(&mut bytes).map_err(|_| Self::incomplete())?;
+        self.at += N as u64;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, String> {
+        self.bytes().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, String> {
+        self.bytes().map(u64::from_le_bytes)
+    }
+
+    /// A text; what is no UTF-8 in it is replaced, as tokens of old files have such.
+    fn text(&mut self) -> Result<String, String> {
+        let length = self.u64()?;
+        if length > self.length.saturating_sub(self.at) {
+            return Err(Self::incomplete());
+        }
+        let mut bytes = vec![0; length as usize];
+        self.file.read_exact(&mut bytes).map_err(|_| Self::incomplete())?;
+        self.at += length;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn value(&mut self, kind: u32, name: &str) -> Result<Value, String> {
+        Ok(match kind {
+            0 => self.bytes().map(u8::from_le_bytes)?.into(),
+            1 => self.bytes().map(i8::from_le_bytes)?.into(),
+            2 => self.bytes().map(u16::from_le_bytes)?.into(),
+            3 => self.bytes().map(i16::from_le_bytes)?.into(),
+            4 => self.u32()?.into(),
+            5 => self.bytes().map(i32::from_le_bytes)?.into(),
+            6 => short_number(f32::from_le_bytes(self.bytes()?)),
+            7 => (self.bytes::<1>()? != [0]).into(),
+            8 => self.text()?.into(),
+            9 => {
+                let (kind, count) = (self.u32()?, self.u64()?);
+                if kind == 9 || count > LONGEST_ARRAY.min(self.length) {
+                    return Err(format!("{name} is a list of lists or longer than {LONGEST_ARRAY}; is it damaged?"));
+                }
+                (0..count).map(|_| self.value(kind, name)).collect::<Result<Vec<_>, _>>()?.into()
+            }
+            10 => self.u64()?.into(),
+            11 => self.bytes().map(i64::from_le_bytes)?.into(),
+            12 => f64::from_le_bytes(self.bytes()?).into(),
+            other => {
+                return Err(format!("{name} has the type {other}, which the format does not have; is it damaged?"));
+            }
+        })
+    }
+
+    /// Where a tensor is, its start counted from the beginning of the data.
+    fn info(&mut self, name: &str, facts: &Map<String, Value>) -> Result<Info, String> {
+        let rank = self.u32()?;
+        if rank > MOST_DIMENSIONS {
+            return Err(format!("tensor \"{name}\" has {rank} dimensions, expected at most {MOST_DIMENSIONS}"));
+        }
+        // The fastest dimension comes first.
+        let mut dims = (0..rank).map(|_| Ok(self.u64()? as usize)).collect::<Result<Vec<_>, String>>()?;
+        dims.reverse();
+        let (kind, start) = (self.u32()?, self.u64()?);
+        let kind = kind_of(kind, name)?;
+        let overflow = || format!("tensor \"{name}\" has shape {dims:?}, which is too large; is the file damaged?");
+        let count = |dims: &[usize]| dims.iter().try_fold(1usize, |product, &size| product.checked_mul(size));
+        let elements = count(&dims).ok_or_else(overflow)?;
+        let bytes = match kind {
+            Kind::Plain(dtype) => elements.checked_mul(dtype.size_in_bytes()),
+            Kind::Blocks(format) => {
+                let (columns, block) = (dims.last().copied().unwrap_or(1), format.block());
+                let row = format.row_bytes(columns).ok_or_else(|| {
+                    format!(
+                        "tensor \"{name}\" has rows of {columns}, expected a multiple of {block} for {}",
+                        format.name()
+                    )
+                })?;
+                row.checked_mul(elements.checked_div(columns).unwrap_or(0))
+            }
+        };
+        let bytes = bytes.ok_or_else(overflow)?;
+        // Rows that are no whole blocks are stored in another shape.
+        let original = facts.get(&format!("comfy.gguf.orig_shape.{name}")).and_then(Value::as_array);
+        if let Some(shape) = original {
+            let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
+            let Some(shape) = shape.filter(|shape| count(shape) == Some(elements)) else {
+                return Err(format!("tensor \"{name}\" has {elements} elements, its original shape others"));
+            };
+            dims = shape;
+        }
+        Ok(Info { dims, kind, start, bytes })
+    }
+}
+
+/// A number as short as f32 has it: 1e-6 and not 9.999999974752427e-7.
+fn short_number(value: f32) -> Value {
+    value.to_string().parse::<f64>().map_or(Value::Null, Value::from)
+}
+
+/// Types of tensors that are not read.
+const OTHERS: [(u32, &str); 27] = [
+    (9, "Q8_1"),
+    (10, "Q2_K"),
+    (11, "Q3_K"),
+    (15, "Q8_K"),
+    (16, "IQ2_XXS"),
+    (17, "IQ2_XS"),
+    (18, "IQ3_XXS"),
+    (19, "IQ1_S"),
+    (20, "IQ4_NL"),
+    (21, "IQ3_S"),
+    (22, "IQ2_S"),
+    (23, "IQ4_XS"),
+    (24, "I8"),
+    (25, "I16"),
+    (26, "I32"),
+    (27, "I64"),
+    (28, "F64"),
+    (29, "IQ1_M"),
+    (31, "Q4_0_4_4"),
+    (32, "Q4_0_4_8"),
+    (33, "Q4_0_8_8"),
+    (34, "TQ1_0"),
+    (35, "TQ2_0"),
+    (36, "IQ4_NL_4_4"),
+    (37, "IQ4_NL_4_8"),
+    (39, "MXFP4"),
+    (40, "NVFP4"),
+];
+
+fn kind_of(id: u32, name: &str) -> Result<Kind, String> {
+    match id {
+        0 => return Ok(Kind::Plain(DType::F32)),
+        1 => return Ok(Kind::Plain(DType::F16)),
+        30 => return Ok(Kind::Plain(DType::BF16)),
+        _ => {}
+    }
+    if let Some(format) = Ggml::ALL.into_iter().find(|format| format.id() == id) {
+        return Ok(Kind::Blocks(format));
+    }
+    let known =
+        OTHERS.iter().find(|(other, _)| *other == id).map_or_else(|| id.to_string(), |(_, name)| (*name).to_owned());
+    Err(format!(
+        "tensor \"{name}\" has the type {known}, which is not supported; use a file of Q8_0, Q6_K, Q5_K, Q4_K (Q4_K_M), Q5_0, Q4_0, F16 \
+         or BF16"
+    ))
+}

@@ -1,0 +1,46 @@
+"""Blocks of ggml's formats and their values, by gguf-py 0.19 (pip install gguf).
+
+Writes gguf.npz: `X.blocks`, random bytes with scales of every size, and `X.values` in f32; of the
+formats that are made, `X.made`, the blocks of `weights`.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+# Where a block has its f16 scales.
+SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+# The smallest and largest numbers, both signs, and ordinary ones.
+NUMBERS = np.array([6e-8, -6e-5, 65504.0, -65504.0, 0.0, -0.0, 0.0123, -0.0371], np.float16)
+
+
+def main() -> None:
+    """Write the file."""
+    random = np.random.default_rng(0)
+    found = {}
+    weights = (random.normal(0, 0.05, (4, 64)) ** 3).astype(np.float32)
+    weights[1, :32] = 0
+    weights[2, 5] = -weights[2, :32].__abs__().max()
+    found["weights"] = weights
+    for name, places in SCALES.items():
+        kind = GGMLQuantizationType[name]
+        block, size = GGML_QUANT_SIZES[kind]
+        blocks = random.integers(0, 256, (512 // block if block == 256 else 8, size), np.uint8)
+        for place in places:
+            numbers = random.permutation(NUMBERS)[: len(blocks)]
+            blocks[:, place : place + 2] = numbers.view(np.uint8).reshape(-1, 2)
+        blocks = blocks.reshape(2, -1)
+        found[f"{name.lower()}.blocks"] = blocks
+        found[f"{name.lower()}.values"] = dequantize(blocks, kind)
+        if name in {"Q4_0", "Q8_0"}:
+            found[f"{name.lower()}.made"] = quantize(weights, kind)
+    np.savez_compressed(Path(__file__).with_name("gguf.npz"), **found)
+
+
+if __name__ == "__main__":
+    main()

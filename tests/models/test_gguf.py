@@ -1,0 +1,207 @@
+"""Language models in GGUF files: they compute what their values compute in a folder."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.export import TextAdapter, write_model
+from trainable_candle.export.gguf_file import Entry, Fact, write
+from trainable_candle.export.gguf_model import model_facts, parameter_name
+from trainable_candle.models import CausalLM
+from trainable_candle.text.chat_tokenizer import ChatTokenizer
+from trainable_candle.text.gguf_tokenizer import SPLITS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+IDS = [[3, 5, 7, 11, 13, 17]]
+FAMILIES = ["llama", "qwen2", "qwen3"]
+
+
+def write_tokenizer(folder: Path, split: str | None) -> None:
+    """Bytes, a few merges and three special tokens."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|end_of_text|>", "<|im_start|>", "<|im_end|>"]
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("1", "2")]
+    tokens = [*special, *letters, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({t: n for n, t in enumerate(tokens)}, merges))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    tokenizer.pre_tokenizer = level
+    if split is not None:
+        words = pre_tokenizers.Split(Regex(split), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|end_of_text|>", "chat_template": "{{ messages[0].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def folder(family: str, tmp_path: Path) -> Path:
+    """A tiny model with a tokenizer beside it."""
+    path = tmp_path / "base"
+    shutil.copytree(GOLDEN / "llm" / family, path)
+    for file in path.iterdir():
+        file.chmod(0o644)
+    write_tokenizer(path, {"llama": SPLITS["llama-bpe"], "qwen2": SPLITS["qwen2"]}.get(family))
+    return path
+
+
+def scores(model: CausalLM) -> np.ndarray:
+    return np.asarray(model(tc.tensor(IDS)).to("f32").numpy())
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Path) -> None:
+    base = folder(family, tmp_path)
+    write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
+    found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
+    tensors = tc.load_file(base / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and kind.startswith("q") and tensor.shape[1] % 32 == 0:
+            tensors[name] = tc.quantize(tensor.to("f32"), kind).dequantize()
+        elif tensor.ndim == 2:
+            tensors[name] = tensor.to("f16" if kind.startswith("q") else kind)
+    tc.save_file(tensors, base / "model.safetensors")
+    plain = CausalLM.from_pretrained(base, dtype="f32")
+    # The factors of Llama 3's positions are f32 in a file.
+    tolerance = 2e-6 if family == "llama" else 0
+    np.testing.assert_allclose(scores(found), scores(plain), rtol=0, atol=tolerance)
+    for name, tensor in plain.named_tensors().items():
+        np.testing.assert_array_equal(found.named_tensors()[name].numpy(), tensor.numpy(), name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokenizer_is_that_of_the_folder(family: str, tmp_path: Path) -> None:
+    base = folder(family, tmp_path)
+    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "f32")
+    expected, found = map(ChatTokenizer.from_pretrained, (base, tmp_path / "model.gguf"))
+    text = "hello World's 12345 \u00e9\u732b <|im_start|>hell\n\n  12 don't"
+    assert found.encode(text).ids == expected.encode(text).ids
+    ids = expected.encode(text).ids
+    assert found.decode(ids) == expected.decode(ids)
+    assert found.stops == expected.stops
+    assert found.special == expected.special
+    assert found.template.render([{"role": "user", "content": "a"}]).text == "a"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("gguf")
+    base = folder(family, tmp_path)
+    # transformers reads neither Llama 3's factors nor, of Qwen3, the width of a head.
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    (base / "config.json").write_text(json.dumps(config))
+    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = theirs(torch.tensor(IDS)).logits.numpy()
+    found = scores(CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def tiny(path: Path, **changes: Fact | None) -> Path:
+    """The facts of a Llama of one layer, some of them others, with an embedding alone."""
+    facts: dict[str, Fact] = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
+        "llama.embedding_length": 32, "llama.feed_forward_length": 32,
+        "llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    changed = {key.replace("__", "."): value for key, value in changes.items()}
+    facts = {key: value for key, value in (facts | changed).items() if value is not None}
+    shapes = {"token_embd.weight": (8, 32), "blk.0.attn_q.weight": (32, 32)}
+    entries = [
+        Entry(name, shape, "q8_0", partial(tc.ones, shape)) for name, shape in shapes.items()
+    ]
+    with path.open("wb") as file:
+        write(file, facts, entries)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general__architecture": "gemma"}, "gemma, which is not supported; llama, qwen2, qwen3"),
+        ({"llama__block_count": None}, "llama.block_count is missing"),
+        ({"llama__expert_count": 8}, "mixture of experts"),
+        ({"split__count": 2}, "llama-gguf-split --merge"),
+        ({"general__alignment": 24}, "a power of two"),
+        ({}, "missing model.layers.0"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    changes: dict[str, Fact | None], message: str, tmp_path: Path
+) -> None:
+    path = tiny(tmp_path / "model.gguf", **changes)
+    with pytest.raises(tc.errors.Error, match=message):
+        CausalLM.from_pretrained(path)
+    with pytest.raises(tc.errors.WeightsFormatError, match=r"gpt2 or llama|parts|power"):
+        ChatTokenizer.from_pretrained(path)
+
+
+def test_damaged_files_and_other_types_are_named(tmp_path: Path) -> None:
+    whole = tiny(tmp_path / "model.gguf").read_bytes()
+    path = tmp_path / "other.gguf"
+    for content, message in [
+        (whole[:-40], "incomplete or damaged: .* download or copy it again"),
+        (whole[:60], "its header ends early"),
+        (whole.replace(b"GGUF\3", b"GGUF\1"), "version 1"),
+        (whole.replace(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "big-endian"),
+        (whole.replace(b"\x08\0\0\0" + bytes(8), b"\x0a\0\0\0" + bytes(8)), "Q2_K, .* use a file"),
+        (whole.replace(b"\x08\0\0\0" + bytes(8), b"\x17\0\0\0" + bytes(8)), "IQ4_XS"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(tc.errors.WeightsFormatError, match=message):
+            CausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q5_k", "q6_k"])
+def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
+    """A file whose tensors are random blocks with scales of a sensible size."""
+    sizes = {"q4_k": (144, (0, 2)), "q5_k": (176, (0, 2)), "q6_k": (210, (208,))}
+    size, places = sizes[kind]
+    base = tmp_path / "base"
+    shutil.copytree(GOLDEN / "llm" / "llama", base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 1}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    (base / "config.json").unlink()
+    (base / "config.json").write_text(json.dumps(config))
+    model = CausalLM.from_config(base / "config.json", dtype="f32")
+    random = np.random.default_rng(0)
+    entries, values = [], {}
+    for name, tensor in model.named_tensors().items():
+        values[name], shape = tensor, tuple(tensor.shape)
+        stored: tc.Tensor | tc.QuantizedTensor = tensor
+        if tensor.ndim == 2:
+            blocks = random.integers(0, 256, (shape[0], size), np.uint8)
+            for place in places:
+                blocks[:, place : place + 2] = np.float16([1e-3]).view(np.uint8)
+            stored = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), kind)
+            values[name] = stored.dequantize()
+        theirs = parameter_name(name.removeprefix("model."))
+        chosen = kind if tensor.ndim == 2 else "f32"
+        entries.append(Entry(theirs, shape, chosen, partial(lambda given: given, stored)))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            # Rows stand in llama.cpp's order in the file.
+            heads = 4 if "q_proj" in name else 2
+            halves = values[name].numpy().reshape(heads, 32, 2, 256).swapaxes(1, 2)
+            values[name] = tc.tensor(np.ascontiguousarray(halves).reshape(-1, 256))
+    (base / "model.safetensors").unlink()
+    tc.save_file(values, base / "model.safetensors")
+    with (tmp_path / "model.gguf").open("wb") as file:
+        write(file, model_facts(config), entries)
+    found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
+    plain = CausalLM.from_pretrained(base, dtype="f32")
+    np.testing.assert_array_equal(scores(found), scores(plain))

@@ -1,0 +1,73 @@
+"""Transformers of images in GGUF files, as ComfyUI-GGUF writes them: the original names."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.export.gguf_file import Entry, write
+from trainable_candle.models import FluxTransformer, Model, SD3Transformer
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+KINDS: dict[str, type[Model]] = {"flux": FluxTransformer, "sd3": SD3Transformer}
+PREFIX = "model.diffusion_model."
+
+
+def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
+    """Vectors and small tensors are f32 there; what does not fit the blocks is f16."""
+    if tensor.ndim == 1 or tensor.numel() <= 1024:
+        return "f32"
+    if tensor.ndim != 2 or tensor.shape[1] % 32 or "pos_embed" in name:
+        return "f16"
+    return kind
+
+
+def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
+    """A file of the tensors of an original checkpoint; returns their values by name."""
+    tensors = {name.removeprefix(PREFIX): t for name, t in tc.load_file(original).items()}
+    entries, values = [], {}
+    for name, tensor in tensors.items():
+        chosen = kind_of(name, tensor, kind)
+        wide = tensor.to("f32")
+        entries.append(Entry(name, tuple(tensor.shape), chosen, lambda wide=wide: wide))
+        quantized = chosen.startswith("q")
+        values[name] = tc.quantize(wide, chosen).dequantize() if quantized else wide.to(chosen)
+    with path.open("wb") as file:
+        write(file, {"general.architecture": path.stem, "general.quantization_version": 2}, entries)
+    return values
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "bf16"])
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Path) -> None:
+    folder = GOLDEN / family / "transformer"
+    model = KINDS[family].from_pretrained(folder, dtype="f32")
+    original = tmp_path / "original.safetensors"
+    tc.models.save_checkpoint(original, {"transformer": model})
+    values = write_gguf(original, tmp_path / f"{family}.gguf", kind)
+    tc.save_file(values, original)
+    config = folder / "config.json"
+    found = KINDS[family].from_pretrained(tmp_path / f"{family}.gguf", dtype="f32", config=config)
+    plain = KINDS[family].from_pretrained(original, dtype="f32", config=config)
+    for name, tensor in plain.named_tensors().items():
+        np.testing.assert_array_equal(found.named_tensors()[name].numpy(), tensor.numpy(), name)
+    case = tc.load_file(GOLDEN / family / "transformer_forward.safetensors")
+    names = ["hidden_states", "encoder_hidden_states", "pooled_projections", "timestep"]
+    names += ["img_ids", "txt_ids", "guidance"] if family == "flux" else []
+    given = {name: case[name] for name in names}
+    for checkpointing in (None, "full"):
+        losses = []
+        for each in (found, plain):
+            if checkpointing:
+                each.enable_gradient_checkpointing(checkpointing)
+            adapter = each.add_adapter(tc.LoraConfig(r=4, target_modules=["all-linear"]))
+            tc.manual_seed(0)
+            for var in adapter.parameters():
+                var.set(tc.randn(var.shape) * 0.05)
+            loss = (each(**given) ** 2).mean()
+            gradients = tc.grad(loss, adapter.parameters())
+            losses.append([loss.numpy(), *(gradient.numpy() for gradient in gradients)])
+            each.remove_adapter()
+        for one, other in zip(*losses, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,86 @@
+"""Matrices in ggml's block formats; the values come from gguf-py (tests/golden/quantized)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.nn import functional as F
+
+GOLDEN = np.load(Path(__file__).parents[1] / "golden/quantized/gguf.npz")
+FORMATS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"]
+
+
+def example(format: str, dtype: str = "f32") -> tc.QuantizedTensor:
+    return tc.QuantizedTensor.from_blocks(tc.tensor(GOLDEN[f"{format}.blocks"]), format, dtype)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_are_those_of_gguf_bit_by_bit(format: str) -> None:
+    expected = GOLDEN[f"{format}.values"]
+    found = example(format)
+    assert (found.shape, found.format) == (expected.shape, format)
+    assert found.nbytes == GOLDEN[f"{format}.blocks"].size
+    values = found.dequantize().numpy()
+    np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))
+    rounded = found.dequantize("bf16")
+    expected = tc.tensor(expected).to("bf16")
+    np.testing.assert_array_equal(rounded.to("f32").numpy(), expected.to("f32").numpy())
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q8_0"])
+def test_blocks_are_made_as_by_gguf(format: str) -> None:
+    found = tc.quantize(tc.tensor(GOLDEN["weights"]), format)
+    made = found.tensors()
+    assert list(made) == ["codes"]
+    np.testing.assert_array_equal(made["codes"].numpy(), GOLDEN[f"{format}.made"].ravel())
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q8_0", "q6_k"])
+def test_a_linear_layer_takes_it(format: str) -> None:
+    tc.manual_seed(1)
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (24, 420 if format == "q6_k" else 306), np.uint8)
+    if format != "q6_k":
+        blocks = blocks[:, :144] if format == "q4_0" else blocks
+        weight = tc.quantize(tc.randn((24, 288)), format)
+    else:
+        # Scales of 1/8.
+        blocks.reshape(24, 2, 210)[:, :, 208:] = np.float16([0.125]).view(np.uint8)
+        weight = tc.QuantizedTensor.from_blocks(tc.tensor(blocks), format, "f32")
+    x = tc.Var(tc.randn((3, weight.shape[1])))
+    y = F.linear(x, weight)
+    expected = F.linear(x, weight.dequantize())
+    np.testing.assert_array_equal(y.numpy(), expected.numpy())
+    (found,) = tc.grad(y.sum(), [x])
+    (wanted,) = tc.grad(expected.sum(), [x])
+    np.testing.assert_array_equal(found.numpy(), wanted.numpy())
+
+
+def test_a_large_weight_is_dequantized_in_parts() -> None:
+    """More elements than the CPU dequantizes at a time, and than a thread takes."""
+    tc.manual_seed(1)
+    weight = tc.quantize(tc.randn((2100, 4096)), "q8_0")
+    x = tc.randn((2, 4096))
+    np.testing.assert_allclose(
+        F.linear(x, weight).numpy(), F.linear(x, weight.dequantize()).numpy(), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_errors_name_the_cure() -> None:
+    with pytest.raises(tc.errors.ShapeError, match="multiple of 32, the block of q8_0"):
+        tc.quantize(tc.zeros((2, 33)), "q8_0")
+    with pytest.raises(tc.errors.ArgumentError, match="read from GGUF files"):
+        tc.quantize(tc.zeros((2, 256)), "q4_k")
+    for value in (float("nan"), float("inf"), 3e38):
+        for format in ("q8_0", "q4_0"):
+            with pytest.raises(tc.errors.ArgumentError, match="not finite"):
+                tc.quantize(tc.full((1, 32), value), format)
+    blocks = tc.zeros((2, 35), dtype="u8")
+    with pytest.raises(tc.errors.ShapeError, match="multiple of 34, the bytes of a block of q8_0"):
+        tc.QuantizedTensor.from_blocks(blocks, "q8_0")
+    with pytest.raises(tc.errors.ArgumentError, match="q4_k"):
+        tc.QuantizedTensor.from_blocks(blocks, "q3_k")
+    with pytest.raises(tc.errors.DTypeError, match="blocks of u8"):
+        tc.QuantizedTensor.from_blocks(tc.zeros((2, 34)), "q8_0")
