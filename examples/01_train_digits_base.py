@@ -75,6 +75,8 @@ def main() -> None:
     )
     trainer.train()
     model.save_pretrained(arguments.output)
+    weights = Path(arguments.output) / "model.safetensors"
+    tc.save_file({name: w.to("f16") for name, w in tc.load_file(weights).items()}, weights)
     print(f"{len(seen)} pictures -> {arguments.output}")
 
 
