@@ -257,7 +257,7 @@ impl Architecture for ZImageTransformer {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["layers.", "noise_refiner.", "context_refiner."], kept: &["adaLN_modulation"] };
+        Quantizable { blocks: &["layers.", "noise_refiner.", "context_refiner."], kept: &["adaLN_modulation"], modulation: &[] };
 
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -33,6 +33,7 @@ pub struct Options {
     pub force_upcast: Option<bool>,
     pub layers: Option<usize>,
     pub quantize: Option<Format>,
+    pub stream_blocks: usize,
 }
 
 impl Request {
@@ -45,7 +46,7 @@ impl Request {
         dtype: Option<DTypeArg>,
         device: &str,
     ) -> Result<Self> {
-        let Options { mut subfolder, config, force_upcast, layers, quantize } = options;
+        let Options { mut subfolder, config, force_upcast, layers, quantize, stream_blocks } = options;
         let config = config.map(|config| config.named(op, "config")).transpose()?;
         let mut path = path.get(op)?;
         let dtype = dtype.map(|dtype| dtype.0);
@@ -58,7 +59,8 @@ impl Request {
                 (path, subfolder) = (found, None);
             }
         }
-        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, quantize, ..Choice::default() };
+        let held = Choice { quantize, stream_blocks, ..Choice::default() };
+        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, ..held };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 
