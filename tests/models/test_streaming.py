@@ -17,10 +17,15 @@ ATTENTION = {"r": 4, "lora_alpha": 4.0, "target_modules": ["to_q", "to_k", "to_v
 LLAMA = GOLDEN / "llm" / "llama"
 
 
-def load(family: Family, stream_blocks: int, quantize: str | None = None) -> Model:
-    folder = family.folder / "transformer"
+def load(
+    family: Family, stream_blocks: int, quantize: str | None = None, *, modulation: bool = False
+) -> Model:
     return family.kind.from_pretrained(
-        folder, dtype="f32", quantize=quantize, stream_blocks=stream_blocks
+        family.folder / "transformer",
+        dtype="f32",
+        quantize=quantize,
+        stream_blocks=stream_blocks,
+        stream_modulation=modulation,
     )
 
 
@@ -65,6 +70,17 @@ def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -
     expected = step(family, load(family, 0), policy, ALL_LINEAR)
     for count in (1, blocks(family) - 1, blocks(family)):
         assert_equal(step(family, load(family, count), policy, ALL_LINEAR), expected)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_modulation_is_streamed_alone_or_with_blocks(name: str) -> None:
+    """Also where adapters sit on it, so that the backward pass needs it again."""
+    family = FAMILIES[name]
+    for policy in ("full", "none"):
+        expected = step(family, load(family, 0), policy, ALL_LINEAR)
+        for count in (0, 1, blocks(family)):
+            model = load(family, count, modulation=True)
+            assert_equal(step(family, model, policy, ALL_LINEAR), expected)
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
@@ -135,3 +151,17 @@ def test_too_many_blocks_are_an_error() -> None:
         load(family, 1000)
     with pytest.raises(tc.errors.ArgumentError, match="stream_blocks is -1"):
         load(family, -1)
+    with pytest.raises(tc.errors.ArgumentError, match="no layers of their own for the modulation"):
+        load(FAMILIES["flux2"], 0, modulation=True)
+
+
+def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
+    for family in FAMILIES.values():
+        facts = next(iter(tc.inspect(family.folder / "transformer").parts.values()))
+        for quantize in (None, "nf4"):
+            counts = range(blocks(family) + 1)
+            found = [facts.weight_bytes("bf16", quantize, stream_blocks=n) for n in counts]
+            # Two blocks that are streamed take the two slots.
+            assert found[0] == facts.weight_bytes("bf16", quantize)
+            assert found[1] == found[2] == found[0]
+            assert found[-1] < found[0]

@@ -10,7 +10,7 @@ use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Module, Quantizable, Source};
+use trainable_candle_nn::{Module, Quantizable, Source, StreamOptions};
 
 use crate::pipelines::{self, Place};
 use crate::pretrained::{Architecture, Choice, Configuration, Layout, Original, Pretrained};
@@ -71,8 +71,8 @@ pub struct ModelKind {
     /// Load it, frozen, its weights converted to a dtype if one is given.
     pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
     /// A frozen model of random weights of the sizes in a `config.json`, or of the published model; with a format
-    /// that it is quantized in, and the number of its blocks that are streamed from the memory of the host.
-    pub random: fn(Option<&Path>, DType, &Device, (Option<Format>, usize)) -> Made,
+    /// that it is quantized in, and what is streamed from the memory of the host.
+    pub random: fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,
     /// The `config.json` of files, of which no weight is read.

@@ -1,10 +1,9 @@
 //! [`Blocks`]: the repeated blocks of a model, and what they keep between forward and backward.
 
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
-use trainable_candle_core::streaming::Ring;
 use trainable_candle_core::{Result, Tensor};
 
 use crate::streaming::Turn;
@@ -25,7 +24,13 @@ pub struct Blocks<B> {
 #[derive(Default)]
 pub struct Kept {
     policy: RwLock<Policy>,
-    turns: RwLock<HashMap<usize, Turn>>,
+    turns: RwLock<Turns>,
+}
+
+#[derive(Default)]
+struct Turns {
+    runs: HashMap<usize, Turn>,
+    asides: HashMap<usize, Turn>,
 }
 
 impl Kept {
@@ -42,18 +47,21 @@ impl Kept {
         *self.policy.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The weights of these blocks, each with its unit, lie in `ring`.
-    pub(crate) fn stream(&self, ring: &Arc<Ring>, units: Vec<(usize, usize)>) {
-        let turns = units.into_iter().map(|(block, unit)| (block, Turn::new(ring.clone(), unit))).collect();
-        *self.turns.write().unwrap_or_else(PoisonError::into_inner) = turns;
+    /// Blocks, by their numbers, that have weights in the memory of the host: for their runs, and for what is computed aside.
+    pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
+        *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
+    }
+
+    fn turns(&self) -> RwLockReadGuard<'_, Turns> {
+        self.turns.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn turn(&self, block: usize) -> Option<Turn> {
-        self.turns.read().unwrap_or_else(PoisonError::into_inner).get(&block).cloned()
+        self.turns().runs.get(&block).cloned()
     }
 
     fn streams(&self) -> bool {
-        !self.turns.read().unwrap_or_else(PoisonError::into_inner).is_empty()
+        !self.turns().runs.is_empty()
     }
 }
 
@@ -123,6 +131,24 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         let block = self.blocks[index].clone();
         let turn = self.kept.turn(index);
         self.checkpointed(turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
+    }
+
+    /// What a model computes with block `index` before it runs, outside of its checkpoint: its modulation.
+    ///
+    /// # Errors
+    /// Those of `forward`.
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub fn aside<const N: usize>(
+        &self,
+        index: usize,
+        forward: impl FnOnce(&B) -> Result<[Tensor; N]>,
+    ) -> Result<[Tensor; N]> {
+        let turn = self.kept.turns().asides.get(&index).cloned();
+        let Some(turn) = turn else { return forward(&self.blocks[index]) };
+        turn.enter()?;
+        Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }
 
     /// The results of `forward`, the run of a block, whose weights come before it and again in the backward pass.

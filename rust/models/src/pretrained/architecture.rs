@@ -8,7 +8,7 @@ use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Quantizable, Quantization, Source, Streaming, Weights};
+use trainable_candle_nn::{Quantizable, Quantization, Source, StreamOptions, Streaming, Weights};
 
 use super::{Choice, Layout, Original, Pretrained, read_json};
 use crate::registry::{Model, ModelKind};
@@ -79,20 +79,20 @@ pub trait Architecture: Model + Sized {
         let dtype = if upcasts { Some(DType::F32) } else { dtype };
         let layout = |weights: &WeightFiles| Self::names(&config, files.original(), Some(weights));
         let quantization = Self::quantization("from_pretrained", files.quantize())?;
-        let streaming = Self::streaming(&config, files.stream_blocks(), device)?;
+        let streaming = Self::streaming(&config, files.stream(), device)?;
         files.build(layout, dtype, (device, quantization, streaming), |weights| Self::build(config.clone(), weights))
     }
 
-    /// How `count` of its blocks are streamed from the memory of the host, if any is.
+    /// How its blocks are streamed from the memory of the host, if anything is.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it has fewer.
-    fn streaming(config: &Self::Config, count: usize, device: &Device) -> Result<Option<Arc<Streaming>>> {
-        if count == 0 {
+    /// As [`Streaming::new`].
+    fn streaming(config: &Self::Config, options: StreamOptions, device: &Device) -> Result<Option<Arc<Streaming>>> {
+        if options.is_none() {
             return Ok(None);
         }
         let shapes = Self::build(config.clone(), &mut Source::shapes(DType::F16).root())?;
-        Streaming::new(&shapes, Self::QUANTIZABLE, count, device).map(|streaming| Some(Arc::new(streaming)))
+        Streaming::new(&shapes, Self::QUANTIZABLE, options, device).map(|streaming| Some(Arc::new(streaming)))
     }
 
     /// Its layers in a format, if one is wanted.
@@ -114,7 +114,7 @@ pub trait Architecture: Model + Sized {
     }
 
     /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of the published
-    /// model without one, to measure its speed and memory; quantized if a format is given, with so many blocks streamed from the memory of the host.
+    /// model without one, to measure its speed and memory; quantized if a format is given, with blocks streamed from the memory of the host.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
@@ -123,7 +123,7 @@ pub trait Architecture: Model + Sized {
         config: Option<&Path>,
         dtype: DType,
         device: &Device,
-        (quantize, stream_blocks): (Option<Format>, usize),
+        (quantize, stream): (Option<Format>, StreamOptions),
     ) -> Result<Self> {
         if !is_float(dtype) {
             let message = format!("a model computes in floating point, found {}", dtype.as_str());
@@ -131,7 +131,7 @@ pub trait Architecture: Model + Sized {
         }
         let quantization = Self::quantization("from_config", quantize)?;
         let config = Self::config_at(config)?;
-        let streaming = Self::streaming(&config, stream_blocks, device)?;
+        let streaming = Self::streaming(&config, stream, device)?;
         let mut source = Source::random(dtype, device).quantized(quantization).streamed(streaming.clone());
         let model = Self::build(config, &mut source.root())?;
         if let Some(streaming) = streaming {

@@ -16,7 +16,7 @@ use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::{PartNames, TensorFile, WeightFiles};
-use trainable_candle_nn::{Module, Quantization, Source, Streaming, Weights};
+use trainable_candle_nn::{Module, Quantization, Source, StreamOptions, Streaming, Weights};
 
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
@@ -50,8 +50,8 @@ pub struct Choice {
     pub layers: Option<usize>,
     /// Quantize the linear layers in blocks while they are read.
     pub quantize: Option<Format>,
-    /// The number of blocks whose weights lie in the memory of the host and are copied to the device ahead of their use.
-    pub stream_blocks: usize,
+    /// What lies in the memory of the host and is copied to the device ahead of its use.
+    pub stream: StreamOptions,
 }
 
 impl Choice {
@@ -73,7 +73,7 @@ pub struct Pretrained {
     force_upcast: Option<bool>,
     layers: Option<usize>,
     quantize: Option<Format>,
-    stream_blocks: usize,
+    stream: StreamOptions,
 }
 
 impl Pretrained {
@@ -99,9 +99,9 @@ impl Pretrained {
     }
 
     fn new(path: &Path, model: &'static ModelKind, choice: &Choice, weights: Vec<PathBuf>) -> Self {
-        let &Choice { force_upcast, layers, quantize, stream_blocks, .. } = choice;
+        let &Choice { force_upcast, layers, quantize, stream, .. } = choice;
         let path = path.to_path_buf();
-        Self { path, config: None, weights, model, original: None, force_upcast, layers, quantize, stream_blocks }
+        Self { path, config: None, weights, model, original: None, force_upcast, layers, quantize, stream }
     }
 
     fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
@@ -169,9 +169,9 @@ impl Pretrained {
         self.layers
     }
 
-    /// The number of blocks that are streamed from the memory of the host.
-    pub const fn stream_blocks(&self) -> usize {
-        self.stream_blocks
+    /// What is streamed from the memory of the host.
+    pub const fn stream(&self) -> StreamOptions {
+        self.stream
     }
 
     /// The format that linear layers are quantized in, if one is wanted.
