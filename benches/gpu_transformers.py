@@ -127,13 +127,45 @@ def cases() -> list[Case]:
     return found
 
 
-def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
+def model_of(case: Case, device: str, base: str | None = None, **streaming: Any) -> Any:
+    """The model of random weights."""
     tc.manual_seed(0)
     kind: Any = getattr(tc.models, CLASSES[case.kind])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(case.config | {"_class_name": f"{CLASSES[case.kind]}2DModel"}))
-        model = kind.from_config(path, dtype="bf16", device=device, quantize=base)
+        return kind.from_config(path, dtype="bf16", device=device, quantize=base, **streaming)
+
+
+def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Tensor]:
+    return step_of(case, model_of(case, device, base), device)
+
+
+def inputs_of(case: Case, device: str, latent: int = LATENT) -> tuple[tc.Tensor, ...]:
+    """What the model is given, for latents of this height and width."""
+
+    def random(*shape: int) -> tc.Tensor:
+        return tc.randn((1, *shape), device=device).to("bf16")
+
+    text, times = random(case.tokens, case.text_width), tc.full((1,), 0.5, device=device)
+    area, side = latent * latent // 4, latent // 2
+    channels = case.config["in_channels"]
+    latents = (channels, latent, latent)
+    if case.kind == "zimage":
+        return (random(*latents), text, times)
+    if case.kind == "flux2":
+        image_ids, text_ids = positions(side, side, case.tokens, device, counts_words=True)
+        return (random(area, channels), text, times, image_ids, text_ids)
+    pooled = random(case.config["pooled_projection_dim"])
+    if case.kind == "sd3":
+        return (random(*latents), text, pooled, times * 1000.0)
+    image_ids, text_ids = positions(side, side, case.tokens, device)
+    guidance = tc.full((1,), 1.0, device=device)
+    return (random(area, channels), text, pooled, times, image_ids, text_ids, guidance)
+
+
+def step_of(case: Case, model: Any, device: str) -> Callable[[], tc.Tensor]:
+    """A step of training."""
     if case.checkpointing != "no":
         model.enable_gradient_checkpointing(case.checkpointing)
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=case.layers)
@@ -141,30 +173,8 @@ def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Te
     kinds: dict[str, Any] = {"adamw": tc.optim.AdamW, "adamw8bit": tc.optim.AdamW8bit}
     optimizer = kinds[case.optimizer](adapter.parameters(), lr=1e-4)
 
-    def random(*shape: int) -> tc.Tensor:
-        return tc.randn((1, *shape), device=device).to("bf16")
-
-    text, times = random(case.tokens, case.text_width), tc.full((1,), 0.5, device=device)
-    area = LATENT * LATENT // 4
-    latents = (case.config["in_channels"], LATENT, LATENT)
-    inputs: tuple[tc.Tensor, ...]
-    if case.kind == "zimage":
-        inputs = (random(*latents), text, times)
-    elif case.kind == "flux2":
-        side = LATENT // 2
-        image_ids, text_ids = positions(side, side, case.tokens, device, counts_words=True)
-        inputs = (random(area, case.config["in_channels"]), text, times, image_ids, text_ids)
-    else:
-        pooled = random(case.config["pooled_projection_dim"])
-        if case.kind == "flux":
-            image_ids, text_ids = positions(LATENT // 2, LATENT // 2, case.tokens, device)
-            guidance = tc.full((1,), 1.0, device=device)
-            sample = random(area, case.config["in_channels"])
-            inputs = (sample, text, pooled, times, image_ids, text_ids, guidance)
-        else:
-            inputs = (random(*latents), text, pooled, times * 1000.0)
-    sample = inputs[0]
-    target = tc.randn(sample.shape, device=device)
+    inputs = inputs_of(case, device)
+    target = tc.randn(inputs[0].shape, device=device)
 
     def step() -> tc.Tensor:
         loss = tc.nn.functional.mse_loss(model(*inputs).to("f32"), target)

@@ -64,6 +64,7 @@ unsafe extern "C" {
     pub fn cuMemAlloc_v2(address: *mut u64, size: usize) -> c_int;
     pub fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProperties, flags: u64) -> c_int;
     pub fn cuMemFree_v2(address: u64) -> c_int;
+    pub fn cuMemFreeHost(address: *mut c_void) -> c_int;
     pub fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int;
     pub fn cuMemHostAlloc(address: *mut *mut c_void, size: usize, flags: u32) -> c_int;
     pub fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) -> c_int;

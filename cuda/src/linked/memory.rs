@@ -12,6 +12,13 @@ use crate::allocator::{Allocator, Backend, Origin, PAGE, Stats};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status(pub c_int);
 
+impl Status {
+    /// Whether memory has run out.
+    pub const fn is_out_of_memory(self) -> bool {
+        self.0 == driver::OUT_OF_MEMORY
+    }
+}
+
 pub(crate) const fn check(status: c_int) -> Result<(), Status> {
     if status == driver::SUCCESS { Ok(()) } else { Err(Status(status)) }
 }

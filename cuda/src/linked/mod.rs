@@ -2,6 +2,7 @@
 
 pub mod download;
 mod driver;
+pub mod host;
 pub mod kernels;
 mod library;
 pub mod memory;

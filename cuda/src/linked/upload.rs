@@ -32,6 +32,21 @@ unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream)
     }
 }
 
+/// Queue a copy from pinned memory; in a capture it becomes a node of the graph.
+///
+/// # Errors
+/// The driver's.
+///
+/// # Safety
+/// Both places have `size` bytes. The source is pinned memory, which stays as it is until the copy, and every graph with it, is done.
+pub unsafe fn copy_pinned(to: u64, from: *const u8, size: usize, stream: *mut c_void) -> Result<(), Status> {
+    if size == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    check(unsafe { driver_copy(to, from.cast(), size, stream) })
+}
+
 /// The pinned memory of a stream.
 struct Ring {
     stream: usize,

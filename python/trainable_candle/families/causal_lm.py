@@ -143,7 +143,7 @@ class CausalLM:
         size = ITEM_BYTES[config.precision]
         saved = facts.saved_values(adapter, config.gradient_checkpointing, tokens=tokens)
         items = [
-            Item("model", "weights", facts.weight_bytes(config.precision, config.base_format)),
+            Item("model", "weights", facts.weight_bytes(config.precision, config.base_format, **config.streaming)),
             *adapter_items("model", facts.layers, adapter, config),
             Item("model", "activations", saved * size),
         ]
@@ -153,5 +153,9 @@ class CausalLM:
     def model(self) -> tc.models.CausalLM:
         """The model, which is loaded when it is first asked for."""
         return tc.models.CausalLM.from_pretrained(
-            self.weights, dtype=self.dtype, device=self.device, quantize=self.config.base_format
+            self.weights,
+            dtype=self.dtype,
+            device=self.device,
+            quantize=self.config.base_format,
+            **self.config.streaming,
         )

@@ -163,7 +163,7 @@ class Digits(LatentFamily):
         policy = config.gradient_checkpointing
         count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
         items = [
-            Item("model", "weights", model.weight_bytes(config.precision, config.base_format)),
+            Item("model", "weights", model.weight_bytes(config.precision, config.base_format, **config.streaming)),
             *adapter_items("model", model.layers, adapter, config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]
@@ -180,7 +180,11 @@ class Digits(LatentFamily):
     def model(self) -> DigitsTransformer:
         """The transformer."""
         return DigitsTransformer.from_pretrained(
-            self.weights, dtype=self.dtype, device=self.device, quantize=self.config.base_format
+            self.weights,
+            dtype=self.dtype,
+            device=self.device,
+            quantize=self.config.base_format,
+            **self.config.streaming,
         )
 
     def objective(self, device: str) -> FlowObjective:  # noqa: ARG002

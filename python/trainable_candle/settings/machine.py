@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, TypedDict
 
 from trainable_candle.placement import AUTO
 from trainable_candle.settings import sections
@@ -28,13 +28,24 @@ FORMATS: Final = ("int8", "fp8", "nf4")
 CHECKPOINTING: Final = ("none", "full", "selective")
 
 
+class Streaming(TypedDict):
+    """What `from_pretrained` is given of weights in the memory of the host."""
+
+    stream_blocks: int
+    stream_modulation: bool
+
+
 @dataclass(frozen=True)
 class Machine(Group):
     """Device, precision, memory."""
 
     section: ClassVar[str] = sections.MACHINE
     conditions: ClassVar[tuple[Condition, ...]] = (
-        Condition(("cuda_graphs",), lambda c: c.on_gpu, "--device cuda"),
+        Condition(
+            ("cuda_graphs", "stream_blocks", "stream_modulation"),
+            lambda c: c.on_gpu,
+            "--device cuda",
+        ),
     )
 
     device: Annotated[str, Setting("auto, cpu, cuda or cuda:N")] = AUTO
@@ -54,6 +65,19 @@ class Machine(Group):
     gradient_checkpointing: Annotated[
         str, Setting("what to recompute", choices=CHECKPOINTING, free=True, bare="full")
     ] = "none"
+    stream_blocks: Annotated[
+        int,
+        Setting(
+            "of the model's blocks, kept in host memory and copied ahead of their use",
+            low=0,
+            rare=True,
+            free=True,
+            synonyms=("blocks-to-swap",),
+        ),
+    ] = 0
+    stream_modulation: Annotated[
+        bool, Setting("keep all modulation weights in host memory", rare=True, free=True)
+    ] = False
     cuda_graphs: Annotated[
         int,
         Setting("on a GPU, shapes of batches recorded; 0: none", low=0, rare=True, free=True),
@@ -69,6 +93,11 @@ class Machine(Group):
     def base_format(self) -> str | None:
         """What the base is quantized as, if it is."""
         return None if self.base_precision == SAME else self.base_precision
+
+    @property
+    def streaming(self) -> Streaming:
+        """What is kept in the memory of the host."""
+        return {"stream_blocks": self.stream_blocks, "stream_modulation": self.stream_modulation}
 
     @property
     def on_gpu(self) -> bool:

@@ -457,6 +457,11 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
     });
 }
 
+/// Whether the innermost checkpoint recomputes.
+pub(crate) fn is_replaying() -> bool {
+    flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Replay(_))))
+}
+
 /// Turn a value that a node saves into a slot. `None` if no checkpoint listens.
 pub(crate) fn save(raw: &Raw) -> Option<Saved> {
     RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut()? {

@@ -35,6 +35,7 @@ pub mod quantized;
 pub mod raw;
 mod recycle;
 pub mod rng;
+pub mod streaming;
 pub mod tape;
 mod tensor;
 mod var;

@@ -118,6 +118,78 @@ impl Captured {
     }
 }
 
+pub mod streaming {
+    //! Copies from pinned memory beside the work of a device: there is none.
+
+    use std::any::Any;
+    use std::convert::Infallible;
+    use std::sync::Arc;
+
+    use candle_core::Device;
+
+    use crate::{Raw, Result};
+
+    /// Copies to slots of a device.
+    pub struct Copier(Infallible);
+
+    impl Copier {
+        /// # Errors
+        /// [`Error::Device`](crate::Error::Device): this build has no CUDA device.
+        pub fn new(device: &Device, _slots: usize) -> Result<Self> {
+            super::no_device("stream_blocks", device)
+        }
+
+        /// What is in the slots is known while this number stays the same.
+        pub const fn epoch(&self) -> u64 {
+            match self.0 {}
+        }
+
+        /// Pinned memory.
+        ///
+        /// # Errors
+        /// None.
+        pub fn pinned(&self, _bytes: usize) -> Result<Pinned> {
+            match self.0 {}
+        }
+
+        /// Copy to a slot.
+        ///
+        /// # Errors
+        /// None.
+        pub fn copy(
+            &self,
+            _slot: usize,
+            _parts: &[(&Pinned, &Raw)],
+            _owner: &Arc<impl Any + Send + Sync>,
+        ) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// Wait for a copy.
+        ///
+        /// # Errors
+        /// None.
+        pub fn wait(&self, _slot: usize) -> Result<()> {
+            match self.0 {}
+        }
+    }
+
+    /// Pinned memory of the host.
+    pub struct Pinned(Infallible);
+
+    impl Pinned {
+        /// Its bytes.
+        pub const fn bytes(&self) -> &[u8] {
+            match self.0 {}
+        }
+
+        /// Set some of them.
+        pub const fn write(&mut self, _start: usize, _bytes: &[u8]) {
+            match self.0 {}
+        }
+    }
+}
+
 pub mod exchange {
     //! Memory shared with other libraries that use their own streams of the device.
 

@@ -13,7 +13,7 @@ use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_forma
 use trainable_candle_io::{WeightFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
-use trainable_candle_nn::{Base, Layer, Operation};
+use trainable_candle_nn::{Base, Operation, StreamOptions, Streaming};
 
 use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
 use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
@@ -103,22 +103,32 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of its weights in a dtype, its layers in a format if one is given.
+    /// Bytes of its weights on a device: in a dtype, its layers in a format if one is given, less what is streamed from the memory of the
+    /// host.
     ///
     /// # Errors
-    /// [`Error::Argument`] if no layer may be quantized.
-    pub fn weight_bytes(&self, dtype: DType, format: Option<Format>) -> Result<usize> {
+    /// [`Error::Argument`] if no layer may be quantized; as [`Streaming::new`].
+    pub fn weight_bytes(&self, dtype: DType, format: Option<Format>, stream: StreamOptions) -> Result<usize> {
         let size = dtype.size_in_bytes();
         let all: usize = self.tensors().values().map(|dims| dims.iter().product::<usize>() * size).sum();
-        let Some(format) = format else { return Ok(all) };
-        self.kind.check_quantizable("weight_bytes")?;
-        let layers = self.model.named_layers();
-        let quantized = layers.iter().filter(|(name, layer)| !layer.is_conv() && self.kind.quantizable.has(name));
-        let saved = |(_, layer): &(String, Layer<'_>)| {
-            let base = layer.base();
-            (base.rows() * base.columns() * size).saturating_sub(format.bytes(base.rows(), base.columns()))
-        };
-        Ok(all - quantized.map(saved).sum::<usize>())
+        if format.is_some() {
+            self.kind.check_quantizable("weight_bytes")?;
+        }
+        let inside = self.model.named_layers().into_iter();
+        let inside = inside.filter(|(name, layer)| !layer.is_conv() && self.kind.quantizable.has(name));
+        let (mut saved, mut held) = (0, Vec::new());
+        for (name, layer) in inside {
+            let (rows, columns) = (layer.base().rows(), layer.base().columns());
+            let values = rows * columns * size;
+            let bytes = format.map_or(values, |format| format.bytes(rows, columns));
+            saved += values.saturating_sub(bytes);
+            held.push((name, bytes));
+        }
+        if !stream.is_none() {
+            let streaming = Streaming::new(self.model.as_ref(), self.kind.quantizable, stream, &Device::Cpu)?;
+            saved += streaming.saved_bytes(held.iter().map(|(name, bytes)| (name.as_str(), *bytes)));
+        }
+        Ok(all - saved)
     }
 
     /// About how many values the tape holds at its fullest, for one sample of `size`.

@@ -10,7 +10,7 @@ use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_io::{PartNames, WeightFiles};
-use trainable_candle_nn::{Module, Quantizable, Source};
+use trainable_candle_nn::{Module, Quantizable, Source, StreamOptions};
 
 use crate::pipelines::{self, Place};
 use crate::pretrained::{Architecture, Choice, Configuration, Layout, Original, Pretrained};
@@ -70,8 +70,9 @@ pub struct ModelKind {
     pub weights_name: &'static str,
     /// Load it, frozen, its weights converted to a dtype if one is given.
     pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
-    /// A frozen model of random weights of the sizes in a `config.json`, or of the published model.
-    pub random: fn(Option<&Path>, DType, &Device, Option<Format>) -> Made,
+    /// A frozen model of random weights of the sizes in a `config.json`, or of the published model; with a format
+    /// that it is quantized in, and what is streamed from the memory of the host.
+    pub random: fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,
     /// The `config.json` of files, of which no weight is read.
@@ -95,7 +96,7 @@ impl ModelKind {
             class_names,
             weights_name,
             load: |files, dtype, device| Ok(Arc::new(M::load(files, dtype, device)?)),
-            random: |config, dtype, device, quantize| Ok(Arc::new(M::from_config(config, dtype, device, quantize)?)),
+            random: |config, dtype, device, held| Ok(Arc::new(M::from_config(config, dtype, device, held)?)),
             quantizable: M::QUANTIZABLE,
             config: |files| Ok(M::read_config(files)?.to_json()),
             shapes: |config| {

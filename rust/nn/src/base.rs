@@ -22,9 +22,9 @@ impl Operation {
         match (self, weight.into()) {
             (Self::Linear, weight) => linear(x, weight, bias),
             (Self::Conv2d(options), WeightRef::Plain(weight)) => conv2d(x, weight, bias, options),
-            (Self::Conv2d(_), WeightRef::Quantized(_)) => Err(Error::argument(
+            (Self::Conv2d(_), WeightRef::Quantized(_) | WeightRef::Streamed(_)) => Err(Error::argument(
                 "conv2d",
-                "the weight is quantized, which only linear layers take; dequantize() it",
+                "the weight is quantized or streamed, which only those of linear layers are",
             )),
         }
     }

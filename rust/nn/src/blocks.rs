@@ -1,10 +1,12 @@
 //! [`Blocks`]: the repeated blocks of a model, and what they keep between forward and backward.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::collections::HashMap;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::{Result, Tensor};
 
+use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
 /// In how many stretches nested blocks are recomputed. Those of one stretch take less memory than the layers around them.
@@ -18,23 +20,55 @@ pub struct Blocks<B> {
     kept: Kept,
 }
 
-/// What blocks keep.
-pub struct Kept(RwLock<Policy>);
+/// What blocks keep, and which of them have their weights in the memory of the host.
+#[derive(Default)]
+pub struct Kept {
+    policy: RwLock<Policy>,
+    turns: RwLock<Turns>,
+}
+
+#[derive(Default)]
+struct Turns {
+    runs: HashMap<usize, Turn>,
+    asides: HashMap<usize, Turn>,
+}
 
 impl Kept {
+    /// That of blocks which keep everything.
+    fn everything() -> Self {
+        Self { policy: RwLock::new(Policy::None), turns: RwLock::default() }
+    }
+
     pub(crate) fn set(&self, policy: Policy) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = policy;
+        *self.policy.write().unwrap_or_else(PoisonError::into_inner) = policy;
     }
 
     fn policy(&self) -> Policy {
-        *self.0.read().unwrap_or_else(PoisonError::into_inner)
+        *self.policy.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Blocks, by their numbers, that have weights in the memory of the host: for their runs, and for what is computed aside.
+    pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
+        *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
+    }
+
+    fn turns(&self) -> RwLockReadGuard<'_, Turns> {
+        self.turns.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn turn(&self, block: usize) -> Option<Turn> {
+        self.turns().runs.get(&block).cloned()
+    }
+
+    fn streams(&self) -> bool {
+        !self.turns().runs.is_empty()
     }
 }
 
 impl<B> FromIterator<B> for Blocks<B> {
     fn from_iter<I: IntoIterator<Item = B>>(blocks: I) -> Self {
         let blocks = blocks.into_iter().map(Arc::new).collect();
-        Self { blocks, nested: false, kept: Kept(RwLock::new(Policy::None)) }
+        Self { blocks, nested: false, kept: Kept::everything() }
     }
 }
 
@@ -62,9 +96,9 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
-    /// The number of blocks that are recomputed together under [`Policy::Full`], at least 1.
+    /// The number of blocks that are recomputed together under [`Policy::Full`], at least 1: blocks whose weights come and go one by one.
     pub fn stretch(&self) -> usize {
-        if self.nested { self.blocks.len().div_ceil(STRETCHES).max(1) } else { 1 }
+        if self.nested && !self.kept.streams() { self.blocks.len().div_ceil(STRETCHES).max(1) } else { 1 }
     }
 }
 
@@ -95,7 +129,42 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         F: Fn(&B, &[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
     {
         let block = self.blocks[index].clone();
-        checkpoint_with(self.kept.policy(), move |inputs: &[Tensor]| forward(&block, inputs), inputs)
+        let turn = self.kept.turn(index);
+        self.checkpointed(turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
+    }
+
+    /// What a model computes with block `index` before it runs, outside of its checkpoint: its modulation.
+    ///
+    /// # Errors
+    /// Those of `forward`.
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub fn aside<const N: usize>(
+        &self,
+        index: usize,
+        forward: impl FnOnce(&B) -> Result<[Tensor; N]>,
+    ) -> Result<[Tensor; N]> {
+        let turn = self.kept.turns().asides.get(&index).cloned();
+        let Some(turn) = turn else { return forward(&self.blocks[index]) };
+        turn.enter()?;
+        Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
+    }
+
+    /// The results of `forward`, the run of a block, whose weights come before it and again in the backward pass.
+    fn checkpointed<F>(&self, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
+    {
+        let policy = self.kept.policy();
+        let Some(turn) = turn else { return checkpoint_with(policy, forward, inputs) };
+        let inside = turn.clone();
+        let run = move |inputs: &[Tensor]| {
+            inside.enter()?;
+            forward(inputs)
+        };
+        let results = checkpoint_with(policy, run, inputs)?;
+        Ok(results.into_iter().map(|result| turn.reenter(result)).collect())
     }
 
     /// The result of all blocks, one after another: each takes the result of the one before (the first takes `x`), and `conditions`.
@@ -108,14 +177,15 @@ impl<B: Send + Sync + 'static> Blocks<B> {
     {
         let (policy, mut x) = (self.kept.policy(), x.clone());
         let together = if policy == Policy::Full { self.stretch() } else { 1 };
-        for blocks in self.blocks.chunks(together) {
+        for (index, blocks) in self.blocks.chunks(together).enumerate() {
+            let turn = if together == 1 { self.kept.turn(index) } else { None };
             let blocks = blocks.to_vec();
             let run = move |inputs: &[Tensor]| {
                 let (x, conditions) = (inputs[0].clone(), &inputs[1..]);
                 Ok(vec![blocks.iter().try_fold(x, |x, block| forward(block, &x, conditions))?])
             };
             let inputs: Vec<&Tensor> = std::iter::once(&x).chain(conditions.iter().copied()).collect();
-            x = checkpoint_with(policy, run, &inputs)?.remove(0);
+            x = self.checkpointed(turn, run, &inputs)?.remove(0);
         }
         Ok(x)
     }
@@ -124,7 +194,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
 impl<B: Module> Blocks<B> {
     /// Show the blocks as `<name>.0`, `<name>.1`, ...
     pub(crate) fn visit<'a>(&'a self, name: &str, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.kept(&self.kept)?;
+        visitor.kept(name, &self.kept, self.blocks.len())?;
         let mut blocks = self.blocks.iter().enumerate();
         blocks.try_for_each(|(index, block)| visitor.module(&format!("{name}.{index}"), block.as_ref()))
     }

@@ -1,8 +1,8 @@
 //! [`LinearGroup`]: linear layers that share their input.
 
-use smallvec::SmallVec;
 use trainable_candle_core::ops::gated::swiglu_linear_group;
 use trainable_candle_core::ops::linear_group::{LinearGroup as Group, linear_group};
+use trainable_candle_core::streaming::Streamed;
 use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
 
 use crate::{Layer, Linear, Visitor};
@@ -44,7 +44,7 @@ impl LinearGroup {
             ));
         }
         let sizes: Vec<usize> = members.iter().map(Linear::out_features).collect();
-        let joined = join(&members)?;
+        let joined = join(&mut members)?;
         if let Some(Joined { weight, bias }) = &joined {
             let mut start = 0;
             for (member, &size) in members.iter_mut().zip(&sizes) {
@@ -117,33 +117,41 @@ impl LinearGroup {
     }
 }
 
-/// Join the parameters of frozen layers. None if a layer is trainable or has only shapes, or only some are quantized.
-fn join(members: &[Linear<Tensor>]) -> Result<Option<Joined>> {
-    let tensors = |member: &Linear<Tensor>| -> SmallVec<[Tensor; 2]> {
-        member.weight.tensor().cloned().into_iter().chain(member.bias.clone()).collect()
-    };
+/// Join the parameters of frozen layers. None if a layer is trainable or has only shapes, or they are not all of one kind.
+fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let Some(first) = members.first() else { return Ok(None) };
+    let (dtype, has_bias) = (first.weight.dtype(), first.bias.is_some());
+    let device = first.weight.device().clone();
+    let fits = |tensor: &Tensor| {
+        Var::of(tensor).is_none()
+            && tensor.raw().is_contiguous()
+            && tensor.dtype() == dtype
+            && tensor.device().same_device(&device)
+    };
     let alike = members.iter().all(|member| {
-        member.bias.is_some() == first.bias.is_some()
-            && member.weight.tensor().is_some() == first.weight.tensor().is_some()
-            && tensors(member).iter().all(|tensor| {
-                Var::of(tensor).is_none()
-                    && tensor.raw().is_contiguous()
-                    && tensor.dtype() == first.weight.dtype()
-                    && tensor.device().same_device(first.weight.device())
-            })
+        member.bias.is_some() == has_bias && member.weight.tensor().into_iter().chain(&member.bias).all(fits)
     });
     if members.len() < 2 || !alike {
         return Ok(None);
     }
     let all = |tensors: Vec<&Tensor>| Tensor::cat(&tensors, 0).map(|tensor| tensor.detach());
     let weights: Vec<&Tensor> = members.iter().filter_map(|member| member.weight.tensor()).collect();
-    let weight = if weights.is_empty() {
-        let matrices: Vec<&Quantized> = members.iter().filter_map(|member| member.weight.quantized()).collect();
-        Quantized::cat(&matrices)?.into()
+    let matrices: Vec<&Quantized> = members.iter().filter_map(|member| member.weight.quantized()).collect();
+    let streamed: Vec<&Streamed> = members.iter().filter_map(|member| member.weight.streamed()).collect();
+    let count = members.len();
+    let (weight, parts) = if weights.len() == count {
+        (Weight::from(all(weights)?), None)
+    } else if matrices.len() == count {
+        (Quantized::cat(&matrices)?.into(), None)
+    } else if streamed.len() == count {
+        let Some((joined, parts)) = Streamed::join(&streamed)? else { return Ok(None) };
+        (Weight::Streamed(joined), Some(parts))
     } else {
-        all(weights)?.into()
+        return Ok(None);
     };
-    let bias = first.bias.is_some().then(|| all(members.iter().filter_map(|member| member.bias.as_ref()).collect()));
-    Ok(Some(Joined { weight, bias: bias.transpose()? }))
+    for (member, part) in members.iter_mut().zip(parts.into_iter().flatten()) {
+        member.weight = Weight::Streamed(part);
+    }
+    let bias = has_bias.then(|| all(members.iter().filter_map(|member| member.bias.as_ref()).collect())).transpose()?;
+    Ok(Some(Joined { weight, bias }))
 }

@@ -13,6 +13,7 @@ pub mod optim;
 mod quantization;
 mod slot;
 mod source;
+mod streaming;
 mod weights;
 
 pub use base::{Base, Operation};
@@ -24,4 +25,5 @@ pub use module::{Layer, Module, Part, Visitor};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use quantization::{Quantizable, Quantization};
 pub use source::{Source, Stored};
+pub use streaming::{StreamOptions, Streaming};
 pub use weights::{Init, Weights};

@@ -1,7 +1,7 @@
 //! Iterate over the named layers and tensors of a model.
 
 use trainable_candle_core::checkpoint::Policy;
-use trainable_candle_core::{Result, Tensor, Var, Weight};
+use trainable_candle_core::{Result, Tensor, Var, Weight, WeightRef};
 
 use crate::base::Base;
 use crate::blocks::{Blocks, Kept};
@@ -45,7 +45,7 @@ impl<'a> Layer<'a> {
             Self::Linear(linear) => Ok(linear.effective_weight()),
             Self::Conv(conv) => match conv.effective_weight() {
                 Weight::Plain(weight) => Ok(weight_to_file(&weight)?.into()),
-                quantized @ Weight::Quantized(_) => Ok(quantized),
+                other => Ok(other),
             },
         }
     }
@@ -77,7 +77,10 @@ pub trait Module {
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
         let values = |(name, weight): (String, Weight)| match weight {
             Weight::Plain(tensor) => Some((name, tensor)),
-            Weight::Quantized(matrix) => Some((name, matrix.dequantize(matrix.dtype()).ok()?)),
+            other => {
+                let values = WeightRef::from(&other).values(other.dtype()).ok()?;
+                Some((name, values))
+            }
         };
         self.named_weights().into_iter().filter_map(values).collect()
     }
@@ -92,7 +95,7 @@ pub trait Module {
                     tensors.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone().into())));
                 }
                 Part::Tensor(name, tensor) => tensors.push((name, tensor.clone().into())),
-                Part::Blocks(_) => {}
+                Part::Blocks { .. } => {}
             }
             Ok(())
         }));
@@ -111,7 +114,7 @@ pub trait Module {
                     vars.extend(base.bias.and_then(Var::of).map(|var| (format!("{name}.bias"), var)));
                 }
                 Part::Tensor(name, tensor) => vars.extend(Var::of(tensor).map(|var| (name, var))),
-                Part::Blocks(_) => {}
+                Part::Blocks { .. } => {}
             }
             Ok(())
         }));
@@ -121,7 +124,7 @@ pub trait Module {
     /// What all [`Blocks`] keep between forward and backward from now on; everything unless this is called.
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
-            if let Part::Blocks(kept) = part {
+            if let Part::Blocks { kept, .. } = part {
                 kept.set(policy);
             }
             Ok(())
@@ -135,8 +138,15 @@ pub enum Part<'a> {
     Layer(String, Layer<'a>),
     /// Any other parameter and its name.
     Tensor(String, &'a Tensor),
-    /// What the blocks keep that are shown next.
-    Blocks(&'a Kept),
+    /// The blocks that are shown next.
+    Blocks {
+        /// Their name without the number.
+        name: String,
+        /// What they keep.
+        kept: &'a Kept,
+        /// How many there are.
+        count: usize,
+    },
 }
 
 /// Keeps the prefix of names while a module passes on its parts.
@@ -175,8 +185,9 @@ impl<'a, 'f> Visitor<'a, 'f> {
         blocks.visit(name, self)
     }
 
-    pub(crate) fn kept(&mut self, kept: &'a Kept) -> Result<()> {
-        (self.see)(Part::Blocks(kept))
+    pub(crate) fn kept(&mut self, name: &str, kept: &'a Kept, count: usize) -> Result<()> {
+        let name = self.join(name);
+        (self.see)(Part::Blocks { name, kept, count })
     }
 
     /// Visit a linear layer.

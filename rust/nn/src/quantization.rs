@@ -10,15 +10,22 @@ pub struct Quantizable {
     pub blocks: &'static [&'static str],
     /// Parts of the names of layers in blocks that keep their dtype all the same.
     pub kept: &'static [&'static str],
+    /// Parts of the names of layers that make a block's modulation, which the model computes outside of the block's run.
+    pub modulation: &'static [&'static str],
 }
 
 impl Quantizable {
     /// No layer.
-    pub const NOTHING: Self = Self { blocks: &[], kept: &[] };
+    pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[] };
 
     /// Whether the layer `name` may be quantized.
     pub fn has(&self, name: &str) -> bool {
         self.blocks.iter().any(|block| name.starts_with(block)) && !self.kept.iter().any(|kept| name.contains(kept))
+    }
+
+    /// Whether the layer `name` makes a block's modulation.
+    pub fn is_modulation(&self, name: &str) -> bool {
+        self.modulation.iter().any(|part| name.contains(part))
     }
 }
 

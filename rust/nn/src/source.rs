@@ -1,17 +1,19 @@
 //! [`Source`]: where the parameters of a model under construction come from.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Quantized, Result, Shape, Tensor, Var, Weight};
 
 use crate::conv::weight_from_file;
-use crate::{Init, Quantization, Weights, init};
+use crate::{Init, Quantization, Streaming, Weights, init};
 
 /// Provides parameters: stored (frozen), fresh (trainable or frozen), or shapes alone.
 pub struct Source {
     kind: Kind,
     quantization: Option<Quantization>,
+    streaming: Option<Arc<Streaming>>,
 }
 
 /// Stored parameters, read one at a time as a model asks for them.
@@ -36,6 +38,14 @@ pub trait Stored {
     fn read_weight(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
         let values = self.read(name)?;
         format.map_or_else(|| Ok(values.clone().into()), |format| Ok(Quantized::new(&values, format)?.into()))
+    }
+
+    /// As [`read_weight`](Self::read_weight), on the CPU.
+    ///
+    /// # Errors
+    /// As [`read_weight`](Self::read_weight).
+    fn read_weight_to_cpu(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
+        on_cpu(self.read_weight(name, format)?)
     }
 
     /// The stored parameters of the model that are not in `taken`, by the names in the store.
@@ -109,13 +119,20 @@ impl Source {
     }
 
     const fn of(kind: Kind) -> Self {
-        Self { kind, quantization: None }
+        Self { kind, quantization: None, streaming: None }
     }
 
     /// Quantize linear layers one by one as they are asked for; none if None. Trainable parameters and mere shapes stay as they are.
     #[must_use]
     pub fn quantized(self, quantization: Option<Quantization>) -> Self {
         Self { quantization, ..self }
+    }
+
+    /// Leave the weights that are streamed on the CPU, for [`Streaming::start`]; none if None. Trainable parameters and mere shapes stay
+    /// as they are.
+    #[must_use]
+    pub fn streamed(self, streaming: Option<Arc<Streaming>>) -> Self {
+        Self { streaming, ..self }
     }
 
     /// The root of the names.
@@ -144,21 +161,36 @@ impl Source {
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
         let wanted = self.quantization.filter(|quantization| quantization.layers.has(layer));
+        let streaming = self.streaming.clone();
+        let streamed = streaming.as_deref().and_then(|streaming| Some((streaming, streaming.unit(layer)?)));
         if let Kind::Stored { stored, taken, .. } = &mut self.kind
             && let Some(found) = stored.shape(&name)?
         {
             check_shape(&name, &found, shape)?;
-            let weight = match wanted {
-                Some(wanted) => stored.read_weight(&name, wanted.format)?,
-                None => stored.read(&name)?.into(),
+            let weight = match (streamed, wanted) {
+                (Some((streaming, unit)), Some(wanted)) => {
+                    streaming.weight(unit, stored.read_weight_to_cpu(&name, wanted.format)?)?
+                }
+                (Some((streaming, unit)), None) => {
+                    let weight = stored.read_weight_to_cpu(&name, None)?;
+                    let values = weight.quantized().map(|codes| codes.dequantize(codes.dtype())).transpose()?;
+                    streaming.weight(unit, values.map_or(weight, Weight::from))?
+                }
+                (None, Some(wanted)) => stored.read_weight(&name, wanted.format)?,
+                (None, None) => stored.read(&name)?.into(),
             };
             taken.insert(name);
             return Ok(weight);
         }
         let values = self.get(name, shape, init, Packing::Plain)?;
-        match (wanted.and_then(|wanted| wanted.format), &self.kind) {
-            (Some(format), Kind::Random { .. }) => Ok(Quantized::new(&values, format)?.into()),
-            _ => Ok(values.into()),
+        let Kind::Random { .. } = &self.kind else { return Ok(values.into()) };
+        let weight: Weight = match wanted.and_then(|wanted| wanted.format) {
+            Some(format) => Quantized::new(&values, format)?.into(),
+            None => values.into(),
+        };
+        match streamed {
+            Some((streaming, unit)) => streaming.weight(unit, on_cpu(weight)?),
+            None => Ok(weight),
         }
     }
 
@@ -188,6 +220,15 @@ impl Source {
             Kind::Random { dtype, device } => packing.pack(draw(shape, init, device)?.to_dtype(*dtype)?),
             Kind::Shapes { dtype } => without_memory(&packing.shape(shape), *dtype),
         }
+    }
+}
+
+/// A weight on the CPU.
+fn on_cpu(weight: Weight) -> Result<Weight> {
+    match weight {
+        Weight::Plain(tensor) => Ok(tensor.to_device(&Device::Cpu)?.into()),
+        Weight::Quantized(matrix) => Ok(matrix.to_device(&Device::Cpu)?.into()),
+        Weight::Streamed(weight) => weight.host(),
     }
 }
 

@@ -14,6 +14,7 @@ use trainable_candle_io::adapter_file::AdapterFormat;
 use trainable_candle_models::pipelines::{PIPELINES, Pipeline};
 use trainable_candle_models::saved::SampleSize;
 use trainable_candle_models::{self as models, facts};
+use trainable_candle_nn::StreamOptions;
 use trainable_candle_nn::adapter::KINDS as ADAPTERS;
 use trainable_candle_nn::optim::KINDS as OPTIMIZERS;
 
@@ -108,12 +109,22 @@ impl PartFacts {
     /// Args:
     ///     dtype: of the weights.
     ///     quantize: the format of linear layers in blocks, as in `from_pretrained`.
+    ///     stream_blocks: as in `from_pretrained`; counted is what is on the device.
+    ///     stream_modulation: likewise.
     ///
     /// Raises:
-    ///     ArgumentError: if the format is unknown, or the model has no layers that may be quantized.
-    #[pyo3(signature = (dtype, quantize=None))]
-    fn weight_bytes(&self, dtype: DTypeArg, quantize: Option<&str>) -> Result<usize> {
-        Ok(self.0.weight_bytes(dtype.0, quantize.map(str::parse).transpose()?)?)
+    ///     ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or not so many blocks.
+    #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
+    fn weight_bytes(
+        &self,
+        dtype: DTypeArg,
+        quantize: Option<&str>,
+        stream_blocks: Integer,
+        stream_modulation: bool,
+    ) -> Result<usize> {
+        let blocks = stream_blocks.count("weight_bytes", "stream_blocks")?;
+        let stream = StreamOptions { blocks, modulation: stream_modulation };
+        Ok(self.0.weight_bytes(dtype.0, quantize.map(str::parse).transpose()?, stream)?)
     }
 
     /// About how many values are kept between forward and backward at the fullest, for one sample.

@@ -373,12 +373,18 @@ static CUresult unmap(CUdeviceptr address, size_t bytes) {
 }
 CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) { LOCKED(unmap(address, bytes)); }
 
+static size_t pinned_bytes;
+
 static CUresult host_alloc(void **address, size_t bytes) {
     TRY(simulated_ready(true));
     TRY(simulated_unsafe("cuMemHostAlloc"));
+    const char *limit = getenv("SIMULATED_CUDA_PINNED");
+    if (limit && pinned_bytes + bytes > strtoull(limit, NULL, 10))
+        return simulated_fail("cuMemHostAlloc", CUDA_ERROR_OUT_OF_MEMORY, "pinned-memory");
     uintptr_t start = bytes ? map(round_up(bytes, 4096), PROT_READ | PROT_WRITE) : 0;
     if (!start) return simulated_fail("cuMemHostAlloc", bytes ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE, "size");
     insert(&pinned_ranges, (struct range){.start = start, .bytes = bytes});
+    pinned_bytes += bytes;
     simulated_log("alloc-pinned bytes=%zu", bytes);
     *address = (void *)start;
     return CUDA_SUCCESS;
@@ -394,6 +400,8 @@ static CUresult host_free(void *address) {
     struct range *range = find(&pinned_ranges, (uintptr_t)address);
     if (!range || range->start != (uintptr_t)address) return simulated_fail("cuMemFreeHost", CUDA_ERROR_INVALID_VALUE, "address");
     munmap(address, round_up(range->bytes, 4096));
+    pinned_bytes -= range->bytes;
+    simulated_log("free-pinned bytes=%zu", range->bytes);
     take_out(&pinned_ranges, range);
     return CUDA_SUCCESS;
 }

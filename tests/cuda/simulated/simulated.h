@@ -52,6 +52,8 @@ struct CUstream_st {
     pthread_t thread;
     cuuint64_t capture;
     CUgraph graph;
+    // A stream that an event has taken into the capture of another, and whether that one has not waited for its work since.
+    bool joined, ahead;
 };
 
 // One lock for everything.
@@ -87,6 +89,7 @@ HIDDEN CUresult simulated_stream(const char *call, CUstream stream);
 // Do work of a stream now, or put it into the stream's graph.
 HIDDEN void simulated_queue(CUstream stream, struct CUgraphNode_st node);
 HIDDEN bool simulated_capturing(CUstream stream);
+HIDDEN int simulated_number(CUstream stream);
 HIDDEN CUresult simulated_synchronize(const char *call, CUstream stream);
 
 // For the libraries, which call the driver as the real ones do: queue a product that reads and writes these ranges.

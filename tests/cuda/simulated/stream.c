@@ -4,6 +4,7 @@
 struct CUevent_st {
     bool recorded;
     cuuint64_t capture;
+    CUstream stream;
 };
 
 #define MAX_STREAMS 64
@@ -88,6 +89,14 @@ void simulated_queue(CUstream stream, struct CUgraphNode_st node) {
         if (!graph->nodes) abort();
     }
     graph->nodes[graph->count++] = node;
+    stream->ahead = stream->joined;
+}
+
+// The number of a stream in the log: 0 for the default ones.
+int simulated_number(CUstream stream) {
+    for (int i = 0; i < MAX_STREAMS; i++)
+        if (stream && streams[i] == stream) return i + 1;
+    return 0;
 }
 
 static CUresult create(CUstream *made, unsigned flags) {
@@ -116,7 +125,7 @@ static void discard(CUgraph graph) {
 static CUresult destroy(CUstream stream) {
     for (int i = 0; i < MAX_STREAMS; i++) {
         if (!stream || streams[i] != stream) continue;
-        discard(stream->graph);
+        if (!stream->joined) discard(stream->graph);
         free(stream);
         streams[i] = NULL;
         return CUDA_SUCCESS;
@@ -175,6 +184,8 @@ static CUresult record(CUevent event, CUstream stream) {
     TRY(simulated_stream("cuEventRecord", stream));
     event->recorded = true;
     event->capture = simulated_capturing(stream) ? stream->capture : 0;
+    event->stream = stream;
+    simulated_log("record event=%p stream=%d captured=%d", (void *)event, simulated_number(stream), simulated_capturing(stream));
     return CUDA_SUCCESS;
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) { LOCKED(record(event, stream)); }
@@ -195,11 +206,26 @@ CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end) {
 
 static CUresult wait(CUstream stream, CUevent event) {
     TRY(simulated_stream("cuStreamWaitEvent", stream));
-    // Capture over several streams is not simulated.
-    if (event->capture && !(simulated_capturing(stream) && stream->capture == event->capture))
-        return simulated_fail("cuStreamWaitEvent", CUDA_ERROR_NOT_SUPPORTED, "capture-of-two-streams");
-    if (!event->capture && event->recorded && simulated_capturing(stream))
+    if (event->capture) {
+        if (!exists(event->stream) || !simulated_capturing(event->stream) || event->stream->capture != event->capture)
+            return simulated_fail("cuStreamWaitEvent", CUDA_ERROR_INVALID_VALUE, "event-of-a-capture-that-is-over");
+        if (simulated_capturing(stream) && stream->capture != event->capture)
+            return invalidate("cuStreamWaitEvent", stream, CUDA_ERROR_STREAM_CAPTURE_MERGE, "two-captures");
+        if (!simulated_capturing(stream)) {
+            // From here on the stream belongs to the capture, and writes to its graph.
+            stream->status = CU_STREAM_CAPTURE_STATUS_ACTIVE;
+            stream->mode = event->stream->mode;
+            stream->thread = event->stream->thread;
+            stream->capture = event->capture;
+            stream->graph = event->stream->graph;
+            stream->joined = true;
+        } else if (!stream->joined) {
+            event->stream->ahead = false;
+        }
+    } else if (event->recorded && simulated_capturing(stream)) {
         return invalidate("cuStreamWaitEvent", stream, CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "event-from-outside");
+    }
+    simulated_log("wait event=%p stream=%d captured=%d", (void *)event, simulated_number(stream), simulated_capturing(stream));
     return CUDA_SUCCESS;
 }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
@@ -223,14 +249,28 @@ CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode mode) { LOCKE
 
 static CUresult end(CUstream stream, CUgraph *graph) {
     *graph = NULL;
-    if (!exists(stream) || !active(stream)) return simulated_fail("cuStreamEndCapture", CUDA_ERROR_ILLEGAL_STATE, "stream");
+    if (!exists(stream) || !active(stream) || stream->joined)
+        return simulated_fail("cuStreamEndCapture", CUDA_ERROR_ILLEGAL_STATE, "stream");
     bool valid = simulated_capturing(stream);
     bool elsewhere = stream->mode != CU_STREAM_CAPTURE_MODE_RELAXED && !pthread_equal(stream->thread, pthread_self());
     if (elsewhere) return invalidate("cuStreamEndCapture", stream, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "thread");
     CUgraph captured = stream->graph;
     stream->graph = NULL;
     stream->status = CU_STREAM_CAPTURE_STATUS_NONE;
+    bool ahead = false;
+    for (int i = 0; i < MAX_STREAMS; i++) {
+        CUstream other = streams[i];
+        if (!other || !other->joined || other->capture != stream->capture) continue;
+        ahead |= other->ahead;
+        other->graph = NULL;
+        other->status = CU_STREAM_CAPTURE_STATUS_NONE;
+        other->joined = other->ahead = false;
+    }
     simulated_log("capture-end valid=%d nodes=%zu", valid, captured->count);
+    if (valid && ahead) {
+        discard(captured);
+        return simulated_fail("cuStreamEndCapture", CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "work-of-another-stream");
+    }
     if (!valid) {
         discard(captured);
         return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;

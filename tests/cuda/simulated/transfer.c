@@ -9,8 +9,8 @@ static CUresult transfer(const char *call, CUstream stream, struct CUgraphNode_s
         stream->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
         return simulated_fail(call, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "pageable-memory");
     }
-    simulated_log("%s kind=%s bytes=%zu pageable=%d captured=%d", node.kind == FILL ? "fill" : "copy", call, node.bytes, pageable,
-                  simulated_capturing(stream));
+    simulated_log("%s kind=%s bytes=%zu pageable=%d captured=%d stream=%d", node.kind == FILL ? "fill" : "copy", call, node.bytes, pageable,
+                  simulated_capturing(stream), simulated_number(stream));
     simulated_queue(stream, node);
     return CUDA_SUCCESS;
 }

@@ -80,7 +80,9 @@ def estimate(
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
     name = family.component
-    base = facts.bytes(config.precision, name, quantize=config.base_format)
+    base = facts.parts[name].weight_bytes(
+        config.precision, config.base_format, **config.streaming
+    )
     denoiser = Item(name, "weights", base)
     texts = Item("text encoders", "weights", _text_bytes(facts, config))
     vae = Item("vae", "weights", facts.bytes("f32", "vae"))

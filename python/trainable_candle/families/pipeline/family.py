@@ -135,7 +135,12 @@ class PipelineFamily(LatentFamily, Generic[E]):
     @cached_property
     def model(self) -> Model:
         """The denoiser."""
-        return load(**self.source(self.component), dtype=self.dtype, device=self.device)
+        return load(
+            **self.source(self.component),
+            **self.config.streaming,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def source(self, part: str) -> Loading:
         """What `from_pretrained` is given to load a part."""

@@ -7,7 +7,7 @@ use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::DeviceId;
 use candle_core::cuda_backend::cudarc::cublas::{CudaBlas, sys as blas};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DriverError};
 use candle_core::{CudaDevice, Device, DeviceLocation};
 use trainable_candle_cuda::structs::Address;
 
@@ -16,6 +16,7 @@ use super::error::{check_blas, driver_error};
 use super::loader::Loader;
 use super::product_calls::ProductCalls;
 use super::recorder;
+use super::streaming::{Copies, Lazy};
 use crate::{Error, Raw, Result};
 
 /// The size of cuBLAS' workspace that NVIDIA recommends for the Hopper generation.
@@ -32,6 +33,7 @@ pub struct Gpu {
     multiprocessors: usize,
     board: Board,
     product_calls: ProductCalls,
+    copies: Lazy,
     /// cuBLAS and cuBLASLt work in it, one after the other.
     workspace: CudaSlice<u8>,
 }
@@ -110,6 +112,7 @@ impl Gpu {
             is_hopper,
             multiprocessors,
             product_calls: ProductCalls::default(),
+            copies: Lazy::new(),
             workspace,
         })))
     }
@@ -168,6 +171,16 @@ impl Gpu {
     /// How cuBLASLt computes the products with a bias that have been met.
     pub(super) const fn product_calls(&self) -> &ProductCalls {
         &self.product_calls
+    }
+
+    /// The stream of copies from the host beside the work, made when it is first asked for.
+    pub(super) fn copies(&self) -> Result<&'static Copies> {
+        self.copies.get_or_make(self)
+    }
+
+    /// Let work and copies beside it meet, where a recording or a replay begins or ends.
+    pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
+        self.copies.get().map_or(Ok(()), |copies| copies.meet(self))
     }
 
     /// Its kernels.

@@ -28,6 +28,7 @@ mod random;
 mod recorder;
 mod reduce;
 mod storage;
+pub mod streaming;
 mod strided;
 pub(crate) mod tensor_map;
 

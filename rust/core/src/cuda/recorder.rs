@@ -1,6 +1,8 @@
 //! The capture of a graph that is under way, for all parts of the runtime.
 
+use std::any::Any;
 use std::cell::RefCell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashMap;
@@ -20,6 +22,7 @@ struct Current {
     generator: Address,
     start: State,
     held: FxHashMap<usize, Raw>,
+    sources: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 thread_local! {
@@ -46,12 +49,20 @@ pub fn claim(op: &'static str) -> Result<()> {
 
 /// What is queued from now on is recorded: draws from `start` on read the generator at this address.
 pub fn begin(generator: Address, start: State) {
-    CURRENT.set(Some(Current { generator, start, held: FxHashMap::default() }));
+    CURRENT.set(Some(Current { generator, start, held: FxHashMap::default(), sources: Vec::new() }));
 }
 
-/// Nothing is recorded any more; the tensors that the graph reads or writes.
-pub fn end() -> Vec<Raw> {
-    CURRENT.take().map_or_else(Vec::new, |current| current.held.into_values().collect())
+/// What a graph reads or writes, which lives as long as it.
+#[derive(Default)]
+pub struct Held {
+    _tensors: Vec<Raw>,
+    _sources: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+/// Nothing is recorded any more; what the graph reads or writes.
+pub fn end() -> Held {
+    let held = |current: Current| Held { _tensors: current.held.into_values().collect(), _sources: current.sources };
+    CURRENT.take().map_or_else(Held::default, held)
 }
 
 /// Other threads may capture.
@@ -84,6 +95,20 @@ pub fn hold(tensor: &Raw, address: Address) {
     CURRENT.with_borrow_mut(|current| {
         if let Some(current) = current {
             current.held.entry(storage_identity(tensor).0).or_insert_with(|| tensor.clone());
+        }
+    });
+}
+
+/// Keep the owner of memory of the host as long as the graph that is being captured on this thread, if one is.
+pub fn hold_source(owner: &Arc<impl Any + Send + Sync>) {
+    if !capture::is_capturing() {
+        return;
+    }
+    CURRENT.with_borrow_mut(|current| {
+        if let Some(current) = current
+            && !current.sources.iter().any(|known| std::ptr::addr_eq(Arc::as_ptr(known), Arc::as_ptr(owner)))
+        {
+            current.sources.push(owner.clone());
         }
     });
 }

@@ -285,6 +285,7 @@ pub fn adapted_row_norm<'a>(
         WeightRef::Quantized(weight) => {
             weight.values(if down.dtype() == DType::F64 { DType::F64 } else { DType::F32 })?
         }
+        WeightRef::Streamed(weight) => return adapted_row_norm(&weight.here()?, down, up, scale),
     };
     compute::matmul_accumulate(&adapted, &up.raw, &down.raw, scale)?;
     let squares = compute::sum(&compute::binary(&adapted, &adapted, Mul)?, &[1], false)?;

@@ -85,14 +85,14 @@ impl Scales {
         first.into_iter().chain(second)
     }
 
-    fn to_device(&self, device: &Device) -> Result<Self> {
-        let moved = |raw: &Raw| -> Result<Raw> { Ok(raw.to_device(device)?) };
+    /// The same over other storage: `of` gives that of each part.
+    fn map(&self, of: &mut impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         Ok(match self {
-            Self::Int8(scales) => Self::Int8(moved(scales)?),
-            Self::Fp8(scales) => Self::Fp8(moved(scales)?),
-            Self::Nf4(scales) => Self::Nf4(moved(scales)?),
+            Self::Int8(scales) => Self::Int8(of(scales)?),
+            Self::Fp8(scales) => Self::Fp8(of(scales)?),
+            Self::Nf4(scales) => Self::Nf4(of(scales)?),
             Self::Nested { codes, scales, offset } => {
-                Self::Nested { codes: moved(codes)?, scales: moved(scales)?, offset: *offset }
+                Self::Nested { codes: of(codes)?, scales: of(scales)?, offset: *offset }
             }
             Self::Ggml(format) => Self::Ggml(*format),
         })
@@ -324,11 +324,16 @@ impl Quantized {
         if device.same_device(self.device()) {
             return Ok(self.clone());
         }
-        let moved = |part: &Part| -> Result<Part> {
-            let codes = part.codes.to_device(device)?;
-            Ok(Part { rows: part.rows, codes, scales: part.scales.to_device(device)? })
+        self.map(|raw| Ok(raw.to_device(device)?))
+    }
+
+    /// The same over other storage: `of` gives that of each part, always in the same order.
+    pub(crate) fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
+        let mut part = |part: &Part| -> Result<Part> {
+            let codes = of(&part.codes)?;
+            Ok(Part { rows: part.rows, codes, scales: part.scales.map(&mut of)? })
         };
-        let parts = self.parts.iter().map(moved).collect::<Result<_>>()?;
+        let parts = self.parts.iter().map(&mut part).collect::<Result<_>>()?;
         Ok(Self { dims: self.dims, dtype: self.dtype, parts })
     }
 

@@ -3,16 +3,19 @@
 use candle_core::{DType, Device};
 
 use super::Quantized;
+use crate::streaming::Streamed;
 use crate::tape::{Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint};
 
-/// The weight of a linear layer: a tensor, or a frozen quantized matrix.
+/// The weight of a linear layer: a tensor, or a frozen quantized matrix; or a frozen one of them that comes to the device at times.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values.
     Plain(Tensor),
     /// Codes.
     Quantized(Quantized),
+    /// Either, in the memory of the host.
+    Streamed(Streamed),
 }
 
 /// A borrowed [`Weight`]: what operations take.
@@ -22,6 +25,8 @@ pub enum WeightRef<'a> {
     Plain(&'a Tensor),
     /// Codes.
     Quantized(&'a Quantized),
+    /// Either, in the memory of the host.
+    Streamed(&'a Streamed),
 }
 
 impl From<Tensor> for Weight {
@@ -59,6 +64,7 @@ impl<'a> From<&'a Weight> for WeightRef<'a> {
         match weight {
             Weight::Plain(tensor) => Self::Plain(tensor),
             Weight::Quantized(quantized) => Self::Quantized(quantized),
+            Weight::Streamed(streamed) => Self::Streamed(streamed),
         }
     }
 }
@@ -83,15 +89,23 @@ impl Weight {
     pub const fn tensor(&self) -> Option<&Tensor> {
         match self {
             Self::Plain(tensor) => Some(tensor),
-            Self::Quantized(_) => None,
+            Self::Quantized(_) | Self::Streamed(_) => None,
         }
     }
 
     /// The quantized matrix, if it is one.
     pub const fn quantized(&self) -> Option<&Quantized> {
         match self {
-            Self::Plain(_) => None,
+            Self::Plain(_) | Self::Streamed(_) => None,
             Self::Quantized(quantized) => Some(quantized),
+        }
+    }
+
+    /// The streamed weight, if it is one.
+    pub const fn streamed(&self) -> Option<&Streamed> {
+        match self {
+            Self::Plain(_) | Self::Quantized(_) => None,
+            Self::Streamed(streamed) => Some(streamed),
         }
     }
 }
@@ -102,6 +116,7 @@ impl<'a> WeightRef<'a> {
         match self {
             Self::Plain(tensor) => tensor.dims(),
             Self::Quantized(quantized) => quantized.dims(),
+            Self::Streamed(streamed) => streamed.dims(),
         }
     }
 
@@ -115,6 +130,7 @@ impl<'a> WeightRef<'a> {
         match self {
             Self::Plain(tensor) => tensor.dtype(),
             Self::Quantized(quantized) => quantized.dtype(),
+            Self::Streamed(streamed) => streamed.dtype(),
         }
     }
 
@@ -123,6 +139,7 @@ impl<'a> WeightRef<'a> {
         match self {
             Self::Plain(tensor) => tensor.device(),
             Self::Quantized(quantized) => quantized.device(),
+            Self::Streamed(streamed) => streamed.device(),
         }
     }
 
@@ -130,7 +147,7 @@ impl<'a> WeightRef<'a> {
     pub const fn tensor(self) -> Option<&'a Tensor> {
         match self {
             Self::Plain(tensor) => Some(tensor),
-            Self::Quantized(_) => None,
+            Self::Quantized(_) | Self::Streamed(_) => None,
         }
     }
 
@@ -139,6 +156,7 @@ impl<'a> WeightRef<'a> {
         match self {
             Self::Plain(tensor) => Weight::Plain(tensor.clone()),
             Self::Quantized(quantized) => Weight::Quantized(quantized.clone()),
+            Self::Streamed(streamed) => Weight::Streamed(streamed.clone()),
         }
     }
 
@@ -156,6 +174,7 @@ impl<'a> WeightRef<'a> {
         match self {
             Self::Plain(tensor) => tensor.detach().to_dtype(dtype),
             Self::Quantized(quantized) => quantized.dequantize(dtype),
+            Self::Streamed(streamed) => streamed.values(dtype),
         }
     }
 
@@ -171,6 +190,7 @@ impl<'a> WeightRef<'a> {
         match self {
             Self::Plain(tensor) => HeldWeight::Plain(saver.hold(tensor)),
             Self::Quantized(quantized) => HeldWeight::Quantized(quantized.clone()),
+            Self::Streamed(streamed) => HeldWeight::Streamed(streamed.clone()),
         }
     }
 }
@@ -179,6 +199,7 @@ impl<'a> WeightRef<'a> {
 pub(crate) enum HeldWeight {
     Plain(Saved),
     Quantized(Quantized),
+    Streamed(Streamed),
 }
 
 impl HeldWeight {
@@ -187,6 +208,11 @@ impl HeldWeight {
         match self {
             Self::Plain(saved) => saved.get(),
             Self::Quantized(quantized) => quantized.values(dtype),
+            Self::Streamed(streamed) => match streamed.here()? {
+                Weight::Quantized(quantized) => quantized.values(dtype),
+                Weight::Plain(tensor) => Ok(tensor.raw),
+                Weight::Streamed(_) => unreachable!("the views of a slot are not streamed themselves"),
+            },
         }
     }
 }

@@ -258,7 +258,7 @@ impl Architecture for CausalLM {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["model.layers."], kept: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["model.layers."], kept: &[], modulation: &[] };
 
     fn build(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
@@ -280,7 +280,12 @@ impl Architecture for CausalLM {
         };
         let layout = |_: &WeightFiles| keys::layout(&config, files.original());
         let quantization = Self::quantization("from_pretrained", files.quantize())?;
-        files.build(layout, dtype, (device, quantization), |weights| Self::new(config.clone(), weights))
+        files.build(
+            layout,
+            dtype,
+            (device, quantization, Self::streaming(&config, files.stream(), device)?),
+            |weights| Self::new(config.clone(), weights),
+        )
     }
 }
 

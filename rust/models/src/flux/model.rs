@@ -110,8 +110,8 @@ impl FluxTransformer {
         let mut image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
         let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let Rope { cos, sin } = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        for (i, block) in self.double_blocks.iter().enumerate() {
-            let [of_image, of_text] = block.modulation(&condition)?;
+        for i in 0..self.double_blocks.len() {
+            let [of_image, of_text] = self.double_blocks.aside(i, |block| block.modulation(&condition))?;
             let inputs = [&image, &text, &of_image, &of_text, &cos, &sin];
             let mut results = self.double_blocks.run_several(i, &inputs, |block, inputs| {
                 let [image, text, of_image, of_text, cos, sin] = inputs else { unreachable!("six inputs") };
@@ -121,8 +121,9 @@ impl FluxTransformer {
             (text, image) = (results.remove(1), results.remove(0));
         }
         let mut x = Tensor::cat(&[&text, &image], 1)?;
-        for (i, block) in self.single_blocks.iter().enumerate() {
-            let inputs = [&x, &block.modulation(&condition)?, &cos, &sin];
+        for i in 0..self.single_blocks.len() {
+            let [modulation] = self.single_blocks.aside(i, |block| Ok([block.modulation(&condition)?]))?;
+            let inputs = [&x, &modulation, &cos, &sin];
             x = self.single_blocks.run_one(i, &inputs, |block, inputs| {
                 let [x, modulation, cos, sin] = inputs else { unreachable!("four inputs") };
                 block.forward(x, modulation, Some(&Rope { cos: cos.clone(), sin: sin.clone() }))
@@ -172,8 +173,11 @@ impl Architecture for FluxTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["transformer_blocks.", "single_transformer_blocks."],
+        kept: &[],
+        modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"],
+    };
 
     fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

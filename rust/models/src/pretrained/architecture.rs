@@ -1,13 +1,14 @@
 //! [`Architecture`]: what the files of a model say, and how it is built of them.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::WeightFiles;
-use trainable_candle_nn::{Quantizable, Quantization, Source, Weights};
+use trainable_candle_nn::{Quantizable, Quantization, Source, StreamOptions, Streaming, Weights};
 
 use super::{Choice, Layout, Original, Pretrained, read_json};
 use crate::registry::{Model, ModelKind};
@@ -78,7 +79,20 @@ pub trait Architecture: Model + Sized {
         let dtype = if upcasts { Some(DType::F32) } else { dtype };
         let layout = |weights: &WeightFiles| Self::names(&config, files.original(), Some(weights));
         let quantization = Self::quantization("from_pretrained", files.quantize())?;
-        files.build(layout, dtype, (device, quantization), |weights| Self::build(config.clone(), weights))
+        let streaming = Self::streaming(&config, files.stream(), device)?;
+        files.build(layout, dtype, (device, quantization, streaming), |weights| Self::build(config.clone(), weights))
+    }
+
+    /// How its blocks are streamed from the memory of the host, if anything is.
+    ///
+    /// # Errors
+    /// As [`Streaming::new`].
+    fn streaming(config: &Self::Config, options: StreamOptions, device: &Device) -> Result<Option<Arc<Streaming>>> {
+        if options.is_none() {
+            return Ok(None);
+        }
+        let shapes = Self::build(config.clone(), &mut Source::shapes(DType::F16).root())?;
+        Streaming::new(&shapes, Self::QUANTIZABLE, options, device).map(|streaming| Some(Arc::new(streaming)))
     }
 
     /// Its layers in a format, or as files have them.
@@ -101,18 +115,30 @@ pub trait Architecture: Model + Sized {
     }
 
     /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of the published
-    /// model without one, to measure its speed and memory; quantized if a format is given.
+    /// model without one, to measure its speed and memory; quantized if a format is given, with blocks streamed from the memory of the host.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
     /// floating-point, [`Error::OutOfMemory`] if the model does not fit, [`Error::Argument`] if it cannot be quantized.
-    fn from_config(config: Option<&Path>, dtype: DType, device: &Device, quantize: Option<Format>) -> Result<Self> {
+    fn from_config(
+        config: Option<&Path>,
+        dtype: DType,
+        device: &Device,
+        (quantize, stream): (Option<Format>, StreamOptions),
+    ) -> Result<Self> {
         if !is_float(dtype) {
             let message = format!("a model computes in floating point, found {}", dtype.as_str());
             return Err(Error::dtype("from_config", message));
         }
         let quantization = Self::quantization("from_config", quantize)?;
-        Self::build(Self::config_at(config)?, &mut Source::random(dtype, device).quantized(Some(quantization)).root())
+        let config = Self::config_at(config)?;
+        let streaming = Self::streaming(&config, stream, device)?;
+        let mut source = Source::random(dtype, device).quantized(Some(quantization)).streamed(streaming.clone());
+        let model = Self::build(config, &mut source.root())?;
+        if let Some(streaming) = streaming {
+            streaming.start(&model)?;
+        }
+        Ok(model)
     }
 
     /// The configuration in a `config.json`, or the published model's.

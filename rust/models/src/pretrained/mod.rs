@@ -8,6 +8,7 @@ mod save;
 mod stored;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -15,7 +16,7 @@ use trainable_candle_core::quantized::Format;
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Result};
 use trainable_candle_io::{PartNames, WeightFile, WeightFiles};
-use trainable_candle_nn::{Quantization, Source, Weights};
+use trainable_candle_nn::{Module, Quantization, Source, StreamOptions, Streaming, Weights};
 
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
@@ -49,6 +50,8 @@ pub struct Choice {
     pub layers: Option<usize>,
     /// Quantize the linear layers in blocks while they are read.
     pub quantize: Option<Format>,
+    /// What lies in the memory of the host and is copied to the device ahead of its use.
+    pub stream: StreamOptions,
 }
 
 impl Choice {
@@ -70,6 +73,7 @@ pub struct Pretrained {
     force_upcast: Option<bool>,
     layers: Option<usize>,
     quantize: Option<Format>,
+    stream: StreamOptions,
 }
 
 impl Pretrained {
@@ -95,8 +99,9 @@ impl Pretrained {
     }
 
     fn new(path: &Path, model: &'static ModelKind, choice: &Choice, weights: Vec<PathBuf>) -> Self {
-        let &Choice { force_upcast, layers, quantize, .. } = choice;
-        Self { path: path.to_path_buf(), config: None, weights, model, original: None, force_upcast, layers, quantize }
+        let &Choice { force_upcast, layers, quantize, stream, .. } = choice;
+        let path = path.to_path_buf();
+        Self { path, config: None, weights, model, original: None, force_upcast, layers, quantize, stream }
     }
 
     fn in_folder(path: &Path, model: &'static ModelKind, choice: &Choice) -> Result<Self> {
@@ -162,6 +167,11 @@ impl Pretrained {
     /// How many of the model's first layers to load; all without it.
     pub const fn layers(&self) -> Option<usize> {
         self.layers
+    }
+
+    /// What is streamed from the memory of the host.
+    pub const fn stream(&self) -> StreamOptions {
+        self.stream
     }
 
     /// The format that linear layers are quantized in, if one is wanted.
@@ -248,11 +258,11 @@ impl Pretrained {
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`] and
     /// [`Source::finish`]; whatever `model` raises.
-    pub fn build<M>(
+    pub fn build<M: Module>(
         &self,
         layout: impl FnOnce(&WeightFiles) -> Box<dyn Layout>,
         dtype: Option<DType>,
-        (device, quantization): (&Device, Quantization),
+        (device, quantization, streaming): (&Device, Quantization, Option<Arc<Streaming>>),
         model: impl FnOnce(&mut Weights<'_>) -> Result<M>,
     ) -> Result<M> {
         if let Some(dtype) = dtype.filter(|&d| !is_float(d)) {
@@ -266,13 +276,16 @@ impl Pretrained {
         // A model computes in one dtype, even if its file mixes several.
         let dtype = dtype.or_else(|| files.common_dtype(layout.prefix()));
         let stored = StoredWeights { files, layout, dtype, device: device.clone() };
-        let mut source = Source::stored(stored).quantized(Some(quantization));
+        let mut source = Source::stored(stored).quantized(Some(quantization)).streamed(streaming.clone());
         let in_file = |error| match error {
             Error::Config(text) => Error::Config(format!("{}: {text}", self.path.display())),
             other => other,
         };
         let model = model(&mut source.root()).map_err(in_file)?;
         source.finish().map_err(in_file)?;
+        if let Some(streaming) = streaming {
+            streaming.start(&model)?;
+        }
         Ok(model)
     }
 }

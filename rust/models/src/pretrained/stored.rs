@@ -41,13 +41,11 @@ impl Stored for StoredWeights {
     }
 
     fn read_weight(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
-        if let Some(codes) = self.codes(name, format)? {
-            return Ok(codes.to_device(&self.device)?.into());
-        }
-        let Some(format) = format else { return Ok(self.read(name)?.into()) };
-        // Values are quantized on the CPU: only codes and scales move.
-        let values = self.read_to(name, &Device::Cpu)?;
-        Ok(Quantized::new(&values, format)?.to_device(&self.device)?.into())
+        self.read_weight_to(name, format, &self.device.clone())
+    }
+
+    fn read_weight_to_cpu(&mut self, name: &str, format: Option<Format>) -> Result<Weight> {
+        self.read_weight_to(name, format, &Device::Cpu)
     }
 
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String> {
@@ -84,6 +82,16 @@ impl StoredWeights {
         let scale = Tensor::new(&[scale], &Device::Cpu)?;
         let codes = form.read(&codes)?;
         Quantized::from_fp8(&codes, &scale, self.dtype.unwrap_or(DType::BF16)).map(Some)
+    }
+
+    fn read_weight_to(&mut self, name: &str, format: Option<Format>, device: &Device) -> Result<Weight> {
+        if let Some(codes) = self.codes(name, format)? {
+            return Ok(codes.to_device(device)?.into());
+        }
+        let Some(format) = format else { return Ok(self.read_to(name, device)?.into()) };
+        // Values are quantized on the CPU: only codes and scales move.
+        let values = self.read_to(name, &Device::Cpu)?;
+        Ok(Quantized::new(&values, format)?.to_device(device)?.into())
     }
 
     fn read_to(&mut self, name: &str, device: &Device) -> Result<Tensor> {

@@ -93,8 +93,8 @@ impl SD3Transformer {
         let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?;
         let condition = self.time_text_embed.forward(&times, Some(conditions.pooled_projections), None)?;
-        for (i, block) in self.blocks.iter().enumerate() {
-            let [of_image, of_text] = block.modulation(&condition)?;
+        for i in 0..self.blocks.len() {
+            let [of_image, of_text] = self.blocks.aside(i, |block| block.modulation(&condition))?;
             let inputs = [&image, &text, &of_image, &of_text];
             let mut results = self.blocks.run_several(i, &inputs, |block, inputs| {
                 let [image, text, of_image, of_text] = inputs else { unreachable!("four inputs") };
@@ -163,7 +163,11 @@ impl Architecture for SD3Transformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], kept: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["transformer_blocks."],
+        kept: &[],
+        modulation: &["norm1.linear", "norm1_context.linear"],
+    };
 
     fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

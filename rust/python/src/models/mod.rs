@@ -22,6 +22,7 @@ use trainable_candle_core as tc;
 use trainable_candle_io as io;
 use trainable_candle_models::registry::ModelKind;
 use trainable_candle_models::{self as models, Loaded};
+use trainable_candle_nn::StreamOptions;
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
 use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
@@ -140,14 +141,19 @@ impl Model {
     ///     layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
     ///     quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
     ///         they are read; all else is as `dtype` says.
+    ///     stream_blocks: keep the weights of so many blocks in pinned memory of the host, and copy each block's to the device ahead of
+    ///         its use, on a stream of its own. Only two blocks' are on the device at a time.
+    ///     stream_modulation: keep the weights that make the modulation of blocks there, in all blocks and not only in those streamed: for
+    ///         Flux 6 GiB that each step reads once.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
     ///     ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-    ///     ArgumentError: if `layers` is given for another kind of model, or is more than it has, or if the kind has no layers to
-    ///         quantize.
+    ///     ArgumentError: if `layers` is given for another kind of model, or is more than it has, if the kind has no layers to
+    ///         quantize, or the model has fewer blocks than `stream_blocks`.
+    ///     OutOfMemoryError: if the model does not fit, or the system gives no more pinned memory.
     #[classmethod]
-    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None, quantize=None))]
+    #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn from_pretrained(
         cls: &Bound<'_, PyType>,
@@ -160,10 +166,14 @@ impl Model {
         force_upcast: Option<bool>,
         layers: Option<Integer>,
         quantize: Option<&str>,
+        stream_blocks: Integer,
+        stream_modulation: bool,
     ) -> Result<Own> {
         let layers = layers.map(|layers| layers.count("from_pretrained", "layers")).transpose()?;
         let quantize = quantize.map(str::parse).transpose()?;
-        let options = Options { subfolder, config, force_upcast, layers, quantize };
+        let blocks = stream_blocks.count("from_pretrained", "stream_blocks")?;
+        let stream = StreamOptions { blocks, modulation: stream_modulation };
+        let options = Options { subfolder, config, force_upcast, layers, quantize, stream };
         let request = Request::new(py, "from_pretrained", Class::kind(cls), (path, options), dtype, device)?;
         Ok(Own(Self::object(py, request.load(py)?)?))
     }
@@ -175,13 +185,15 @@ impl Model {
     ///     dtype: of the weights, f32 without it.
     ///     device: where they are.
     ///     quantize: as in `from_pretrained`.
+    ///     stream_blocks: as in `from_pretrained`.
+    ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
     ///     ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
     ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
-    #[pyo3(signature = (config=None, dtype=None, device="cpu", *, quantize=None))]
+    #[pyo3(signature = (config=None, dtype=None, device="cpu", *, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn from_config(
         cls: &Bound<'_, PyType>,
         py: Python<'_>,
@@ -189,6 +201,8 @@ impl Model {
         dtype: Option<DTypeArg>,
         device: &str,
         quantize: Option<&str>,
+        stream_blocks: Integer,
+        stream_modulation: bool,
     ) -> Result<Own> {
         const OP: &str = "from_config";
         let Some(kind) = Class::kind(cls) else {
@@ -197,7 +211,9 @@ impl Model {
         let config = config.map(|config| config.named(OP, "config")).transpose()?;
         let (dtype, device) = (dtype.map_or(tc::DType::F32, |dtype| dtype.0), device::parse(device)?);
         let quantize = quantize.map(str::parse).transpose()?;
-        let model = detached(py, || (kind.random)(config.as_deref(), dtype, &device, quantize))?;
+        let blocks = stream_blocks.count(OP, "stream_blocks")?;
+        let stream = StreamOptions { blocks, modulation: stream_modulation };
+        let model = detached(py, || (kind.random)(config.as_deref(), dtype, &device, (quantize, stream)))?;
         Ok(Own(Self::object(py, Loaded::new(model))?))
     }
 

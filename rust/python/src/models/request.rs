@@ -9,6 +9,7 @@ use trainable_candle_core::quantized::Format;
 use trainable_candle_models::pipelines::{self, PIPELINES};
 use trainable_candle_models::registry::ModelKind;
 use trainable_candle_models::{self as models, Choice, Loaded};
+use trainable_candle_nn::StreamOptions;
 
 use crate::arguments::FilePath;
 use crate::autograd::Function;
@@ -33,6 +34,7 @@ pub struct Options {
     pub force_upcast: Option<bool>,
     pub layers: Option<usize>,
     pub quantize: Option<Format>,
+    pub stream: StreamOptions,
 }
 
 impl Request {
@@ -45,7 +47,7 @@ impl Request {
         dtype: Option<DTypeArg>,
         device: &str,
     ) -> Result<Self> {
-        let Options { mut subfolder, config, force_upcast, layers, quantize } = options;
+        let Options { mut subfolder, config, force_upcast, layers, quantize, stream } = options;
         let config = config.map(|config| config.named(op, "config")).transpose()?;
         let mut path = path.get(op)?;
         let dtype = dtype.map(|dtype| dtype.0);
@@ -58,7 +60,8 @@ impl Request {
                 (path, subfolder) = (found, None);
             }
         }
-        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, quantize, ..Choice::default() };
+        let held = Choice { quantize, stream, ..Choice::default() };
+        let choice = Choice { kind, subfolder, config, half, force_upcast, layers, ..held };
         Ok(Self { path, choice, dtype, device: device::parse(device)? })
     }
 

@@ -26,7 +26,7 @@ use super::copy::{duplicate, transfer};
 use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
 use super::launch::{Address, Element, Mut, Shape, address, empty};
-use super::recorder::FORWARD;
+use super::recorder::{FORWARD, Held};
 use crate::capture::{Effects, Function, Run};
 use crate::raw::storage_identity;
 use crate::rng::{self, State};
@@ -231,8 +231,8 @@ struct Graph {
     gpu: &'static Gpu,
     executable: Executable,
     outputs: Vec<Raw>,
-    /// The tensors outside the memory of graphs that the graph uses.
-    _held: Vec<Raw>,
+    /// What the graph uses outside of the memory of graphs.
+    _held: Held,
     effects: Effects,
     _constants: Constants,
     /// Seed and position of the generator at the start of a replay.
@@ -310,7 +310,11 @@ impl Graph {
             // SAFETY: the state has these two numbers.
             unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, SetGenerator { state, seed, offset }) }?;
         }
-        self.executable.launch(gpu).map_err(|error| driver_error(OP, error))
+        let launch = || {
+            gpu.meet_copies()?;
+            self.executable.launch(gpu)
+        };
+        launch().map_err(|error| driver_error(OP, error))
     }
 
     /// A call: the recorded work, and its effects on the host.

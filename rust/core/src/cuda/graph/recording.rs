@@ -10,7 +10,7 @@ use trainable_candle_cuda::upload::{self, Constants, Known};
 use super::super::error::{driver_error, status_error};
 use super::super::gpu::Gpu;
 use super::super::launch::Address;
-use super::super::recorder;
+use super::super::recorder::{self, Held};
 use super::OP;
 use crate::capture::{Effects, Run};
 use crate::rng::state::State;
@@ -52,7 +52,7 @@ pub(super) struct Recording {
 pub(super) struct Recorded {
     pub(super) template: Result<Template>,
     pub(super) effects: Effects,
-    pub(super) held: Vec<Raw>,
+    pub(super) held: Held,
     /// The parts of the memory of graphs that the recording has left in use.
     pub(super) kept: Vec<Range<Address>>,
     pub(super) constants: Constants,
@@ -72,6 +72,7 @@ impl Recording {
         recording.lease = Some(Lease(gpu));
         recorder::begin(generator, start);
         upload::capture(known);
+        gpu.meet_copies().map_err(|error| driver_error(OP, error))?;
         // Relaxed: memory may be mapped and modules be loaded meanwhile.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is the device's, and not capturing: `CAPTURER` has one at a time.
@@ -87,8 +88,10 @@ impl Recording {
         }
         let end = || {
             self.gpu.stream().context().bind_to_thread()?;
+            let met = self.gpu.meet_copies();
             // SAFETY: the stream is capturing.
-            unsafe { result::stream::end_capture(self.gpu.stream().cu_stream()) }
+            let graph = unsafe { result::stream::end_capture(self.gpu.stream().cu_stream()) };
+            met.and(graph)
         };
         match end() {
             Ok(graph) if graph.is_null() => Err(Error::device(OP, "the driver has recorded nothing")),

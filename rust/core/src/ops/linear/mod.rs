@@ -48,6 +48,7 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
             weight.product(&y, x, bias.is_some())?;
             Ok(y)
         }
+        WeightRef::Streamed(weight) => forward(x, (&weight.here()?).into(), bias),
     }
 }
 
@@ -97,6 +98,7 @@ pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: O
         WeightRef::Plain(weight) => same_kind(op, x, "weight", weight)?,
         // It is dequantized in the dtype of the input.
         WeightRef::Quantized(weight) => same_device(op, x, "weight", weight.device())?,
+        WeightRef::Streamed(weight) => check(op, x, (&weight.here()?).into(), None)?,
     }
     bias.map_or(Ok(()), |bias| same_kind(op, x, "bias", bias))
 }

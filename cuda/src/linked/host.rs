@@ -1,0 +1,66 @@
+//! Pinned memory of the host that belongs to its owner.
+
+use std::ffi::c_void;
+
+use super::driver;
+use super::memory::{Status, check};
+
+/// Memory of the host that copies of the GPU read directly.
+pub struct Pinned {
+    address: *mut c_void,
+    size: usize,
+}
+
+// SAFETY: it is plain memory.
+unsafe impl Send for Pinned {}
+// SAFETY: shared references read it.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// So many bytes, zeros. A device is current on this thread.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(size: usize) -> Result<Self, Status> {
+        let mut address = std::ptr::null_mut();
+        if size > 0 {
+            // SAFETY: the signature is the driver's.
+            check(unsafe { driver::cuMemHostAlloc(&raw mut address, size, 0) })?;
+            // SAFETY: the driver has given these bytes.
+            unsafe { std::ptr::write_bytes(address.cast::<u8>(), 0, size) };
+        }
+        Ok(Self { address, size })
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        if self.size == 0 {
+            return &[];
+        }
+        // SAFETY: the memory has these bytes, which were set.
+        unsafe { std::slice::from_raw_parts(self.address.cast(), self.size) }
+    }
+
+    /// Its bytes, to set them.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        if self.size == 0 {
+            return &mut [];
+        }
+        // SAFETY: as above; the reference is exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.size) }
+    }
+
+    /// Leave the memory to the process.
+    pub const fn leak(&mut self) {
+        self.size = 0;
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.size > 0 {
+            // SAFETY: the driver gave the memory, and the owner says that nothing reads it.
+            unsafe { driver::cuMemFreeHost(self.address) };
+        }
+    }
+}

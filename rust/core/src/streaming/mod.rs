@@ -1,0 +1,185 @@
+//! Frozen weights that lie in the memory of the host and are copied to the device ahead of their use.
+//!
+//! Weights that are used together are a unit: those of one block of a model. A [`Ring`] has two slots on the device. While a unit in
+//! one slot computes, a second stream fills the other with the unit that is needed next. All units share the memory of the slots, so a
+//! [`Streamed`] weight has values only while its unit is the one that [`Ring::enter`] has brought: every use asks, and is an error at
+//! any other time. Nothing can keep the values by mistake: operations get them from [`Streamed::here`], and a backward pass asks again.
+
+mod packing;
+mod ring;
+
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+use candle_core::{DType, Device};
+
+pub use ring::{Ring, Unit};
+
+use crate::quantized::Weight;
+use crate::raw::Raw;
+use crate::{Error, Quantized, Result, Tensor, WeightRef};
+
+const OP: &str = "stream_blocks";
+
+/// A frozen weight of a [`Unit`]. Cloning is cheap.
+#[derive(Clone)]
+pub struct Streamed(Arc<Inner>);
+
+struct Inner {
+    dims: Vec<usize>,
+    dtype: DType,
+    /// Where it is used.
+    device: Device,
+    unit: Unit,
+    state: RwLock<State>,
+}
+
+enum State {
+    /// On the CPU, until the ring is made.
+    Gathered(Weight),
+    /// In a ring: the views of a slot, which have its values at times.
+    Placed { ring: Arc<Ring>, unit: usize, view: Weight },
+}
+
+impl Streamed {
+    /// A weight on the CPU that will be used on `device`, as one of `unit`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it is not frozen, or streamed already.
+    pub fn new(weight: Weight, device: &Device, unit: &Unit) -> Result<Self> {
+        if matches!(weight, Weight::Streamed(_)) || WeightRef::from(&weight).requires_grad() {
+            return Err(Error::argument(OP, "only frozen weights lie in the memory of the host"));
+        }
+        let streamed = Self(Arc::new(Inner {
+            dims: weight.dims().to_vec(),
+            dtype: weight.dtype(),
+            device: device.clone(),
+            unit: unit.clone(),
+            state: RwLock::new(State::Gathered(weight)),
+        }));
+        unit.add(&streamed);
+        Ok(streamed)
+    }
+
+    /// The weights one below the other, and each of them as a part of these rows. None if they are of different units, or some are
+    /// quantized and others not.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if they are in a ring already, [`Error::OutOfMemory`] if the copy does not fit.
+    pub fn join(weights: &[&Self]) -> Result<Option<(Self, Vec<Self>)>> {
+        let Some(first) = weights.first() else { return Ok(None) };
+        let parts = weights.iter().map(|weight| weight.gathered()).collect::<Result<Vec<_>>>()?;
+        let new = |weight: Weight| Self::new(weight, &first.0.device, &first.0.unit);
+        let tensors: Vec<&Tensor> = parts.iter().filter_map(Weight::tensor).collect();
+        let matrices: Vec<&Quantized> = parts.iter().filter_map(Weight::quantized).collect();
+        if !weights.iter().all(|weight| weight.0.unit.is(&first.0.unit) && weight.0.dtype == first.0.dtype) {
+            return Ok(None);
+        }
+        if matrices.len() == parts.len() {
+            let members = matrices.iter().map(|&matrix| new(matrix.clone().into())).collect::<Result<_>>()?;
+            return Ok(Some((new(Quantized::cat(&matrices)?.into())?, members)));
+        }
+        if tensors.len() != parts.len() {
+            return Ok(None);
+        }
+        let all = Tensor::cat(&tensors, 0)?.detach();
+        let mut start = 0;
+        let mut members = Vec::with_capacity(tensors.len());
+        for tensor in &tensors {
+            members.push(new(all.narrow(0, start, tensor.dims()[0])?.into())?);
+            start += tensor.dims()[0];
+        }
+        Ok(Some((new(all.into())?, members)))
+    }
+
+    /// The sizes of the dimensions.
+    pub fn dims(&self) -> &[usize] {
+        &self.0.dims
+    }
+
+    /// The dtype of the values.
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    /// The device that it is used on.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// The weight on its device, while its unit is there. Only for work that is queued before another unit is entered: it must not be
+    /// kept.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] at any other time.
+    pub(crate) fn here(&self) -> Result<Weight> {
+        match &*self.state() {
+            State::Placed { ring, unit, view } if ring.has(*unit) => Ok(view.clone()),
+            State::Placed { .. } => Err(Error::argument(
+                OP,
+                "a weight that lies in the memory of the host is used outside of the run of its block; call the model, not a block of it, \
+                 and from one thread at a time",
+            )),
+            State::Gathered(_) => {
+                Err(Error::argument(OP, "a weight in the memory of the host is used before the model is complete"))
+            }
+        }
+    }
+
+    /// The weight on the CPU, at any time; of one in a ring a copy.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the copy does not fit.
+    pub fn host(&self) -> Result<Weight> {
+        match &*self.state() {
+            State::Gathered(weight) => Ok(weight.clone()),
+            State::Placed { ring, unit, view } => view.map(|raw| ring.read(*unit, raw)),
+        }
+    }
+
+    /// The values in `dtype` on its device.
+    ///
+    /// # Errors
+    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if they do not fit.
+    pub fn values(&self, dtype: DType) -> Result<Tensor> {
+        match self.here() {
+            // The slot will have other values.
+            Ok(Weight::Plain(view)) if view.dtype() == dtype => Ok(Tensor::constant(crate::raw::own_copy(&view.raw)?)),
+            Ok(view) => WeightRef::from(&view).values(dtype),
+            Err(_) => WeightRef::from(&self.host()?).values(dtype)?.to_device(&self.0.device),
+        }
+    }
+
+    fn gathered(&self) -> Result<Weight> {
+        match &*self.state() {
+            State::Gathered(weight) => Ok(weight.clone()),
+            State::Placed { .. } => Err(Error::argument(OP, "the weights of a complete model cannot be joined")),
+        }
+    }
+
+    fn state(&self) -> RwLockReadGuard<'_, State> {
+        self.0.state.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on it lies in `ring`.
+    fn place(&self, ring: &Arc<Ring>, unit: usize, view: Weight) {
+        *self.0.state.write().unwrap_or_else(PoisonError::into_inner) =
+            State::Placed { ring: ring.clone(), unit, view };
+    }
+}
+
+impl std::fmt::Debug for Streamed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Streamed({:?}, {})", self.0.dims, self.0.dtype.as_str())
+    }
+}
+
+impl Weight {
+    /// The same weight over other storage: `of` gives that of each part, always in the same order.
+    fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
+        match self {
+            Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(of(&tensor.raw)?))),
+            Self::Quantized(matrix) => Ok(Self::Quantized(matrix.map(of)?)),
+            Self::Streamed(_) => Err(Error::argument(OP, "the weight is streamed already")),
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! How the weights of a unit lie side by side.
+
+use candle_core::DType;
+
+use crate::quantized::Weight;
+use crate::raw::{Raw, storage_identity};
+use crate::{Error, Result};
+
+use super::OP;
+
+/// Bytes to which parts are aligned: what copies and kernels are fastest with.
+const ALIGNMENT: usize = 256;
+
+/// Storage of weights, and where it lies among that of its dtype.
+struct Part {
+    /// The storage's identity, and the first element in it.
+    storage: usize,
+    start: usize,
+    raw: Raw,
+    offset: usize,
+}
+
+/// The places of all storage of a unit, each dtype by itself. Weights that share storage go on sharing it.
+#[derive(Default)]
+pub(super) struct Packing {
+    parts: Vec<Part>,
+}
+
+impl Packing {
+    /// The packing of some weights on the CPU.
+    pub(super) fn of(weights: &[Weight]) -> Result<Self> {
+        let mut raws = Vec::new();
+        for weight in weights {
+            weight.map(|raw| {
+                raws.push(raw.clone());
+                Ok(raw.clone())
+            })?;
+        }
+        // What others are parts of comes first.
+        raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
+        let mut packing = Self::default();
+        for raw in raws {
+            if !raw.is_contiguous() {
+                return Err(Error::argument(OP, "found a weight that is not contiguous"));
+            }
+            if packing.place(&raw).is_none() {
+                let offset = packing.count(raw.dtype());
+                let (storage, start) = (storage_identity(&raw).0, raw.layout().start_offset());
+                packing.parts.push(Part { storage, start, raw, offset });
+            }
+        }
+        Ok(packing)
+    }
+
+    /// The first element of `raw` among those of its dtype.
+    pub(super) fn place(&self, raw: &Raw) -> Option<usize> {
+        let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
+        let has = |part: &&Part| {
+            part.storage == storage
+                && part.start <= start
+                && start + raw.elem_count() <= part.start + part.raw.elem_count()
+        };
+        self.parts.iter().find(has).map(|part| part.offset + (start - part.start))
+    }
+
+    /// The number of elements of `dtype`, with what aligns the next one.
+    pub(super) fn count(&self, dtype: DType) -> usize {
+        let ends =
+            self.parts.iter().filter(|part| part.raw.dtype() == dtype).map(|part| part.offset + part.raw.elem_count());
+        ends.max().unwrap_or(0).next_multiple_of(ALIGNMENT / dtype.size_in_bytes().max(1))
+    }
+
+    /// The dtypes, in an order that is always the same.
+    pub(super) fn dtypes(&self) -> Vec<DType> {
+        let mut found: Vec<DType> = Vec::new();
+        for part in &self.parts {
+            if !found.contains(&part.raw.dtype()) {
+                found.push(part.raw.dtype());
+            }
+        }
+        found.sort_by_key(|dtype| dtype.as_str());
+        found
+    }
+
+    /// What lies where among the elements of `dtype`.
+    pub(super) fn parts(&self, dtype: DType) -> impl Iterator<Item = (usize, &Raw)> {
+        self.parts.iter().filter(move |part| part.raw.dtype() == dtype).map(|part| (part.offset, &part.raw))
+    }
+}

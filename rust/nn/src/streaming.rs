@@ -1,0 +1,177 @@
+//! [`Streaming`]: which weights of a model lie in the memory of the host, decided before it is built.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use trainable_candle_core::streaming::{Ring, Streamed, Unit};
+use trainable_candle_core::{Device, Error, Result, Tensor, Weight};
+
+use crate::quantization::Quantizable;
+use crate::{Module, Part, Visitor};
+
+/// Which weights of a model lie in the memory of the host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamOptions {
+    /// The number of blocks whose linear layers do.
+    pub blocks: usize,
+    /// Whether the layers that make a block's modulation do in all blocks, not only in those.
+    pub modulation: bool,
+}
+
+impl StreamOptions {
+    /// Whether there is nothing to stream.
+    pub fn is_none(self) -> bool {
+        self == Self::default()
+    }
+}
+
+/// Units of one ring: of some blocks, each known by its name (`blocks.3`).
+#[derive(Default)]
+struct Units {
+    blocks: HashMap<String, usize>,
+    units: Vec<Unit>,
+}
+
+impl Units {
+    fn new(blocks: impl Iterator<Item = String>) -> Self {
+        let blocks: HashMap<String, usize> = blocks.enumerate().map(|(unit, name)| (name, unit)).collect();
+        Self { units: blocks.iter().map(|_| Unit::default()).collect(), blocks }
+    }
+
+    /// The units of the blocks below `name`, each with the block's number.
+    fn of(&self, name: &str, count: usize) -> Vec<(usize, usize)> {
+        let unit = |index: usize| Some((index, *self.blocks.get(&format!("{name}.{index}"))?));
+        (0..count).filter_map(unit).collect()
+    }
+}
+
+/// The weights of linear layers in blocks that are copied to the device ahead of their use; see
+/// [`streaming`](trainable_candle_core::streaming). All else, such as norms and biases, stays on the device.
+pub struct Streaming {
+    device: Device,
+    layers: Quantizable,
+    /// What runs under checkpoints, and beside it the modulation, which runs before.
+    runs: Units,
+    asides: Units,
+}
+
+impl Streaming {
+    /// Stream blocks of a model, evenly among all of them: what computes between two of them hides copies. `shapes` is the model without
+    /// memory, `layers` those of its layers that stand in blocks.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the model has fewer blocks, or no layers that make modulations.
+    pub fn new(shapes: &dyn Module, layers: Quantizable, options: StreamOptions, device: &Device) -> Result<Self> {
+        let (names, count) = (blocks(shapes, &layers), options.blocks);
+        if count > names.len() {
+            let found = names.len();
+            let message = format!("found {count} blocks to stream, expected at most {found}: the model has no more");
+            return Err(Error::argument("stream_blocks", message));
+        }
+        if options.modulation && layers.modulation.is_empty() {
+            let message =
+                "the model has no layers of their own for the modulation of blocks; stream blocks (stream_blocks)";
+            return Err(Error::argument("stream_modulation", message));
+        }
+        let is_streamed = |index: usize| (index + 1) * count / names.len() > index * count / names.len();
+        let chosen = |all: bool| {
+            names.iter().enumerate().filter(move |(index, _)| all || is_streamed(*index)).map(|(_, name)| name.clone())
+        };
+        let asides =
+            if layers.modulation.is_empty() { Units::default() } else { Units::new(chosen(options.modulation)) };
+        Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides })
+    }
+
+    /// The units among which the linear layer `layer` is, and which of them, if its weight is streamed.
+    fn place(&self, layer: &str) -> Option<(&Units, usize)> {
+        if !self.layers.has(layer) {
+            return None;
+        }
+        let units = if self.layers.is_modulation(layer) { &self.asides } else { &self.runs };
+        let ends = layer.match_indices('.').map(|(end, _)| &layer[..end]);
+        ends.filter_map(|block| units.blocks.get(block)).next().map(|unit| (units, *unit))
+    }
+
+    /// The unit of the linear layer `layer`, if its weight is streamed.
+    pub(crate) fn unit(&self, layer: &str) -> Option<&Unit> {
+        self.place(layer).map(|(units, unit)| &units.units[unit])
+    }
+
+    /// A weight of a unit, which is on the CPU.
+    pub(crate) fn weight(&self, unit: &Unit, weight: Weight) -> Result<Weight> {
+        Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))
+    }
+
+    /// How many bytes fewer there are on the device than of all weights, if each of `layers` has so many: those that are streamed, less
+    /// the slots.
+    pub fn saved_bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> usize {
+        let mut sizes = [vec![0; self.runs.units.len()], vec![0; self.asides.units.len()]];
+        for (layer, bytes) in layers {
+            if let Some((units, unit)) = self.place(layer) {
+                sizes[usize::from(std::ptr::eq(units, &raw const self.asides))][unit] += bytes;
+            }
+        }
+        let slot = |sizes: &[usize], parity: usize| sizes.iter().skip(parity).step_by(2).max().copied().unwrap_or(0);
+        sizes.iter().map(|sizes| sizes.iter().sum::<usize>() - slot(sizes, 0) - slot(sizes, 1)).sum()
+    }
+
+    /// Move the weights of `model`, which is complete, and tell its blocks.
+    ///
+    /// # Errors
+    /// As [`Ring::new`].
+    pub fn start(&self, model: &dyn Module) -> Result<()> {
+        let ring = |units: &Units| match units.units.as_slice() {
+            [] => Ok(None),
+            units => Ring::new(&self.device, units).map(Some),
+        };
+        let (runs, asides) = (ring(&self.runs)?, ring(&self.asides)?);
+        model.visit(&mut Visitor::new(&mut |part| {
+            if let Part::Blocks { name, kept, count } = part {
+                let turns = |ring: &Option<Arc<Ring>>, units: &Units| {
+                    ring.as_ref().map_or_else(HashMap::new, |ring| Turn::each(ring, units.of(&name, count)))
+                };
+                kept.stream(turns(&runs, &self.runs), turns(&asides, &self.asides));
+            }
+            Ok(())
+        }))
+    }
+}
+
+/// The names of a model's blocks that have such layers, in the order in which it shows them.
+fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
+    let mut names = Vec::new();
+    // The closure returns no error.
+    let _ = model.visit(&mut Visitor::new(&mut |part| {
+        if let Part::Blocks { name, count, .. } = part
+            && layers.blocks.iter().any(|block| format!("{name}.").starts_with(block))
+        {
+            names.extend((0..count).map(|index| format!("{name}.{index}")));
+        }
+        Ok(())
+    }));
+    names
+}
+
+/// A block's place in a ring.
+#[derive(Clone)]
+pub(crate) struct Turn {
+    ring: Arc<Ring>,
+    unit: usize,
+}
+
+impl Turn {
+    /// Those of some blocks, by their numbers.
+    fn each(ring: &Arc<Ring>, units: Vec<(usize, usize)>) -> HashMap<usize, Self> {
+        units.into_iter().map(|(block, unit)| (block, Self { ring: ring.clone(), unit })).collect()
+    }
+
+    /// The block runs now.
+    pub(crate) fn enter(&self) -> Result<()> {
+        self.ring.enter(self.unit)
+    }
+
+    /// A result of the block: its backward pass needs the weights again.
+    pub(crate) fn reenter(&self, result: Tensor) -> Tensor {
+        self.ring.reenter(self.unit, result)
+    }
+}

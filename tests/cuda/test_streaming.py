@@ -1,0 +1,190 @@
+"""Blocks that lie in the memory of the host, on the simulated device: copies, their order, graphs.
+
+The kernels do not compute. What streamed blocks compute is in `tests/models/test_streaming.py`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+FLUX = Path(__file__).parents[1] / "golden" / "flux"
+# Blocks of the model.
+COUNT = sum(
+    json.loads((FLUX / "transformer" / "config.json").read_text())[name]
+    for name in ("num_layers", "num_single_layers")
+)
+STEP = f"""
+    from trainable_candle.models import FluxTransformer
+    from trainable_candle.nn.functional import mse_loss
+
+    folder = {str(FLUX)!r}
+
+    def load(stream_blocks, quantize=None, **other):
+        return FluxTransformer.from_pretrained(
+            folder + "/transformer", dtype="bf16", device="cuda", quantize=quantize,
+            stream_blocks=stream_blocks, **other,
+        )
+
+    names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep",
+             "img_ids", "txt_ids", "guidance")
+    case = tc.load_file(folder + "/transformer_forward.safetensors")
+    inputs = [case[name].to("cuda") for name in names]
+
+    def stepper(model):
+        model.enable_gradient_checkpointing("full")
+        adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"]))
+
+        def step(*inputs):
+            y = model(**dict(zip(names, inputs)))
+            loss = mse_loss(y, y.detach() * 0.5)
+            loss.backward()
+            return loss
+
+        return step
+"""
+
+
+def copies(run: Any) -> list[Any]:
+    """Those from pinned memory on the stream beside the device's."""
+    found = [call for call in run.of("copy") if call["kind"] == "cuMemcpyHtoDAsync"]
+    side = max((call["stream"] for call in found), key=int)
+    return [call for call in found if call["stream"] == side]
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None) -> None:
+    run = cuda.run(
+        STEP
+        + f"""
+    step = stepper(load({COUNT}, {quantize!r}))
+    step(*inputs)
+    mark("second")
+    step(*inputs)
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    second = run.after("second")
+    found = copies(second)
+    # The backward pass has left the first two blocks in the slots, and the forward pass leaves the
+    # last two; a block's modulation comes once.
+    parts = 1 if quantize is None else 2
+    units = 2 * (COUNT - 2) + COUNT
+    assert len(found) == parts * units
+    assert {call["pageable"] for call in found} == {"0"}
+    # Each waits for the work that has used the slot, and work waits for it.
+    side = found[0]["stream"]
+    waits, records = second.of("wait"), second.of("record")
+    assert sum(call["stream"] == side for call in waits) == units
+    assert sum(call["stream"] == side for call in records) == units
+    assert sum(call["stream"] != side for call in records) == units
+    assert sum(call["stream"] != side for call in waits) >= units
+    assert second.waits == []
+    assert second.of("grow", "alloc-pinned") == []
+
+
+def test_a_copy_is_queued_while_the_block_before_computes(cuda: Any) -> None:
+    run = cuda.run(
+        STEP
+        + f"""
+    model = load({COUNT})
+    with tc.no_grad():
+        mark("forward")
+        model(**dict(zip(names, inputs)))
+    mark("end")
+    """
+    )
+    forward = run.after("forward")
+    calls, found = forward.calls, copies(forward)
+    starts = [i for i, call in enumerate(calls) if call in found]
+    # What is copied last is used by the last block, and the block before it computes meanwhile.
+    work = [call.kind in {"launch", "product"} for call in calls]
+    waits = [i for i, call in enumerate(calls) if call.kind == "wait"]
+    used = next(i for i in reversed(waits) if calls[i]["stream"] != found[0]["stream"])
+    assert starts[-1] < used
+    assert any(work[starts[-1] : used])
+    assert any(work[used:])
+
+
+def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
+    run = cuda.run(
+        STEP
+        + f"""
+    step = tc.cuda.capture(stepper(load({COUNT})), inputs)
+    plain = tc.cuda.capture(lambda x: x * 2, inputs[:1])
+    for call in range(5):
+        mark(f"call-{{call}}")
+        step(*inputs)
+        plain(inputs[0])
+    assert step.is_recorded
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    ends = run.of("capture-end")
+    assert ends
+    assert all(end["valid"] == "1" for end in ends)
+    for call in (3, 4):
+        replay = run.after(f"call-{call}")
+        assert len(replay.of("replay")) == 2
+        # Nothing is taken for granted at the start of a graph, so it copies the first two again.
+        assert int(replay.of("replay")[0]["copies"]) >= 3 * COUNT - 2
+        assert replay.waits == []
+
+
+def test_memory_of_the_host_goes_with_the_model_and_its_graphs(cuda: Any) -> None:
+    run = cuda.run(
+        STEP
+        + f"""
+    step = tc.cuda.capture(stepper(load({COUNT})), inputs)
+    for _ in range(4):
+        step(*inputs)
+    assert step.is_recorded
+    mark("dropped")
+    del step
+    tc.cuda.synchronize()
+    mark("end")
+    """
+    )
+    freed = run.after("dropped").of("free-pinned")
+    assert len(freed) == 2 * COUNT
+    assert run.of("refused") == []
+
+
+def test_streamed_blocks_take_two_slots_of_the_device(cuda: Any) -> None:
+    run = cuda.run(
+        STEP
+        + f"""
+    found = []
+    for count in (0, {COUNT}):
+        before = tc.cuda.memory_stats()["allocated_bytes"]
+        model = load(count)
+        found.append(tc.cuda.memory_stats()["allocated_bytes"] - before)
+        del model
+    facts = next(iter(tc.inspect(folder + "/transformer").parts.values()))
+    counted = [facts.weight_bytes("bf16", stream_blocks=count) for count in (0, {COUNT})]
+    print(*found, *counted)
+    """
+    )
+    resident, streamed, all_bytes, counted = map(int, run.output.split())
+    assert streamed < 0.8 * resident
+    assert abs((resident - streamed) - (all_bytes - counted)) < 0.1 * resident
+
+
+def test_too_little_pinned_memory_is_said(cuda: Any) -> None:
+    run = cuda.run(
+        STEP
+        + f"""
+    try:
+        load({COUNT})
+    except tc.errors.OutOfMemoryError as error:
+        print(error)
+    mark("after")
+    load(0)
+    """,
+        settings={"PINNED": str(40 << 20)},
+    )
+    assert "stream fewer blocks" in run.output

@@ -1,0 +1,167 @@
+"""Models whose blocks lie in the memory of the host: what they compute is what resident ones do."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.models import CausalLM, Model
+from trainable_candle.nn.functional import mse_loss
+
+from .test_transformers import FAMILIES, GOLDEN, Family
+
+ALL_LINEAR = {"r": 4, "lora_alpha": 4.0, "target_modules": ["all-linear"]}
+ATTENTION = {"r": 4, "lora_alpha": 4.0, "target_modules": ["to_q", "to_k", "to_v"]}
+LLAMA = GOLDEN / "llm" / "llama"
+
+
+def load(
+    family: Family, stream_blocks: int, quantize: str | None = None, *, modulation: bool = False
+) -> Model:
+    return family.kind.from_pretrained(
+        family.folder / "transformer",
+        dtype="f32",
+        quantize=quantize,
+        stream_blocks=stream_blocks,
+        stream_modulation=modulation,
+    )
+
+
+def blocks(family: Family) -> int:
+    config = json.loads((family.folder / "transformer" / "config.json").read_text())
+    names = ("num_layers", "num_single_layers", "n_layers")
+    refiners = 2 * config.get("n_refiner_layers", 0)
+    return sum(config.get(name, 0) for name in names) + refiners
+
+
+def step(family: Family, model: Model, policy: str, config: dict[str, object]) -> list[np.ndarray]:
+    """The results and gradients of two steps."""
+    tc.manual_seed(0)
+    adapter = model.add_adapter(tc.LoraConfig(**config))
+    optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
+    if policy == "none":
+        model.disable_gradient_checkpointing()
+    else:
+        model.enable_gradient_checkpointing(policy)
+    found = []
+    for _ in range(2):
+        y = family.predict(model)
+        mse_loss(y, tc.ones(y.shape)).backward()
+        found += [y.numpy(), *(var.grad.numpy() for var in adapter.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    with tc.no_grad():
+        found.append(family.predict(model).numpy())
+    return found
+
+
+def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "none"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -> None:
+    family = FAMILIES[name]
+    expected = step(family, load(family, 0), policy, ALL_LINEAR)
+    for count in (1, blocks(family) - 1, blocks(family)):
+        assert_equal(step(family, load(family, count), policy, ALL_LINEAR), expected)
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_modulation_is_streamed_alone_or_with_blocks(name: str) -> None:
+    """Also where adapters sit on it, so that the backward pass needs it again."""
+    family = FAMILIES[name]
+    for policy in ("full", "none"):
+        expected = step(family, load(family, 0), policy, ALL_LINEAR)
+        for count in (0, 1, blocks(family)):
+            model = load(family, count, modulation=True)
+            assert_equal(step(family, model, policy, ALL_LINEAR), expected)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_blocks_may_be_quantized(name: str, quantize: str) -> None:
+    family = FAMILIES[name]
+    expected = step(family, load(family, 0, quantize), "full", ATTENTION)
+    found = step(family, load(family, blocks(family), quantize), "full", ATTENTION)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"use_dora": True}, {"adapter": "loha"}, {"adapter": "lokr"}, {"lora_dropout": 0.1}],
+    ids=["dora", "loha", "lokr", "dropout"],
+)
+def test_every_adapter_sits_on_streamed_blocks(kind: dict[str, object]) -> None:
+    family = FAMILIES["flux"]
+    config = ATTENTION | {"target_modules": ["to_q", "ff.net.2"]} | kind
+    expected = step(family, load(family, 0), "full", config)
+    assert_equal(step(family, load(family, blocks(family)), "full", config), expected)
+
+
+def test_merging_and_saving_read_the_memory_of_the_host(tmp_path: Path) -> None:
+    family = FAMILIES["flux"]
+    found = []
+    for count in (0, blocks(family)):
+        tc.manual_seed(0)
+        model = load(family, count)
+        adapter = model.add_adapter(tc.LoraConfig(**ATTENTION))
+        for var in adapter.parameters():
+            var.set(tc.randn(var.shape) * 0.05)
+        model.merge_adapter()
+        family.predict(model)
+        model.save_pretrained(tmp_path / str(count))
+        saved = family.kind.from_pretrained(tmp_path / str(count)).named_tensors()
+        found.append({key: tensor.numpy() for key, tensor in saved.items()})
+        model.unmerge_adapter()
+        found[-1]["result"] = family.predict(model).numpy()
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        np.testing.assert_array_equal(found[1][key], value, err_msg=key)
+
+
+def test_a_language_model_streams() -> None:
+    def losses(stream_blocks: int) -> list[float]:
+        tc.manual_seed(1)
+        model = CausalLM.from_pretrained(LLAMA, dtype="f32", stream_blocks=stream_blocks)
+        model.enable_gradient_checkpointing("full")
+        adapter = model.add_adapter(tc.LoraConfig(**ALL_LINEAR))
+        optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
+        ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
+        found = []
+        for _ in range(3):
+            loss = model.loss(ids, ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    assert losses(2) == losses(0)
+
+
+def test_too_many_blocks_are_an_error() -> None:
+    family = FAMILIES["flux"]
+    with pytest.raises(tc.errors.ArgumentError, match=r"found 1000 blocks to stream, expected at"):
+        load(family, 1000)
+    with pytest.raises(tc.errors.ArgumentError, match="stream_blocks is -1"):
+        load(family, -1)
+    with pytest.raises(tc.errors.ArgumentError, match="no layers of their own for the modulation"):
+        load(FAMILIES["flux2"], 0, modulation=True)
+
+
+def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
+    for family in FAMILIES.values():
+        facts = next(iter(tc.inspect(family.folder / "transformer").parts.values()))
+        for quantize in (None, "nf4"):
+            counts = range(blocks(family) + 1)
+            found = [facts.weight_bytes("bf16", quantize, stream_blocks=n) for n in counts]
+            # Two blocks that are streamed take the two slots.
+            assert found[0] == facts.weight_bytes("bf16", quantize)
+            assert found[1] == found[2] == found[0]
+            assert found[-1] < found[0]
