@@ -6,6 +6,9 @@
 //!
 //! While a graph is captured, blocks come from a space of their own, which eager work never gets: each replay of a graph writes to
 //! the addresses of its capture, also those that the capture has freed. Graphs are replayed one after another, so they share it.
+//! Between replays nothing is kept in what a capture has freed: eager work that needs more memory takes that from behind these
+//! addresses, and the next replay gets memory there again. So a run needs the memory of graphs or of the eager work between them,
+//! the larger of the two, and not their sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -169,14 +172,22 @@ impl<C> Pool<C> {
             Err(error) if B::is_full(&error) && missing < wanted => (missing, backend.map(address, missing)?),
             Err(error) => return Err(error),
         };
-        self.chunks.insert(address, (length, chunk));
-        if let Some(gap) = self.gaps.remove(&address)
-            && gap > length
-        {
-            self.gaps.insert(address + length, gap - length);
-        }
-        self.insert_free(address, length);
+        self.insert_chunk(address, length, chunk);
         Ok(Some(length))
+    }
+
+    /// Note that memory was mapped in a gap.
+    fn insert_chunk(&mut self, address: u64, size: u64, chunk: C) {
+        self.chunks.insert(address, (size, chunk));
+        if let Some((&start, &length)) = self.gaps.range(..=address).next_back() {
+            self.gaps.remove(&start);
+            for (start, end) in [(start, address), (address + size, start + length)] {
+                if end > start {
+                    self.gaps.insert(start, end - start);
+                }
+            }
+        }
+        self.insert_free(address, size);
     }
 
     /// The chunks without a block in use.
@@ -192,24 +203,23 @@ impl<C> Pool<C> {
 
     /// Unmap the chunks without a block in use. Returns their bytes.
     fn trim<B: Backend<Chunk = C>>(&mut self, backend: &mut B) -> u64 {
-        let mut total = 0;
-        for address in self.unused() {
-            let Some((size, chunk)) = self.chunks.remove(&address) else { continue };
-            let Some((start, block)) = self.blocks.range(..=address).next_back().map(|(&a, &b)| (a, b)) else {
-                continue;
-            };
-            self.forget_free(start, block.size);
-            for (start, end) in [(start, address), (address + size, start + block.size)] {
-                if end > start {
-                    self.blocks.insert(start, Block { size: end - start, is_free: true });
-                    self.free.insert((end - start, start));
-                }
+        self.unused().into_iter().map(|address| self.release(backend, address)).sum()
+    }
+
+    /// Unmap a chunk without a block in use. Returns its bytes.
+    fn release<B: Backend<Chunk = C>>(&mut self, backend: &mut B, address: u64) -> u64 {
+        let around = self.blocks.range(..=address).next_back().map(|(&start, &block)| (start, block));
+        let (Some((size, chunk)), Some((start, block))) = (self.chunks.remove(&address), around) else { return 0 };
+        self.forget_free(start, block.size);
+        for (start, end) in [(start, address), (address + size, start + block.size)] {
+            if end > start {
+                self.blocks.insert(start, Block { size: end - start, is_free: true });
+                self.free.insert((end - start, start));
             }
-            backend.unmap(address, size, chunk);
-            self.insert_gap(address, size);
-            total += size;
         }
-        total
+        backend.unmap(address, size, chunk);
+        self.insert_gap(address, size);
+        size
     }
 
     fn insert_gap(&mut self, mut address: u64, mut size: u64) {
@@ -267,6 +277,8 @@ pub struct Allocator<B: Backend> {
     capturing: bool,
     /// The blocks in use of the current or last capture, with their sizes.
     captured: BTreeMap<u64, u64>,
+    /// What eager work has got of the memory of graphs: addresses and sizes.
+    lent: Vec<(u64, u64)>,
     /// The number of existing graphs.
     graphs: usize,
     stats: Stats,
@@ -282,6 +294,7 @@ impl<B: Backend> Allocator<B> {
             graph: Space([None, None]),
             capturing: false,
             captured: BTreeMap::new(),
+            lent: Vec::new(),
             graphs: 0,
             stats: Stats::default(),
         }
@@ -339,12 +352,37 @@ impl<B: Backend> Allocator<B> {
             if let Some(address) = pool.take(size) {
                 return Ok(address);
             }
+            if origin == Origin::Eager && !self.capturing {
+                let lent = lend(&mut self.backend, &mut self.graph, &mut self.lent, size.max(growth))?;
+                self.stats.reserved -= lent;
+            }
             // A request larger than the pool's addresses is larger than the device's memory.
             let mapped = pool.grow(&mut self.backend, size)?.ok_or_else(B::full)?;
             self.stats.growths += 1;
             self.stats.reserved += mapped;
             self.stats.peak_reserved = self.stats.peak_reserved.max(self.stats.reserved);
         }
+    }
+
+    /// Give graphs back what eager work has got of their memory: before a replay.
+    ///
+    /// # Errors
+    /// The backend's, if the device is full even after cached blocks are released.
+    pub fn restore(&mut self) -> Result<(), B::Error> {
+        if self.lent.is_empty() {
+            return Ok(());
+        }
+        self.trim()?;
+        while let Some(&(address, size)) = self.lent.last() {
+            let chunk = self.backend.map(address, size)?;
+            self.lent.pop();
+            if let Some(pool) = self.graph.pool_of(address) {
+                pool.insert_chunk(address, size, chunk);
+            }
+            self.stats.reserved += size;
+            self.stats.peak_reserved = self.stats.peak_reserved.max(self.stats.reserved);
+        }
+        Ok(())
     }
 
     /// Free a block. Returns false if it is not this allocator's.
@@ -395,6 +433,7 @@ impl<B: Backend> Allocator<B> {
     /// As [`trim`](Self::trim).
     pub fn begin_capture(&mut self) -> Result<(), B::Error> {
         self.trim()?;
+        self.restore()?;
         self.captured.clear();
         self.capturing = true;
         self.graphs += 1;
@@ -412,7 +451,11 @@ impl<B: Backend> Allocator<B> {
     /// As [`trim`](Self::trim).
     pub fn release_graph(&mut self) -> Result<(), B::Error> {
         self.graphs = self.graphs.saturating_sub(1);
-        if self.graphs == 0 { self.trim().map(|_| ()) } else { Ok(()) }
+        if self.graphs > 0 {
+            return Ok(());
+        }
+        self.lent.clear();
+        self.trim().map(|_| ())
     }
 
     /// The current statistics.
@@ -425,6 +468,31 @@ impl<B: Backend> Allocator<B> {
         self.stats.peak_allocated = self.stats.allocated;
         self.stats.peak_reserved = self.stats.reserved;
     }
+}
+
+/// Take memory from behind addresses of graphs that no block in use covers: `wanted` bytes at least, or all there are. Returns the bytes.
+fn lend<B: Backend>(
+    backend: &mut B,
+    graph: &mut Space<B::Chunk>,
+    lent: &mut Vec<(u64, u64)>,
+    wanted: u64,
+) -> Result<u64, B::Error> {
+    let mut total = 0;
+    for pool in graph.0.iter_mut().flatten() {
+        for address in pool.unused() {
+            if total >= wanted {
+                return Ok(total);
+            }
+            if lent.is_empty() {
+                // Replays since the last time were queued before this.
+                backend.wait()?;
+            }
+            let size = pool.release(backend, address);
+            lent.push((address, size));
+            total += size;
+        }
+    }
+    Ok(total)
 }
 
 #[cfg(test)]

@@ -234,3 +234,49 @@ fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
     assert_eq!(allocator.stats().graphs, 0);
     assert!(allocator.free(other) && allocator.free(constant));
 }
+
+#[test]
+fn eager_work_between_replays_takes_the_memory_of_graphs() {
+    let mut allocator = allocator(150 * MIB);
+    let run = |allocator: &mut Allocator<Fake>| {
+        let blocks: Vec<_> = (0..3).map(|_| allocator.allocate(40 * MIB).unwrap()).collect();
+        blocks.iter().for_each(|&address| assert!(allocator.free(address)));
+        blocks
+    };
+    run(&mut allocator);
+    allocator.begin_capture().unwrap();
+    let first = run(&mut allocator);
+    allocator.end_capture();
+    assert_eq!(allocator.stats().graphs, 120 * MIB);
+    // Another shape runs for the first time, and something of it stays.
+    let stays = allocator.allocate(8 * MIB).unwrap();
+    run(&mut allocator);
+    let stats = allocator.stats();
+    assert!(stats.reserved <= 150 * MIB && stats.graphs < 40 * MIB, "{stats:?}");
+    assert_eq!(stats.retries, 0);
+    let waits = allocator.backend.waits;
+    // The first graph has memory at its addresses again.
+    allocator.restore().unwrap();
+    let mapped =
+        |at: u64| allocator.backend.mapped.range(..=at).next_back().is_some_and(|(start, size)| start + size > at);
+    for &address in &first {
+        assert!((0..20).all(|i| mapped(address + i * 2 * MIB)), "{address}");
+    }
+    assert_eq!((allocator.stats().graphs, allocator.backend.waits), (120 * MIB, waits + 1));
+    allocator.restore().unwrap();
+    assert_eq!(allocator.backend.waits, waits + 1);
+    // What eager work keeps cannot be given back.
+    let kept = allocator.allocate(100 * MIB).unwrap();
+    assert_eq!(allocator.restore(), Err(Full));
+    assert!(allocator.free(kept));
+    allocator.restore().unwrap();
+    allocator.begin_capture().unwrap();
+    assert_eq!(run(&mut allocator), first);
+    allocator.end_capture();
+    allocator.release_graph().unwrap();
+    allocator.release_graph().unwrap();
+    assert_eq!(allocator.stats().graphs, 0);
+    assert!(allocator.free(stays));
+    allocator.trim().unwrap();
+    assert_eq!(allocator.backend.used(), 0);
+}

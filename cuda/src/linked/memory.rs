@@ -241,6 +241,17 @@ pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
     })
 }
 
+/// Give the graphs of a stream the memory back that eager work has got of theirs: before each replay. The stream's device is current.
+///
+/// # Errors
+/// The driver's, that memory has run out among them.
+///
+/// # Safety
+/// As [`begin_capture`].
+pub unsafe fn restore_graphs(stream: *mut c_void) -> Result<(), Status> {
+    with_allocator(stream, Allocator::restore)
+}
+
 /// Note that a graph of a stream was dropped. The last one releases the memory of graphs. The stream's device is current.
 ///
 /// # Errors

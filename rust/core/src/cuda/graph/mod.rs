@@ -5,7 +5,8 @@
 //! training computes the same bits as without a graph. If the function creates gradients outside flat buffers, these move to fixed
 //! storage after the first call, the second call runs eagerly again, and the third records.
 //!
-//! All graphs of a device share one pool of memory for temporaries, because they run one after the other. A call returns copies; a
+//! All graphs of a device share one pool of memory for temporaries, because they run one after the other; eager work between two
+//! replays may have it meanwhile. A call returns copies; a
 //! function that keeps any other tensor it has created is an error. A graph keeps alive the tensors outside the pool that it reads
 //! or writes. Random draws read the position of the generator from device memory and advance it by the number of draws. Values that
 //! the function creates on the CPU are constants of the graph: one that changes between calls is an error, and so is reading a
@@ -20,6 +21,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphExec, CUgraphInstant
 use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::random::{SET_GENERATOR, SetGenerator};
+use trainable_candle_cuda::memory;
 use trainable_candle_cuda::upload::{self, Constants, Known};
 
 use super::copy::{duplicate, transfer};
@@ -302,7 +304,10 @@ impl Graph {
 
     /// Queue the recorded work; it takes the next draws of the generator.
     fn launch(&self) -> Result<()> {
-        let gpu = self.gpu;
+        let (gpu, stream) = (self.gpu, self.gpu.stream());
+        stream.context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+        // SAFETY: the stream is the device's, which is current.
+        unsafe { memory::restore_graphs(stream.cu_stream().cast()) }.map_err(|status| status_error(OP, status))?;
         if self.draws > 0 {
             let State { seed, offset } = rng::advance(self.draws);
             let function = gpu.function(&SET_GENERATOR, &[])?;
