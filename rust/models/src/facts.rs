@@ -13,7 +13,7 @@ use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_forma
 use trainable_candle_io::{WeightFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
-use trainable_candle_nn::{Base, Layer, Operation};
+use trainable_candle_nn::{Base, Layer, Operation, Quantization};
 
 use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
 use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
@@ -115,7 +115,13 @@ impl PartFacts {
             let base = layer.base();
             (base.rows() * base.columns() * size).saturating_sub(format.bytes(base.rows(), base.columns()))
         };
-        Ok(all - quantized.map(saved).sum::<usize>())
+        let tensors = self.tensors();
+        let by_rows = self.kind.quantizable.rows.iter().filter_map(|name| {
+            let &[rows, columns] = tensors.get(&format!("{name}.weight"))?.as_slice() else { return None };
+            let format = Quantization { format: Some(format), layers: self.kind.quantizable }.of(name)??;
+            Some((rows * columns * size).saturating_sub(format.bytes(rows, columns)))
+        });
+        Ok(all - quantized.map(saved).sum::<usize>() - by_rows.sum::<usize>())
     }
 
     /// About how many values the tape holds at its fullest, for one sample of `size`.

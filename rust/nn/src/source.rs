@@ -140,23 +140,23 @@ impl Source {
         )))
     }
 
-    /// The weight of the linear layer `layer`, of `shape`.
+    /// The matrix `layer.weight` of `shape`, which may be quantized.
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
-        let wanted = self.quantization.filter(|quantization| quantization.layers.has(layer));
+        let wanted = self.quantization.and_then(|quantization| quantization.of(layer));
         if let Kind::Stored { stored, taken, .. } = &mut self.kind
             && let Some(found) = stored.shape(&name)?
         {
             check_shape(&name, &found, shape)?;
             let weight = match wanted {
-                Some(wanted) => stored.read_weight(&name, wanted.format)?,
+                Some(format) => stored.read_weight(&name, format)?,
                 None => stored.read(&name)?.into(),
             };
             taken.insert(name);
             return Ok(weight);
         }
         let values = self.get(name, shape, init, Packing::Plain)?;
-        match (wanted.and_then(|wanted| wanted.format), &self.kind) {
+        match (wanted.flatten(), &self.kind) {
             (Some(format), Kind::Random { .. }) => Ok(Quantized::new(&values, format)?.into()),
             _ => Ok(values.into()),
         }

@@ -173,7 +173,7 @@ impl Architecture for FluxTransformer {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[] };
+        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[], rows: &[] };
 
     fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -182,7 +182,7 @@ impl Architecture for Flux2Transformer {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[] };
+        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[], rows: &[] };
 
     fn build(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

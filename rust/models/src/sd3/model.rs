@@ -163,7 +163,7 @@ impl Architecture for SD3Transformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], kept: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], kept: &[], rows: &[] };
 
     fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

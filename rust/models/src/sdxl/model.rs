@@ -194,7 +194,7 @@ impl Architecture for SDXLUNet {
     const KIND: &'static ModelKind = &super::KIND;
 
     const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["down_blocks.", "mid_block.", "up_blocks."], kept: &["time_emb_proj"] };
+        Quantizable { blocks: &["down_blocks.", "mid_block.", "up_blocks."], kept: &["time_emb_proj"], rows: &[] };
 
     fn build(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -111,7 +111,7 @@ impl Architecture for T5Encoder {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["encoder.block."], kept: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["encoder.block."], kept: &[], rows: &[] };
 
     fn build(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
