@@ -4,20 +4,12 @@
 // the columns of dst. As two products of a library, hidden and dst would be launches of their own that take longer to start than to
 // compute at the sizes of one picture.
 //
-// Products are PTX' `mma.m16n8k16` (attention/mma.cuh has its fragments). Which index of a fragment stands for which column, feature
-// or rank is free as long as both operands agree. It is chosen such that a thread's values lie side by side in memory: with g = lane
-// / 4 and t = lane % 4,
-// - of 32 features it has 8t to 8t + 7, for two products one after the other;
-// - of 16 ranks, column g of the two products is 2g and 2g + 1, so that a thread's sums are the ranks 4t to 4t + 3;
-// - of 32 columns of dst, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
-#include "element.cuh"
-
-#include "attention/mma.cuh"
+// include/low_rank.cuh has the fragments of the products.
+#include "low_rank.cuh"
 
 namespace {
 
 constexpr int ROWS = 16;
-constexpr int RANKS = 16;
 constexpr int STEP = 32;
 constexpr int MOST_TERMS = 4;
 // Steps of 32 columns of dst, and steps of features, whose loads a warp has under way at a time: at these sizes waiting for memory
@@ -43,12 +35,6 @@ struct LowRankTerms {
     LowRankTerm list[MOST_TERMS];
 };
 
-// What the kernel does not write, so that its loads need not wait for stores.
-template <typename W, typename T> __device__ __forceinline__ W words(const T *at) { return __ldg(reinterpret_cast<const W *>(at)); }
-
-__device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x5410); }
-__device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
-
 // The right operands of the four products of 32 features with 16 ranks: [rank of a pair][half of the features][register].
 // `is_turned`: down lies as (inner, rank), otherwise as (rank, inner).
 template <typename T, bool is_turned>
@@ -71,30 +57,6 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
         for (int pick = 0; pick < 2; pick++) {
             const uint4 found = words<uint4>(down + static_cast<uint64_t>(rank + 2 * g + pick) * row + feature + 8 * t);
             b[pick][0][0] = found.x, b[pick][0][1] = found.y, b[pick][1][0] = found.z, b[pick][1][1] = found.w;
-        }
-    }
-}
-
-// The right operands of the four products of 16 ranks with 32 columns: [product][register].
-// `is_turned`: up lies as (rank, outer), otherwise as (outer, rank).
-template <typename T, bool is_turned>
-__device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32_t row, uint32_t column, uint32_t rank, int g, int t) {
-    if (is_turned) {
-        uint2 of_rank[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            of_rank[i] = words<uint2>(up + static_cast<uint64_t>(rank + 4 * t + i) * row + column + 4 * g);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint2 first = of_rank[2 * i], second = of_rank[2 * i + 1];
-            b[0][i] = low_halves(first.x, second.x), b[1][i] = high_halves(first.x, second.x);
-            b[2][i] = low_halves(first.y, second.y), b[3][i] = high_halves(first.y, second.y);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint2 found = words<uint2>(up + static_cast<uint64_t>(column + 4 * g + i) * row + rank + 4 * t);
-            b[i][0] = found.x, b[i][1] = found.y;
         }
     }
 }
@@ -287,6 +249,7 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
         low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \
                                          const __grid_constant__ LowRankSizes sizes) {                                 \
+        follow();                                                                                                      \
         low_rank<T, RANK / RANKS, IS_BACKWARD>(terms, sizes);                                                          \
     }
 

@@ -4,9 +4,10 @@
 // x, y, grad (of y) and dx are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones; rstd =
 // 1/√(mean(x²) + eps) is one value a row, f32 (f64 for f64); cos and sin as for rope.cuh, null where nothing turns.
 //
-// The forms for heads read the queries, keys and perhaps values of a projection where they lie: x and dx are (batch, tokens, ≥ parts
-// heads width), y and grad (batch, tokens, parts heads, width), each by its distances of tokens and samples in elements. With
-// three parts, which are values, a row of the third is copied.
+// The forms for heads read the queries, keys and perhaps values of a projection where they lie: x and dx are (batch, tokens, ≥
+// all_heads width), y and grad (batch, tokens, all_heads, width), each by its distances of tokens and samples in elements. A token
+// has `heads` rows of queries, `key_heads` of keys, and the rest of values, which are copied. Where rstd is null, rows are turned
+// and not normalised, and backward does not read x.
 //
 // A row is short, so it belongs to a team of 1 to 32 lanes of a warp, as many as it has packs of pairs. Each lane keeps the first
 // of its pairs in registers; those beyond 64 WIDE values are read again.
@@ -58,16 +59,16 @@ struct DenseRows {
 struct HeadRows {
     const void *weights[2];
     uint64_t x_token, x_sample, dx_token, dx_sample, y_token, y_sample;
-    uint32_t tokens, heads, parts, width;
+    uint32_t tokens, heads, key_heads, all_heads, width;
 
     __device__ __forceinline__ Place operator()(uint64_t row) const {
-        const auto [token, head] = divide(row, parts * heads);
+        const auto [token, head] = divide(row, all_heads);
         const auto [sample, position] = divide(token, tokens);
         const uint64_t inside = static_cast<uint64_t>(head) * width;
-        const uint32_t part = head / heads;
+        const bool is_query = head < heads, is_value = head >= heads + key_heads;
         return {sample * x_sample + position * x_token + inside, sample * dx_sample + position * dx_token + inside,
                 sample * y_sample + position * y_token + inside,
-                part == 0 ? weights[0] : part == 1 ? weights[1] : nullptr, part == 2};
+                is_query ? weights[0] : is_value ? nullptr : weights[1], is_value};
     }
 };
 
@@ -98,7 +99,7 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
             add_squares(more);
         }
         const A root = sqrt(lanes_sum(squares, lanes) / width + eps);
-        const A scale = place.is_copied ? A(1) : A(1) / root;
+        const A scale = place.is_copied || rstd == nullptr ? A(1) : A(1) / root;
         const auto finish = [&](Packs &pairs, uint32_t pair) {
 #pragma unroll
             for (int side = 0; side < 2; side++) {
@@ -120,7 +121,7 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
             more.load(from, pack * N, half);
             finish(more, pack * N);
         }
-        if (exists && lane == 0) rstd[row] = scale;
+        if (exists && lane == 0 && rstd != nullptr) rstd[row] = scale;
     });
 }
 
@@ -133,7 +134,8 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
                                          uint32_t pair, A scale) {
         const uint32_t half = angles.half;
         grads.load(grad + place.y, pair, half);
-        normal.load(x + place.x, pair, half);
+        normal = {};
+        if (x != nullptr) normal.load(x + place.x, pair, half);
         if (angles.cos != nullptr && !place.is_copied) {
             A cos[N], sin[N];
             angles.load(row, pair, cos, sin);
@@ -180,7 +182,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, R places, bo
     for_each_row(rows, packs, [&](uint64_t row, uint32_t lane, uint32_t lanes, bool exists) {
         const Place place = places(exists ? row : 0);
         const uint32_t end = exists ? packs : 0;
-        const A scale = !exists ? A(0) : place.is_copied ? A(1) : rstd[row];
+        const A scale = !exists ? A(0) : place.is_copied || rstd == nullptr ? A(1) : rstd[row];
         A dot = 0;
         Slopes<T, N, INTERLEAVED> held;
         if (lane < end) {
@@ -248,6 +250,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_forward_##SUFFIX(                              \
         const T *x, const void *weight, const Acc<T> *cos, const Acc<T> *sin, T *y, Acc<T> *rstd, uint64_t rows,       \
         uint32_t positions, uint32_t repeats, uint32_t width, double eps, uint32_t weight_f32, uint32_t interleaved) { \
+        follow();                                                                                                      \
         const DenseRows places{weight, width};                                                                         \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin) && are_wide(weight);   \
@@ -263,6 +266,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\
         uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t weight_f32,                      \
         uint32_t interleaved) {                                                                                        \
+        follow();                                                                                                      \
         const DenseRows places{weight, width};                                                                         \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide =                                                                                           \
@@ -281,6 +285,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_weight_##SUFFIX(                               \
         const T *x, const T *grad, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, Acc<T> *partials,         \
         uint64_t rows, uint32_t positions, uint32_t repeats, uint32_t width, uint32_t interleaved) {                   \
+        follow();                                                                                                      \
         __shared__ Acc<T> shared[2 * WIDE<T> * THREADS];                                                               \
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, grad) && are_wide(cos, sin);                    \
@@ -290,10 +295,10 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// The forms for heads, of rows = batch tokens parts heads. Launches as those of the dense forms.
+// The forms for heads, of rows = batch tokens all_heads. Launches as those of the dense forms.
 #define HEAD_ROWS(T, dx_token, dx_sample)                                                                              \
     const HeadRows places{{q_weight, k_weight}, x_token,  x_sample, dx_token, dx_sample,                               \
-                          y_token,              y_sample, tokens,   heads,    parts,    width};                        \
+                          y_token,              y_sample, tokens,   heads,    key_heads, all_heads, width};            \
     const uint64_t distances = x_token | x_sample | dx_token | dx_sample | y_token | y_sample;                         \
     const bool are_aligned = distances % WIDE<T> == 0 && are_wide(q_weight, k_weight)
 
@@ -301,10 +306,12 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_heads_forward_##SUFFIX(                        \
         const T *x, const void *q_weight, const void *k_weight, const Acc<T> *cos, const Acc<T> *sin, T *y,            \
         Acc<T> *rstd, uint64_t rows, uint64_t x_token, uint64_t x_sample, uint64_t y_token, uint64_t y_sample,         \
-        uint32_t tokens, uint32_t heads, uint32_t parts, uint32_t positions, uint32_t width, double eps,               \
+        uint32_t tokens, uint32_t heads, uint32_t key_heads, uint32_t all_heads, uint32_t positions, uint32_t width,   \
+        double eps,                                                                                                    \
         uint32_t weight_f32, uint32_t interleaved) {                                                                   \
+        follow();                                                                                                      \
         HEAD_ROWS(T, x_token, x_sample);                                                                                               \
-        const Angles<Acc<T>> angles{cos, sin, positions, parts * heads, width / 2};                                    \
+        const Angles<Acc<T>> angles{cos, sin, positions, all_heads, width / 2};                                        \
         const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin);        \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
             forward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, places, weight_f32 != 0, angles, y,     \
@@ -316,10 +323,12 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_heads_backward_##SUFFIX(                       \
         const T *x, const T *grad, const void *q_weight, const void *k_weight, const Acc<T> *cos, const Acc<T> *sin,   \
         const Acc<T> *rstd, T *dx, uint64_t rows, uint64_t x_token, uint64_t x_sample, uint64_t dx_token,              \
-        uint64_t dx_sample, uint64_t y_token, uint64_t y_sample, uint32_t tokens, uint32_t heads, uint32_t parts, uint32_t positions, uint32_t width,        \
+        uint64_t dx_sample, uint64_t y_token, uint64_t y_sample, uint32_t tokens, uint32_t heads, uint32_t key_heads,  \
+        uint32_t all_heads, uint32_t positions, uint32_t width,                                                        \
         uint32_t weight_f32, uint32_t interleaved) {                                                                   \
+        follow();                                                                                                      \
         HEAD_ROWS(T, dx_token, dx_sample);                                                                                               \
-        const Angles<Acc<T>> angles{cos, sin, positions, parts * heads, width / 2};                                    \
+        const Angles<Acc<T>> angles{cos, sin, positions, all_heads, width / 2};                                        \
         const bool is_wide = are_aligned && angles.half % WIDE<T> == 0 && are_wide(x, grad, dx) && are_wide(cos, sin); \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
             backward<T, decltype(n)::value, decltype(is_interleaved)::value>(x, grad, places, weight_f32 != 0, angles, \

@@ -99,6 +99,13 @@ structs! {
     /// Of kernels/low_rank.cu.
     LowRankTerms { list: [LowRankTerm; 4], }
 
+    /// Of kernels/gated_low_rank.cu.
+    #[derive(Default)]
+    LowRankHalf { hidden: Address, up: Address, hidden_row: u32, up_row: u32, scale: f32, unused: u32, }
+
+    /// Of kernels/gated_low_rank.cu.
+    LowRankHalves { list: [LowRankHalf; 2], }
+
     /// Of kernels/dequantize.cu.
     #[derive(Default)]
     QuantizedPart {
@@ -157,6 +164,8 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankSizes::layout("LowRankSizes"),
     LowRankTerm::layout("LowRankTerm"),
     LowRankTerms::layout("LowRankTerms"),
+    LowRankHalf::layout("LowRankHalf"),
+    LowRankHalves::layout("LowRankHalves"),
     QuantizedPart::layout("QuantizedPart"),
     QuantizedParts::layout("QuantizedParts"),
     Strided::<1>::layout("Strided<1>"),

@@ -1,5 +1,6 @@
 """Training runs on the simulated device: what a step queues and waits for; numbers mean nothing."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,61 @@ def test_sdxl_trains_validates_and_draws(
         assert waits_at_its_end(done), done.calls
         assert done.of("grow", "map", "capture-begin") == [], step
     assert (tmp_path / "run" / "adapter.safetensors").is_file()
+
+
+TEXTS = """
+    from trainable_candle.data.chats import packing
+
+    given = packing.joined
+    numbers = []
+
+    def joined(*arguments):
+        packed = given(*arguments)
+        numbers.append(len(packed.input_ids))
+        return packed
+
+    packing.joined = joined
+    train(**{settings!r})
+    print("tokens", *sorted(set(numbers)))
+"""
+
+
+def texts(folder: Path, **settings: Any) -> str:
+    """A run of the built-in language model over texts that fill all rows alike."""
+    dataset = folder / "texts.jsonl"
+    lines = ["".join(chr(97 + (n * k) % 26) for k in range(29)) for n in range(60)]
+    dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    given = {
+        "model": "causal-lm",
+        "dataset": str(dataset),
+        "output": str(folder / "run"),
+        "sequence_length": 128,
+        "batch_size": 2,
+        "precision": "bf16",
+        **settings,
+    }
+    return RUN + TEXTS.replace("{settings!r}", repr(given))
+
+
+@pytest.mark.parametrize("settings", [{}, {"validation_split": 0.2, "validate_every": 7}], ids=str)
+def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+    run = cuda.run(texts(tmp_path, **settings))
+    assert run.of("refused") == []
+    # Of all rows; validation, which is no graph, has what its texts have.
+    assert "256" in run.output.split()
+    for step in RECORDED:
+        done = run.after(f"step-{step}")
+        assert len(done.of("replay")) == 1, step
+        assert waits_at_its_end(done), done.calls
+        assert done.of("grow", "map", "capture-begin") == [], step
+
+
+def test_pairs_of_answers_are_not_recorded(cuda: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b" * n, "rejected": "c"} for n in range(1, 9)]
+    program = texts(tmp_path, objective="dpo")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = cuda.run(program)
+    assert run.of("refused", "replay") == []
 
 
 def test_a_profile_counts_launches(cuda: Any) -> None:

@@ -13,7 +13,9 @@ import pytest
 import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.cli import main
+from trainable_candle.data.chats.packing import joined
 from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.families.causal_lm import CausalLM
 from trainable_candle.run import train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text.writing import WritingOptions
@@ -165,6 +167,49 @@ def test_accumulated_batches_are_one_large_batch(
         moved = max(moved, float(np.abs(expected).max()))
         np.testing.assert_allclose(var.detach().numpy(), expected, rtol=1e-4, atol=1e-7)
     assert moved > 0
+
+
+def test_what_fills_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path: Path) -> None:
+    task = families.load("causal-lm", weights, "f32", "cpu")
+    task.family.config = config_of(weights, chats, tmp_path / "run", sequence_length=80)
+    split = task.read(lambda _: None)
+    tc.manual_seed(5)
+    parameters = task.attach().named_parameters()
+    for var in parameters.values():
+        var.set(tc.randn(var.shape) * 0.1)
+    data = task.prepare(split, lambda _: None).train
+    rows = [split.train.examples[:2], split.train.examples[2:3]]
+
+    def result(*fill: int) -> tuple[float, dict[str, Any]]:
+        for var in parameters.values():
+            var.zero_grad()
+        batch = joined(rows, *fill)
+        assert len(batch.input_ids) % (fill or (1,))[0] == 0
+        loss = data.loss(data.inputs(batch))
+        loss.backward()
+        return float(loss.item()), {name: var.grad.numpy() for name, var in parameters.items()}
+
+    (loss, gradients), (filled, with_fill) = result(), result(160, 20)
+    assert filled == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        near = 1e-5 * np.abs(gradient).max()
+        np.testing.assert_allclose(with_fill[name], gradient, rtol=0, atol=near)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "repeats"),
+    [
+        (None, True),
+        ({"rope_type": "llama3"}, True),
+        ({"type": "dynamic", "factor": 2.0}, False),
+        ({"rope_type": "longrope"}, False),
+    ],
+)
+def test_angles_that_depend_on_lengths_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any] | None, repeats: bool
+) -> None:
+    monkeypatch.setattr(CausalLM, "settings", {"rope_scaling": scaling})
+    assert CausalLM(GOLDEN, None, "cpu").repeats is repeats
 
 
 def test_a_resumed_run_repeats_bit_for_bit(weights: Path, chats: Path, tmp_path: Path) -> None:

@@ -109,6 +109,14 @@ class CausalLM:
         """The tokens that the model knows."""
         return int(self._facts.config["vocab_size"])
 
+    @property
+    def repeats(self) -> bool:
+        """As `TextFamily.repeats`: some scalings of angles read how long the longest text is."""
+        settings = self.settings
+        scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+        kind = scaling.get("rope_type", scaling.get("type"))
+        return kind not in {"dynamic", "longrope", "su"}
+
     def layers(self) -> Mapping[str, Shape]:
         """Shapes of the weights of its linear layers, by name."""
         return self._facts.layers

@@ -104,10 +104,12 @@ class Task(Protocol):
     """What an example of its data is called in messages."""
     counts: ClassVar[str]
     """What `Prepared.count` counts: `image` or `token`."""
-    repeats: ClassVar[bool]
-    """Whether a pass does the same for all batches of a shape, as CUDA graphs need it."""
     weighs: ClassVar[bool]
     """Whether batches count in a step by their `Prepared.weight`, and not equally."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a pass does the same for all batches of a shape, as CUDA graphs need it."""
 
     def check(self, report: Callable[[str], None]) -> None:
         """Check the settings against the headers of the weights; nothing else is read yet.

@@ -382,6 +382,15 @@ impl Drop for Scope {
     }
 }
 
+/// Whether a selective checkpoint records or replays: it keeps the results of expensive operations.
+pub(crate) fn is_selective() -> bool {
+    RECORDERS.with_borrow(|recorders| match recorders.last() {
+        Some(Recorder::Record(recording)) => recording.region.policy == Policy::Selective,
+        Some(Recorder::Replay(replaying)) => replaying.selective,
+        None => false,
+    })
+}
+
 /// Run one operation of a checkpointed function: note it, or take its kept result.
 pub(crate) fn run<A>(
     op: &'static OpInfo,

@@ -94,6 +94,17 @@ impl Tensor {
         Ok(Self::constant(crate::rng::uniform(low, high, &shape.into(), dtype, device)?))
     }
 
+    /// This tensor, which operations that read it in their backward compute again, from what the operation that made it keeps, instead
+    /// of keeping it. For results that take much memory and little time: norms of rows, gated units. Nothing changes for results of
+    /// other operations, or inside of a checkpoint, which decides itself.
+    #[must_use]
+    pub fn remade(self) -> Self {
+        if let Some(node) = &self.node {
+            node.remake();
+        }
+        self
+    }
+
     /// The candle tensor with the values. Operations on it leave the tape.
     pub const fn raw(&self) -> &Raw {
         &self.raw

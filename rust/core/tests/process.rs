@@ -7,8 +7,10 @@ use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
 use trainable_candle_core::memory::saved_bytes;
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::dropout::dropout;
+use trainable_candle_core::ops::gated::swiglu;
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{LoraWeights, lora_linear};
+use trainable_candle_core::ops::norm::{add_rms_norm, layer_norm, rms_norm};
 use trainable_candle_core::{DType, Device, Result, Tensor, Var, rng};
 
 const CPU: Device = Device::Cpu;
@@ -49,6 +51,46 @@ fn saved_bytes_count_each_storage_once_and_end_with_the_pass() -> Result<()> {
     assert_eq!(saved_bytes() - before, 4 * (40 + 3 * 16));
     y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
     assert_eq!(saved_bytes(), before);
+    Ok(())
+}
+
+#[test]
+fn what_is_remade_is_not_saved_and_changes_no_gradient() -> Result<()> {
+    let _alone = ALONE.lock();
+    let scale = ramp(8, &[8]);
+    type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
+    // Each with the values that the squares would save of it.
+    let functions: [(Function, usize); 4] = [
+        (|x, _| swiglu(x), 20),
+        (|x, scale| rms_norm(x, Some(scale), 1e-6), 40),
+        (|x, scale| layer_norm(x, 1, Some(scale), Some(scale), 1e-6), 40),
+        (|x, scale| Ok(add_rms_norm(x, x, Some(scale), 1e-6)?.1), 40),
+    ];
+    for (index, (function, values)) in functions.into_iter().enumerate() {
+        let run = |is_remade: bool, policy: Policy| -> Result<(usize, Vec<f32>)> {
+            let var = Var::from_tensor(&ramp(40, &[5, 8]))?;
+            let (x, scale, before) = (var.mul_scalar(1.5)?, scale.clone(), saved_bytes());
+            let squares = move |xs: &[Tensor]| {
+                let y = function(&xs[0], &scale)?;
+                Ok(vec![if is_remade { y.remade() } else { y }.sqr()?])
+            };
+            let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
+            let kept = saved_bytes() - before;
+            // Twice, as the node keeps what it needs for that.
+            y.backward_with(None, true)?;
+            y.backward()?;
+            let grad = var.grad().expect("a gradient").to_vec::<f32>()?;
+            drop(y);
+            assert_eq!(saved_bytes(), before, "{index} {policy:?}");
+            Ok((kept, grad))
+        };
+        let (kept, expected) = run(false, Policy::None)?;
+        assert_eq!(run(true, Policy::None)?, (kept - 4 * values, expected.clone()), "{index}");
+        for policy in [Policy::Full, Policy::Selective] {
+            assert_eq!(run(true, policy)?, run(false, policy)?, "{index} {policy:?}");
+            assert_eq!(run(true, policy)?.1, expected, "{index} {policy:?}");
+        }
+    }
     Ok(())
 }
 

@@ -2,11 +2,11 @@
 //! before the backward pass, it is an error or the gradient of what was computed.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
-use trainable_candle_core::ops::attention::scaled_dot_product_attention;
+use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, scaled_dot_product_attention};
 use trainable_candle_core::ops::linear_group::{LinearGroup, LowRank, linear_group};
 use trainable_candle_core::ops::lora::{LoraWeights, dora_linear, lora_linear};
 use trainable_candle_core::ops::loss::{Reduction, mse_loss};
-use trainable_candle_core::ops::norm::rms_norm_rope;
+use trainable_candle_core::ops::norm::{rms_norm, rms_norm_rope};
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
@@ -21,16 +21,33 @@ fn weights<'a>(weight: &'a Tensor, bias: Option<&'a Tensor>, factors: &'a [Tenso
     LoraWeights { weight: weight.into(), bias, down: &factors[0], up: &factors[1], scale: 0.5 }
 }
 
+/// Of two heads of one of keys, whose columns are those of x.
+fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor> {
+    let bounds = Tensor::from_vec(vec![0i64, 3, 4], 3, &CPU)?;
+    let (cos, sin) = (tables.narrow(1, 0, 1)?, tables.narrow(1, 1, 1)?);
+    let norms = scale.map(|scale| ([Some(scale), None], 1e-5));
+    let heads = RotaryHeads { heads: 2, key_heads: 1, angles: [&cos, &sin], norms };
+    rotary_attention(&Tensor::cat(&[x, x], 1)?, heads, &bounds, None)?.mul(x)
+}
+
 /// A function of x and of a (4, 4) that gets no gradient.
 type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
-const FUNCTIONS: [(&str, Function); 13] = [
+const FUNCTIONS: [(&str, Function); 16] = [
     ("factor", |x, v| x.mul(v)),
     ("addend", |x, v| x.add(v)),
     ("mask", |x, v| scaled_dot_product_attention(x, x, x, Some(v), false, None)),
     ("turned mask", |x, v| scaled_dot_product_attention(x, x, x, Some(&v.t()?), false, None)),
     ("table of rope", |x, v| rope(x, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, false)),
     ("table of rms_norm_rope", |x, v| rms_norm_rope(x, None, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, true, 1e-5)),
+    ("scale of a norm that is made again", |x, v| {
+        Ok(rms_norm(x, Some(&v.narrow(0, 0, 1)?.squeeze(0)?), 1e-5)?.remade())
+    }),
+    ("table of rotary_attention", |x, v| rotary(x, v, None)),
+    ("scale of rotary_attention", |x, v| {
+        let scale = v.narrow(0, 1, 1)?.squeeze(0)?.narrow(0, 0, 2)?;
+        rotary(x, &ramp(0.5), Some(&scale))
+    }),
     ("weight of lora", |x, v| {
         lora_linear(x, weights(v, None, &[ramp(0.1).narrow(0, 0, 2)?, ramp(0.2).narrow(1, 0, 2)?]))
     }),

@@ -148,6 +148,16 @@ impl Saved {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
     }
 
+    /// Layers that share an input which their backward computes again ([`Tensor::remade`]); inside of a full checkpoint it is kept.
+    pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
+        if self.policy == Policy::None {
+            self.layers(layers, (0, positions), false);
+            self.block.again = self.block.again.max(inputs);
+        } else {
+            self.layers(layers, (inputs, positions), true);
+        }
+    }
+
     /// Layers that share their input.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         let ranks: Vec<usize> = layers.iter().filter_map(|layer| self.ranks.get(&key(*layer)).copied()).collect();

@@ -3,9 +3,11 @@
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
+use serde_json::json;
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::memory::saved_bytes;
 use trainable_candle_core::{DType, Device, Result, Tensor};
+use trainable_candle_models::causal_lm::{CausalLM, CausalLMConfig};
 use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
 use trainable_candle_models::digits::{DigitsConfig, DigitsTransformer};
 use trainable_candle_models::flux::{FluxConditions, FluxConfig, FluxTransformer};
@@ -13,7 +15,7 @@ use trainable_candle_models::flux2::{Flux2Conditions, Flux2Config, Flux2Transfor
 use trainable_candle_models::saved::{SampleSize, Saved};
 use trainable_candle_models::sdxl::{SDXLUNet, UNetConditions};
 use trainable_candle_models::z_image::{ZImageConditions, ZImageConfig, ZImageTransformer};
-use trainable_candle_models::{Architecture, Model};
+use trainable_candle_models::{Architecture, Configuration, Model};
 use trainable_candle_nn::Source;
 use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
 
@@ -78,6 +80,24 @@ fn of_a_text_encoder() {
     check(&model, &["all-attention", "all-linear"], size, 2, || {
         model.forward(&ids).map(|features| features.last_hidden_state)
     });
+}
+
+#[test]
+fn of_a_language_model() {
+    for kind in [("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")] {
+        let json = json!({
+            "architectures": [kind.1], "model_type": kind.0, "vocab_size": 100, "hidden_size": 32,
+            "intermediate_size": 96, "num_hidden_layers": 10, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+        });
+        let config = CausalLMConfig::from_json(json.as_object().unwrap()).unwrap();
+        let model = CausalLM::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+        let row: Vec<i64> = (0..40).collect();
+        let row = Tensor::from_vec(row, 40, &CPU).unwrap();
+        let bounds = Tensor::from_vec(vec![0i64, 17, 40], 3, &CPU).unwrap();
+        let size = SampleSize { height: 0, width: 0, tokens: 40 };
+        check(&model, &["all-attention", "all-linear"], size, 1, || model.hidden(&row, &row, &bounds));
+    }
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! [`LinearGroup`]: linear layers that share their input.
 
 use smallvec::SmallVec;
-use trainable_candle_core::ops::linear_group::{self, linear_group};
+use trainable_candle_core::ops::gated::swiglu_linear_group;
+use trainable_candle_core::ops::linear_group::{LinearGroup as Group, linear_group};
 use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
 
 use crate::{Layer, Linear, Visitor};
@@ -63,21 +64,43 @@ impl LinearGroup {
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
     pub fn forward(&self, x: &Tensor) -> Result<Projected> {
-        let separate = || Ok(Projected::Separate(self.members.iter().map(|m| m.forward(x)).collect::<Result<_>>()?));
-        let Some(Joined { weight, bias }) = &self.joined else { return separate() };
+        match self.as_one(x, linear_group)? {
+            Some(joined) => Ok(Projected::Joined(joined)),
+            None => Ok(Projected::Separate(self.members.iter().map(|m| m.forward(x)).collect::<Result<_>>()?)),
+        }
+    }
+
+    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of the results of two members, the second of which is the gate, side by
+    /// side: `x (..., in_features)` → `(..., out_features)`. The result is [`remade`](Tensor::remade) where that is possible.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward); [`Error::Shape`] if the members are not two of one size.
+    pub fn forward_swiglu(&self, x: &Tensor) -> Result<Tensor> {
+        if let Some(result) = self.as_one(x, swiglu_linear_group)? {
+            return Ok(result.remade());
+        }
+        let [features, gate] = self.members.as_slice() else {
+            let found = self.members.len();
+            return Err(Error::shape("LinearGroup", format!("found {found} layers, expected features and a gate")));
+        };
+        features.forward(x)?.mul(&gate.forward(x)?.silu()?)
+    }
+
+    /// An operation on all members; none if they cannot be one.
+    fn as_one(&self, x: &Tensor, op: impl Fn(&Tensor, Group<'_>) -> Result<Tensor>) -> Result<Option<Tensor>> {
+        let Some(Joined { weight, bias }) = &self.joined else { return Ok(None) };
         let mut low_rank = Vec::with_capacity(self.members.len());
         for member in &self.members {
             low_rank.push(match member.slot().get() {
                 None => None,
                 Some(adapter) => match adapter.as_low_rank(x.dtype())? {
                     Some(product) => Some(product),
-                    None => return separate(),
+                    None => return Ok(None),
                 },
             });
         }
         let (weight, bias) = (weight.into(), bias.as_ref());
-        let group = linear_group::LinearGroup { weight, bias, sizes: &self.sizes, low_rank: &low_rank };
-        Ok(Projected::Joined(linear_group(x, group)?))
+        op(x, Group { weight, bias, sizes: &self.sizes, low_rank: &low_rank }).map(Some)
     }
 
     /// The members.

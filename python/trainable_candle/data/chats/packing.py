@@ -34,7 +34,8 @@ class Packed:
     positions: npt.NDArray[np.int64]
     """(N,): from 0 in every example."""
     cu_seqlens: npt.NDArray[np.int64]
-    """(S,): where examples begin, and N; repeated up to the length that all batches have."""
+    """(S,): where examples begin, and where the last ends, which is repeated up to the length that
+    all batches have. Places from there on belong to nobody."""
 
     answers: npt.NDArray[np.float32] | None = None
     """(pairs, N) of preferences: 1 at the targets of a pair's chosen answer, -1 at those of the
@@ -85,8 +86,8 @@ class PackedRows:
         sequence_length: tokens of a row.
         batch_size: rows in a batch.
         seed: of the order.
-        fill: give all batches one shape, which CUDA graphs need: the rest of a row is filled with
-            tokens that are nobody's target.
+        shapes: how many numbers of tokens batches may have, as CUDA graphs need it: tokens that
+            belong to nobody fill a batch up to the next one. 0: any.
     """
 
     def __init__(
@@ -96,20 +97,20 @@ class PackedRows:
         batch_size: int,
         seed: int,
         *,
-        fill: bool = False,
+        shapes: int = 0,
     ) -> None:
         self._examples = examples
         self._length = sequence_length
         self._batch_size = batch_size
         self._seed = seed
-        self._fill = fill
+        # Batches have a multiple of this many tokens.
+        self._unit = -(-batch_size * sequence_length // shapes) if shapes else 0
         lengths = [len(example) for example in examples]
         rows = best_fit(lengths, sequence_length)
         self.rows = len(rows)
         """Rows of an epoch."""
         texts = max(2 if isinstance(example, Pair) else 1 for example in examples)
-        # With the rest of the row as one more.
-        self._most = texts * max(map(len, rows)) + 1
+        self._most = texts * max(map(len, rows))
         self._epoch = lru_cache(maxsize=2)(self._packed)
 
     def batch(self, index: int) -> Packed:
@@ -118,9 +119,9 @@ class PackedRows:
         numbers = range(first, first + self._batch_size)
         rows = [self._epoch(number // self.rows)[number % self.rows] for number in numbers]
         examples = [[self._examples[item] for item in row] for row in rows]
-        if not self._fill:
+        if not self._unit:
             return joined(examples)
-        return joined(examples, self._length, self._batch_size * self._most + 1)
+        return joined(examples, self._unit, self._batch_size * self._most + 1)
 
     def first_batch(self, epoch: int) -> int:
         """The number of the first batch of an epoch, from 0; that epoch has most of its rows."""
@@ -146,12 +147,12 @@ def in_order(
     return [joined(rows[start : start + batch_size]) for start in starts]
 
 
-def joined(rows: Sequence[Sequence[Tokens | Pair]], length: int = 0, bounds: int = 0) -> Packed:
+def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int = 0) -> Packed:
     """Rows of examples as one stream.
 
     Args:
         rows: the examples of each row.
-        length: of a row; what it has less is filled with tokens that are nobody's target.
+        unit: tokens that belong to nobody fill the stream up to a multiple of this.
         bounds: numbers in `cu_seqlens`, at least.
     """
     ids, targets, lengths = [], [], list[int]()
@@ -165,14 +166,13 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], length: int = 0, bounds: int
                 ids.append(text.ids)
                 targets.append(shifted(text))
                 lengths.append(len(text))
-        room = length - sum(map(len, row))
-        if room > 0:
-            ids.append(np.zeros(room, np.int64))
-            targets.append(np.full(room, IGNORED, np.int64))
-            lengths.append(room)
     ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ends = np.pad(ends, (0, max(0, bounds - len(ends))), mode="edge")
-    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    room = -sum(lengths) % unit
+    ids.append(np.zeros(room, np.int64))
+    targets.append(np.full(room, IGNORED, np.int64))
+    of_nobody = np.zeros(room, np.int64)
+    positions = np.concatenate([*(np.arange(n, dtype=np.int64) for n in lengths), of_nobody])
     packed = Packed(np.concatenate(ids), np.concatenate(targets), positions, ends)
     if not pairs:
         return packed

@@ -85,6 +85,10 @@ class TextFamily(Protocol):
         """The tokens that the model knows."""
 
     @property
+    def repeats(self) -> bool:
+        """Whether the model does the same for all texts: no host state depends on their lengths."""
+
+    @property
     def model(self) -> CausalModel:
         """The model, which is loaded when it is first asked for."""
 

@@ -8,7 +8,7 @@ of the base, which is the model with its adapter off. As in trl's `DPOTrainer` w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 class PreparedPreferences(Packing):
     """A data set of pairs of answers, and the loss of a model on it."""
+
+    alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
         """The pairs: the loss of a step is the mean over those of all batches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 
+SHAPES: Final = 4
+"""How many numbers of tokens the batches of a run with CUDA graphs may have."""
+
+
 class Packing:
     """A data set of texts as packed rows.
 
@@ -29,6 +33,9 @@ class Packing:
         without_adapter: the context in which the model is the base.
         report: gets a line at each validation.
     """
+
+    alike: ClassVar[bool] = True
+    """Whether the inputs of batches of as many tokens have one shape."""
 
     def __init__(
         self,
@@ -46,12 +53,15 @@ class Packing:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> PackedRows:
-        """Rows of packed examples."""
+        """Rows of packed examples; in few shapes where steps are CUDA graphs."""
+        config = self._family.config
+        repeats = config.on_gpu and self.alike and self._family.repeats
         return PackedRows(
             self._dataset.examples,
             self._dataset.options.sequence_length,
             batch_size,
-            self._family.config.seed,
+            config.seed,
+            shapes=min(config.cuda_graphs, SHAPES) if repeats else 0,
         )
 
     def count(self, batch: Packed) -> float:

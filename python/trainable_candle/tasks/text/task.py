@@ -50,13 +50,16 @@ class TextTask:
 
     noun: ClassVar[str] = "example"
     counts: ClassVar[str] = "token"
-    # How attention goes through a row depends on the bounds of its examples.
-    repeats: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
 
     def __init__(self, family: TextFamily) -> None:
         self.family = family
         self._adapters: Adapters | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """As `Task.repeats`: a pass reads the bounds of texts on the device alone."""
+        return self.family.repeats and self._kind.alike
 
     @property
     def sequence_length(self) -> int:
@@ -104,6 +107,10 @@ class TextTask:
         """Whether pairs of answers are compared."""
         return self.family.config.objective == "dpo"
 
+    @property
+    def _kind(self) -> type[PreparedTexts | PreparedPreferences]:
+        return PreparedPreferences if self._compares else PreparedTexts
+
     def _load(self, dataset: str) -> tuple[TextDataset, TextDataset | None]:
         config, path = self.family.config, Path(dataset).expanduser()
         if hub.is_name(dataset):
@@ -136,9 +143,8 @@ class TextTask:
     ) -> Split[PreparedTexts | PreparedPreferences]:
         """Load the model; as `Task.prepare`."""
         _ = self.family.model
-        kind = PreparedPreferences if self._compares else PreparedTexts
         made = [
-            kind(self.family, part, self.without_adapter, report)
+            self._kind(self.family, part, self.without_adapter, report)
             for part in (data.train, data.validation)
             if part is not None
         ]

@@ -45,8 +45,8 @@ pub struct LinearGroup<'a> {
 }
 
 impl LinearGroup<'_> {
-    fn check(&self, x: &Tensor) -> Result<()> {
-        let op = LINEAR_GROUP.name;
+    /// Check that the maps take `x`.
+    pub(super) fn check(&self, op: &'static str, x: &Tensor) -> Result<()> {
         check(op, x, self.weight, self.bias)?;
         check_frozen(op, self.weight, self.bias)?;
         let (rows, inner) = (self.weight.dims()[0], self.weight.dims()[1]);
@@ -80,7 +80,7 @@ impl LinearGroup<'_> {
     }
 
     /// The low-rank products of inputs of `dtype`.
-    fn low_ranks(&self, dtype: DType) -> Result<LowRanks<'_>> {
+    pub(super) fn low_ranks(&self, dtype: DType) -> Result<LowRanks<'_>> {
         let (mut low_ranks, mut column) = (LowRanks::default(), 0);
         for (&out, low_rank) in self.sizes.iter().zip(self.low_rank) {
             if let Some(LowRank { down, up, scale }) = low_rank {
@@ -99,7 +99,7 @@ impl LinearGroup<'_> {
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
 pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
-    group.check(x)?;
+    group.check(LINEAR_GROUP.name, x)?;
     let low_ranks = group.low_ranks(x.dtype())?;
     let inputs: Vec<&Tensor> = std::iter::once(x).chain(low_ranks.factors()).collect();
     record_with_aux(
@@ -117,7 +117,7 @@ pub fn linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
 
 /// A frozen tensor of fixed values, of the dtype and on the device of `x`.
 #[cfg(feature = "testing")]
-fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
+pub(super) fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
     let n = dims.iter().product::<usize>();
     let values: Vec<f64> = (0..n).map(|i| (i as f64 * 0.7).sin()).collect();
     Tensor::from_vec(values, dims, &candle_core::Device::Cpu)?.to_dtype(x.dtype())?.to_device(x.device())

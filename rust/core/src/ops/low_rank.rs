@@ -47,9 +47,38 @@ impl Place {
         Ok(matrix.narrow(1, self.columns[0], self.columns[1])?)
     }
 
+    const fn last_product<B>(&self, up: B) -> LastProduct<B> {
+        LastProduct { up, columns: self.columns, ranks: self.ranks, scale: self.scale }
+    }
+
     /// The map's columns of a matrix of all x Aᵀ.
     fn of_hidden(&self, matrix: &Raw) -> Result<Raw> {
         Ok(matrix.narrow(1, self.ranks[0], self.ranks[1])?)
+    }
+}
+
+/// The second product of an adapter, s hidden Bᵀ for some columns of a result.
+pub(super) struct LastProduct<B> {
+    /// B, (out, rank).
+    pub up: B,
+    /// First column and number of columns of the result.
+    pub columns: [usize; 2],
+    /// First column and number of columns in x Aᵀ of all.
+    pub ranks: [usize; 2],
+    pub scale: f64,
+}
+
+impl LastProduct<&Raw> {
+    pub fn cloned(self) -> LastProduct<Raw> {
+        let Self { up, columns, ranks, scale } = self;
+        LastProduct { up: up.clone(), columns, ranks, scale }
+    }
+}
+
+impl LastProduct<Saved> {
+    pub fn get(&self) -> Result<LastProduct<Raw>> {
+        let &Self { ref up, columns, ranks, scale } = self;
+        Ok(LastProduct { up: up.get()?, columns, ranks, scale })
     }
 }
 
@@ -114,6 +143,30 @@ impl<'a> LowRanks<'a> {
             compute::low_rank(&terms.collect::<Result<Vec<_>>>()?, [1.0, scale])?;
         }
         Ok(Some(all))
+    }
+
+    /// x Aᵀ of all adapters side by side, (rows, Σ rank), without adding its products to anything.
+    pub fn hidden(&self, x: &Raw) -> Result<Raw> {
+        let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
+        let all = compute::unset(OP, x, &[x.dims()[0], ranks])?;
+        let mut products = Vec::with_capacity(self.places.len());
+        for (place, [down, _]) in self.places.iter().zip(&self.operands) {
+            products.push((place.of_hidden(&all)?, down.raw.t()?));
+        }
+        let products: Vec<[&Raw; 3]> = products.iter().map(|(hidden, down)| [hidden, x, down]).collect();
+        compute::write_products(&products, 1.0, false)?;
+        Ok(all)
+    }
+
+    /// The second products, still to be made.
+    pub fn last_products(&self) -> impl Iterator<Item = LastProduct<&Raw>> {
+        self.places.iter().zip(&self.operands).map(|(place, [_, up])| place.last_product(&up.raw))
+    }
+
+    /// The same, kept for the backward pass.
+    pub fn save_last_products(&self, saver: &mut Saver<'_>) -> SmallVec<[LastProduct<Saved>; 2]> {
+        let all = self.places.iter().zip(self.factors.iter().zip(&self.operands));
+        all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
     }
 
     /// What the backward pass reads: of `x`, the frozen `weight` (Σ out, in), the factors, and x Aᵀ.

@@ -13,7 +13,7 @@ mod saved;
 
 pub use backward::{BackwardContext, GradStore, grad};
 pub use mode::{NoGrad, is_grad_enabled, no_grad, set_grad_enabled};
-pub use node::Backward;
+pub use node::{Again, Backward};
 pub use record::{Cost, OpInfo, Saver, record, record_no_backward, record_view, record_with_aux};
 pub use saved::Saved;
 

@@ -1,14 +1,15 @@
 //! Nodes of the tape: recorded operations and variables.
 
 use std::cell::RefCell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use smallvec::SmallVec;
 
 use super::backward::BackwardContext;
 use super::leaf::Leaf;
-use crate::Result;
+use crate::raw::Raw;
+use crate::{Error, Result};
 
 /// The derivative of one recorded operation, with what it saved.
 pub trait Backward: Send + Sync {
@@ -18,7 +19,15 @@ pub trait Backward: Send + Sync {
     /// # Errors
     /// Those of the arithmetic; the pass stops there.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()>;
+
+    /// What computes the result again, if what this keeps is enough for that.
+    fn again(&self) -> Option<Again<'_>> {
+        None
+    }
 }
+
+/// Computes the result of an operation from what its backward keeps.
+pub type Again<'a> = Box<dyn Fn() -> Result<Raw> + 'a>;
 
 pub(crate) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
 
@@ -29,6 +38,8 @@ pub(crate) struct Node {
     pub(crate) name: &'static str,
     pub(crate) inputs: Inputs,
     pub(crate) kind: Kind,
+    /// Whether what reads the result computes it again instead of keeping it.
+    is_remade: AtomicBool,
 }
 
 pub(crate) enum Kind {
@@ -44,11 +55,40 @@ fn next_id() -> u64 {
 
 impl Node {
     pub(crate) fn leaf_node(leaf: Leaf) -> Self {
-        Self { id: next_id(), name: "variable", inputs: Inputs::new(), kind: Kind::Leaf(leaf) }
+        Self::new("variable", Inputs::new(), Kind::Leaf(leaf))
     }
 
     pub(crate) fn op_node(name: &'static str, inputs: Inputs, backward: Box<dyn Backward>) -> Self {
-        Self { id: next_id(), name, inputs, kind: Kind::Op(Mutex::new(Some(backward))) }
+        Self::new(name, inputs, Kind::Op(Mutex::new(Some(backward))))
+    }
+
+    fn new(name: &'static str, inputs: Inputs, kind: Kind) -> Self {
+        Self { id: next_id(), name, inputs, kind, is_remade: AtomicBool::new(false) }
+    }
+
+    /// Let what reads the result compute it again, if that is possible.
+    pub(crate) fn remake(&self) {
+        let can = match &self.kind {
+            Kind::Leaf(_) => false,
+            Kind::Op(state) => state
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .as_ref()
+                .is_some_and(|backward| backward.again().is_some()),
+        };
+        self.is_remade.store(can, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_remade(&self) -> bool {
+        self.is_remade.load(Ordering::Relaxed)
+    }
+
+    /// The result of an operation, computed again.
+    pub(crate) fn result(&self) -> Result<Raw> {
+        let gone = || Error::autograd("backward", format!("what {} saved is freed", self.name));
+        let Kind::Op(state) = &self.kind else { return Err(gone()) };
+        let state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.as_ref().and_then(|backward| backward.again()).ok_or_else(gone)?()
     }
 
     pub(crate) const fn id(&self) -> u64 {

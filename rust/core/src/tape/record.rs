@@ -59,11 +59,8 @@ impl Saver<'_> {
 
     /// Keep an input that the backward reads.
     pub fn save(&mut self, tensor: &Tensor) -> Saved {
-        if self.recording {
-            checkpoint::save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor))
-        } else {
-            Saved::keep(tensor)
-        }
+        let slot = if self.recording { checkpoint::save(&tensor.raw) } else { None };
+        slot.or_else(|| Saved::again(tensor)).unwrap_or_else(|| Saved::keep(tensor))
     }
 
     /// Keep a result or an auxiliary value that the backward reads.

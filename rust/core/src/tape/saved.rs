@@ -6,6 +6,7 @@ use crate::capture::Version;
 use crate::checkpoint::Region;
 use crate::memory::SavedBytes;
 use crate::raw::Raw;
+use crate::tape::Node;
 use crate::tensor::Tensor;
 use crate::{Error, Result};
 
@@ -21,11 +22,18 @@ enum Kind {
     },
     /// Recomputed by a checkpoint when it is first read.
     Slot { region: Arc<Region>, index: usize },
+    /// Computed again by the node that made it, which walks later in the same backward pass.
+    Again(Arc<Node>),
     /// Made while a checkpoint replays: the node that holds it is thrown away.
     Nothing,
 }
 
 impl Saved {
+    /// The promise of a tensor that [`remade`](Tensor::remade) has marked.
+    pub(crate) fn again(tensor: &Tensor) -> Option<Self> {
+        tensor.node.as_ref().filter(|node| node.is_remade()).map(|node| Self(Kind::Again(node.clone())))
+    }
+
     /// Keep an activation, counted in [`saved_bytes`](crate::memory::saved_bytes) unless it is a variable's storage.
     pub(crate) fn keep(tensor: &Tensor) -> Self {
         let bytes = tensor.version.is_none().then(|| SavedBytes::new(&tensor.raw));
@@ -63,6 +71,7 @@ impl Saved {
                 Ok(raw.clone())
             }
             Kind::Slot { region, index } => region.value(*index),
+            Kind::Again(node) => node.result(),
             Kind::Nothing => Err(Error::autograd("backward", "a node of a replayed checkpoint was walked")),
         }
     }

@@ -1,7 +1,7 @@
 //! Attention inside the segments of packed rows on a CUDA device, against the CPU in f64.
 
 use trainable_candle_core::capture::{Captured, Function};
-use trainable_candle_core::ops::attention::varlen_attention;
+use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, varlen_attention};
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, grad};
 
@@ -80,6 +80,44 @@ fn attention_of_segments_equals_the_cpu_and_repeats() {
                 };
                 let (_, grads) = value_and_gradients(&fixed, &moved[index..=index]).unwrap();
                 assert_eq!(grads[0], first.1[index], "{what}, of input {index} alone");
+            }
+        }
+    }
+}
+
+/// Projections with queries, keys and values side by side, turned, or normalised and turned.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn attention_of_projections_equals_the_cpu_and_repeats() {
+    let device = gpu().unwrap();
+    for row in &ROWS {
+        for is_normed in [false, true] {
+            let [heads, key_heads] = row.heads;
+            let fixed = |dims: &[usize], spread| random(dims, spread, DType::BF16).to_dtype(DType::F32).unwrap();
+            let angles = fixed(&[row.rows, row.width / 2], 3.0);
+            let (tables, scale) = ([angles.cos().unwrap(), angles.sin().unwrap()], fixed(&[row.width], 1.0));
+            let attend = |x: &[Tensor]| {
+                let device = x[0].device();
+                let wide = if x[0].dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+                let (cos, sin) =
+                    (tables[0].to_device(device)?.to_dtype(wide)?, tables[1].to_device(device)?.to_dtype(wide)?);
+                let scale = scale.to_device(device)?.to_dtype(wide)?;
+                let norms = is_normed.then_some(([Some(&scale), None], 1e-6));
+                let heads = RotaryHeads { heads, key_heads, angles: [&cos, &sin], norms };
+                rotary_attention(&x[0], heads, &bounds(row.bounds, device)?, row.window)
+            };
+            let columns = (heads + 2 * key_heads) * row.width;
+            let drawn = [random(&[row.rows, columns], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()];
+            let expected = in_f64(&attend, &drawn);
+            for (dtype, tolerance) in TOLERANCE {
+                let inputs = drawn.each_ref().map(|x| x.to_dtype(dtype).unwrap());
+                let what = format!("{} of {:?}, normed {is_normed}, {:?}", dtype.as_str(), row.heads, row.bounds);
+                compare_with(&what, &attend, &expected, &inputs, &device, 2.0 * tolerance);
+                let moved = inputs.each_ref().map(|x| x.to_device(&device).unwrap());
+                let first = value_and_gradients(&attend, &moved).unwrap();
+                let again = value_and_gradients(&attend, &moved).unwrap();
+                assert_eq!(to_f64_vec(again.0.raw()).unwrap(), to_f64_vec(first.0.raw()).unwrap(), "{what}");
+                assert_eq!(again.1, first.1, "{what}");
             }
         }
     }

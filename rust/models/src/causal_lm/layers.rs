@@ -1,11 +1,12 @@
 //! One layer of a decoder.
 
-use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen_attention};
-use trainable_candle_core::ops::gated::swiglu;
+use trainable_candle_core::ops::attention::{
+    RotaryHeads, rotary_attention, scaled_dot_product_attention, varlen_attention,
+};
 use trainable_candle_core::ops::norm::rms_norm_rope;
 use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{Result, Tensor};
-use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
+use trainable_candle_nn::{Init, Layer, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
 use super::{CausalLMConfig, Family};
 use crate::saved::Saved;
@@ -14,7 +15,7 @@ const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_at
 const OUT: &str = "self_attn.o_proj";
 const QUERY_NORM: &str = "self_attn.q_norm";
 const KEY_NORM: &str = "self_attn.k_norm";
-/// The gate comes last, as [`swiglu`] reads it.
+/// The gate comes last, as [`LinearGroup::forward_swiglu`] reads it.
 const MIDDLE: [&str; 2] = ["mlp.up_proj", "mlp.gate_proj"];
 const DOWN: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
@@ -64,8 +65,16 @@ impl DecoderLayer {
 
     /// `x (N, D)` → the same shape; `cos` and `sin (N, head_dim / 2)` are of the tokens' positions, `cu_seqlens` bounds the texts.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
-        let [q, k, v] = self.project(x, [cos, sin])?;
-        self.finish(x, &varlen_attention(&q, &k, &v, cu_seqlens, self.window, None)?)
+        let projected = self.projections.forward(&self.input_norm.forward(x)?.remade())?;
+        let mixed = if let Projected::Joined(all) = &projected {
+            let norms = self.head_norms.as_ref().map(|[q, k]| ([q.weight.as_ref(), k.weight.as_ref()], q.eps));
+            let heads = RotaryHeads { heads: self.heads, key_heads: self.kv_heads, angles: [cos, sin], norms };
+            rotary_attention(all, heads, cu_seqlens, self.window)?
+        } else {
+            let [q, k, v] = self.turn(&projected, [cos, sin])?;
+            varlen_attention(&q, &k, &v, cu_seqlens, self.window, None)?
+        };
+        self.finish(x, &mixed)
     }
 
     /// As [`forward`](Self::forward) of one text, `cu_seqlens` its bounds [0, words], which padding follows: `words` of the N rows are the
@@ -94,7 +103,12 @@ impl DecoderLayer {
 
     /// Queries, keys and values of `x (N, D)`, each (N, heads, `head_dim`), turned by their positions.
     pub(super) fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
-        let [q, k, v] = self.split(&self.projections.forward(&self.input_norm.forward(x)?)?)?;
+        self.turn(&self.projections.forward(&self.input_norm.forward(x)?)?, tables)
+    }
+
+    /// The parts of the projections, each (N, heads, `head_dim`), queries and keys turned by their positions.
+    fn turn(&self, projected: &Projected, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
+        let [q, k, v] = self.split(projected)?;
         let turn = |x: &Tensor, norm: Option<&RmsNorm>| {
             let (by_head, [cos, sin]) = (x.transpose(0, 1)?, tables);
             let turned = match norm {
@@ -128,15 +142,11 @@ impl DecoderLayer {
         }
     }
 
-    /// The layer's result from its input `x (N, D)` and the heads' mixed values (N, heads, `head_dim`).
+    /// The layer's result from its input `x (N, D)` and the heads' mixed values, (N, heads, `head_dim`) or (N, heads · `head_dim`).
     pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
-        let hidden = match self.middle.forward(&normed)? {
-            Projected::Joined(both) => swiglu(&both)?,
-            Projected::Separate(parts) => parts[0].mul(&parts[1].silu()?)?,
-        };
-        x.add(&self.down.forward(&hidden)?)
+        x.add(&self.down.forward(&self.middle.forward_swiglu(&normed.remade())?)?)
     }
 
     /// What the tape keeps for `tokens` tokens.
@@ -146,16 +156,14 @@ impl DecoderLayer {
         let keys = queries / self.heads * self.kv_heads;
         saved.block(stream, false, |saved| {
             saved.keep(stream);
-            saved.layers(&self.projections.layers(), (stream, tokens), true);
-            if self.head_norms.is_some() {
-                saved.keep(queries + keys);
-            }
+            saved.remade_layers(&self.projections.layers(), (stream, tokens));
             saved.keep(2 * queries + 2 * keys);
-            saved.linear(&self.out, (queries, tokens));
+            // What it reads is kept already.
+            saved.linear(&self.out, (0, tokens));
             saved.keep(stream);
-            saved.layers(&self.middle.layers(), (stream, tokens), true);
+            saved.remade_layers(&self.middle.layers(), (stream, tokens));
             saved.keep(2 * wide);
-            saved.cheap_linear(&self.down, (wide, tokens));
+            saved.remade_layers(&[Layer::Linear(&self.down)], (wide, tokens));
         });
     }
 }

@@ -1,9 +1,8 @@
 //! The block: attention and a gated feed-forward layer, each between two norms.
 
-use trainable_candle_core::ops::gated::swiglu;
 use trainable_candle_core::ops::gated_add::gated_add;
 use trainable_candle_core::{Result, Tensor};
-use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
+use trainable_candle_nn::{Init, Layer, Linear, LinearGroup, Module, RmsNorm, Visitor, Weights};
 
 use super::ZImageConfig;
 use crate::layers::joint::{Rope, SelfAttention};
@@ -25,7 +24,7 @@ pub(super) struct Block {
 
 /// w2(silu(w1 x) · w3 x).
 struct FeedForward {
-    /// `w3` and `w1`, in the order in which `swiglu` reads them.
+    /// `w3` and `w1`, in the order of `LinearGroup::forward_swiglu`.
     inner: LinearGroup,
     w2: Linear<Tensor>,
 }
@@ -40,17 +39,14 @@ impl FeedForward {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.w2.forward(&match self.inner.forward(x)? {
-            Projected::Joined(both) => swiglu(&both)?,
-            Projected::Separate(parts) => parts[0].mul(&parts[1].silu()?)?,
-        })
+        self.w2.forward(&self.inner.forward_swiglu(x)?)
     }
 
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let middle = tokens * self.w2.in_features();
         saved.layers(&self.inner.layers(), (tokens * self.w2.out_features(), tokens), true);
         saved.keep(2 * middle);
-        saved.cheap_linear(&self.w2, (middle, tokens));
+        saved.remade_layers(&[Layer::Linear(&self.w2)], (middle, tokens));
     }
 }
 

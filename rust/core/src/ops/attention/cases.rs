@@ -197,7 +197,7 @@ pub(super) fn normed() -> Vec<Case> {
 }
 
 /// The same segment by segment, with keys and values repeated.
-fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Result<Tensor> {
+pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Result<Tensor> {
     let &[rows, heads, width] = x[0].dims() else { unreachable!("cases have three dimensions") };
     let key_heads = x[1].dims()[1];
     let mut results = Vec::new();

@@ -8,6 +8,7 @@ mod cpu;
 mod cuda;
 mod normed;
 mod packed;
+mod rotary;
 mod varlen;
 
 use candle_core::{D, DType};
@@ -15,6 +16,7 @@ use candle_core::{D, DType};
 pub(crate) use cpu::heads_lie_inside;
 pub use normed::{HeadSizes, Stream, normed_attention};
 pub use packed::packed_attention;
+pub use rotary::{RotaryHeads, rotary_attention};
 pub use varlen::varlen_attention;
 
 #[cfg(feature = "testing")]
@@ -218,6 +220,7 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &packed::PACKED, cases: cases::packed },
     Entry { info: &normed::NORMED, cases: cases::normed },
     Entry { info: &varlen::VARLEN, cases: cases::varlen },
+    Entry { info: &rotary::ROTARY, cases: rotary::cases },
 ];
 
 /// The same from basic operations.

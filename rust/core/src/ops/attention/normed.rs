@@ -136,7 +136,7 @@ impl Normed {
                 return Err(Error::dtype(op, message));
             }
             same_kind(op, first.x, "other stream", x)?;
-            check_head_norms(op, x, width, *norms, *angles, eps)?;
+            check_head_norms(op, x, [batch, x.dims()[1]], width, *norms, *angles, Some(eps))?;
         }
         let lengths: Vec<usize> = streams.iter().map(|stream| stream.x.dims()[1]).collect();
         let tokens = lengths.iter().sum();
@@ -177,10 +177,10 @@ impl Normed {
             op: NORMED.name,
             weights: norms.each_ref().map(Option::as_ref),
             tables: tables.as_ref().map(|tables| tables.each_ref()),
-            heads,
+            heads: [heads, heads],
             width,
             interleaved: true,
-            eps,
+            eps: Some(eps),
         }
     }
 

@@ -9,7 +9,7 @@
 use candle_core::DType;
 
 use super::cpu::{self, SavedValues, Sight, Spans};
-use crate::compute::on_device;
+use crate::compute::{self, on_device};
 use crate::raw::{Raw, from_vec, is_float, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Result, Tensor, checkpoint};
@@ -107,32 +107,8 @@ impl Varlen {
                 format!("q, k and v are {}, expected floating point; convert them with to()", q.dtype().as_str()),
             ));
         }
-        if cu_seqlens.rank() != 1 || cu_seqlens.elem_count() == 0 {
-            return Err(Error::shape(
-                op,
-                format!("cu_seqlens has shape {:?}, expected (segments + 1,)", cu_seqlens.dims()),
-            ));
-        }
-        if !matches!(cu_seqlens.dtype(), DType::I64 | DType::U32) {
-            return Err(Error::dtype(
-                op,
-                format!("cu_seqlens is {}, expected i64 or u32; convert it with to()", cu_seqlens.dtype().as_str()),
-            ));
-        }
-        if !cu_seqlens.device().same_device(q.device()) {
-            return Err(Error::device(op, "cu_seqlens is on another device than q; move one with to()"));
-        }
-        if window == Some(0) {
-            return Err(Error::argument(op, "the window is 0, expected at least 1: a query sees its own key"));
-        }
-        if u32::try_from(rows).is_err() {
-            return Err(Error::shape(op, format!("q has {rows} rows, expected fewer than 2^32; split the row")));
-        }
-        let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
-        if !scale.is_finite() {
-            return Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")));
-        }
-        Ok(Self { rows, heads, key_heads, scale })
+        check_bounds(op, q, rows, cu_seqlens, window)?;
+        Ok(Self { rows, heads, key_heads, scale: scale_of(op, width, scale)? })
     }
 
     /// Heads of queries that share a head of keys.
@@ -140,8 +116,8 @@ impl Varlen {
         self.heads / self.key_heads
     }
 
-    /// The result and the logarithms of the sums (heads, rows).
-    fn forward(&self, inputs: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
+    /// The result and the logarithms of the sums (heads, rows), of (rows, heads, width).
+    pub fn forward(&self, inputs: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
         let [q, k, v] = inputs.map(|raw| raw.transpose(0, 1));
         let inputs = [&q?, &k?, &v?];
         let (o, log_sums) = on_device!(
@@ -161,6 +137,32 @@ impl Varlen {
         )
     }
 
+    /// Writes the gradients of q, k and v into tensors (rows, heads, width) that may be parts of others. What is saved has those dimensions
+    /// too.
+    pub fn backward_into(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
+        let by_head = |raw: &Raw| raw.transpose(0, 1);
+        let [q, k, v] = &saved.inputs;
+        let saved = SavedValues {
+            inputs: [by_head(q)?, by_head(k)?, by_head(v)?],
+            mask: None,
+            result: by_head(&saved.result)?,
+            log_sums: saved.log_sums.clone(),
+        };
+        let (grad, [dq, dk, dv]) = (by_head(grad)?, places);
+        let places = [by_head(dq)?, by_head(dk)?, by_head(dv)?];
+        on_device!(
+            spans.device(),
+            cuda => super::cuda::varlen::backward_into(self, &saved, spans, &grad, places.each_ref().map(Some)),
+            cpu => {
+                let grads = cpu::backward(&self.on_cpu(spans)?, &saved, &grad, [true; 3])?;
+                places.iter().zip(grads).try_for_each(|(place, grad)| match grad {
+                    Some(grad) => compute::copy_into(place, &grad),
+                    None => Ok(()),
+                })
+            },
+        )
+    }
+
     fn on_cpu(&self, spans: &Raw) -> Result<cpu::Attention> {
         let mut first = to_vec::<u32>(spans)?;
         first.truncate(self.rows);
@@ -169,9 +171,50 @@ impl Varlen {
     }
 }
 
+/// Check the bounds of segments of `rows` rows on the device of `like`, and a window.
+pub(super) fn check_bounds(
+    op: &'static str,
+    like: &Tensor,
+    rows: usize,
+    cu_seqlens: &Tensor,
+    window: Option<usize>,
+) -> Result<()> {
+    if cu_seqlens.rank() != 1 || cu_seqlens.elem_count() == 0 {
+        return Err(Error::shape(
+            op,
+            format!("cu_seqlens has shape {:?}, expected (segments + 1,)", cu_seqlens.dims()),
+        ));
+    }
+    if !matches!(cu_seqlens.dtype(), DType::I64 | DType::U32) {
+        return Err(Error::dtype(
+            op,
+            format!("cu_seqlens is {}, expected i64 or u32; convert it with to()", cu_seqlens.dtype().as_str()),
+        ));
+    }
+    if !cu_seqlens.device().same_device(like.device()) {
+        return Err(Error::device(op, "cu_seqlens is on another device than the rows; move one with to()"));
+    }
+    if window == Some(0) {
+        return Err(Error::argument(op, "the window is 0, expected at least 1: a query sees its own key"));
+    }
+    if u32::try_from(rows).is_err() {
+        return Err(Error::shape(op, format!("found {rows} rows, expected fewer than 2^32; split the row")));
+    }
+    Ok(())
+}
+
+/// The scale of scores, 1/√width unless given.
+pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Result<f64> {
+    let scale = scale.unwrap_or_else(|| 1.0 / (width.max(1) as f64).sqrt());
+    if scale.is_finite() {
+        return Ok(scale);
+    }
+    Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
+}
+
 /// The spans (2, rows) of a row of segments, u32: for each position the first key that its query sees, then the end of the queries that
 /// see its key. A query outside of the segments sees from the position after its own on, nothing.
-fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
+pub(super) fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),
         cuda => super::cuda::varlen::spans(cu_seqlens, rows, window),

@@ -1,8 +1,10 @@
 //! What the registry's walk tries gated units on.
 
-use super::{GEGLU, SWIGLU, geglu, swiglu};
+use super::linear::SWIGLU_LINEAR_GROUP;
+use super::{GEGLU, SWIGLU, geglu, swiglu, swiglu_linear_group};
 use crate::ops::activation::Gelu;
 use crate::ops::case::{Case, Entry};
+use crate::ops::linear_group::{LinearGroup, LowRank, frozen, linear_group};
 use crate::{Result, Tensor};
 
 fn plain(x: &Tensor, activation: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
@@ -25,4 +27,34 @@ fn cases(
 pub static ENTRIES: &[Entry] = &[
     Entry { info: &GEGLU, cases: || cases(geglu, |gate| gate.gelu(Gelu::Exact)) },
     Entry { info: &SWIGLU, cases: || cases(swiglu, Tensor::silu) },
+    Entry { info: &SWIGLU_LINEAR_GROUP, cases: of_linear_groups },
 ];
+
+/// Of two maps of one input, with their own low-rank products of different scales; the unit of their results beside it.
+fn of_linear_groups() -> Vec<Case> {
+    type Unit = fn(&Tensor, LinearGroup<'_>) -> Result<Tensor>;
+    fn run(x: &[Tensor], width: usize, adapted: [bool; 2], unit: Unit) -> Result<Tensor> {
+        let inner = x[0].dims()[x[0].rank() - 1];
+        let (weight, bias) = (frozen(&x[0], &[2 * width, inner])?, frozen(&x[0], &[2 * width])?);
+        let mut factors = x[1..].chunks_exact(2);
+        let low_rank = [0, 1].map(|half| {
+            let factors = if adapted[half] { factors.next() } else { None };
+            factors.map(|f| LowRank { down: f[0].clone(), up: f[1].clone(), scale: 0.5 + half as f64 })
+        });
+        let sizes = [width; 2];
+        unit(&x[0], LinearGroup { weight: (&weight).into(), bias: Some(&bias), sizes: &sizes, low_rank: &low_rank })
+    }
+    let case = |label, shapes: &[&[usize]], width: usize, adapted: [bool; 2]| {
+        Case::new(label, shapes, move |x| run(x, width, adapted, swiglu_linear_group))
+            .plain(move |x| run(x, width, adapted, |x, group| swiglu(&linear_group(x, group)?)))
+    };
+    vec![
+        case("both", &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[4, 2]], 4, [true; 2]),
+        case("the gate alone", &[&[3, 5], &[2, 5], &[4, 2]], 4, [false, true]),
+        case("none", &[&[3, 5]], 4, [false; 2]),
+        // What the kernel on CUDA takes, with rows that are no multiple of its sixteen.
+        case("rank 16", &[&[19, 8], &[16, 8], &[64, 16], &[16, 8], &[64, 16]], 64, [true; 2]),
+        case("rank 16 of features", &[&[130, 8], &[16, 8], &[32, 16]], 32, [true, false]),
+        case("no rows", &[&[0, 8], &[16, 8], &[32, 16]], 32, [true, false]),
+    ]
+}

@@ -43,6 +43,7 @@ pub fn forward<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: 
 /// The gradient of [`forward`].
 pub fn backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usize, function: F) -> Result<Raw> {
     let shape = x.shape().clone();
+    let rows = shape.elem_count() / (2 * width).max(1);
     let (x, grad) = (contiguous(x)?, contiguous(grad)?);
     dispatch_float!(x.dtype(), op, T => read_all(op, &[&x, &grad], |operands| {
         let (x, g) = (elements::<T>(operands[0])?, elements::<T>(operands[1])?);
@@ -67,7 +68,7 @@ pub fn backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usiz
             );
         };
         // SAFETY: each row is written as a whole.
-        Ok(unsafe { rows::fill_rows(x.len() / (2 * width).max(1), 2 * width, rows::rows_per_block(width), write) })
+        Ok(unsafe { rows::fill_rows(rows, 2 * width, rows::rows_per_block(width), write) })
     })
     .map(|grad_x| from_vec(grad_x, shape)))
 }

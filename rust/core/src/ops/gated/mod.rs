@@ -5,16 +5,18 @@ mod cases;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod linear;
 
 use super::activation::{GeluExact, Silu};
 use super::elementwise::Pointwise;
 use crate::compute::on_device;
-use crate::raw::is_float;
-use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::raw::{Raw, is_float};
+use crate::tape::{Again, Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor};
 
 #[cfg(feature = "testing")]
 pub use cases::ENTRIES;
+pub use linear::swiglu_linear_group;
 
 static GEGLU: OpInfo = OpInfo::cheap("geglu");
 static SWIGLU: OpInfo = OpInfo::cheap("swiglu");
@@ -59,14 +61,25 @@ fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result
     record(
         info,
         &[x],
-        || {
-            on_device!(
-                x.device(),
-                cuda => cuda::forward(op, &x.raw, width),
-                cpu => cpu::forward(op, &x.raw, width, function),
-            )
-        },
+        || run(op, &x.raw, width, function),
         |saver, _| GatedBackward { op, x: saver.save(x), width, function },
+    )
+}
+
+fn run<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Result<Raw> {
+    on_device!(
+        x.device(),
+        cuda => cuda::forward(op, x, width),
+        cpu => cpu::forward(op, x, width, function),
+    )
+}
+
+/// The gradient of [`run`].
+fn run_backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usize, function: F) -> Result<Raw> {
+    on_device!(
+        x.device(),
+        cuda => cuda::backward(op, x, grad, width),
+        cpu => cpu::backward(op, x, grad, width, function),
     )
 }
 
@@ -79,13 +92,11 @@ struct GatedBackward<F> {
 
 impl<F: Pointwise> Backward for GatedBackward<F> {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let (width, function) = (self.width, self.function);
-        let (x, grad) = (self.x.get()?, context.grad().clone());
-        let grad_x = on_device!(
-            x.device(),
-            cuda => cuda::backward(self.op, &x, &grad, width)?,
-            cpu => cpu::backward(self.op, &x, &grad, width, function)?,
-        );
-        context.add(0, grad_x)
+        let grad = context.grad().clone();
+        context.add(0, run_backward(self.op, &self.x.get()?, &grad, self.width, self.function)?)
+    }
+
+    fn again(&self) -> Option<Again<'_>> {
+        Some(Box::new(|| run(self.op, &self.x.get()?, self.width, self.function)))
     }
 }

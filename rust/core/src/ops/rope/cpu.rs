@@ -61,7 +61,7 @@ impl<R: Real> Angles<'_, R> {
 }
 
 /// Dense rows, turned; `repeats` rows in turn have the same position.
-pub(super) fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
+pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let (positions, half) = (cos.dims()[0], cos.dims()[1]);
     let len = 2 * half;
     let rows = x.elem_count() / len.max(1);

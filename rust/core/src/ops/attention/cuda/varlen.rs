@@ -124,16 +124,30 @@ pub fn backward(
             *grad = Some(empty_like(op, gpu, input, input.dims()[2])?);
         }
     }
+    backward_into(varlen, saved, spans, grad, grads.each_ref().map(Option::as_ref))?;
+    Ok(grads)
+}
+
+/// Writes the gradients of q, k and v that have a place.
+pub fn backward_into(
+    varlen: &Varlen,
+    saved: &SavedValues,
+    spans: &Raw,
+    grad: &Raw,
+    places: [Option<&Raw>; 3],
+) -> Result<()> {
+    let op = VARLEN.name;
+    let gpu = Gpu::of(op, grad)?;
     let [q, k, v] = &saved.inputs;
     if q.elem_count() == 0 {
-        return Ok(grads);
+        return Ok(());
     }
     let scores = [varlen.heads, varlen.rows, varlen.rows];
     let attention = Attention { op, scores: &scores, scale: varlen.scale, is_causal: true };
     let width = q.dims()[2];
     let mut results = [None, None, None];
-    for (result, grad) in results.iter_mut().zip(&grads) {
-        *result = grad.as_ref().map(|grad| Heads::new(op, grad)).transpose()?;
+    for (result, place) in results.iter_mut().zip(places) {
+        *result = place.map(|place| Heads::new(op, place)).transpose()?;
     }
     let pass = Pass {
         gpu,
@@ -149,10 +163,9 @@ pub fn backward(
     let deltas = attention.deltas(gpu, &pass.sizes, &Heads::new(op, &saved.result)?, &pass.grad)?;
     let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.results.iter().flatten()).collect();
     match attention.tensor_cores(&pass.sizes, &operands, None) {
-        Some(form) => pass.on_tensor_cores(form, &deltas)?,
-        None => pass.plain(&deltas)?,
+        Some(form) => pass.on_tensor_cores(form, &deltas),
+        None => pass.plain(&deltas),
     }
-    Ok(grads)
 }
 
 /// A backward pass.

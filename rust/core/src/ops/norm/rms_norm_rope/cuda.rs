@@ -9,7 +9,9 @@ use trainable_candle_cuda::kernels::rms_norm_rope::{
 
 use super::heads::{HeadNorms, HeadStatistics};
 use super::{RMS_NORM_ROPE, RmsNormRopeBackward as Norm, Rotation};
-use crate::cuda::launch::{Const, Shape, accumulator, count32, empty, input, optional_input, output, suffix, wide};
+use crate::cuda::launch::{
+    Const, Shape, accumulator, count32, empty, input, optional_input, optional_output, output, suffix, wide,
+};
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
 use crate::tape::BackwardContext;
@@ -176,7 +178,8 @@ struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],
     positions: u32,
-    parts: u32,
+    /// Heads of queries, of keys, and in a token of y.
+    heads: [u32; 3],
     rows: usize,
     /// Distances of tokens and of samples.
     x_strides: [u64; 2],
@@ -186,7 +189,7 @@ struct HeadArguments {
 }
 
 impl HeadArguments {
-    /// For dense `x (B, S, ...)` and `y (B, S, parts heads, width)`, whose tokens are dense.
+    /// For dense `x (B, S, ...)` and `y (B, S, heads, width)`, whose tokens are dense.
     fn new(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<Self> {
         let op = norms.op;
         let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
@@ -200,7 +203,7 @@ impl HeadArguments {
             positions: count32(op, positions)?,
             tables,
             weights: [weight(norms.weights[0])?, weight(norms.weights[1])?],
-            parts: count32(op, norms.parts(y))?,
+            heads: [count32(op, norms.heads[0])?, count32(op, norms.heads[1])?, count32(op, y.dims()[2])?],
             rows: y.dims()[..3].iter().product(),
             x_strides: [columns, columns * x.dims()[1] as u64],
             y_strides: [y.stride()[1] as u64, y.stride()[0] as u64],
@@ -221,10 +224,11 @@ impl HeadArguments {
 pub(super) fn heads_forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     let arguments = HeadArguments::new(norms, x, y)?;
-    let rstd = empty(op, gpu, &[arguments.rows], accumulator(x.dtype()))?;
+    let rstd = norms.eps.map(|_| empty(op, gpu, &[arguments.rows], accumulator(x.dtype()))).transpose()?;
     if y.elem_count() > 0 {
         let [q_weight, k_weight, cos, sin] = arguments.places(op)?;
-        let &HeadArguments { x_strides, y_strides, positions, parts, rows, weight_f32, shape, .. } = &arguments;
+        let &HeadArguments { x_strides, y_strides, positions, heads, rows, weight_f32, shape, .. } = &arguments;
+        let [heads, key_heads, all_heads] = heads;
         let function = gpu.function(&RMS_NORM_ROPE_HEADS_FORWARD, suffix(op, x.dtype())?)?;
         let arguments = RmsNormRopeHeadsForward {
             x: input(op, x)?,
@@ -233,45 +237,47 @@ pub(super) fn heads_forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<H
             cos,
             sin,
             y: output(op, y)?,
-            rstd: output(op, &rstd)?,
+            rstd: optional_output(op, rstd.as_ref())?,
             rows: rows as u64,
             x_token: x_strides[0],
             x_sample: x_strides[1],
             y_token: y_strides[0],
             y_sample: y_strides[1],
             tokens: count32(op, x.dims()[1])?,
-            heads: count32(op, norms.heads)?,
-            parts,
+            heads,
+            key_heads,
+            all_heads,
             positions,
             width: count32(op, norms.width)?,
-            eps: norms.eps,
+            eps: norms.eps.unwrap_or(0.0),
             weight_f32,
             interleaved: u32::from(norms.interleaved),
         };
         // SAFETY: the strides stay inside of the tensors, which are of these sizes.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
-    Ok(std::iter::once(rstd).collect())
+    Ok(rstd.into_iter().collect())
 }
 
 /// [`HeadNorms::backward`].
-pub(super) fn heads_backward(norms: &HeadNorms<'_>, [x, grad, rstd]: [&Raw; 3], dx: &Raw) -> Result<()> {
+pub(super) fn heads_backward(norms: &HeadNorms<'_>, [x, grad]: [&Raw; 2], rstd: Option<&Raw>, dx: &Raw) -> Result<()> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     if grad.elem_count() == 0 {
         return Ok(());
     }
     let arguments = HeadArguments::new(norms, x, grad)?;
     let [q_weight, k_weight, cos, sin] = arguments.places(op)?;
-    let &HeadArguments { x_strides, y_strides, positions, parts, rows, weight_f32, shape, .. } = &arguments;
+    let &HeadArguments { x_strides, y_strides, positions, heads, rows, weight_f32, shape, .. } = &arguments;
+    let [heads, key_heads, all_heads] = heads;
     let function = gpu.function(&RMS_NORM_ROPE_HEADS_BACKWARD, suffix(op, x.dtype())?)?;
     let arguments = RmsNormRopeHeadsBackward {
-        x: input(op, x)?,
+        x: optional_input(op, rstd.map(|_| x))?,
         grad: input(op, grad)?,
         q_weight,
         k_weight,
         cos,
         sin,
-        rstd: input(op, rstd)?,
+        rstd: optional_input(op, rstd)?,
         dx: output(op, dx)?,
         rows: rows as u64,
         x_token: x_strides[0],
@@ -281,8 +287,9 @@ pub(super) fn heads_backward(norms: &HeadNorms<'_>, [x, grad, rstd]: [&Raw; 3], 
         y_token: y_strides[0],
         y_sample: y_strides[1],
         tokens: count32(op, x.dims()[1])?,
-        heads: count32(op, norms.heads)?,
-        parts,
+        heads,
+        key_heads,
+        all_heads,
         positions,
         width: count32(op, norms.width)?,
         weight_f32,

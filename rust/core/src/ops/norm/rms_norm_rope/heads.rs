@@ -1,4 +1,4 @@
-//! The norm and the rotation of queries and keys where they lie in a projection.
+//! The norm and the rotation of queries and keys where they lie in a projection, or the rotation alone.
 
 use candle_core::DType;
 use smallvec::SmallVec;
@@ -9,8 +9,8 @@ use crate::compute::{self, contiguous, on_device};
 use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
-/// What makes the queries and keys of an attention of a projection (B, S, ≥ 3 · heads · width): its first columns are queries, keys and
-/// values, head by head.
+/// What makes the queries and keys of an attention of a projection (B, S, ...): its first columns are queries, keys and values, head by
+/// head.
 pub(in crate::ops) struct HeadNorms<'a> {
     /// Of the operation that they belong to.
     pub op: &'static str,
@@ -18,26 +18,29 @@ pub(in crate::ops) struct HeadNorms<'a> {
     pub weights: [Option<&'a Raw>; 2],
     /// cos and sin, (S, width / 2) or (B · S, width / 2), unless nothing turns.
     pub tables: Option<[&'a Raw; 2]>,
-    pub heads: usize,
+    /// Heads of queries; heads of keys, and of values.
+    pub heads: [usize; 2],
     pub width: usize,
     pub interleaved: bool,
-    pub eps: f64,
+    /// Added to mean squares; none where nothing is normalised.
+    pub eps: Option<f64>,
 }
 
-/// 1/√(mean(x²) + eps) of the rows.
+/// 1/√(mean(x²) + eps) of the rows; empty where nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
-/// Check the scales of queries and of keys, (width), and cos and sin, (S, width / 2) or (B, S, width / 2), of heads in `x (B, S, ...)`.
-/// All of them must be frozen.
+/// Check the scales of queries and of keys, (width), and cos and sin, (S, width / 2) or (B, S, width / 2), of heads in `x` of B samples
+/// of S tokens. All of them must be frozen.
 pub(in crate::ops) fn check_head_norms(
     op: &'static str,
     x: &Tensor,
+    [batch, length]: [usize; 2],
     width: usize,
     weights: [Option<&Tensor>; 2],
     tables: Option<[&Tensor; 2]>,
-    eps: f64,
+    eps: Option<f64>,
 ) -> Result<()> {
-    check_eps(op, eps)?;
+    check_eps(op, eps.unwrap_or(0.0))?;
     for weight in weights {
         Affine::new(op, x, weight, None, &[width])?;
         if weight.is_some_and(Tensor::requires_grad) {
@@ -46,7 +49,6 @@ pub(in crate::ops) fn check_head_norms(
         }
         checkpoint::reads(weight.as_slice());
     }
-    let (batch, length) = (x.dims()[0], x.dims()[1]);
     for (name, table) in ["cos", "sin"].into_iter().zip(tables.into_iter().flatten()) {
         let expected = [batch, length, width / 2];
         if table.dims() != expected && *table.dims() != expected[1..] {
@@ -70,32 +72,42 @@ pub(in crate::ops) fn check_head_norms(
 }
 
 impl HeadNorms<'_> {
-    /// Writes normalised, turned queries and keys of a dense `x (B, S, ...)` to `y (B, S, 2 heads, width)`, whose tokens are dense; values
-    /// too, if `y` has three times the heads.
+    /// Writes normalised, turned queries and keys of a dense `x (B, S, ...)` to `y (B, S, heads of both, width)`, whose tokens are dense;
+    /// values too, if `y` has heads for them.
     pub fn forward(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         on_device!(x.device(), cuda => super::cuda::heads_forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
-    /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, 2 or 3 heads · width)`, of that of its
-    /// result, `grad`.
+    /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, of that of its result,
+    /// `grad`, which may lie there.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
-            cuda => super::cuda::heads_backward(self, [x, grad, &statistics[0]], dx),
+            cuda => super::cuda::heads_backward(self, [x, grad], statistics.first(), dx),
             cpu => self.backward_on_cpu([x, grad], statistics, dx),
         )
     }
 
+    /// The first head and the number of heads of queries, keys or values.
+    const fn place(&self, index: usize) -> [usize; 2] {
+        let [heads, key_heads] = self.heads;
+        match index {
+            0 => [0, heads],
+            1 => [heads, key_heads],
+            _ => [heads + key_heads, key_heads],
+        }
+    }
+
     /// How many of queries, keys and values `y` has.
-    pub(super) fn parts(&self, y: &Raw) -> usize {
-        y.dims()[2] / self.heads.max(1)
+    fn parts(&self, y: &Raw) -> usize {
+        if y.dims()[2] > self.heads[0] + self.heads[1] { 3 } else { 2 }
     }
 
     /// Columns of queries, keys or values as rows (B, S, heads, width), dense.
     fn part(&self, x: &Raw, index: usize) -> Result<Raw> {
-        let columns = self.heads * self.width;
-        let rows = contiguous(&x.narrow(2, index * columns, columns)?)?;
-        Ok(rows.reshape((x.dims()[0], x.dims()[1], self.heads, self.width))?)
+        let [first, heads] = self.place(index);
+        let rows = contiguous(&x.narrow(2, first * self.width, heads * self.width)?)?;
+        Ok(rows.reshape((x.dims()[0], x.dims()[1], heads, self.width))?)
     }
 
     /// cos and sin that turn nothing, if there are none.
@@ -109,36 +121,40 @@ impl HeadNorms<'_> {
 
     fn forward_on_cpu(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         let [cos, sin] = self.tables_or_still(x)?;
-        let rotation = Rotation { tables: [&cos, &sin], repeats: self.heads, interleaved: self.interleaved };
-        let place = |index| y.narrow(2, index * self.heads, self.heads);
-        if self.parts(y) == 3 {
-            compute::copy_into(&place(2)?, &self.part(x, 2)?)?;
+        let mut statistics = HeadStatistics::new();
+        for index in 0..self.parts(y) {
+            let ([first, heads], rows) = (self.place(index), self.part(x, index)?);
+            let rotation = Rotation { tables: [&cos, &sin], repeats: heads, interleaved: self.interleaved };
+            let turned = match self.eps {
+                _ if index == 2 => rows,
+                Some(eps) => {
+                    let [turned, rstd] = cpu::forward(self.op, &rows, self.weights[index], &rotation, eps)?;
+                    statistics.push(rstd);
+                    turned
+                }
+                None => rotation.turn(&rows, false)?,
+            };
+            compute::copy_into(&y.narrow(2, first, heads)?, &turned)?;
         }
-        (0..2)
-            .map(|index| {
-                let rows = self.part(x, index)?;
-                let [turned, rstd] = cpu::forward(self.op, &rows, self.weights[index], &rotation, self.eps)?;
-                compute::copy_into(&place(index)?, &turned)?;
-                Ok(rstd)
-            })
-            .collect()
+        Ok(statistics)
     }
 
     fn backward_on_cpu(&self, [x, grad]: [&Raw; 2], statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         let [cos, sin] = self.tables_or_still(x)?;
-        let rotation = Rotation { tables: [&cos, &sin], repeats: self.heads, interleaved: self.interleaved };
-        let columns = self.heads * self.width;
         for index in 0..self.parts(grad) {
-            let grad = contiguous(&grad.narrow(2, index * self.heads, self.heads)?)?;
+            let [first, heads] = self.place(index);
+            let rotation = Rotation { tables: [&cos, &sin], repeats: heads, interleaved: self.interleaved };
+            let grad = contiguous(&grad.narrow(2, first, heads)?)?;
             let rows = match statistics.get(index) {
+                // Values are what they were.
+                _ if index == 2 => grad,
                 Some(rstd) => {
                     let saved = [&self.part(x, index)?, &grad, rstd];
                     cpu::input_gradient(self.op, saved, self.weights[index], &rotation)?
                 }
-                // Values are what they were.
-                None => grad,
+                None => rotation.turn(&grad, true)?,
             };
-            let place = dx.narrow(2, index * columns, columns)?;
+            let place = dx.narrow(2, first * self.width, heads * self.width)?;
             compute::copy_into(&place, &rows.reshape(place.shape())?)?;
         }
         Ok(())

@@ -76,6 +76,13 @@ struct Rotation<'a> {
     pub interleaved: bool,
 }
 
+impl Rotation<'_> {
+    /// Contiguous rows on the CPU turned, or turned back.
+    fn turn(&self, rows: &Raw, back: bool) -> Result<Raw> {
+        rope::turn_rows(rows, self.tables, self.repeats, self.interleaved, back)
+    }
+}
+
 struct RmsNormRopeBackward {
     x: Saved,
     rstd: Saved,

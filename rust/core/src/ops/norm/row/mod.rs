@@ -13,7 +13,7 @@ use super::{Affine, Reads, SavedAffine, check_eps};
 use crate::compute::{contiguous, on_device};
 use crate::cpu::{Real, elements, read_all};
 use crate::raw::from_vec;
-use crate::tape::{Aux, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::tape::{Again, Aux, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
 use crate::{Error, Raw, Result, Tensor, dispatch_float};
 
 pub use modulated::modulated_layer_norm;
@@ -68,6 +68,11 @@ enum Kind {
 impl Kind {
     const fn centers(self) -> bool {
         !matches!(self, Self::Rms)
+    }
+
+    /// Whether results can be computed again: a scale and a shift that are themselves results are not kept for that.
+    const fn is_remade(self) -> bool {
+        !matches!(self, Self::Modulated)
     }
 
     /// What normalised values are multiplied by.
@@ -147,7 +152,8 @@ impl<'a> RowNorm<'a> {
                 // The gradient of the shift alone reads nothing.
                 reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1))
                     .then(|| Reads::save(saver, x, statistics)),
-                affine: self.affine.save(saver, false),
+                affine: self.affine.save(saver, self.kind.is_remade()),
+                eps: self.eps,
             },
         )
     }
@@ -181,6 +187,7 @@ struct RowNormBackward {
     size: Size,
     reads: Option<Reads>,
     affine: SavedAffine,
+    eps: f64,
 }
 
 impl Backward for RowNormBackward {
@@ -197,6 +204,19 @@ impl Backward for RowNormBackward {
             cuda => cuda::backward(self, context, [&x, &grad, &rstd], mean.as_ref()),
             cpu => self.on_cpu(context, [&x, &grad, &rstd], mean.as_ref()),
         )
+    }
+
+    fn again(&self) -> Option<Again<'_>> {
+        let &Self { op, kind, size, ref affine, eps, .. } = self;
+        let x = &self.reads.as_ref().filter(|_| kind.is_remade())?.x;
+        Some(Box::new(move || {
+            let parameter =
+                |saved: &Option<Saved>| Ok(saved.as_ref().map(Saved::get).transpose()?.map(Tensor::constant));
+            let (weight, bias): (Result<_>, Result<_>) = (parameter(&affine.scale), parameter(&affine.shift));
+            let (weight, bias) = (weight?, bias?);
+            let affine = Affine { weight: weight.as_ref(), bias: bias.as_ref() };
+            Ok(RowNorm { op, kind, size, affine, eps }.forward(&Tensor::constant(x.get()?))?.0)
+        }))
     }
 }
 

@@ -1,0 +1,86 @@
+//! Units that make low-rank products on their way: `kernels/gated_low_rank.cu`.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::gated_low_rank::{SwigluLowRank16Backward, SwigluLowRank16Forward};
+use trainable_candle_cuda::structs::{LowRankHalf, LowRankHalves};
+
+use crate::cuda::Gpu;
+use crate::cuda::launch::{Shape, address, count32, empty, input, output, suffix};
+use crate::ops::gated::linear::{Late, SWIGLU_LINEAR_GROUP};
+use crate::ops::low_rank::LastProduct;
+use crate::{Raw, Result};
+
+/// Columns of a block and of a warp, and rows of a block.
+const BLOCK: usize = 256;
+const WARP: usize = 32;
+const ROWS: usize = 128;
+
+/// Whether the kernels make these products, of all or some halves of 2 `width` columns.
+pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
+    let mut rank = None;
+    let mut count = 0;
+    let fits = products.into_iter().all(|product| {
+        let [first, columns] = product.columns;
+        count += 1;
+        columns == width
+            && (first == 0 || first == width)
+            && matches!(product.ranks[1], 16 | 32 | 64)
+            && *rank.get_or_insert(product.ranks[1]) == product.ranks[1]
+            && product.up.is_contiguous()
+    });
+    fits && count > 0 && matches!(dtype, DType::F16 | DType::BF16) && width.is_multiple_of(WARP)
+}
+
+/// The unit of y (rows, 2 n) and what is late, (rows, n).
+pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
+    let op = SWIGLU_LINEAR_GROUP.name;
+    let (gpu, rows, columns) = (Gpu::of(op, y)?, y.dims()[0], y.dims()[1]);
+    let result = empty(op, gpu, &[rows, columns / 2], y.dtype())?;
+    if result.elem_count() > 0 {
+        let (name, halves, shape) = launch(late, rows, columns / 2)?;
+        let function = gpu.named(&name, "_forward", suffix(op, y.dtype())?)?;
+        let (rows, width) = (count32(op, rows)?, count32(op, columns / 2)?);
+        let arguments = SwigluLowRank16Forward { x: input(op, y)?, y: output(op, &result)?, halves, rows, width };
+        // SAFETY: the tensors are dense and of these sizes; `takes` has checked those of the products.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(result)
+}
+
+/// The gradient of y and of what is late alike, (rows, 2 n), from that of the result, (rows, n).
+pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
+    let op = SWIGLU_LINEAR_GROUP.name;
+    let (gpu, width) = (Gpu::of(op, y)?, grad.dims()[1]);
+    let result = empty(op, gpu, y.dims(), y.dtype())?;
+    if result.elem_count() > 0 {
+        let (name, halves, shape) = launch(late, grad.dims()[0], width)?;
+        let function = gpu.named(&name, "_backward", suffix(op, y.dtype())?)?;
+        let (rows, width) = (count32(op, grad.dims()[0])?, count32(op, width)?);
+        let (x, grad, dx) = (input(op, y)?, input(op, grad)?, output(op, &result)?);
+        let arguments = SwigluLowRank16Backward { x, grad, dx, halves, rows, width };
+        // SAFETY: as in `forward`.
+        unsafe { function.launch(op, gpu, shape, arguments) }?;
+    }
+    Ok(result)
+}
+
+/// The kernel's name without its direction, the products, and the blocks for `rows` rows of `width` results.
+fn launch(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
+    let op = SWIGLU_LINEAR_GROUP.name;
+    let mut list = [LowRankHalf::default(); 2];
+    let mut rank = 0;
+    for LastProduct { up, columns, ranks, scale } in &late.products {
+        rank = ranks[1];
+        list[columns[0] / width] = LowRankHalf {
+            hidden: address(op, &late.hidden.narrow(1, ranks[0], ranks[1])?)?,
+            up: address(op, up)?,
+            hidden_row: count32(op, late.hidden.dims()[1])?,
+            up_row: count32(op, ranks[1])?,
+            scale: *scale as f32,
+            unused: 0,
+        };
+    }
+    let grid = [count32(op, width.div_ceil(BLOCK))?, count32(op, rows.div_ceil(ROWS))?, 1];
+    let shape = Shape { grid, block: [BLOCK as u32, 1, 1], shared: 0 };
+    Ok((format!("swiglu_low_rank{rank}"), LowRankHalves { list }, shape))
+}

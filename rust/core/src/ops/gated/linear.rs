@@ -1,0 +1,145 @@
+//! Gated units of adapted linear maps. On CUDA the maps' second low-rank products are made where the unit reads its input, so that
+//! they need no pass over it of their own.
+
+use candle_core::Shape;
+use smallvec::SmallVec;
+
+use super::{SWIGLU, run, run_backward, swiglu};
+use crate::compute::{self, on_device};
+use crate::ops::activation::Silu;
+use crate::ops::linear::{as_matrix, forward, with_last};
+use crate::ops::linear_group::{LinearGroup, linear_group};
+use crate::ops::low_rank::{LastProduct, LowRankBackward};
+use crate::raw::{Raw, own_copy};
+use crate::tape::{Again, Backward, BackwardContext, OpInfo, Saved, record_with_aux};
+use crate::{Error, Result, Tensor, checkpoint};
+
+pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear_group");
+
+/// [`swiglu`](super::swiglu) of [`linear_group`](crate::ops::linear_group::linear_group): `x (..., in)` → `(..., n)` for maps of 2 n
+/// results, the second half of which is the gate.
+///
+/// # Errors
+/// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the base needs a gradient.
+pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
+    let op = SWIGLU_LINEAR_GROUP.name;
+    if checkpoint::is_selective() {
+        // It keeps what the maps give and computes the unit again; as one operation it would keep both.
+        return swiglu(&linear_group(x, group)?);
+    }
+    group.check(op, x)?;
+    let features = group.weight.dims()[0];
+    if features % 2 != 0 {
+        return Err(Error::shape(
+            op,
+            format!("the maps have {features} results, expected an even number: features, gate"),
+        ));
+    }
+    let low_ranks = group.low_ranks(x.dtype())?;
+    let inputs: Vec<&Tensor> = std::iter::once(x).chain(low_ranks.factors()).collect();
+    let are_late = on_device!(
+        x.device(),
+        cuda => super::cuda::low_rank::takes(x.dtype(), features / 2, low_ranks.last_products()),
+        cpu => false,
+    );
+    let shape = with_last(&x.raw, features / 2);
+    record_with_aux(
+        &SWIGLU_LINEAR_GROUP,
+        &inputs,
+        || {
+            let matrix = as_matrix(&x.raw)?;
+            let y = forward(&matrix, group.weight, group.bias.map(|b| &b.raw))?;
+            let (late, hidden) = if are_late {
+                let hidden = low_ranks.hidden(&matrix)?;
+                let products = low_ranks.last_products().map(LastProduct::cloned).collect();
+                (Some(Late { hidden: hidden.clone(), products }), Some(hidden))
+            } else {
+                (None, low_ranks.add_to(&y, &matrix)?)
+            };
+            let result = unit(&y, late.as_ref())?.reshape(&shape)?;
+            Ok((result, std::iter::once(y).chain(hidden).collect()))
+        },
+        |saver, _, aux| Gated {
+            low_rank: low_ranks.save(saver, x, group.weight, aux.get(1)),
+            y: saver.save_raw(&aux[0]),
+            late: aux
+                .get(1)
+                .filter(|_| are_late)
+                .map(|hidden| Late { hidden: saver.save_raw(hidden), products: low_ranks.save_last_products(saver) }),
+            shape: shape.clone(),
+        },
+    )
+}
+
+/// What has still to be added to the maps' results.
+pub(super) struct Late<S> {
+    /// x Aᵀ of all adapters side by side.
+    pub hidden: S,
+    pub products: SmallVec<[LastProduct<S>; 2]>,
+}
+
+impl Late<Saved> {
+    fn get(&self) -> Result<Late<Raw>> {
+        let products = self.products.iter().map(LastProduct::get).collect::<Result<_>>()?;
+        Ok(Late { hidden: self.hidden.get()?, products })
+    }
+}
+
+impl Late<Raw> {
+    /// The sum with y (rows, 2 n).
+    fn added_to(&self, y: &Raw) -> Result<Raw> {
+        let sum = own_copy(y)?;
+        for LastProduct { up, columns, ranks, scale } in &self.products {
+            let (columns, hidden) =
+                (sum.narrow(1, columns[0], columns[1])?, self.hidden.narrow(1, ranks[0], ranks[1])?);
+            compute::write_products(&[[&columns, &hidden, &up.t()?]], *scale, true)?;
+        }
+        Ok(sum)
+    }
+}
+
+/// The unit of y (rows, 2 n) and what is late.
+fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
+    let width = y.dims()[1] / 2;
+    match late {
+        Some(late) => on_device!(
+            y.device(),
+            cuda => super::cuda::low_rank::forward(y, late),
+            cpu => run(SWIGLU.name, &late.added_to(y)?, width, Silu),
+        ),
+        None => run(SWIGLU.name, y, width, Silu),
+    }
+}
+
+struct Gated {
+    low_rank: LowRankBackward,
+    /// The results of the maps, (rows, 2 n), without what is late.
+    y: Saved,
+    late: Option<Late<Saved>>,
+    shape: Shape,
+}
+
+impl Backward for Gated {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let (y, grad) = (self.y.get()?, as_matrix(context.grad())?);
+        let grad = match &self.late {
+            Some(late) => {
+                let late = late.get()?;
+                on_device!(
+                    y.device(),
+                    cuda => super::cuda::low_rank::backward(&y, &grad, &late)?,
+                    cpu => run_backward(SWIGLU.name, &late.added_to(&y)?, &grad, grad.dims()[1], Silu)?,
+                )
+            }
+            None => run_backward(SWIGLU.name, &y, &grad, grad.dims()[1], Silu)?,
+        };
+        self.low_rank.run(context, &grad)
+    }
+
+    fn again(&self) -> Option<Again<'_>> {
+        Some(Box::new(|| {
+            let late = self.late.as_ref().map(Late::get).transpose()?;
+            Ok(unit(&self.y.get()?, late.as_ref())?.reshape(&self.shape)?)
+        }))
+    }
+}
