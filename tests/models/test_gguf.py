@@ -100,6 +100,18 @@ def test_adapters_train_over_a_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_facts_know_the_bytes_of_a_file(tmp_path: Path) -> None:
+    base = folder("qwen3", tmp_path)
+    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
+    (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
+    expected = 0
+    for shape in facts.tensors.values():
+        # Rows of 112 are no whole blocks.
+        blocks = len(shape) == 2 and shape[1] % 32 == 0
+        expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
+    assert facts.weight_bytes("bf16") == expected
+
+
 def test_a_run_from_a_file_to_an_adapter(tmp_path: Path) -> None:
     base = folder("qwen2", tmp_path)
     path = tmp_path / "model.gguf"

@@ -8,12 +8,12 @@ use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::quantized::Format;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Weight};
 use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_format};
 use trainable_candle_io::{WeightFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
-use trainable_candle_nn::{Base, Layer, Operation, Quantization};
+use trainable_candle_nn::{Base, Operation, Quantization};
 
 use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
 use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
@@ -44,6 +44,8 @@ pub struct PartFacts {
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
+    /// The formats of the parameters that its file has quantized in blocks.
+    stored: BTreeMap<String, Format>,
 }
 
 impl Facts {
@@ -71,7 +73,14 @@ impl PartFacts {
         let model = (kind.shapes)(&(kind.config)(files)?)?;
         let weights = WeightFiles::open(files.weights())?;
         let prefix = files.original().map_or("", |original| original.prefix);
-        Ok(Self { kind, place: files.place(), path, dtype: weights.common_dtype(prefix), model })
+        let layout = model.layout(files.original(), Some(&weights));
+        let format = |name: &str| {
+            let mut places = layout.places(name).into_iter().filter(|place| place.form.keeps_rows());
+            places.find_map(|place| weights.block_format(&format!("{prefix}{}", place.key)))
+        };
+        let stored = |(name, _): (String, Weight)| format(&name).map(|format| (name, Format::Ggml(format)));
+        let stored = model.named_weights().into_iter().filter_map(stored).collect();
+        Ok(Self { kind, place: files.place(), path, dtype: weights.common_dtype(prefix), model, stored })
     }
 
     /// Its `config.json`.
@@ -100,28 +109,29 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of its weights in a dtype, its layers in a format if one is given.
+    /// Bytes of its weights in a dtype, its layers in a format if one is given, or as their file has them if that is quantized.
     ///
     /// # Errors
     /// [`Error::Argument`] if no layer may be quantized.
     pub fn weight_bytes(&self, dtype: DType, format: Option<Format>) -> Result<usize> {
-        let size = dtype.size_in_bytes();
-        let all: usize = self.tensors().values().map(|dims| dims.iter().product::<usize>() * size).sum();
-        let Some(format) = format else { return Ok(all) };
-        self.kind.check_quantizable("weight_bytes")?;
-        let layers = self.model.named_layers();
-        let quantized = layers.iter().filter(|(name, layer)| !layer.is_conv() && self.kind.quantizable.has(name));
-        let saved = |(_, layer): &(String, Layer<'_>)| {
-            let base = layer.base();
-            (base.rows() * base.columns() * size).saturating_sub(format.bytes(base.rows(), base.columns()))
+        if format.is_some() {
+            self.kind.check_quantizable("weight_bytes")?;
+        }
+        let (layers, quantizable) = (self.layers(), self.kind.quantizable);
+        let format_of = |name: &str| {
+            let layer = name.strip_suffix(".weight")?;
+            let is_matrix = layers.contains_key(layer) || quantizable.rows.contains(&layer);
+            let wanted = Quantization { format, layers: quantizable }.of(layer).filter(|_| is_matrix)?;
+            wanted.or_else(|| self.stored.get(name).copied())
         };
-        let tensors = self.tensors();
-        let by_rows = self.kind.quantizable.rows.iter().filter_map(|name| {
-            let &[rows, columns] = tensors.get(&format!("{name}.weight"))?.as_slice() else { return None };
-            let format = Quantization { format: Some(format), layers: self.kind.quantizable }.of(name)??;
-            Some((rows * columns * size).saturating_sub(format.bytes(rows, columns)))
-        });
-        Ok(all - quantized.map(saved).sum::<usize>() - by_rows.sum::<usize>())
+        let bytes = |(name, dims): (String, Vec<usize>)| {
+            let plain = dims.iter().product::<usize>() * dtype.size_in_bytes();
+            match (dims.as_slice(), format_of(&name)) {
+                (&[rows, columns], Some(format)) => format.bytes(rows, columns),
+                _ => plain,
+            }
+        };
+        Ok(self.tensors().into_iter().map(bytes).sum())
     }
 
     /// About how many values the tape holds at its fullest, for one sample of `size`.
