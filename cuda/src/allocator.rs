@@ -339,9 +339,9 @@ impl<B: Backend> Allocator<B> {
     }
 
     fn attempt(&mut self, origin: Origin, size: u64) -> Result<u64, B::Error> {
-        let space = match origin {
-            Origin::Eager => &mut self.eager,
-            Origin::Graph => &mut self.graph,
+        let (space, mut lender) = match origin {
+            Origin::Eager => (&mut self.eager, (!self.capturing).then_some(&mut self.graph)),
+            Origin::Graph => (&mut self.graph, None),
         };
         let (slot, growth) = if size <= SMALL { (&mut space.0[0], PAGE) } else { (&mut space.0[1], GROWTH) };
         let pool = match slot {
@@ -352,9 +352,8 @@ impl<B: Backend> Allocator<B> {
             if let Some(address) = pool.take(size) {
                 return Ok(address);
             }
-            if origin == Origin::Eager && !self.capturing {
-                let lent = lend(&mut self.backend, &mut self.graph, &mut self.lent, size.max(growth))?;
-                self.stats.reserved -= lent;
+            if let Some(graph) = lender.as_deref_mut() {
+                self.stats.reserved -= lend(&mut self.backend, graph, &mut self.lent, size.max(growth))?;
             }
             // A request larger than the pool's addresses is larger than the device's memory.
             let mapped = pool.grow(&mut self.backend, size)?.ok_or_else(B::full)?;

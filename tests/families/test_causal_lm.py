@@ -202,7 +202,9 @@ def test_what_fills_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path
         (None, True),
         ({"rope_type": "llama3"}, True),
         ({"type": "dynamic", "factor": 2.0}, False),
-        ({"rope_type": "longrope"}, False),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, False),
+        # What GGUF files have in place of Llama 3's scaling.
+        ({"rope_type": "longrope", "short_factor": [2.0], "long_factor": [2.0]}, True),
     ],
 )
 def test_angles_that_depend_on_lengths_are_not_recorded(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.cli import main
 from trainable_candle.export import TextAdapter, write_model
 from trainable_candle.export.gguf_file import Entry, Fact, write
 from trainable_candle.export.gguf_model import model_facts, parameter_name
@@ -75,6 +76,61 @@ def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Pa
     np.testing.assert_allclose(scores(found), scores(plain), rtol=0, atol=tolerance)
     for name, tensor in plain.named_tensors().items():
         np.testing.assert_array_equal(found.named_tensors()[name].numpy(), tensor.numpy(), name)
+
+
+def test_adapters_train_over_a_file(tmp_path: Path) -> None:
+    """Its matrices stay blocks, embedding and head among them: losses are those of the values."""
+    base = folder("qwen3", tmp_path)
+    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
+    found = []
+    for path in (tmp_path / "model.gguf", base):
+        model = CausalLM.from_pretrained(path, dtype="f32")
+        if path == tmp_path / "model.gguf":
+            model.save_pretrained(tmp_path / "values")
+            shutil.copyfile(tmp_path / "values" / "model.safetensors", base / "model.safetensors")
+        adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["all-linear"]))
+        tc.manual_seed(0)
+        for var in adapter.parameters():
+            var.set(tc.randn(var.shape) * 0.05)
+        ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
+        loss = model.loss(ids, ids)
+        gradients = tc.grad(loss, adapter.parameters())
+        found.append([loss.numpy(), *(gradient.numpy() for gradient in gradients)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_facts_know_the_bytes_of_a_file(tmp_path: Path) -> None:
+    base = folder("qwen3", tmp_path)
+    write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
+    (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
+    expected = 0
+    for shape in facts.tensors.values():
+        # Rows of 112 are no whole blocks.
+        blocks = len(shape) == 2 and shape[1] % 32 == 0
+        expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
+    assert facts.weight_bytes("bf16") == expected
+
+
+def test_a_run_from_a_file_to_an_adapter(tmp_path: Path) -> None:
+    base = folder("qwen2", tmp_path)
+    path = tmp_path / "model.gguf"
+    write_model(base, TextAdapter({}), path, "q8_0")
+    rows = [{"prompt": f"say {n}: ", "completion": "hello" * n} for n in range(1, 5)]
+    dataset = tmp_path / "chats.jsonl"
+    dataset.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    given = ["--model", "causal-lm", "--weights", str(path)]
+    run = ["--dataset", str(dataset), "--output", str(tmp_path / "run"), "--device", "cpu"]
+    assert main(["train", *given, *run, "--steps", "2", "--sequence-length", "128"]) == 0
+    adapter = ["--adapter", str(tmp_path / "run" / "peft")]
+    export = ["--for", "merged", "--output", str(tmp_path / "merged")]
+    assert main(["export", *given[2:], *adapter, *export]) == 2
+    assert main(["export", "--weights", str(base), *adapter, *export, "--gguf", "bf16"]) == 0
+    found = scores(CausalLM.from_pretrained(tmp_path / "merged" / "model.gguf", dtype="f32"))
+    assert main(["export", "--weights", str(base), *adapter, *export[:2],
+                 "--output", str(tmp_path / "folder")]) == 0  # fmt: skip
+    expected = scores(CausalLM.from_pretrained(tmp_path / "folder", dtype="f32"))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -125,6 +125,49 @@ def test_losses_of_a_language_model_stay_near_those_of_its_own_weights() -> None
         np.testing.assert_allclose(losses(format), expected, rtol=most)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_embedding_and_head_are_quantized_by_rows(
+    name: str, format: str, checkpointing: str, tmp_path: Path
+) -> None:
+    """Losses, scores and gradients are those of a model of their values."""
+    folder = GOLDEN / "llm" / name
+    original = CausalLM.from_pretrained(folder, dtype="f32").named_tensors()
+    model = CausalLM.from_pretrained(folder, dtype="f32", quantize=format)
+    model.save_pretrained(tmp_path)
+    plain = CausalLM.from_pretrained(tmp_path, dtype="f32")
+    rows = [key for key in original if key in {"model.embed_tokens.weight", "lm_head.weight"}]
+    assert len(rows) == (2 if name == "llama" else 1)
+    for key in rows:
+        expected = tc.quantize(original[key], "int8").dequantize().numpy()
+        np.testing.assert_array_equal(plain.named_tensors()[key].numpy(), expected)
+    ids = tc.tensor(np.arange(48).reshape(2, 24) * 7 % 100)
+    found = []
+    for each in (model, plain):
+        tc.manual_seed(0)
+        if checkpointing != "none":
+            each.enable_gradient_checkpointing(checkpointing)
+        adapter = each.add_adapter(ALL_LINEAR)
+        for var in adapter.parameters():
+            var.set(tc.randn(var.shape) * 0.05)
+        loss = each.loss(ids, ids)
+        gradients = tc.grad(loss, adapter.parameters())
+        found.append([loss.numpy(), each(ids).numpy(), *(g.numpy() for g in gradients)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_facts_of_a_language_model_know_the_bytes() -> None:
+    (facts,) = tc.inspect(LLAMA).parts.values()
+    inside = list(facts.layers.values())
+    outside = [facts.tensors[f"{key}.weight"] for key in ("model.embed_tokens", "lm_head")]
+    plain = sum(2 * rows * columns for rows, columns in (*inside, *outside))
+    codes = sum(tc.quantize(tc.zeros(shape), "nf4").nbytes for shape in inside)
+    codes += sum(tc.quantize(tc.zeros(shape), "int8").nbytes for shape in outside)
+    assert facts.weight_bytes("bf16", "nf4") == 2 * facts.elements - plain + codes
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_facts_know_the_bytes(format: str) -> None:
     folder = FAMILIES["flux"].folder / "transformer"

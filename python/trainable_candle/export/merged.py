@@ -86,9 +86,14 @@ def shards(weights: Path) -> list[str]:
     """The names of a model's files.
 
     Raises:
-        MissingFileError: there are none.
+        MissingFileError: there are none, or it is a GGUF file.
         WeightsFormatError: the index names files elsewhere.
     """
+    if weights.is_file():
+        raise MissingFileError(
+            f"weights: {weights} is one file, whose values are rounded; give the folder of the "
+            "original model, into whose weights the adapter goes"
+        )
     index = weights / INDEX
     if not index.is_file():
         if not (weights / SINGLE).is_file():

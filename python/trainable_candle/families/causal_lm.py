@@ -115,7 +115,9 @@ class CausalLM:
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type"))
-        return kind not in {"dynamic", "longrope", "su"}
+        if kind in {"longrope", "su"}:
+            return bool(scaling["short_factor"] == scaling["long_factor"])
+        return kind != "dynamic"
 
     def layers(self) -> Mapping[str, Shape]:
         """Shapes of the weights of its linear layers, by name."""

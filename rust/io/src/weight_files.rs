@@ -229,6 +229,11 @@ impl WeightFiles {
         self.files.first().and_then(WeightFile::gguf)
     }
 
+    /// The format of a matrix in a GGUF file; as [`GgufFile::format_of`].
+    pub fn block_format(&self, name: &str) -> Option<Ggml> {
+        self.files[*self.index.get(name)?].gguf()?.format_of(name)
+    }
+
     /// The blocks of a matrix in a GGUF file as they are stored; as [`GgufFile::read_blocks`].
     ///
     /// # Errors

@@ -8,12 +8,12 @@ use serde_json::{Map, Value};
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::quantized::Format;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Weight};
 use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_format};
 use trainable_candle_io::{WeightFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
-use trainable_candle_nn::{Base, Operation, StreamOptions, Streaming};
+use trainable_candle_nn::{Base, Operation, Quantization, StreamOptions, Streaming};
 
 use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
 use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
@@ -44,6 +44,8 @@ pub struct PartFacts {
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
+    /// The formats of the parameters that its file has quantized in blocks.
+    stored: BTreeMap<String, Format>,
 }
 
 impl Facts {
@@ -74,7 +76,14 @@ impl PartFacts {
         let model = (kind.shapes)(&(kind.config)(files)?)?;
         let weights = WeightFiles::open(files.weights())?;
         let prefix = files.original().map_or("", |original| original.prefix);
-        Ok(Self { kind, place: files.place(), path, dtype: weights.common_dtype(prefix), model })
+        let layout = model.layout(files.original(), Some(&weights));
+        let format = |name: &str| {
+            let mut places = layout.places(name).into_iter().filter(|place| place.form.keeps_rows());
+            places.find_map(|place| weights.block_format(&format!("{prefix}{}", place.key)))
+        };
+        let stored = |(name, _): (String, Weight)| format(&name).map(|format| (name, Format::Ggml(format)));
+        let stored = model.named_weights().into_iter().filter_map(stored).collect();
+        Ok(Self { kind, place: files.place(), path, dtype: weights.common_dtype(prefix), model, stored })
     }
 
     /// Its `config.json`.
@@ -103,32 +112,40 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of its weights on a device: in a dtype, its layers in a format if one is given, less what is streamed from the memory of the
-    /// host.
+    /// Bytes of its weights on a device: in a dtype, its layers in a format if one is given, or as their file has them if that is
+    /// quantized, less what is streamed from the memory of the host.
     ///
     /// # Errors
     /// [`Error::Argument`] if no layer may be quantized; as [`Streaming::new`].
     pub fn weight_bytes(&self, dtype: DType, format: Option<Format>, stream: StreamOptions) -> Result<usize> {
-        let size = dtype.size_in_bytes();
-        let all: usize = self.tensors().values().map(|dims| dims.iter().product::<usize>() * size).sum();
         if format.is_some() {
             self.kind.check_quantizable("weight_bytes")?;
         }
-        let inside = self.model.named_layers().into_iter();
-        let inside = inside.filter(|(name, layer)| !layer.is_conv() && self.kind.quantizable.has(name));
-        let (mut saved, mut held) = (0, Vec::new());
-        for (name, layer) in inside {
-            let (rows, columns) = (layer.base().rows(), layer.base().columns());
-            let values = rows * columns * size;
-            let bytes = format.map_or(values, |format| format.bytes(rows, columns));
-            saved += values.saturating_sub(bytes);
-            held.push((name, bytes));
+        let (layers, quantizable) = (self.layers(), self.kind.quantizable);
+        let format_of = |name: &str| {
+            let layer = name.strip_suffix(".weight")?;
+            let is_matrix = layers.contains_key(layer) || quantizable.rows.contains(&layer);
+            let wanted = Quantization { format, layers: quantizable }.of(layer).filter(|_| is_matrix)?;
+            wanted.or_else(|| self.stored.get(name).copied())
+        };
+        let bytes = |name: &str, dims: &[usize]| {
+            let plain = dims.iter().product::<usize>() * dtype.size_in_bytes();
+            match (dims, format_of(name)) {
+                (&[rows, columns], Some(format)) => format.bytes(rows, columns),
+                _ => plain,
+            }
+        };
+        let tensors = self.tensors();
+        let all: usize = tensors.iter().map(|(name, dims)| bytes(name, dims)).sum();
+        if stream.is_none() {
+            return Ok(all);
         }
-        if !stream.is_none() {
-            let streaming = Streaming::new(self.model.as_ref(), self.kind.quantizable, stream, &Device::Cpu)?;
-            saved += streaming.saved_bytes(held.iter().map(|(name, bytes)| (name.as_str(), *bytes)));
-        }
-        Ok(all - saved)
+        let streaming = Streaming::new(self.model.as_ref(), quantizable, stream, &Device::Cpu)?;
+        let of_layers = tensors.iter().filter_map(|(name, dims)| {
+            let layer = name.strip_suffix(".weight").filter(|layer| layers.contains_key(*layer))?;
+            (dims.len() == 2).then(|| (layer, bytes(name, dims)))
+        });
+        Ok(all - streaming.saved_bytes(of_layers))
     }
 
     /// About how many values the tape holds at its fullest, for one sample of `size`.

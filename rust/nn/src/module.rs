@@ -95,6 +95,7 @@ pub trait Module {
                     tensors.extend(layer.base().bias.map(|b| (format!("{name}.bias"), b.clone().into())));
                 }
                 Part::Tensor(name, tensor) => tensors.push((name, tensor.clone().into())),
+                Part::Matrix(name, weight) => tensors.push((name, weight.clone())),
                 Part::Blocks { .. } => {}
             }
             Ok(())
@@ -114,6 +115,7 @@ pub trait Module {
                     vars.extend(base.bias.and_then(Var::of).map(|var| (format!("{name}.bias"), var)));
                 }
                 Part::Tensor(name, tensor) => vars.extend(Var::of(tensor).map(|var| (name, var))),
+                Part::Matrix(name, weight) => vars.extend(weight.tensor().and_then(Var::of).map(|var| (name, var))),
                 Part::Blocks { .. } => {}
             }
             Ok(())
@@ -138,6 +140,8 @@ pub enum Part<'a> {
     Layer(String, Layer<'a>),
     /// Any other parameter and its name.
     Tensor(String, &'a Tensor),
+    /// Any other parameter that may be quantized, and its name.
+    Matrix(String, &'a Weight),
     /// The blocks that are shown next.
     Blocks {
         /// Their name without the number.
@@ -215,5 +219,14 @@ impl<'a, 'f> Visitor<'a, 'f> {
     pub fn tensor(&mut self, name: &str, tensor: &'a Tensor) -> Result<()> {
         let name = self.join(name);
         (self.see)(Part::Tensor(name, tensor))
+    }
+
+    /// Visit a parameter that belongs to no layer and may be quantized.
+    ///
+    /// # Errors
+    /// Those of `see`.
+    pub fn matrix(&mut self, name: &str, weight: &'a Weight) -> Result<()> {
+        let name = self.join(name);
+        (self.see)(Part::Matrix(name, weight))
     }
 }

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::quantized::Format;
 
-/// The layers of an architecture that may be quantized. Embeddings, norms, first and last projections lie outside of its blocks and
-/// keep their dtype, as convolutions do.
+/// The layers of an architecture that may be quantized. Norms, first and last projections lie outside of its blocks and keep their dtype,
+/// as convolutions do; so do embeddings that are not among `rows`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantizable {
     /// What the names of layers in blocks begin with. None of them: nothing is quantized.
@@ -12,11 +12,14 @@ pub struct Quantizable {
     pub kept: &'static [&'static str],
     /// Parts of the names of layers that make a block's modulation, which the model computes outside of the block's run.
     pub modulation: &'static [&'static str],
+    /// Matrices outside of blocks whose rows are picked, or which are too large to be dequantized whole: the embedding and the head of a
+    /// language model, which take a form by rows.
+    pub rows: &'static [&'static str],
 }
 
 impl Quantizable {
     /// No layer.
-    pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[] };
+    pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[], rows: &[] };
 
     /// Whether the layer `name` may be quantized.
     pub fn has(&self, name: &str) -> bool {
@@ -36,4 +39,22 @@ pub struct Quantization {
     pub format: Option<Format>,
     /// Which layers.
     pub layers: Quantizable,
+}
+
+impl Quantization {
+    /// The format of the matrix `name`, or none for that of its file; none if it is not to be quantized.
+    pub fn of(&self, name: &str) -> Option<Option<Format>> {
+        if self.layers.rows.contains(&name) {
+            return Some(self.format.map(by_rows));
+        }
+        self.layers.has(name).then_some(self.format)
+    }
+}
+
+/// The format of matrices whose rows are picked where others have `format`.
+const fn by_rows(format: Format) -> Format {
+    match format {
+        Format::Int8 | Format::Fp8 | Format::Nf4 => Format::Int8,
+        Format::Ggml(format) => Format::Ggml(format),
+    }
 }

@@ -157,10 +157,10 @@ impl Source {
         )))
     }
 
-    /// The weight of the linear layer `layer`, of `shape`.
+    /// The matrix `layer.weight` of `shape`, which may be quantized.
     pub(crate) fn weight(&mut self, layer: &str, shape: &Shape, init: Init) -> Result<Weight> {
         let name = format!("{layer}.weight");
-        let wanted = self.quantization.filter(|quantization| quantization.layers.has(layer));
+        let wanted = self.quantization.and_then(|quantization| quantization.of(layer));
         let streaming = self.streaming.clone();
         let streamed = streaming.as_deref().and_then(|streaming| Some((streaming, streaming.unit(layer)?)));
         if let Kind::Stored { stored, taken, .. } = &mut self.kind
@@ -168,15 +168,15 @@ impl Source {
         {
             check_shape(&name, &found, shape)?;
             let weight = match (streamed, wanted) {
-                (Some((streaming, unit)), Some(wanted)) => {
-                    streaming.weight(unit, stored.read_weight_to_cpu(&name, wanted.format)?)?
+                (Some((streaming, unit)), Some(format)) => {
+                    streaming.weight(unit, stored.read_weight_to_cpu(&name, format)?)?
                 }
                 (Some((streaming, unit)), None) => {
                     let weight = stored.read_weight_to_cpu(&name, None)?;
                     let values = weight.quantized().map(|codes| codes.dequantize(codes.dtype())).transpose()?;
                     streaming.weight(unit, values.map_or(weight, Weight::from))?
                 }
-                (None, Some(wanted)) => stored.read_weight(&name, wanted.format)?,
+                (None, Some(format)) => stored.read_weight(&name, format)?,
                 (None, None) => stored.read(&name)?.into(),
             };
             taken.insert(name);
@@ -184,7 +184,7 @@ impl Source {
         }
         let values = self.get(name, shape, init, Packing::Plain)?;
         let Kind::Random { .. } = &self.kind else { return Ok(values.into()) };
-        let weight: Weight = match wanted.and_then(|wanted| wanted.format) {
+        let weight: Weight = match wanted.flatten() {
             Some(format) => Quantized::new(&values, format)?.into(),
             None => values.into(),
         };

@@ -1,7 +1,7 @@
 //! [`Weights`]: where a model under construction gets its parameters.
 
 use trainable_candle_core::ops::conv::Conv2dOptions;
-use trainable_candle_core::{Result, Shape, Tensor};
+use trainable_candle_core::{Result, Shape, Tensor, Weight};
 
 use crate::conv::channels_per_group;
 use crate::source::Packing;
@@ -52,6 +52,15 @@ impl Weights<'_> {
     pub fn get(&mut self, name: &str, shape: impl Into<Shape>, init: Init) -> Result<Tensor> {
         let name = self.join(name);
         self.source.get(name, &shape.into(), init, Packing::Plain)
+    }
+
+    /// The matrix `name.weight` of `shape`, quantized if those of its name are.
+    ///
+    /// # Errors
+    /// As [`get`](Weights::get).
+    pub fn matrix(&mut self, name: &str, shape: (usize, usize), init: Init) -> Result<Weight> {
+        let name = self.join(name);
+        self.source.weight(&name, &shape.into(), init)
     }
 
     /// A linear layer `name` with torch's initial values.

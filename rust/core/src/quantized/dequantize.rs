@@ -1,4 +1,4 @@
-//! Codes back to values, and products with them.
+//! Codes back to values.
 
 use std::ops::Range;
 
@@ -9,12 +9,10 @@ use crate::compute::on_device;
 use crate::cpu::pool::par_chunks_mut;
 use crate::cpu::{Elem, Real};
 use crate::raw::{Raw, check_allocation, from_vec, with_bytes};
-use crate::{Result, compute, dispatch_float};
+use crate::{Result, dispatch_float};
 
 /// Elements that a thread takes at a time; whole blocks.
 const GRAIN: usize = 32 * 1024;
-/// Elements of the weight that the CPU dequantizes at a time for a product.
-const PANEL: usize = 4 << 20;
 
 impl Quantized {
     /// The values in `dtype`, (rows, columns).
@@ -26,24 +24,8 @@ impl Quantized {
         )
     }
 
-    /// y += x Wᵀ where y has values, or y = x Wᵀ: matrices (rows of x, rows of W) and (rows of x, columns of W). The CPU dequantizes
-    /// some rows at a time.
-    pub(crate) fn product(&self, y: &Raw, x: &Raw, accumulate: bool) -> Result<()> {
-        let [rows, columns] = self.dims;
-        let panel = if x.device().is_cpu() { (PANEL / columns.max(1)).max(1) } else { rows.max(1) };
-        for start in (0..rows).step_by(panel) {
-            let count = panel.min(rows - start);
-            let weight = if count == rows {
-                self.values(x.dtype())?
-            } else {
-                self.rows_on_cpu(start..start + count, x.dtype())?
-            };
-            compute::write_products(&[[&y.narrow(1, start, count)?, x, &weight.t()?]], 1.0, accumulate)?;
-        }
-        Ok(())
-    }
-
-    fn rows_on_cpu(&self, wanted: Range<usize>, dtype: DType) -> Result<Raw> {
+    /// Rows in `dtype`.
+    pub(super) fn rows_on_cpu(&self, wanted: Range<usize>, dtype: DType) -> Result<Raw> {
         let dims = [wanted.len(), self.dims[1]];
         check_allocation("dequantize", &dims, dtype)?;
         dispatch_float!(dtype, "dequantize", T => {

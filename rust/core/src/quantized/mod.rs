@@ -9,6 +9,7 @@ mod format;
 mod ggml;
 mod nf4;
 mod rows;
+mod rows_of;
 pub mod weight;
 
 #[cfg(feature = "cuda")]

@@ -70,9 +70,11 @@ impl GgufFile {
         })
     }
 
-    /// Bytes of a tensor, if there is one of that name.
-    pub fn bytes(&self, name: &str) -> Option<usize> {
-        Some(self.header.tensors.get(name)?.bytes)
+    /// The format of a matrix whose rows are whole blocks, if there is one of that name.
+    pub fn format_of(&self, name: &str) -> Option<Ggml> {
+        let info = self.header.tensors.get(name)?;
+        let (Kind::Blocks(format), &[_, columns]) = (info.kind, info.dims.as_slice()) else { return None };
+        format.row_bytes(columns).is_some().then_some(format)
     }
 
     /// Read the values of one tensor to `device`, in `dtype` if one is given.

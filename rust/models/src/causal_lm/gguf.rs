@@ -19,11 +19,12 @@ const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("qwen3", "qwen3", "Qwen3ForCausalLM"),
 ];
 
-const OUTSIDE: [(&str, &str); 3] = [
-    (keys::EMBEDDING, "token_embd.weight"),
-    ("model.norm.weight", "output_norm.weight"),
-    (keys::HEAD, "output.weight"),
-];
+const OUTSIDE: [(&str, &str); 3] =
+    [(keys::EMBEDDING, "token_embd"), (keys::NORM, "output_norm"), (keys::HEAD, "output")];
+
+/// Their embedding and head.
+const EMBEDDING: &str = "token_embd.weight";
+const HEAD: &str = "output.weight";
 
 /// Of a layer, our names and theirs.
 const INSIDE: [(&str, &str); 11] = [
@@ -76,15 +77,17 @@ impl Layout for LlamaCpp {
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS
-            || (key == "output.weight" && !self.has_head)
+            || (key == HEAD && !self.has_head)
             || (self.is_part && (key == "output_norm.weight" || layer.is_some_and(|layer| layer >= self.layers)))
     }
 }
 
 impl LlamaCpp {
     fn place(&self, name: &str) -> Option<Key> {
-        if let Some((_, theirs)) = OUTSIDE.iter().find(|(ours, _)| *ours == name) {
-            return Some(Key::plain(*theirs));
+        let outside =
+            |(ours, theirs): &(&str, &str)| Some(format!("{theirs}.{}", name.strip_prefix(ours)?.strip_prefix('.')?));
+        if let Some(theirs) = OUTSIDE.iter().find_map(outside) {
+            return Some(Key::plain(theirs));
         }
         let (index, inside) = name.strip_prefix(keys::LAYERS)?.strip_prefix('.')?.split_once('.')?;
         let (layer, parameter) = inside.rsplit_once('.')?;
@@ -114,13 +117,13 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     if fact("expert_count").is_some_and(|count| count != json!(0)) {
         return Err(wrong("it is a mixture of experts, which is not supported".to_owned()));
     }
-    let vocabulary = file.shape(OUTSIDE[0].1).and_then(|dims| dims.first().copied());
+    let vocabulary = file.shape(EMBEDDING).and_then(|dims| dims.first().copied());
     let heads = needed("attention.head_count")?;
     let mut json = Map::from_iter(
         [
             ("architectures", json!([class])),
             ("model_type", json!(kind)),
-            ("vocab_size", json!(vocabulary.ok_or_else(|| wrong(format!("{} is missing", OUTSIDE[0].1)))?)),
+            ("vocab_size", json!(vocabulary.ok_or_else(|| wrong(format!("{EMBEDDING} is missing")))?)),
             ("hidden_size", needed("embedding_length")?),
             ("intermediate_size", needed("feed_forward_length")?),
             ("num_hidden_layers", needed("block_count")?),
@@ -129,7 +132,7 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
             ("rms_norm_eps", needed("attention.layer_norm_rms_epsilon")?),
             ("max_position_embeddings", needed("context_length")?),
             ("rope_theta", fact("rope.freq_base").unwrap_or_else(|| json!(10_000.0))),
-            ("tie_word_embeddings", json!(file.shape(OUTSIDE[2].1).is_none())),
+            ("tie_word_embeddings", json!(file.shape(HEAD).is_none())),
         ]
         .map(|(key, value)| (key.to_owned(), value)),
     );

@@ -6,12 +6,17 @@ use trainable_candle_io::WeightFiles;
 use super::{CausalLMConfig, gguf};
 use crate::pretrained::{Key, Layout, Naming, Original};
 
-pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(super) const EMBEDDING: &str = "model.embed_tokens";
 pub(super) const LAYERS: &str = "model.layers";
 pub(super) const NORM: &str = "model.norm";
-pub(super) const HEAD: &str = "lm_head.weight";
+pub(super) const HEAD: &str = "lm_head";
 /// What the names begin with, but for the head's; files of the model without its head leave it out.
 const BODY: &str = "model.";
+
+/// The parameter of the matrix `name`.
+pub(super) fn weight_of(name: &str) -> String {
+    format!("{name}.weight")
+}
 
 /// The names in a folder, or behind the prefix of a file that holds other models too.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
@@ -47,7 +52,7 @@ impl Layout for Transformers {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key.ends_with("rotary_emb.inv_freq")
-            || (key == HEAD && !self.has_head)
+            || (key.strip_suffix(".weight") == Some(HEAD) && !self.has_head)
             || (self.is_part && (key == "norm.weight" || layer.is_some_and(|layer| layer >= self.layers)))
     }
 }
@@ -67,7 +72,7 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalL
     };
     let layers = (0..).take_while(|i| shape(&format!("{LAYERS}.{i}.mlp.down_proj.weight")).is_some()).count();
     let fits = |config: &CausalLMConfig| {
-        shape(EMBEDDING) == Some(&[config.vocab_size, config.hidden_size])
+        shape(&weight_of(EMBEDDING)) == Some(&[config.vocab_size, config.hidden_size])
             && shape(&format!("{LAYERS}.0.mlp.down_proj.weight"))
                 == Some(&[config.hidden_size, config.intermediate_size])
             && config.num_hidden_layers == layers

@@ -6,12 +6,13 @@ use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::loss::{IGNORE_INDEX, linear_cross_entropy, linear_log_probs};
-use trainable_candle_core::{DType, Device, Error, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Weight};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Init, Module, Quantizable, RmsNorm, Source, Visitor, Weights};
 
 use super::config::OP;
+use super::keys::weight_of;
 use super::layers::DecoderLayer;
 use super::{CausalLMConfig, PackedTexts, keys};
 use crate::pretrained::{Architecture, Configuration, Key, Layout, Original, Pretrained};
@@ -22,7 +23,7 @@ use crate::saved::{SampleSize, Saved};
 /// one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
 pub struct CausalLM {
     config: CausalLMConfig,
-    embedding: Tensor,
+    embedding: Weight,
     layers: Blocks<DecoderLayer>,
     top: Option<Top>,
 }
@@ -31,7 +32,7 @@ pub struct CausalLM {
 struct Top {
     norm: RmsNorm,
     /// (vocab, D); none if it is the embedding.
-    head: Option<Tensor>,
+    head: Option<Weight>,
 }
 
 impl CausalLM {
@@ -42,7 +43,7 @@ impl CausalLM {
     pub fn new(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let (vocab, dim) = (config.vocab_size, config.hidden_size);
         let start = Init::Normal(0.02);
-        let embedding = weights.get(keys::EMBEDDING, (vocab, dim), start)?;
+        let embedding = weights.matrix(keys::EMBEDDING, (vocab, dim), start)?;
         let layer = |index: usize| {
             let mut weights = weights.pp(&format!("{}.{index}", keys::LAYERS));
             DecoderLayer::new(&config, config.windows[index], &mut weights)
@@ -52,7 +53,7 @@ impl CausalLM {
             None
         } else {
             let norm = weights.rms_norm(keys::NORM, dim, config.rms_norm_eps)?;
-            let head = (!config.tie_word_embeddings).then(|| weights.get(keys::HEAD, (vocab, dim), start));
+            let head = (!config.tie_word_embeddings).then(|| weights.matrix(keys::HEAD, (vocab, dim), start));
             Some(Top { norm, head: head.transpose()? })
         };
         Ok(Self { config, embedding, layers, top })
@@ -82,7 +83,7 @@ impl CausalLM {
     ///
     /// # Errors
     /// [`Error::Argument`] if only a part of the layers was loaded.
-    pub fn head(&self) -> Result<&Tensor> {
+    pub fn head(&self) -> Result<&Weight> {
         Ok(self.top()?.head.as_ref().unwrap_or(&self.embedding))
     }
 
@@ -106,7 +107,7 @@ impl CausalLM {
     }
 
     /// The matrix of the embedding, (vocab, D).
-    pub(super) const fn embedding(&self) -> &Tensor {
+    pub(super) const fn embedding(&self) -> &Weight {
         &self.embedding
     }
 
@@ -245,11 +246,11 @@ impl CausalLM {
 impl Module for CausalLM {
     /// The head is shown as a parameter, not as a layer: adapters leave it alone, as peft's `all-linear` does.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.tensor(keys::EMBEDDING, &self.embedding)?;
+        visitor.matrix(&weight_of(keys::EMBEDDING), &self.embedding)?;
         visitor.blocks(keys::LAYERS, &self.layers)?;
         let Some(top) = &self.top else { return Ok(()) };
         visitor.module(keys::NORM, &top.norm)?;
-        top.head.iter().try_for_each(|head| visitor.tensor(keys::HEAD, head))
+        top.head.iter().try_for_each(|head| visitor.matrix(&weight_of(keys::HEAD), head))
     }
 }
 
@@ -258,7 +259,8 @@ impl Architecture for CausalLM {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["model.layers."], kept: &[], modulation: &[] };
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["model.layers."], kept: &[], modulation: &[], rows: &[keys::EMBEDDING, keys::HEAD] };
 
     fn build(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -176,8 +176,12 @@ impl Rope {
     }
 
     /// Whether the angles depend on the length of a text.
-    pub(super) const fn follows_length(&self) -> bool {
-        matches!(self.scaling, Scaling::Dynamic { .. } | Scaling::LongRope { .. })
+    pub(super) fn follows_length(&self) -> bool {
+        match &self.scaling {
+            Scaling::Dynamic { .. } => true,
+            Scaling::LongRope { short, long, .. } => short != long,
+            _ => false,
+        }
     }
 
     /// A number that changes with the angles of a text that grows to `length` tokens.

@@ -148,7 +148,8 @@ impl Architecture for DigitsTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &[] };
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &[], rows: &[] };
 
     fn build(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -177,6 +177,7 @@ impl Architecture for FluxTransformer {
         blocks: &["transformer_blocks.", "single_transformer_blocks."],
         kept: &[],
         modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"],
+        rows: &[],
     };
 
     fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {

@@ -181,8 +181,12 @@ impl Architecture for Flux2Transformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[], modulation: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["transformer_blocks.", "single_transformer_blocks."],
+        kept: &[],
+        modulation: &[],
+        rows: &[],
+    };
 
     fn build(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -167,6 +167,7 @@ impl Architecture for SD3Transformer {
         blocks: &["transformer_blocks."],
         kept: &[],
         modulation: &["norm1.linear", "norm1_context.linear"],
+        rows: &[],
     };
 
     fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {

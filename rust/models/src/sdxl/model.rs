@@ -197,6 +197,7 @@ impl Architecture for SDXLUNet {
         blocks: &["down_blocks.", "mid_block.", "up_blocks."],
         kept: &["time_emb_proj"],
         modulation: &[],
+        rows: &[],
     };
 
     fn build(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {

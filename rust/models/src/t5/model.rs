@@ -111,7 +111,7 @@ impl Architecture for T5Encoder {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["encoder.block."], kept: &[], modulation: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["encoder.block."], kept: &[], modulation: &[], rows: &[] };
 
     fn build(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -260,6 +260,7 @@ impl Architecture for ZImageTransformer {
         blocks: &["layers.", "noise_refiner.", "context_refiner."],
         kept: &["adaLN_modulation"],
         modulation: &[],
+        rows: &[],
     };
 
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {

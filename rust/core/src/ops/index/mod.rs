@@ -12,9 +12,10 @@ mod cpu;
 pub(super) mod cuda;
 
 use crate::compute::on_device;
+use crate::quantized::weight::WeightRef;
 use crate::raw::{Raw, to_vec};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
-use crate::{DType, Error, Result, Tensor, compute};
+use crate::{DType, Device, Error, Result, Tensor, compute};
 
 #[cfg(feature = "testing")]
 pub use cases::ENTRIES;
@@ -52,7 +53,7 @@ fn positions(op: &'static str, ids: &Raw, size: usize) -> Result<Vec<usize>> {
 }
 
 /// `y[o, j, i] = x[o, ids[j], i]`, with `x` seen as (outer, size, inner) around dimension `dim`.
-pub(super) fn select_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
+pub(crate) fn select_raw(op: &'static str, x: &Raw, ids: &Raw, dim: usize) -> Result<Raw> {
     on_device!(x.device(), cuda => cuda::select(op, x, ids, dim), cpu => cpu::select(op, x, ids, dim))
 }
 
@@ -90,8 +91,8 @@ fn check_dim(op: &'static str, x: &Tensor, dim: usize) -> Result<()> {
     Err(Error::index(op, format!("dimension {dim} is out of range for shape {:?}", x.dims())))
 }
 
-fn check_device(op: &'static str, x: &Tensor, ids: &Tensor) -> Result<()> {
-    if x.device().same_device(ids.device()) {
+fn check_device(op: &'static str, device: &Device, ids: &Tensor) -> Result<()> {
+    if device.same_device(ids.device()) {
         return Ok(());
     }
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
@@ -151,7 +152,7 @@ impl Tensor {
     /// [`Error::DType`] if it is not i64 or u32.
     pub fn index_select(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(INDEX_SELECT.name, self, dim)?;
-        check_device(INDEX_SELECT.name, self, ids)?;
+        check_device(INDEX_SELECT.name, self.device(), ids)?;
         if ids.rank() != 1 {
             return Err(Error::shape(
                 INDEX_SELECT.name,
@@ -174,7 +175,7 @@ impl Tensor {
     /// [`Error::DType`] if `ids` is not i64 or u32.
     pub fn gather(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(GATHER.name, self, dim)?;
-        check_device(GATHER.name, self, ids)?;
+        check_device(GATHER.name, self.device(), ids)?;
         let fits = ids.rank() == self.rank() && (0..self.rank()).all(|d| d == dim || ids.dims()[d] <= self.dims()[d]);
         if !fits {
             return Err(Error::shape(
@@ -201,27 +202,34 @@ impl Tensor {
 }
 
 /// The rows of `weight` (rows, features) that `ids`, of any shape, name: the result has the shape of `ids` followed by
-/// `features`.
+/// `features`. Of a quantized weight, the rows alone are dequantized.
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (a negative id is), [`Error::Shape`] if `weight` is not a matrix,
-/// [`Error::DType`] if `ids` is not i64 or u32.
-pub fn embedding(weight: &Tensor, ids: &Tensor) -> Result<Tensor> {
+/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Argument`] if the rows of a quantized weight cannot be told apart.
+pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<Tensor> {
+    let weight = weight.into();
     let &[_, features] = weight.dims() else {
         return Err(Error::shape(
             EMBEDDING.name,
             format!("the weight has shape {:?}, expected (rows, features)", weight.dims()),
         ));
     };
-    check_device(EMBEDDING.name, weight, ids)?;
+    check_device(EMBEDDING.name, weight.device(), ids)?;
+    let mut dims = ids.dims().to_vec();
+    dims.push(features);
+    let weight = match weight {
+        WeightRef::Plain(weight) => weight,
+        WeightRef::Quantized(matrix) => {
+            let rows = matrix.select(EMBEDDING.name, &ids.raw)?;
+            return rows.dequantize(matrix.dtype())?.reshape(dims);
+        }
+        WeightRef::Streamed(streamed) => return embedding(&streamed.here()?, ids),
+    };
     record(
         &EMBEDDING,
         &[weight],
-        || {
-            let mut dims = ids.dims().to_vec();
-            dims.push(features);
-            Ok(select_raw(EMBEDDING.name, &weight.raw, &ids.raw, 0)?.reshape(dims)?)
-        },
+        || Ok(select_raw(EMBEDDING.name, &weight.raw, &ids.raw, 0)?.reshape(dims)?),
         |saver, _| SelectBackward { op: &EMBEDDING, dims: weight.dims().to_vec(), dim: 0, ids: saver.save(ids) },
     )
 }

@@ -2,8 +2,9 @@ use half::bf16;
 
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;
+use crate::quantized::{Format, Ggml};
 use crate::raw::{from_vec, to_f64_vec};
-use crate::{Device, Var, grad};
+use crate::{Device, Quantized, Var, grad};
 
 /// Different numbers, none of them special.
 fn numbers(dims: &[usize]) -> Tensor {
@@ -156,4 +157,21 @@ fn bad_ids_are_errors_that_name_them() {
     assert!(matches!(x.gather(&some(&[0], &[1]), 0), Err(Error::Shape { .. })));
     assert!(matches!(x.gather(&some(&[0; 3], &[1, 3]), 0), Err(Error::Shape { .. })));
     assert!(matches!(embedding(&numbers(&[3]), &some(&[0], &[1])), Err(Error::Shape { .. })));
+}
+
+#[test]
+fn rows_of_a_quantized_matrix_are_those_of_its_values() {
+    let values = Tensor::randn(0.0, 1.0, (5, 64), DType::F32, &Device::Cpu).unwrap();
+    let wanted = Tensor::from_vec(vec![4i64, 1, 1, 0], (2, 2), &Device::Cpu).unwrap();
+    for format in [Format::Int8, Format::Fp8, Format::Ggml(Ggml::Q8_0)] {
+        let matrix = Quantized::new(&values, format).unwrap();
+        let found = embedding(&matrix, &wanted).unwrap();
+        let expected = embedding(&matrix.dequantize(DType::F32).unwrap(), &wanted).unwrap();
+        assert_eq!(found.dims(), [2, 2, 64]);
+        assert_eq!(found.to_vec::<f32>().unwrap(), expected.to_vec::<f32>().unwrap());
+        let outside = Tensor::from_vec(vec![5i64], 1, &Device::Cpu).unwrap();
+        assert!(matches!(embedding(&matrix, &outside), Err(Error::Index { .. })));
+    }
+    let blocks = Quantized::new(&values, Format::Nf4).unwrap();
+    assert!(matches!(embedding(&blocks, &wanted), Err(Error::Argument { .. })));
 }

@@ -38,8 +38,10 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
     match weight {
         WeightRef::Plain(weight) => forward_plain(x, &weight.raw, bias),
-        // There the values are scratch of one product; on the CPU they are made in parts.
-        WeightRef::Quantized(weight) if !x.device().is_cpu() => forward_plain(x, &weight.values(x.dtype())?, bias),
+        // There the values are scratch of one product; on the CPU, and of the head of a language model, they are made in parts.
+        WeightRef::Quantized(weight) if !x.device().is_cpu() && !weight.is_large() => {
+            forward_plain(x, &weight.values(x.dtype())?, bias)
+        }
         WeightRef::Quantized(weight) => {
             let y = match bias {
                 Some(bias) => bias_rows(bias, x.dims()[0])?,
@@ -94,13 +96,18 @@ pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: O
     if let Some(bias) = bias.filter(|b| b.dims() != [out]) {
         return Err(Error::shape(op, format!("the bias has shape {:?}, expected ({out},)", bias.dims())));
     }
-    match weight {
-        WeightRef::Plain(weight) => same_kind(op, x, "weight", weight)?,
-        // It is dequantized in the dtype of the input.
-        WeightRef::Quantized(weight) => same_device(op, x, "weight", weight.device())?,
-        WeightRef::Streamed(weight) => check(op, x, (&weight.here()?).into(), None)?,
-    }
+    same_weight(op, x, weight)?;
     bias.map_or(Ok(()), |bias| same_kind(op, x, "bias", bias))
+}
+
+/// `weight` must have the device of `x` and, if it is not quantized, its dtype.
+pub(super) fn same_weight(op: &'static str, x: &Tensor, weight: WeightRef<'_>) -> Result<()> {
+    match weight {
+        WeightRef::Plain(weight) => same_kind(op, x, "weight", weight),
+        // It is dequantized in the dtype of the input.
+        WeightRef::Quantized(weight) => same_device(op, x, "weight", weight.device()),
+        WeightRef::Streamed(weight) => same_weight(op, x, (&weight.here()?).into()),
+    }
 }
 
 /// `other` must have the dtype and the device of `x`.

@@ -7,6 +7,7 @@ use super::{
     regression, smooth_l1_loss,
 };
 use crate::ops::case::{Case, Domain, Entry};
+use crate::quantized::{Format, example};
 use crate::raw::from_vec;
 use crate::{Result, Tensor};
 
@@ -100,6 +101,24 @@ fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'sta
     })
 }
 
+/// A head of 7 classes over states of 27 features, in a quantized form that is dequantized by rows or as a whole.
+fn quantized_head_case(label: &'static str, format: Format, log_probs: bool) -> Case {
+    const TARGETS: [i64; 4] = [3, IGNORE_INDEX, 0, 6];
+    Case::new(label, &[&[TARGETS.len(), 27]], move |x| {
+        let targets = Tensor::from_vec(TARGETS.to_vec(), TARGETS.len(), x[0].device())?;
+        let weight = example(&x[0], [7, 27], format)?;
+        if log_probs {
+            return linear_log_probs(&x[0], &weight, &targets)?.to_dtype(x[0].dtype());
+        }
+        linear_cross_entropy(&x[0], &weight, &targets, None)?.to_dtype(x[0].dtype())
+    })
+    .plain(move |x| {
+        let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;
+        let losses = cross_entropy_plain(&x[0].matmul(&weight.t()?)?, &TARGETS, 0.0, Reduction::None)?;
+        if log_probs { losses.neg() } else { losses.sum_all() }
+    })
+}
+
 fn log_probs_case(label: &'static str, targets: &'static [i64]) -> Case {
     Case::new(label, &[&[targets.len(), 3], &[7, 3]], move |x| {
         let targets = Tensor::from_vec(targets.to_vec(), targets.len(), x[0].device())?;
@@ -165,11 +184,19 @@ pub static ENTRIES: &[Entry] = &[
                 head_case("ignored targets", &[-100, 6, -100, 2, 1], None),
                 head_case("weights", &[3, -100, 6], Some(&[0.5, 2.0, -3.0])),
                 head_case("no rows", &[], None),
+                quantized_head_case("int8", Format::Int8, false),
+                quantized_head_case("nf4", Format::Nf4, false),
             ]
         },
     },
     Entry {
         info: &LOG_PROBS,
-        cases: || vec![log_probs_case("ignored targets", &[-100, 6, -100, 2, 1]), log_probs_case("no rows", &[])],
+        cases: || {
+            vec![
+                log_probs_case("ignored targets", &[-100, 6, -100, 2, 1]),
+                log_probs_case("no rows", &[]),
+                quantized_head_case("int8", Format::Int8, true),
+            ]
+        },
     },
 ];

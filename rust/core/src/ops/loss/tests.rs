@@ -2,8 +2,9 @@ use half::bf16;
 
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;
+use crate::quantized::{Format, Ggml};
 use crate::raw::{from_vec, to_f64_vec};
-use crate::{DType, Device, Tensor, Var};
+use crate::{DType, Device, Quantized, Tensor, Var, WeightRef};
 
 fn tensor(values: &[f64], dims: &[usize], dtype: DType) -> Tensor {
     Tensor::constant(from_vec(values.to_vec(), dims).to_dtype(dtype).unwrap())
@@ -271,4 +272,28 @@ fn wrong_operands_of_a_head_are_named() {
     assert!(matches!(linear_cross_entropy(&h, &w, &ids(&[0, 0]), Some(&weights)), Err(Error::Shape { .. })));
     let learned = Var::from_tensor(&tensor(&[1.0; 2], &[2], DType::F32)).unwrap();
     assert!(matches!(linear_cross_entropy(&h, &w, &ids(&[0, 0]), Some(&learned)), Err(Error::NoBackward { .. })));
+}
+
+/// A head of more elements than are dequantized at a time, which is one of its values.
+#[test]
+fn a_quantized_head_is_dequantized_in_parts() {
+    let (classes, width) = (70_000, 64);
+    let draw = |dims: (usize, usize)| Tensor::randn(0.0, 1.0, dims, DType::F32, &Device::Cpu).unwrap();
+    let h = Var::from_tensor(&draw((4, width))).unwrap();
+    for format in [Format::Int8, Format::Ggml(Ggml::Q8_0), Format::Nf4] {
+        let weight = Quantized::new(&draw((classes, width)), format).unwrap();
+        let values = weight.dequantize(DType::F32).unwrap();
+        let targets = Tensor::from_vec(vec![3i64, -100, 69_999, 40_000], 4, &Device::Cpu).unwrap();
+        let run = |weight: WeightRef<'_>| {
+            let loss = linear_cross_entropy(&h, weight, &targets, None).unwrap();
+            let gradient = loss.backward().unwrap().get(&h).unwrap();
+            let each = linear_log_probs(&h, weight, &targets).unwrap();
+            [loss.to_vec::<f32>().unwrap(), gradient.to_vec::<f32>().unwrap(), each.to_vec::<f32>().unwrap()]
+        };
+        for (found, expected) in run((&weight).into()).iter().zip(run((&values).into())) {
+            for (x, y) in found.iter().zip(expected) {
+                assert!((x - y).abs() <= 2e-5 * y.abs().max(1.0), "{x} {y}");
+            }
+        }
+    }
 }

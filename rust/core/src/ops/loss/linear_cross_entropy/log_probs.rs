@@ -1,8 +1,9 @@
 //! The logarithms of the targets' probabilities, of which losses that compare texts are made (DPO, Rafailov et al. 2023,
 //! arXiv:2305.18290).
 
-use super::{Head, OpInfo, check, chunk_rows};
+use super::{Head, Matrix, OpInfo, check, chunk_rows, inputs};
 use crate::compute::on_device;
+use crate::quantized::weight::{HeldWeight, WeightRef};
 use crate::tape::{Backward, BackwardContext, Saved, record};
 use crate::{Result, Tensor};
 
@@ -14,45 +15,57 @@ const OP: &str = LOG_PROBS.name;
 ///
 /// # Errors
 /// As [`linear_cross_entropy`](super::linear_cross_entropy).
-pub fn linear_log_probs(h: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<Tensor> {
+pub fn linear_log_probs<'a>(h: &Tensor, weight: impl Into<WeightRef<'a>>, targets: &Tensor) -> Result<Tensor> {
+    let weight = weight.into();
     check(OP, h, weight, targets)?;
     let rows = chunk_rows(h, weight);
     record(
         &LOG_PROBS,
-        &[h, weight],
+        &inputs(h, weight),
         || {
-            let head = Head { h: &h.raw, weight: &weight.raw, rows, wanted: [false; 2] };
+            let head = Head { h: &h.raw, weight: Matrix::of(OP, weight)?, rows, wanted: [false; 2] };
             on_device!(
                 h.device(),
                 cuda => super::cuda::log_probs(OP, &head, targets),
                 cpu => super::cpu::log_probs(OP, &head, targets),
             )
         },
-        |saver, _| LogProbsBackward { h: saver.save(h), weight: saver.hold(weight), targets: targets.detach(), rows },
+        |saver, _| LogProbsBackward { h: saver.save(h), weight: weight.hold(saver), targets: targets.detach(), rows },
     )
 }
 
 struct LogProbsBackward {
     h: Saved,
-    weight: Saved,
+    weight: HeldWeight,
     targets: Tensor,
     rows: usize,
 }
 
 impl Backward for LogProbsBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
-        let (h, weight) = (self.h.get()?, self.weight.get()?);
-        let wanted = [context.needs(0), context.needs(1)];
-        let head = Head { h: &h, weight: &weight, rows: self.rows, wanted };
+        let h = self.h.get()?;
+        let plain = match &self.weight {
+            HeldWeight::Plain(weight) => Some(weight.get()?),
+            HeldWeight::Quantized(_) | HeldWeight::Streamed(_) => None,
+        };
+        let weight = match (&plain, &self.weight) {
+            (None, HeldWeight::Quantized(weight)) => Matrix::Quantized(weight),
+            (Some(weight), _) => Matrix::Plain(weight),
+            (None, HeldWeight::Plain(_)) => unreachable!("it was read"),
+            (None, HeldWeight::Streamed(_)) => return Err(super::is_streamed(OP)),
+        };
+        let wanted = [context.needs(0), plain.is_some() && context.needs(1)];
+        let head = Head { h: &h, weight, rows: self.rows, wanted };
         let grad = context.grad().clone();
         let gradients = on_device!(
             h.device(),
             cuda => super::cuda::log_probs_backward(OP, &head, &self.targets, &grad)?,
             cpu => super::cpu::log_probs_backward(OP, &head, &self.targets, &grad)?,
         );
-        for (index, (gradient, input)) in gradients.into_iter().zip([&h, &weight]).enumerate() {
+        // A weight that needs a gradient has the dtype of the states.
+        for (index, gradient) in gradients.into_iter().enumerate() {
             if let Some(gradient) = gradient {
-                context.add(index, crate::compute::cast(&gradient, input.dtype())?)?;
+                context.add(index, crate::compute::cast(&gradient, h.dtype())?)?;
             }
         }
         Ok(())

@@ -11,11 +11,14 @@ mod log_probs;
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use crate::compute::{self, on_device};
 use crate::cpu::Mul;
+use crate::quantized::weight::WeightRef;
 use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record_with_aux};
-use crate::{DType, Error, Result, Tensor, checkpoint};
+use crate::{DType, Error, Quantized, Result, Tensor, checkpoint};
 
 #[cfg(feature = "testing")]
 pub(super) use log_probs::LOG_PROBS;
@@ -33,35 +36,43 @@ const CPU_CHUNK_BYTES: usize = 16 << 20;
 /// `weights (N)`, f32, which are 1 unless given and get no gradient → a number in f32 (f64 for f64).
 ///
 /// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32, logits in the dtype of `h`, of which a chunk
-/// of bounded size exists at a time. A gradient is made for what needs one; that of a frozen weight costs nothing.
+/// of bounded size exists at a time. A gradient is made for what needs one; that of a frozen weight costs nothing. A quantized weight is
+/// dequantized some rows at a time.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target that is out of
 /// range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the result NaN, and the error comes
 /// when the next value is read or the device is waited for.
-pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, targets: &Tensor, weights: Option<&Tensor>) -> Result<Tensor> {
+pub fn linear_cross_entropy<'a>(
+    h: &Tensor,
+    weight: impl Into<WeightRef<'a>>,
+    targets: &Tensor,
+    weights: Option<&Tensor>,
+) -> Result<Tensor> {
+    let weight = weight.into();
     in_chunks(h, weight, targets, weights, chunk_rows(h, weight))
 }
 
 /// [`linear_cross_entropy`] of `rows` rows at a time.
-pub(super) fn in_chunks(
+pub(super) fn in_chunks<'a>(
     h: &Tensor,
-    weight: &Tensor,
+    weight: impl Into<WeightRef<'a>>,
     targets: &Tensor,
     weights: Option<&Tensor>,
     rows: usize,
 ) -> Result<Tensor> {
+    let weight = weight.into();
     check(OP, h, weight, targets)?;
     if let Some(weights) = weights {
         check_weights(h, targets, weights)?;
         checkpoint::reads(&[weights]);
     }
-    let wanted = [h, weight].map(|input| input.requires_grad() && is_grad_enabled());
-    let head = Head { h: &h.raw, weight: &weight.raw, rows, wanted };
+    let wanted = [h.requires_grad(), weight.requires_grad()].map(|needs| needs && is_grad_enabled());
+    let head = Head { h: &h.raw, weight: Matrix::of(OP, weight)?, rows, wanted };
     let weights = weights.map(|weights| &weights.raw);
     record_with_aux(
         &LINEAR_CROSS_ENTROPY,
-        &[h, weight],
+        &inputs(h, weight),
         || {
             let (sum, gradients) = on_device!(
                 h.device(),
@@ -96,12 +107,67 @@ impl Backward for LinearCrossEntropyBackward {
     }
 }
 
+/// What the tape knows: a quantized weight is no tensor.
+fn inputs<'a>(h: &'a Tensor, weight: WeightRef<'a>) -> SmallVec<[&'a Tensor; 2]> {
+    std::iter::once(h).chain(weight.tensor()).collect()
+}
+
+/// The matrix of a head, (V, D).
+#[derive(Clone, Copy)]
+enum Matrix<'a> {
+    Plain(&'a Raw),
+    Quantized(&'a Quantized),
+}
+
+/// Only blocks are streamed.
+fn is_streamed(op: &'static str) -> Error {
+    Error::argument(op, "the weight is streamed from the memory of the host, expected one on the device of the states")
+}
+
+impl<'a> Matrix<'a> {
+    fn of(op: &'static str, weight: WeightRef<'a>) -> Result<Self> {
+        match weight {
+            WeightRef::Plain(weight) => Ok(Self::Plain(&weight.raw)),
+            WeightRef::Quantized(weight) => Ok(Self::Quantized(weight)),
+            WeightRef::Streamed(_) => Err(is_streamed(op)),
+        }
+    }
+}
+
+impl<'a> Matrix<'a> {
+    fn dims(self) -> &'a [usize] {
+        match self {
+            Self::Plain(weight) => weight.dims(),
+            Self::Quantized(weight) => weight.dims(),
+        }
+    }
+
+    /// h Wᵀ.
+    fn logits(self, h: &Raw) -> Result<Raw> {
+        match self {
+            Self::Plain(weight) => compute::matmul(h, &weight.t()?),
+            Self::Quantized(weight) => {
+                let logits = compute::unset(OP, h, &[h.dims()[0], weight.dims()[0]])?;
+                weight.product(&logits, h, false)?;
+                Ok(logits)
+            }
+        }
+    }
+
+    /// dh = g W for the gradient of logits.
+    fn write_gradient(self, dh: &Raw, g: &Raw) -> Result<()> {
+        match self {
+            Self::Plain(weight) => compute::write_products(&[[dh, g, weight]], 1.0, false),
+            Self::Quantized(weight) => weight.input_gradient(dh, g),
+        }
+    }
+}
+
 /// A head at work: rows of states times a weight, some rows at a time.
 struct Head<'a> {
     /// (N, D).
     h: &'a Raw,
-    /// (V, D).
-    weight: &'a Raw,
+    weight: Matrix<'a>,
     /// Rows at a time.
     rows: usize,
     /// Which gradients are made: of the states, of the weight.
@@ -115,7 +181,7 @@ impl Head<'_> {
         &self,
         mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
     ) -> Result<(Vec<R>, [Option<Raw>; 2])> {
-        let (count, transposed) = (self.h.dims()[0], self.weight.t()?);
+        let count = self.h.dims()[0];
         let h = compute::contiguous(self.h)?;
         let of_states = self.wanted[0].then(|| compute::zeros(h.dims(), h.dtype(), h.device())).transpose()?;
         let wide = accumulator(h.dtype());
@@ -124,12 +190,12 @@ impl Head<'_> {
         for start in (0..count).step_by(self.rows) {
             let length = self.rows.min(count - start);
             let part = h.narrow(0, start, length)?;
-            let (result, gradient) = turn(compute::matmul(&part, &transposed)?, start..start + length)?;
+            let (result, gradient) = turn(self.weight.logits(&part)?, start..start + length)?;
             results.push(result);
             let Some(gradient) = gradient else { continue };
             if let Some(sum) = &of_states {
                 let rows = sum.narrow(0, start, length)?;
-                compute::write_products(&[[&rows, &gradient, self.weight]], 1.0, false)?;
+                self.weight.write_gradient(&rows, &gradient)?;
             }
             if let Some(sum) = &of_weight {
                 compute::matmul_accumulate(sum, &gradient.t()?, &part, 1.0)?;
@@ -150,7 +216,7 @@ const fn accumulator(dtype: DType) -> DType {
 }
 
 /// How many rows of logits are made at a time.
-fn chunk_rows(h: &Tensor, weight: &Tensor) -> usize {
+fn chunk_rows(h: &Tensor, weight: WeightRef<'_>) -> usize {
     let row = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
     let bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };
     let rows = (bytes / row.max(1)).max(1);
@@ -158,7 +224,7 @@ fn chunk_rows(h: &Tensor, weight: &Tensor) -> usize {
     if rows > 128 { rows / 128 * 128 } else { rows }
 }
 
-fn check(op: &'static str, h: &Tensor, weight: &Tensor, targets: &Tensor) -> Result<()> {
+fn check(op: &'static str, h: &Tensor, weight: WeightRef<'_>, targets: &Tensor) -> Result<()> {
     let (&[rows, width], &[_, columns]) = (h.dims(), weight.dims()) else {
         let text = format!("h has shape {:?} and the weight {:?}, expected (N, D) and (V, D)", h.dims(), weight.dims());
         return Err(Error::shape(op, text));
@@ -177,7 +243,7 @@ fn check(op: &'static str, h: &Tensor, weight: &Tensor, targets: &Tensor) -> Res
         let found = h.dtype().as_str();
         return Err(Error::dtype(op, format!("expected floating point states, found {found}; convert them with to()")));
     }
-    crate::ops::linear::same_kind(op, h, "weight", weight)?;
+    crate::ops::linear::same_weight(op, h, weight)?;
     if !targets.device().same_device(h.device()) {
         return Err(Error::device(op, "the targets are on another device than h; move one with to()"));
     }

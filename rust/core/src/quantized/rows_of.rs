@@ -1,0 +1,103 @@
+//! Some rows of quantized matrices.
+
+use super::{Part, Quantized, Scales};
+use crate::compute::on_device;
+use crate::ops::index::select_raw;
+use crate::raw::Raw;
+use crate::{DType, Error, Result, compute};
+
+/// Elements that a GPU dequantizes at a time of a matrix that is too large to be there whole.
+const GPU_PANEL: usize = 32 << 20;
+/// The same on a processor.
+const CPU_PANEL: usize = 4 << 20;
+
+impl Quantized {
+    /// The rows that `ids` name, in their order.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the blocks of the format run over the ends of rows, or parts are joined; [`Error::Index`] if an id is out of
+    /// range, [`Error::DType`] if ids are not i64 or u32.
+    pub(crate) fn select(&self, op: &'static str, ids: &Raw) -> Result<Self> {
+        let ids = ids.flatten_all()?;
+        let picked = self.with_rows(ids.elem_count(), |rows| select_raw(op, rows, &ids, 0))?;
+        picked.ok_or_else(|| {
+            let name = self.format().name();
+            Error::argument(op, format!("rows of the {name} matrix cannot be picked; quantize it as int8 or q8_0"))
+        })
+    }
+
+    /// Whether its values are too many to be there whole beside a product.
+    pub(crate) fn is_large(&self) -> bool {
+        self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
+    }
+
+    /// Give `see` the values of all rows, a part of bounded size at a time, each with the number of its first row.
+    pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
+        let [rows, columns] = self.dims;
+        let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
+        let size = if self.device().is_cpu() { CPU_PANEL } else { GPU_PANEL };
+        let panel = if cannot_narrow { rows.max(1) } else { (size / columns.max(1)).max(1) };
+        for start in (0..rows).step_by(panel) {
+            let count = panel.min(rows - start);
+            see(start, &self.values_of(start, count, dtype)?)?;
+        }
+        Ok(())
+    }
+
+    /// y += x Wᵀ where y has values, or y = x Wᵀ: matrices (rows of x, rows of W) and (rows of x, columns of W), some rows of W at a time.
+    pub(crate) fn product(&self, y: &Raw, x: &Raw, accumulate: bool) -> Result<()> {
+        self.panels(x.dtype(), |start, weight| {
+            let y = y.narrow(1, start, weight.dims()[0])?;
+            compute::write_products(&[[&y, x, &weight.t()?]], 1.0, accumulate)
+        })
+    }
+
+    /// dx = g W for g (rows of dx, rows of W), some rows of W at a time: their sums are made in f32.
+    pub(crate) fn input_gradient(&self, dx: &Raw, g: &Raw) -> Result<()> {
+        let wide = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let sum = if dx.dtype() == wide { dx.clone() } else { compute::zeros(dx.dims(), wide, dx.device())? };
+        self.panels(g.dtype(), |start, weight| {
+            let g = g.narrow(1, start, weight.dims()[0])?;
+            compute::write_products(&[[&sum, &g, weight]], 1.0, start > 0)
+        })?;
+        if dx.dtype() == wide { Ok(()) } else { compute::copy_into(dx, &sum) }
+    }
+
+    fn values_of(&self, start: usize, count: usize, dtype: DType) -> Result<Raw> {
+        if count == self.dims[0] {
+            return self.values(dtype);
+        }
+        on_device!(
+            self.device(),
+            cuda => {
+                let rows = self.with_rows(count, |rows| Ok(rows.narrow(0, start, count)?))?;
+                rows.map_or_else(|| self.values(dtype), |rows| rows.values(dtype))
+            },
+            cpu => self.rows_on_cpu(start..start + count, dtype),
+        )
+    }
+
+    /// Whether rows can be told apart in its codes.
+    fn has_rows(&self) -> bool {
+        matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
+    }
+
+    /// `count` of its rows, which `pick` takes of anything that has a row for each; none if rows cannot be told apart.
+    fn with_rows(&self, count: usize, pick: impl Fn(&Raw) -> Result<Raw>) -> Result<Option<Self>> {
+        let [part] = &*self.parts else { return Ok(None) };
+        let of_rows = |scales: &Raw| {
+            // One scale for all stays.
+            if scales.elem_count() == 1 { Ok(scales.clone()) } else { pick(&scales.flatten_all()?) }
+        };
+        let scales = match &part.scales {
+            Scales::Int8(scales) => Scales::Int8(of_rows(scales)?),
+            Scales::Fp8(scales) => Scales::Fp8(of_rows(scales)?),
+            Scales::Ggml(format) => Scales::Ggml(*format),
+            Scales::Nf4(_) | Scales::Nested { .. } => return Ok(None),
+        };
+        let bytes = part.codes.elem_count() / part.rows.max(1);
+        let codes = pick(&part.codes.reshape((part.rows, bytes))?)?;
+        let dims = [count, self.dims[1]];
+        Ok(Some(Self { dims, dtype: self.dtype, parts: [Part { rows: count, codes, scales }].into() }))
+    }
+}
