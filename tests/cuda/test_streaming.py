@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-
 FLUX = Path(__file__).parents[1] / "golden" / "flux"
 # Blocks of the model.
 COUNT = sum(

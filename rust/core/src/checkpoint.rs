@@ -459,8 +459,7 @@ pub(crate) fn reads(tensors: &[&Tensor]) {
 
 /// Whether the innermost checkpoint recomputes.
 pub(crate) fn is_replaying() -> bool {
-    flags().recording()
-        && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Replay(_))))
+    flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Replay(_))))
 }
 
 /// Turn a value that a node saves into a slot. `None` if no checkpoint listens.

@@ -156,7 +156,12 @@ pub mod streaming {
         ///
         /// # Errors
         /// None.
-        pub fn copy(&self, _slot: usize, _parts: &[(&Pinned, &Raw)], _owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
+        pub fn copy(
+            &self,
+            _slot: usize,
+            _parts: &[(&Pinned, &Raw)],
+            _owner: &Arc<impl Any + Send + Sync>,
+        ) -> Result<()> {
             match self.0 {}
         }
 

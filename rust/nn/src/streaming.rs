@@ -69,14 +69,16 @@ impl Streaming {
             return Err(Error::argument("stream_blocks", message));
         }
         if options.modulation && layers.modulation.is_empty() {
-            let message = "the model has no layers of their own for the modulation of blocks; stream blocks (stream_blocks)";
+            let message =
+                "the model has no layers of their own for the modulation of blocks; stream blocks (stream_blocks)";
             return Err(Error::argument("stream_modulation", message));
         }
         let is_streamed = |index: usize| (index + 1) * count / names.len() > index * count / names.len();
         let chosen = |all: bool| {
             names.iter().enumerate().filter(move |(index, _)| all || is_streamed(*index)).map(|(_, name)| name.clone())
         };
-        let asides = if layers.modulation.is_empty() { Units::default() } else { Units::new(chosen(options.modulation)) };
+        let asides =
+            if layers.modulation.is_empty() { Units::default() } else { Units::new(chosen(options.modulation)) };
         Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides })
     }
 

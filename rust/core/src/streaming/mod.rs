@@ -119,7 +119,9 @@ impl Streamed {
                 "a weight that lies in the memory of the host is used outside of the run of its block; call the model, not a block of it, \
                  and from one thread at a time",
             )),
-            State::Gathered(_) => Err(Error::argument(OP, "a weight in the memory of the host is used before the model is complete")),
+            State::Gathered(_) => {
+                Err(Error::argument(OP, "a weight in the memory of the host is used before the model is complete"))
+            }
         }
     }
 
@@ -160,7 +162,8 @@ impl Streamed {
 
     /// From now on it lies in `ring`.
     fn place(&self, ring: &Arc<Ring>, unit: usize, view: Weight) {
-        *self.0.state.write().unwrap_or_else(PoisonError::into_inner) = State::Placed { ring: ring.clone(), unit, view };
+        *self.0.state.write().unwrap_or_else(PoisonError::into_inner) =
+            State::Placed { ring: ring.clone(), unit, view };
     }
 }
 

@@ -65,7 +65,8 @@ impl Packing {
 
     /// The number of elements of `dtype`, with what aligns the next one.
     pub(super) fn count(&self, dtype: DType) -> usize {
-        let ends = self.parts.iter().filter(|part| part.raw.dtype() == dtype).map(|part| part.offset + part.raw.elem_count());
+        let ends =
+            self.parts.iter().filter(|part| part.raw.dtype() == dtype).map(|part| part.offset + part.raw.elem_count());
         ends.max().unwrap_or(0).next_multiple_of(ALIGNMENT / dtype.size_in_bytes().max(1))
     }
 

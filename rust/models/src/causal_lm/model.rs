@@ -280,7 +280,12 @@ impl Architecture for CausalLM {
         };
         let layout = |_: &WeightFiles| keys::layout(&config, files.original());
         let quantization = Self::quantization("from_pretrained", files.quantize())?;
-        files.build(layout, dtype, (device, quantization, Self::streaming(&config, files.stream(), device)?), |weights| Self::new(config.clone(), weights))
+        files.build(
+            layout,
+            dtype,
+            (device, quantization, Self::streaming(&config, files.stream(), device)?),
+            |weights| Self::new(config.clone(), weights),
+        )
     }
 }
 

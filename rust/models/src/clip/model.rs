@@ -178,7 +178,8 @@ impl Architecture for CLIPTextModel {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["text_model.encoder.layers."], kept: &[], modulation: &[] };
+    const QUANTIZABLE: Quantizable =
+        Quantizable { blocks: &["text_model.encoder.layers."], kept: &[], modulation: &[] };
 
     fn build(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

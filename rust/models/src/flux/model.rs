@@ -173,8 +173,11 @@ impl Architecture for FluxTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["transformer_blocks.", "single_transformer_blocks."], kept: &[], modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["transformer_blocks.", "single_transformer_blocks."],
+        kept: &[],
+        modulation: &["norm1.linear", "norm1_context.linear", "norm.linear"],
+    };
 
     fn build(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -163,7 +163,11 @@ impl Architecture for SD3Transformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable = Quantizable { blocks: &["transformer_blocks."], kept: &[], modulation: &["norm1.linear", "norm1_context.linear"] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["transformer_blocks."],
+        kept: &[],
+        modulation: &["norm1.linear", "norm1_context.linear"],
+    };
 
     fn build(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

@@ -193,8 +193,11 @@ impl Architecture for SDXLUNet {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["down_blocks.", "mid_block.", "up_blocks."], kept: &["time_emb_proj"], modulation: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["down_blocks.", "mid_block.", "up_blocks."],
+        kept: &["time_emb_proj"],
+        modulation: &[],
+    };
 
     fn build(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)

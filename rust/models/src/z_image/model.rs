@@ -256,8 +256,11 @@ impl Architecture for ZImageTransformer {
 
     const KIND: &'static ModelKind = &super::KIND;
 
-    const QUANTIZABLE: Quantizable =
-        Quantizable { blocks: &["layers.", "noise_refiner.", "context_refiner."], kept: &["adaLN_modulation"], modulation: &[] };
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["layers.", "noise_refiner.", "context_refiner."],
+        kept: &["adaLN_modulation"],
+        modulation: &[],
+    };
 
     fn build(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         Self::new(config, weights)
