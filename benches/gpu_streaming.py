@@ -14,6 +14,7 @@ import argparse
 import gc
 import time
 from dataclasses import replace
+from typing import Any
 
 import gpu_timing
 from gpu_timing import GIB
@@ -38,15 +39,19 @@ def run(base: str | None, blocks: int, seconds: float, *, modulation: bool) -> N
     graph = gpu_timing.captured(step, DEVICE)
     recorded = gpu_timing.timed(graph, DEVICE, seconds)
     few = inputs_of(replace(case, tokens=16), DEVICE, latent=8)
-    with tc.no_grad():
-        copies = gpu_timing.timed(lambda: model(*few), DEVICE, seconds / 2)
+
+    def forward(model: Any = model) -> tc.Tensor:
+        with tc.no_grad():
+            return model(*few)
+
+    copies = gpu_timing.timed(forward, DEVICE, seconds / 2)
     times = gpu_timing.milliseconds(graph=recorded, eager=eager, few_tokens=copies)
     print(
         f"{base or 'bf16'}, {blocks} blocks{' and modulation' if modulation else ''}: {times}; "
         f"peak {peak / GIB:.2f} GiB; loaded in {ready:.0f} s; losses {losses}",
         flush=True,
     )
-    del step, graph, model
+    del step, graph, forward, model
     gc.collect()
     gpu_timing.fresh(DEVICE)
 

@@ -1516,6 +1516,8 @@ class Model:
         device: str = "cpu",
         *,
         quantize: str | None = None,
+        stream_blocks: SupportsIndex = 0,
+        stream_modulation: bool = False,
     ) -> Self:
         """
         A frozen model of random weights, for measuring how fast and large it is.
@@ -1525,6 +1527,8 @@ class Model:
             dtype: of the weights, f32 without it.
             device: where they are.
             quantize: as in `from_pretrained`.
+            stream_blocks: as in `from_pretrained`.
+            stream_modulation: as in `from_pretrained`.
 
         Raises:
             ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
@@ -1544,6 +1548,8 @@ class Model:
         force_upcast: bool | None = None,
         layers: SupportsIndex | None = None,
         quantize: str | None = None,
+        stream_blocks: SupportsIndex = 0,
+        stream_modulation: bool = False,
     ) -> Self:
         """
         The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
@@ -1561,12 +1567,17 @@ class Model:
             layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
             quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
                 they are read; all else is as `dtype` says.
+            stream_blocks: keep the weights of so many blocks in pinned memory of the host, and copy each block's to the device ahead of
+                its use, on a stream of its own. Only two blocks' are on the device at a time.
+            stream_modulation: keep the weights that make the modulation of blocks there, in all blocks and not only in those streamed: for
+                Flux 6 GiB that each step reads once.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
             ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-            ArgumentError: if `layers` is given for another kind of model, or is more than it has, or if the kind has no layers to
-                quantize.
+            ArgumentError: if `layers` is given for another kind of model, or is more than it has, if the kind has no layers to
+                quantize, or the model has fewer blocks than `stream_blocks`.
+            OutOfMemoryError: if the model does not fit, or the system gives no more pinned memory.
         """
     def load_adapter(
         self,
@@ -1949,16 +1960,26 @@ class PartFacts:
         """
         The shapes of its parameters as files have them, by name.
         """
-    def weight_bytes(self, /, dtype: DType | str, quantize: str | None = None) -> int:
+    def weight_bytes(
+        self,
+        /,
+        dtype: DType | str,
+        quantize: str | None = None,
+        *,
+        stream_blocks: SupportsIndex = 0,
+        stream_modulation: bool = False,
+    ) -> int:
         """
         Bytes of its weights.
 
         Args:
             dtype: of the weights.
             quantize: the format of linear layers in blocks, as in `from_pretrained`.
+            stream_blocks: as in `from_pretrained`; counted is what is on the device.
+            stream_modulation: likewise.
 
         Raises:
-            ArgumentError: if the format is unknown, or the model has no layers that may be quantized.
+            ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or not so many blocks.
         """
 
 @final

@@ -52,6 +52,8 @@ SAMPLES: dict[str, Any] = {
     "cache": "memory",
     "cache_dir": "c",
     "cuda_graphs": 0,
+    "stream_blocks": 2,
+    "stream_modulation": True,
     "caption": "c",
     "trigger": "sks, a dog",
     "caption_dropout": 1.0,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.models import CausalLM, Model
+from trainable_candle.models import CausalLM, Model, SDXLUNet
 from trainable_candle.nn.functional import mse_loss
 
 from .test_transformers import FAMILIES, GOLDEN, Family
@@ -165,3 +165,22 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
             assert found[0] == facts.weight_bytes("bf16", quantize)
             assert found[1] == found[2] == found[0]
             assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "none"])
+def test_a_unet_streams(policy: str) -> None:
+    """Its blocks stand in one another's stretches, which streaming takes apart."""
+    case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
+    case.pop("output")
+    found = []
+    for count in (0, 1, 12):
+        tc.manual_seed(0)
+        unet = SDXLUNet.from_pretrained(GOLDEN / "sdxl" / "unet", dtype="f32", stream_blocks=count)
+        adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "ff.net.2"]))
+        if policy != "none":
+            unet.enable_gradient_checkpointing(policy)
+        y = unet(**case)
+        mse_loss(y, tc.ones(y.shape)).backward()
+        found.append([y.numpy(), *(var.grad.numpy() for var in adapter.parameters())])
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])

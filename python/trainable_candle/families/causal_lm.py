@@ -145,7 +145,11 @@ class CausalLM:
         size = ITEM_BYTES[config.precision]
         saved = facts.saved_values(adapter, config.gradient_checkpointing, tokens=tokens)
         items = [
-            Item("model", "weights", facts.weight_bytes(config.precision, config.base_format, **config.streaming)),
+            Item(
+                "model",
+                "weights",
+                facts.weight_bytes(config.precision, config.base_format, **config.streaming),
+            ),
             *adapter_items("model", facts.layers, adapter, config),
             Item("model", "activations", saved * size),
         ]

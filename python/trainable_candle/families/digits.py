@@ -163,7 +163,11 @@ class Digits(LatentFamily):
         policy = config.gradient_checkpointing
         count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
         items = [
-            Item("model", "weights", model.weight_bytes(config.precision, config.base_format, **config.streaming)),
+            Item(
+                "model",
+                "weights",
+                model.weight_bytes(config.precision, config.base_format, **config.streaming),
+            ),
             *adapter_items("model", model.layers, adapter, config),
             Item("model", "activations", count * ITEM_BYTES[config.precision]),
         ]

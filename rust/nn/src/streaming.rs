@@ -1,13 +1,13 @@
 //! [`Streaming`]: which weights of a model lie in the memory of the host, decided before it is built.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use trainable_candle_core::streaming::{Ring, Streamed, Unit};
 use trainable_candle_core::{Device, Error, Result, Tensor, Weight};
 
 use crate::quantization::Quantizable;
-use crate::{Module, Part, Visitor};
+use crate::{Layer, Module, Part, Visitor};
 
 /// Which weights of a model lie in the memory of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -137,18 +137,22 @@ impl Streaming {
     }
 }
 
-/// The names of a model's blocks that have such layers, in the order in which it shows them.
+/// The names of a model's blocks that have such layers for their runs, in the order in which it shows them.
 fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     let mut names = Vec::new();
+    let mut held = HashSet::new();
     // The closure returns no error.
     let _ = model.visit(&mut Visitor::new(&mut |part| {
-        if let Part::Blocks { name, count, .. } = part
-            && layers.blocks.iter().any(|block| format!("{name}.").starts_with(block))
-        {
-            names.extend((0..count).map(|index| format!("{name}.{index}")));
+        match part {
+            Part::Blocks { name, count, .. } => names.extend((0..count).map(|index| format!("{name}.{index}"))),
+            Part::Layer(name, Layer::Linear(_)) if layers.has(&name) && !layers.is_modulation(&name) => {
+                held.extend(name.match_indices('.').map(|(end, _)| name[..end].to_owned()));
+            }
+            Part::Layer(..) | Part::Tensor(..) => {}
         }
         Ok(())
     }));
+    names.retain(|name| held.contains(name));
     names
 }
 

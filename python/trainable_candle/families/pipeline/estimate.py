@@ -80,9 +80,7 @@ def estimate(
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
     name = family.component
-    base = facts.parts[name].weight_bytes(
-        config.precision, config.base_format, **config.streaming
-    )
+    base = facts.parts[name].weight_bytes(config.precision, config.base_format, **config.streaming)
     denoiser = Item(name, "weights", base)
     texts = Item("text encoders", "weights", _text_bytes(facts, config))
     vae = Item("vae", "weights", facts.bytes("f32", "vae"))

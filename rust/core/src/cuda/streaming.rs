@@ -184,7 +184,7 @@ impl Copier {
 impl Drop for Copier {
     fn drop(&mut self) {
         // The slots are released in the order of the device's stream. If the driver cannot wait, nothing is released before it can.
-        drop(self.copies.join(self.gpu));
+        let _ = self.copies.join(self.gpu);
     }
 }
 

@@ -183,3 +183,80 @@ impl Weight {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::linear::linear;
+    use crate::quantized::Format;
+
+    const SIDE: usize = 64;
+
+    fn weight(seed: usize) -> Tensor {
+        let values: Vec<f32> = (0..SIDE * SIDE).map(|i| ((i * 7 + seed * 13) % 31) as f32 - 15.0).collect();
+        Tensor::from_vec(values, (SIDE, SIDE), &Device::Cpu).unwrap()
+    }
+
+    fn values(tensor: &Tensor) -> Vec<f32> {
+        tensor.to_vec().unwrap()
+    }
+
+    /// A ring of `count` units, each of a weight of values and a quantized one.
+    fn ring(count: usize) -> (Arc<Ring>, Vec<[Streamed; 2]>) {
+        let units: Vec<Unit> = (0..count).map(|_| Unit::default()).collect();
+        let of = |(seed, unit): (usize, &Unit)| {
+            let codes = Quantized::new(&weight(seed + 100), Format::Nf4).unwrap();
+            let new = |weight: Weight| Streamed::new(weight, &Device::Cpu, unit).unwrap();
+            [new(weight(seed).into()), new(codes.into())]
+        };
+        let weights = units.iter().enumerate().map(of).collect();
+        (Ring::new(&Device::Cpu, &units).unwrap(), weights)
+    }
+
+    #[test]
+    fn a_weight_has_its_values_while_its_unit_is_entered_and_is_an_error_otherwise() {
+        let (ring, weights) = ring(5);
+        let x = weight(50);
+        let run = |weight: &Streamed| linear(&x, WeightRef::Streamed(weight), None);
+        assert!(run(&weights[0][0]).unwrap_err().to_string().contains("outside of the run"));
+        for unit in [0, 1, 2, 3, 4, 4, 3, 2, 0, 4] {
+            ring.enter(unit).unwrap();
+            for (index, [plain, codes]) in weights.iter().enumerate() {
+                assert_eq!(run(plain).is_ok(), index == unit);
+                assert_eq!(run(codes).is_ok(), index == unit);
+            }
+            assert_eq!(values(&run(&weights[unit][0]).unwrap()), values(&linear(&x, &weight(unit), None).unwrap()));
+            let codes = Quantized::new(&weight(unit + 100), Format::Nf4).unwrap();
+            assert_eq!(values(&run(&weights[unit][1]).unwrap()), values(&linear(&x, &codes, None).unwrap()));
+        }
+    }
+
+    #[test]
+    fn values_can_be_read_at_any_time() {
+        let (ring, weights) = ring(3);
+        for unit in 0..3 {
+            ring.enter(2 - unit).unwrap();
+            for (index, [plain, _]) in weights.iter().enumerate() {
+                assert_eq!(values(&plain.values(DType::F32).unwrap()), values(&weight(index)));
+            }
+        }
+    }
+
+    #[test]
+    fn joined_weights_lie_there_once() {
+        let unit = Unit::default();
+        let parts: Vec<Streamed> =
+            (0..3).map(|seed| Streamed::new(weight(seed).into(), &Device::Cpu, &unit).unwrap()).collect();
+        let (joined, members) = Streamed::join(&parts.iter().collect::<Vec<_>>()).unwrap().unwrap();
+        drop(parts);
+        let ring = Ring::new(&Device::Cpu, &[unit]).unwrap();
+        assert_eq!(ring.host_bytes(), 3 * SIDE * SIDE * 4);
+        assert_eq!(ring.slot_bytes(), ring.host_bytes());
+        ring.enter(0).unwrap();
+        let all = values(&joined.values(DType::F32).unwrap());
+        for (index, member) in members.iter().enumerate() {
+            assert_eq!(values(&member.values(DType::F32).unwrap()), values(&weight(index)));
+            assert_eq!(all[index * SIDE * SIDE..][..SIDE * SIDE], values(&weight(index)));
+        }
+    }
+}

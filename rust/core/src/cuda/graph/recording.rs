@@ -14,7 +14,7 @@ use super::super::recorder::{self, Held};
 use super::OP;
 use crate::capture::{Effects, Run};
 use crate::rng::state::State;
-use crate::{Error, Raw, Result};
+use crate::{Error, Result};
 
 /// A graph as it was recorded.
 pub(super) struct Template(pub(super) CUgraph);
