@@ -24,7 +24,7 @@
                                             BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                           \
         follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
-        HopperForward<type, w, 128, groups>{maps, shape, schedule, shared_address(shared)}.run(log_sums, parts);                   \
+        HopperForward<type, w, 128, groups, Schedule>{maps, shape, schedule, shared_address(shared)}.run(log_sums, parts);                   \
     }
 
 // attention_hopper_sum_w{64,128}_{f16,bf16}: o and log_sums of split items from their parts.
@@ -75,7 +75,7 @@
     }
 
 #define KERNELS(w, dtype, type, groups, m)                                                                                         \
-    static_assert(HopperForward<type, w, 128, groups>::SHARED == (w == 64 ? 139360 : 229472));                                     \
+    static_assert(HopperForward<type, w, 128, groups, Schedule>::SHARED == (w == 64 ? 139360 : 229472));                                     \
     static_assert(HopperBackward<type, w, m>::SHARED == (w == 64 ? 216216 : 214680));                                              \
     FORWARD(w, dtype, type, groups)                                                                                                \
     SUM(w, dtype, type, groups)                                                                                                    \

@@ -78,7 +78,7 @@ template <typename T, int D, int M> struct HopperBackward {
 
     __device__ __forceinline__ void copy(const float *statistics) const {
         const Order<M> order(schedule, shape);
-        Walk walk(schedule);
+        ScheduleWalk walk(schedule);
         Span span;
         Ring<1> item;
         Ring<QUERY_STAGES> q;
@@ -115,7 +115,7 @@ template <typename T, int D, int M> struct HopperBackward {
     // own, the other adders for the steps between: what it waits for in memory takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         const Order<M> order(schedule, shape);
-        Walk walk(schedule);
+        ScheduleWalk walk(schedule);
         Span span;
         uint32_t count = 0, next = adder, parity = 0;
         while (walk.next(schedule, span)) {
@@ -173,7 +173,7 @@ template <typename T, int D, int M> struct HopperBackward {
         const int group = warpgroup(), lane = threadIdx.x % WARP;
         const float scale = static_cast<float>(shape.scale) * LOG2_E;
         const uint32_t keys = shared + K + group * 64 * ROW_BYTES, values = shared + V + group * 64 * ROW_BYTES;
-        Walk walk(schedule);
+        ScheduleWalk walk(schedule);
         Span span;
         Ring<1> item, sums;
         Ring<ADDERS> adder;

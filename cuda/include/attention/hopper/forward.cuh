@@ -3,7 +3,10 @@
 // group and between the groups, which take turns (Shah et al. 2024, arXiv:2407.08608).
 #pragma once
 
+#include <cfloat>
+
 #include "copies.cuh"
+#include "queue.cuh"
 #include "schedule.cuh"
 
 // How far a maximum may lie above the base of the weights, in powers of two, before the base is raised: most tiles raise nothing.
@@ -11,7 +14,8 @@ constexpr float HEADROOM = 8.0f;
 
 // The weights of two rows a thread: their base, times scale / ln 2, and the thread's share of their sums.
 struct RowWeights {
-    float base[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
+    // At first below all scores, but finite: a tile may hide all keys of a row, whose scores are negative infinity then.
+    float base[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.0f, 0.0f};
 
     // Turns products into weights 2^(scale product - base). Returns whether a base was raised in this warp, and what earlier results
     // are multiplied with then.
@@ -42,12 +46,14 @@ struct RowWeights {
     }
 };
 
-// Tiles of 64 GROUPS queries and KEYS keys, of which two are in shared memory.
-template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
+// Tiles of 64 GROUPS queries and KEYS keys, of which two are in shared memory. `Source` is what blocks take their work from: a
+// `Schedule`, or the `Queue` of packed rows.
+template <typename T, int D, int KEYS, int GROUPS, typename Source> struct HopperForward {
     static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
-                         BARRIERS = O + Q_BYTES, SHARED = BARRIERS + 12 * 8;
+                         BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
+                         SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
     // Barriers of two tiles of each kind: that they are there; that they may be overwritten.
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
@@ -56,7 +62,7 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
 
     const AttentionForwardMaps &maps;
     const AttentionShape &shape;
-    const Schedule &schedule;
+    const Source &source;
     uint32_t shared;
 
     __device__ __forceinline__ Task task(const Span &span) const {
@@ -71,14 +77,37 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
         __syncthreads();
     }
 
+    // The groups' next item, whose queries are there then.
+    __device__ __forceinline__ bool next(typename Source::Walk &walk, Span &span, const Ring<2> &tile) const {
+        const uint32_t full = shared + Q_FULL + tile.stage * 8;
+        if constexpr (Source::IS_QUEUE) {
+            barrier_wait(full, tile.parity);
+            return hear(span, shared + ITEMS + tile.stage * QUEUED_BYTES);
+        } else {
+            if (!walk.next(source, span)) return false;
+            barrier_wait(full, tile.parity);
+            return true;
+        }
+    }
+
     __device__ __forceinline__ void copy() const {
-        Walk walk(schedule);
+        typename Source::Walk walk(source);
         Span span;
         Ring<2> tile, ring;
-        while (walk.next(schedule, span)) {
-            const Task task = this->task(span);
+        while (true) {
+            const bool is_item = walk.next(source, span);
+            if (!Source::IS_QUEUE && !is_item) return;
             const uint32_t q_full = shared + Q_FULL + tile.stage * 8, q = shared + tile.stage * Q_BYTES;
             barrier_wait(shared + Q_EMPTY + tile.stage * 8, tile.parity ^ 1);
+            if constexpr (Source::IS_QUEUE) {
+                tell(shared + ITEMS + tile.stage * QUEUED_BYTES, span);
+                if (!is_item) {
+                    barrier_arrive(q_full);
+                    return;
+                }
+            }
+            const Task task = this->task(span);
+            const Task of_keys = source.of_keys(task);
             barrier_expect(q_full, Q_BYTES);
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
@@ -88,10 +117,10 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
                 const uint32_t at = ring.stage * TILE_BYTES, barrier = ring.stage * 8;
                 barrier_wait(shared + K_EMPTY + barrier, ring.parity ^ 1);
                 barrier_expect(shared + K_FULL + barrier, TILE_BYTES);
-                fetch_rows<D, KEYS, KEYS>(shared + K + at, maps.k, shared + K_FULL + barrier, step * KEYS, task);
+                fetch_rows<D, KEYS, KEYS>(shared + K + at, maps.k, shared + K_FULL + barrier, step * KEYS, of_keys);
                 barrier_wait(shared + V_EMPTY + barrier, ring.parity ^ 1);
                 barrier_expect(shared + V_FULL + barrier, TILE_BYTES);
-                fetch_rows<D, KEYS, KEYS>(shared + V + at, maps.v, shared + V_FULL + barrier, step * KEYS, task);
+                fetch_rows<D, KEYS, KEYS>(shared + V + at, maps.v, shared + V_FULL + barrier, step * KEYS, of_keys);
             }
         }
     }
@@ -109,17 +138,17 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
     __device__ __forceinline__ void work(float *log_sums, float *parts) const {
         const int group = warpgroup();
         const float scale = static_cast<float>(shape.scale) * LOG2_E;
-        Walk walk(schedule);
+        typename Source::Walk walk(source);
         Span span;
         // Keys are ahead of values.
         Ring<2> tile, keys, values;
         if (group == GROUPS - 1) give_turn(group);
-        while (walk.next(schedule, span)) {
+        while (next(walk, span, tile)) {
             float scores[KEYS / 2], result[D / 2] = {};
             RowWeights rows;
             float correction[2];
             const uint32_t q = shared + tile.stage * Q_BYTES + group * GROUP_BYTES;
-            barrier_wait(shared + Q_FULL + tile.stage * 8, tile.parity);
+            const typename Source::Sight sight(source, task(span).tile * ROWS + group * 64);
             barrier_wait(shared + K_FULL + keys.stage * 8, keys.parity);
             begin_products();
             multiply_rows<T, D, 64, KEYS>(scores, q, shared + K + keys.stage * TILE_BYTES);
@@ -128,14 +157,16 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
             products_are_ready(scores);
             release(K_EMPTY + keys.stage * 8);
             keys.advance();
-            if (span.end * KEYS > shape.keys) {
+            if constexpr (Source::IS_QUEUE) {
+                sight.hide(scores, (span.end - 1) * KEYS);
+            } else if (span.end * KEYS > shape.keys) {
                 const uint32_t key = (span.end - 1) * KEYS + threadIdx.x % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 2; i++)
                     if (key + i / 4 * 8 + i % 2 >= shape.keys) scores[i] = -INFINITY;
             }
             rows.weigh(scores, correction, scale);
-            for (uint32_t step = span.begin + 1; step < span.end; step++) {
+            for (uint32_t step = span.end - 1; step-- > span.begin;) {
                 uint32_t weights[KEYS / 16][4];
                 narrow_sums<T>(weights, scores);
                 barrier_wait(shared + K_FULL + keys.stage * 8, keys.parity);
@@ -151,6 +182,7 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
                 products_are_ready(scores);
                 release(K_EMPTY + keys.stage * 8);
                 keys.advance();
+                if (sight.template hides<KEYS>(step * KEYS)) sight.hide(scores, step * KEYS);
                 const bool raises = rows.weigh(scores, correction, scale);
                 wait_for_products<0>();
                 products_are_ready(result);
@@ -202,7 +234,8 @@ template <typename T, int D, int KEYS, int GROUPS> struct HopperForward {
         for (int r = 0; r < 2; r++) {
             if (lane % 4 == 0 && first + row + 8 * r < shape.queries)
                 log_sums[uint64_t(task.index) * shape.queries + first + row + 8 * r] = rows.base[r] * LN_2 + logf(rows.sum[r]);
-            const float share = 1.0f / rows.sum[r];
+            // No key is visible: the result is zero, not zero divided by zero.
+            const float share = rows.sum[r] == 0.0f ? 0.0f : 1.0f / rows.sum[r];
 #pragma unroll
             for (int i = 0; i < D / 4; i++) result[i / 2 * 4 + i % 2 + 2 * r] *= share;
         }

@@ -15,9 +15,31 @@ struct Span {
     bool is_part;
 };
 
+struct Schedule;
+
+// A block's way through its work.
+struct ScheduleWalk {
+    uint32_t item = blockIdx.x, place, end, time = 0;
+
+    __device__ __forceinline__ explicit ScheduleWalk(const Schedule &schedule);
+    __device__ __forceinline__ bool next(const Schedule &schedule, Span &span);
+};
+
 // Passed by value.
 struct Schedule {
+    static constexpr bool IS_QUEUE = false;
+    using Walk = ScheduleWalk;
+    // All keys of a tile that exist are visible.
+    struct Sight {
+        __device__ __forceinline__ Sight(const Schedule &, uint32_t) {}
+        template <int KEYS> __device__ __forceinline__ bool hides(uint32_t) const { return false; }
+        template <int N> __device__ __forceinline__ void hide(float (&)[N], uint32_t) const {}
+    };
+
     uint32_t items, steps, whole, blocks;
+
+    // The keys of a task's queries.
+    __device__ __forceinline__ Task of_keys(const Task &task) const { return task; }
 
     // The steps of all items that are split.
     __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
@@ -46,27 +68,22 @@ struct Schedule {
     }
 };
 
-// A block's way through its work.
-struct Walk {
-    uint32_t item = blockIdx.x, place, end, time = 0;
+__device__ __forceinline__ ScheduleWalk::ScheduleWalk(const Schedule &schedule)
+    : place(schedule.start(blockIdx.x)), end(schedule.start(blockIdx.x + 1)) {}
 
-    __device__ __forceinline__ explicit Walk(const Schedule &schedule)
-        : place(schedule.start(blockIdx.x)), end(schedule.start(blockIdx.x + 1)) {}
-
-    __device__ __forceinline__ bool next(const Schedule &schedule, Span &span) {
-        const uint32_t steps = schedule.steps;
-        if (item < schedule.whole) {
-            span = {item, 0, steps, 0, time, false};
-            item += schedule.blocks;
-        } else if (place < end) {
-            const uint32_t index = place / steps, begin = place - index * steps;
-            span = {schedule.whole + index, begin, min(steps, begin + end - place), 0, time, true};
-            span.slot = schedule.slot(span.item, blockIdx.x);
-            place += span.end - begin;
-        } else {
-            return false;
-        }
-        time += span.end - span.begin;
-        return true;
+__device__ __forceinline__ bool ScheduleWalk::next(const Schedule &schedule, Span &span) {
+    const uint32_t steps = schedule.steps;
+    if (item < schedule.whole) {
+        span = {item, 0, steps, 0, time, false};
+        item += schedule.blocks;
+    } else if (place < end) {
+        const uint32_t index = place / steps, begin = place - index * steps;
+        span = {schedule.whole + index, begin, min(steps, begin + end - place), 0, time, true};
+        span.slot = schedule.slot(span.item, blockIdx.x);
+        place += span.end - begin;
+    } else {
+        return false;
     }
-};
+    time += span.end - span.begin;
+    return true;
+}

@@ -19,9 +19,9 @@ struct Row {
 }
 
 /// Tiles inside of one segment, tiles with many, segments and windows that end inside of tiles, rows of no segment that begin inside of
-/// tiles and fill others, parts of the gradients of keys, and what the form on tensor cores does not take: widths above 128 and of other
+/// tiles and fill others, more items than blocks, parts of the gradients of keys, and what the form on tensor cores does not take: widths above 128 and of other
 /// multiples.
-const ROWS: [Row; 11] = [
+const ROWS: [Row; 15] = [
     Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
     Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
     Row { heads: [8, 2], width: 64, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
@@ -29,6 +29,10 @@ const ROWS: [Row; 11] = [
     Row { heads: [4, 4], width: 64, rows: 700, bounds: &[0, 600, 600, 700], window: Some(64) },
     Row { heads: [6, 2], width: 64, rows: 600, bounds: &[0, 30, 290, 290, 290], window: None },
     Row { heads: [6, 2], width: 128, rows: 600, bounds: &[0, 30, 290, 290, 290], window: Some(1) },
+    Row { heads: [12, 2], width: 64, rows: 2309, bounds: &[0, 2200, 2201, 2202, 2300], window: None },
+    Row { heads: [16, 2], width: 96, rows: 1301, bounds: &[0, 1, 2, 300, 301, 427, 559, 600, 1301], window: None },
+    Row { heads: [32, 8], width: 128, rows: 640, bounds: &[0, 128, 129, 256, 639, 640], window: None },
+    Row { heads: [8, 8], width: 48, rows: 700, bounds: &[0, 191, 192, 384, 385], window: Some(129) },
     Row { heads: [2, 1], width: 40, rows: 130, bounds: &[0, 1, 2, 3, 4, 5, 70, 130], window: None },
     Row { heads: [3, 1], width: 32, rows: 65, bounds: &[0, 64, 65], window: None },
     Row { heads: [4, 2], width: 256, rows: 200, bounds: &[0, 33, 190], window: Some(50) },

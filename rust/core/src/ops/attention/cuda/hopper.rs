@@ -20,11 +20,11 @@ use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
 /// Fewer queries or keys leave tiles empty: the general kernels serve them as well.
-const FEWEST: u32 = 256;
+pub(super) const FEWEST: u32 = 256;
 /// Keys in a tile.
-const KEYS: u32 = 128;
+pub(super) const KEYS: u32 = 128;
 /// Rows of results that are stored at once.
-const STORED: u32 = 64;
+pub(super) const STORED: u32 = 64;
 /// How many steps the sum of split items costs.
 const SPLIT_COST: u64 = 5;
 /// Threads of the kernels beside the two passes.
@@ -89,8 +89,22 @@ fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Resul
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
 }
 
+/// Whether a map can describe the operand: none has dimensions that are repeated.
+pub(super) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
+    let Strides { batch, head, row } = heads.strides;
+    [(2, row), (sizes.heads, head), (sizes.batch, batch)]
+        .iter()
+        .all(|&(size, stride)| size == 1 || (1..1 << 39).contains(&stride))
+}
+
 /// A map of the matrices of heads, of which so many rows are copied at once.
-fn map(encoder: &Encoder, heads: &Heads, sizes: &AttentionShape, rows: u32, at_once: u32) -> Result<TensorMap> {
+pub(super) fn map(
+    encoder: &Encoder,
+    heads: &Heads,
+    sizes: &AttentionShape,
+    rows: u32,
+    at_once: u32,
+) -> Result<TensorMap> {
     let Strides { batch, head, row } = heads.strides;
     // The stride of a dimension of one element has no meaning, but must not be zero.
     let distance = |size: u32, stride: u64| 2 * if size == 1 { row } else { stride };
@@ -108,13 +122,6 @@ impl Attention<'_> {
         form: Width,
         operands: &[&Heads],
     ) -> Option<&'static Form> {
-        // Maps have no dimensions that are repeated.
-        let is_mapped = |heads: &&Heads| {
-            let Strides { batch, head, row } = heads.strides;
-            [(2, row), (sizes.heads, head), (sizes.batch, batch)]
-                .iter()
-                .all(|&(size, stride)| size == 1 || (1..1 << 39).contains(&stride))
-        };
         let blocks = gpu.multiprocessors() as u64;
         let steps = u64::from(sizes.queries.max(sizes.keys).div_ceil(64));
         let fits = gpu.is_hopper()
@@ -122,7 +129,7 @@ impl Attention<'_> {
             && sizes.is_causal == 0
             && sizes.queries.min(sizes.keys) >= FEWEST
             && steps * blocks * blocks <= u64::from(u32::MAX)
-            && operands.iter().all(is_mapped);
+            && operands.iter().all(|heads| is_mapped(heads, sizes));
         fits.then(|| form.hopper())
     }
 

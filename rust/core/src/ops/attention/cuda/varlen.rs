@@ -1,6 +1,8 @@
 //! Attention inside the segments of packed rows: the host side of `attention_varlen.cu`. It never reads the bounds: grids depend on the
 //! rows alone.
 
+mod hopper;
+
 use candle_core::DType;
 use trainable_candle_cuda::kernels::attention_varlen::{
     ATTENTION_VARLEN_BACKWARD_W64, ATTENTION_VARLEN_BACKWARD_W128, ATTENTION_VARLEN_FORWARD_W64,
@@ -22,11 +24,12 @@ use crate::{Raw, Result};
 /// Blocks that keep the multiprocessors busy although the first keys of a segment have the most queries.
 const BLOCKS: u32 = 1056;
 
-/// As the CPU's: for each position the first key that its query sees, then the end of the queries that see its key.
+/// As the CPU's: for each position the first key that its query sees, then the end of the queries that see its key. One number follows
+/// them, zero, by which blocks share the work of a pass.
 pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let op = VARLEN.name;
     let gpu = Gpu::of(op, cu_seqlens)?;
-    let spans = empty(op, gpu, &[2, rows], DType::U32)?;
+    let spans = empty(op, gpu, &[2 * rows + 1], DType::U32)?;
     if rows == 0 {
         return Ok(spans);
     }
@@ -61,8 +64,12 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
     let sizes = attention.sizes(width, width)?;
     let group = count32(op, varlen.group())?;
     let [q, k, v, to] = [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?, Heads::new(op, &o)?];
-    let (sums, spans) = (output(op, &log_sums)?, input(op, spans)?);
+    let sums = output(op, &log_sums)?;
     if let Some(form) = attention.tensor_cores(&sizes, &[&q, &k, &v, &to], None) {
+        if hopper::forward(gpu, &sizes, group, form, [&q, &k, &v, &to], sums, spans)? {
+            return Ok((o, log_sums));
+        }
+        let spans = input(op, spans)?;
         let kernel = match form {
             Width::W64 => &ATTENTION_VARLEN_FORWARD_W64,
             Width::W128 => &ATTENTION_VARLEN_FORWARD_W128,
@@ -88,6 +95,7 @@ pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Ra
         return Ok((o, log_sums));
     }
     let grid = [sizes.queries.div_ceil(32) * sizes.heads, sizes.width.div_ceil(64).max(1), 1];
+    let spans = input(op, spans)?;
     let arguments = AttentionVarlenPlainForward {
         q: q.input(),
         k: k.input(),

@@ -1,0 +1,89 @@
+// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. How many
+// tiles of keys one sees only the spans tell, so no order that the host could fix shares the work out evenly. Results do not depend on
+// who takes what.
+#pragma once
+
+#include "schedule.cuh"
+
+constexpr int QUEUED_BYTES = 16;
+
+// From the thread that copies to the groups, with the barrier of the tile of queries.
+__device__ __forceinline__ void tell(uint32_t to, const Span &span) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(span.item), "r"(span.begin), "r"(span.end), "r"(span.slot)
+                 : "memory");
+}
+// Whether there is an item: one has a step at least.
+__device__ __forceinline__ bool hear(Span &span, uint32_t from) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(span.item), "=r"(span.begin), "=r"(span.end), "=r"(span.slot)
+                 : "r"(from)
+                 : "memory");
+    span.is_part = false;
+    return span.begin < span.end;
+}
+
+// Tiles of `rows_at_once` queries of `heads` heads, the last tiles first: a row's first queries see the fewest keys, so that the last
+// items to be taken are short.
+struct Queue {
+    static constexpr bool IS_QUEUE = true;
+    Spans spans;
+    // How many items blocks have taken besides their first: zero before the launch and after it.
+    uint32_t *taken;
+    uint32_t heads, rows_at_once, keys_at_once;
+
+    // The thread that copies takes items.
+    struct Walk {
+        bool is_first = true;
+
+        __device__ __forceinline__ explicit Walk(const Queue &) {}
+
+        __device__ __forceinline__ bool next(const Queue &queue, Span &span) {
+            const uint32_t tiles = ceil_divide(queue.spans.rows, queue.rows_at_once);
+            const uint32_t items = tiles * queue.heads;
+            const uint32_t index = is_first ? blockIdx.x : gridDim.x + atomicAdd(queue.taken, 1);
+            is_first = false;
+            span = {0, 0, 0, 0, 0, false};
+            if (index >= items) {
+                // Every block ends with one in vain: the last of them.
+                if (index == items + gridDim.x - 1) *queue.taken = 0;
+                return false;
+            }
+            const uint32_t tile = tiles - 1 - index / queue.heads, first = tile * queue.rows_at_once;
+            span.item = index % queue.heads * tiles + tile;
+            span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
+            // Queries of no segment see from the next position on: a tile of them has a step as well.
+            span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
+            return true;
+        }
+    };
+
+    // What a thread's two rows of the 64 queries from `first` on see, and what all of them see.
+    struct Sight {
+        uint32_t first, last_begin, begin[2];
+
+        __device__ __forceinline__ uint32_t row() const { return first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4; }
+
+        __device__ __forceinline__ Sight(const Queue &queue, uint32_t first)
+            : first(first), last_begin(queue.spans.first_key(first + 63)),
+              begin{queue.spans.first_key(row()), queue.spans.first_key(row() + 8)} {}
+
+        // Whether some of the queries do not see some of the `KEYS` keys from `key` on.
+        template <int KEYS> __device__ __forceinline__ bool hides(uint32_t key) const {
+            return key + KEYS > first + 1 || key < last_begin;
+        }
+        // Of products with keys from `key` on.
+        template <int N> __device__ __forceinline__ void hide(float (&scores)[N], uint32_t key) const {
+            key += threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const uint32_t at = key + i / 4 * 8 + i % 2;
+                if (at < begin[i / 2 % 2] || at > row() + i / 2 % 2 * 8) scores[i] = -INFINITY;
+            }
+        }
+    };
+
+    __device__ __forceinline__ Task of_keys(Task task) const {
+        task.head /= spans.group();
+        return task;
+    }
+};
