@@ -30,7 +30,7 @@ PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -t
 
 STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda
 
-.PHONY: help setup demo check stubs wheel-cuda clean $(STEPS)
+.PHONY: help setup demo check docs stubs wheel-cuda clean $(STEPS)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -126,6 +126,10 @@ cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a sim
 	eval "$$(tests/cuda/simulate.py $(CARGO_TARGET_DIR)/simulated $(CARGO_TARGET_DIR)/release/lib_core.so)" && \
 		PATH=$(CUDA_HOME)/bin:$$PATH cargo test $(CARGO_SCOPE) $(CUDA) --test cuda -- --ignored registry_runs_on_cuda
 
+# Not --quiet: it hides warnings from --strict as well.
+docs: $(VENV)/.tools $(VENV)/.docs ## Build the documentation site in dist/site; a dead link fails
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .ci/site/mkdocs.yml
+
 clean: ## Remove what make built, except cargo's target folder
 	rm -rf $(VENV) $(DIST)
 
@@ -150,6 +154,10 @@ $(VENV)/.setup-%: $(PACKAGE) | $(VENV)/bin/python
 
 $(VENV)/.tools: pyproject.toml | $(VENV)/bin/python
 	pip install --quiet --group dev
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
+	pip install --quiet --group docs
 	touch $@
 
 $(VENV)/.cuda: pyproject.toml | $(VENV)/.tools

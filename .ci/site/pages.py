@@ -1,0 +1,53 @@
+"""What mkdocs adds to docs/: the front page, the reference, and a check that it is whole."""
+
+import re
+from pathlib import Path
+
+import reference
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+SOURCES = "https://github.com/trainable-candle/trainable-candle/blob/main/"
+
+
+def front(readme: str) -> str:
+    """The README with links as the site has them; what the site has not is a link to the source."""
+
+    def link(match: re.Match[str]) -> str:
+        target = match[1]
+        if target.startswith(("http", "#")):
+            return match[0]
+        inside = target.removeprefix("docs/")
+        return f"]({inside})" if inside != target else f"]({SOURCES}{target})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", link, readme)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made."""
+    made = {"index.md": front((reference.ROOT / "README.md").read_text()), **reference.pages()}
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    config.nav = [*(config.nav or []), {"Reference": [*reference.pages()]}]
+    return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse a site whose reference lacks a public name.
+
+    Raises:
+        PluginError: Naming what is missing.
+    """
+    missing = []
+    for path in reference.pages():
+        html = (Path(config.site_dir) / path).with_suffix(".html").read_text()
+        module = Path(path).name.removesuffix(".md")
+        for name in reference.names(module.removeprefix("trainable_candle")):
+            full = f"trainable_candle.{module}.{name}".replace(
+                "trainable_candle.trainable_candle", "trainable_candle"
+            )
+            if f'id="{full}"' not in html and f'id="{name}"' not in html:
+                missing.append(full)
+    if missing:
+        raise PluginError(f"the reference lacks {', '.join(missing)}")

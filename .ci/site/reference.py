@@ -1,0 +1,60 @@
+"""The reference of every public name, as pages that mkdocstrings fills from the docstrings."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python" / "trainable_candle"
+MODULES = (
+    "",
+    "cuda",
+    "data",
+    "distributed",
+    "errors",
+    "families",
+    "memory",
+    "models",
+    "nn",
+    "nn.functional",
+    "optim",
+    "peft",
+    "testing",
+    "train",
+)
+"""The public modules, in the order of the reference; "" is the package itself."""
+
+
+def names(module: str) -> list[str]:
+    """Every public name of a module: its `__all__`, read without importing it."""
+    path = PACKAGE.joinpath(*module.split(".")) if module else PACKAGE
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(source.read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                listed: list[str] = ast.literal_eval(value)
+                return sorted(listed, key=str.lower)
+            case _:
+                continue
+    raise ValueError(f"{source.relative_to(ROOT)} has no __all__")
+
+
+def pages() -> dict[str, str]:
+    """The text of each page of the reference, by its path in the site."""
+    return {f"reference/{module or 'trainable_candle'}.md": page(module) for module in MODULES}
+
+
+def page(module: str) -> str:
+    """The text of the page of one module, of which `:::` lines stand for docstrings."""
+    full = f"trainable_candle.{module}".rstrip(".")
+    parts = [f"# {full}\n"]
+    if module:
+        # Its own text; the members follow, each with its own heading.
+        parts.append(
+            f"::: {full}\n    options:\n      members: []\n      show_root_heading: false\n"
+        )
+    for name in names(module):
+        if module == "" and name in MODULES:
+            parts.append(f"### {name}\n\nA module: [{full}.{name}]({name}.md).\n")
+        else:
+            parts.append(f"::: {full}.{name}\n")
+    return "\n".join(parts)

@@ -1,0 +1,45 @@
+"""The documentation site holds every guide and every public module."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import trainable_candle as tc
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / ".ci" / "site"
+
+spec = importlib.util.spec_from_file_location("reference", SITE / "reference.py")
+assert spec is not None
+assert spec.loader is not None
+reference = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    assert reference.names("") == sorted(tc.__all__, key=str.lower)
+    page = reference.pages()["reference/trainable_candle.md"]
+    modules = set(reference.MODULES)
+    missing = [
+        n for n in tc.__all__ if n not in modules and f"::: trainable_candle.{n}\n" not in page
+    ]
+    assert missing == []
+
+
+def test_the_reference_has_every_public_module() -> None:
+    tree = ast.parse((ROOT / "python/trainable_candle/__init__.py").read_text())
+    lazy = next(
+        ast.literal_eval(node.value.args[0])
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and node.value.args
+        and any(isinstance(target, ast.Name) and target.id == "_LAZY" for target in node.targets)
+    )
+    assert lazy - set(reference.MODULES) == set()
+
+
+def test_the_navigation_has_every_guide() -> None:
+    listed = set(re.findall(r"[\w-]+\.md", (SITE / "mkdocs.yml").read_text()))
+    assert listed - {"index.md"} == {path.name for path in (ROOT / "docs").glob("*.md")}
