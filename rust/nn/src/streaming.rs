@@ -148,7 +148,7 @@ fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
             Part::Layer(name, Layer::Linear(_)) if layers.has(&name) && !layers.is_modulation(&name) => {
                 held.extend(name.match_indices('.').map(|(end, _)| name[..end].to_owned()));
             }
-            Part::Layer(..) | Part::Tensor(..) => {}
+            Part::Layer(..) | Part::Tensor(..) | Part::Matrix(..) => {}
         }
         Ok(())
     }));

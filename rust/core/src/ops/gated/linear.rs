@@ -29,7 +29,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
     }
     group.check(op, x)?;
     let features = group.weight.dims()[0];
-    if features % 2 != 0 {
+    if !features.is_multiple_of(2) {
         return Err(Error::shape(
             op,
             format!("the maps have {features} results, expected an even number: features, gate"),
