@@ -55,6 +55,10 @@ pub trait Model: Module + Any + Send + Sync {
 /// What makes a model gives.
 pub type Made = Result<Arc<dyn Model>>;
 
+/// Makes a model of random weights of the sizes in a `config.json`, or of the published model, in a dtype on a device; with a format that
+/// it is quantized in, and what is streamed from the memory of the host.
+pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
+
 /// A kind of model: what files call it, and how it is made of them.
 #[derive(Debug)]
 pub struct ModelKind {
@@ -70,9 +74,8 @@ pub struct ModelKind {
     pub weights_name: &'static str,
     /// Load it, frozen, its weights converted to a dtype if one is given.
     pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
-    /// A frozen model of random weights of the sizes in a `config.json`, or of the published model; with a format
-    /// that it is quantized in, and what is streamed from the memory of the host.
-    pub random: fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made,
+    /// A frozen model of random weights.
+    pub random: Random,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,
     /// The `config.json` of files, of which no weight is read.
