@@ -194,6 +194,7 @@ impl Model {
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
     #[pyo3(signature = (config=None, dtype=None, device="cpu", *, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
+    #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn from_config(
         cls: &Bound<'_, PyType>,
         py: Python<'_>,
