@@ -94,12 +94,14 @@ def test_base_row_of_the_unseen_digit_is_as_it_started() -> None:
     tc.manual_seed(0)
     fresh = tc.models.DigitsTransformer().named_tensors()["class_embedding.weight"].numpy()
     shipped = tc.models.load(BASE).named_tensors()["class_embedding.weight"].numpy()
-    np.testing.assert_array_equal(shipped[UNSEEN], fresh[UNSEEN])
-    assert not np.array_equal(shipped[UNSEEN + 1], fresh[UNSEEN + 1])
+    # The file is in f16.
+    as_stored = fresh.astype(np.float16)
+    np.testing.assert_array_equal(shipped[UNSEEN], as_stored[UNSEEN])
+    assert not np.array_equal(shipped[UNSEEN + 1], as_stored[UNSEEN + 1])
 
 
 def test_base_is_small() -> None:
-    assert (BASE / "model.safetensors").stat().st_size <= 2_000_000
+    assert (BASE / "model.safetensors").stat().st_size <= 1_000_000
 
 
 def test_data_set_is_written_the_same_again(tmp_path: Path) -> None:
