@@ -482,8 +482,8 @@ fn lend<B: Backend>(
             if total >= wanted {
                 return Ok(total);
             }
-            if lent.is_empty() {
-                // Replays since the last time were queued before this.
+            if total == 0 {
+                // For replays, and for what reads results of graphs that are gone.
                 backend.wait()?;
             }
             let size = pool.release(backend, address);

@@ -279,12 +279,14 @@ fn wrong_operands_of_a_head_are_named() {
 fn a_quantized_head_is_dequantized_in_parts() {
     let (classes, width) = (70_000, 64);
     let draw = |dims: (usize, usize)| Tensor::randn(0.0, 1.0, dims, DType::F32, &Device::Cpu).unwrap();
-    let h = Var::from_tensor(&draw((4, width))).unwrap();
+    let states = draw((4, width));
     for format in [Format::Int8, Format::Ggml(Ggml::Q8_0), Format::Nf4] {
         let weight = Quantized::new(&draw((classes, width)), format).unwrap();
         let values = weight.dequantize(DType::F32).unwrap();
         let targets = Tensor::from_vec(vec![3i64, -100, 69_999, 40_000], 4, &Device::Cpu).unwrap();
         let run = |weight: WeightRef<'_>| {
+            // Gradients of one variable would add up.
+            let h = Var::from_tensor(&states).unwrap();
             let loss = linear_cross_entropy(&h, weight, &targets, None).unwrap();
             let gradient = loss.backward().unwrap().get(&h).unwrap();
             let each = linear_log_probs(&h, weight, &targets).unwrap();
