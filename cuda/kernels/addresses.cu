@@ -2,8 +2,6 @@
 // graph keeps its own.
 #include <cstdint>
 
-#include "follow.cuh"
-
 // As many as a launch takes with room for the other arguments: 3840 bytes.
 constexpr uint32_t ADDRESSES = 480;
 
@@ -16,6 +14,5 @@ struct Addresses {
 // Grid: 1; block: 480; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(ADDRESSES)
     write_addresses(uint64_t *table, uint32_t count, const __grid_constant__ Addresses addresses) {
-    follow();
     if (threadIdx.x < count) table[threadIdx.x] = addresses.values[threadIdx.x];
 }

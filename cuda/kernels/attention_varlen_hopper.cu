@@ -16,7 +16,6 @@
         attention_varlen_hopper_forward_w##w##_##dtype(float *log_sums, const uint32_t *spans, uint32_t *taken,                    \
                                                        BY_VALUE AttentionForwardMaps maps, BY_VALUE AttentionShape shape,          \
                                                        uint32_t group) {                                                           \
-        follow();                                                                                                                  \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         const Queue queue{Spans{spans, shape.queries, group}, taken, shape.heads, 64 * groups, 128};                               \
         HopperForward<type, w, 128, groups, Queue>{maps, shape, queue, shared_address(shared)}.run(log_sums, nullptr);             \

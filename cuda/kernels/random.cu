@@ -17,7 +17,6 @@ __device__ __forceinline__ void write(float *y, uint64_t n, uint64_t first, cons
 
 // `uniform(y, n, state, seed, offset, low, high)`: y = low + (high - low) u, u uniform in [0, 1).
 extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double low, double high) {
-    follow();
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
     const uint4 bits = Generator(state, seed, offset)(block);
@@ -30,7 +29,6 @@ extern "C" __global__ void uniform(float *y, uint64_t n, const uint64_t *state, 
 
 // `normal(y, n, state, seed, offset, mean, std)`: y = mean + std z, z standard normal by Box and Muller, in f64 as on the CPU.
 extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, uint64_t seed, uint64_t offset, double mean, double std) {
-    follow();
     const uint64_t block = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (block * 4 >= n) return;
     const uint4 bits = Generator(state, seed, offset)(block);
@@ -50,7 +48,6 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
 
 // `set_generator(state, seed, offset)`: the place that draws of a graph start from. Launch: one thread.
 extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
-    follow();
     state[0] = seed;
     state[1] = offset;
 }
