@@ -75,6 +75,7 @@ def test_every_function_of_the_extension_has_a_home():
         "adapted_parts",
         "choices",
         "draw_from",
+        "gguf_facts",
         "init_linear",
         "normal_samples",
         "pipeline_parts",
