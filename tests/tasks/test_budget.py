@@ -16,7 +16,7 @@ from trainable_candle.tasks.estimate import RUNTIME_BYTES, Estimate, Item
 from trainable_candle.tasks.speed import GPUS, Work
 from trainable_candle.train import TrainConfig
 
-from .full_size import LLAMA_3_8B, write_image, write_model, write_pipeline
+from .full_size import MODELS, write_image, write_model
 
 GIB = 2**30
 CARDS = (6, 8, 12, 16, 24, 48)
@@ -28,11 +28,8 @@ class Model:
     """A full-size model on a GPU, of which only the configurations are there."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.family = families.find("causal-lm" if name == "llama" else name)
-        if name == "llama":
-            self.weights = write_model(folder / name, LLAMA_3_8B)
-        else:
-            self.weights = write_pipeline(folder / name, name)
+        self.family = families.find(MODELS[name][0])
+        self.weights = write_model(folder / "weights", name)
         self.dataset = write_image(folder / "images")
 
     def config(self, **changes: Any) -> TrainConfig:
@@ -54,14 +51,14 @@ class Model:
         return make_plan(config, self.family.groups, budget, estimate)
 
 
-@pytest.fixture(scope="module", params=["flux", "sdxl", "llama"])
+@pytest.fixture(scope="module", params=["Flux.1-dev", "SDXL", "Llama-3-8B"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("budget"), request.param)
 
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("budget"), "flux")
+    return Model(tmp_path_factory.mktemp("budget"), "Flux.1-dev")
 
 
 def budget(gib: float, gpu: str = "H200", host: float = 64 * GIB) -> Budget:

@@ -35,7 +35,7 @@ _GUIDED: Final = 2
 _ENCODE_AREA: Final = 4 * 1024**2
 """Pixels that a GPU encodes at once, at most."""
 _TEXT_PARTS: Final = 16
-"""Rows of tokens that a GPU encodes at once."""
+"""Rows of tokens that a GPU encodes at once, at most."""
 
 
 class Sizes(Protocol):
@@ -94,7 +94,7 @@ def estimate(
     # Batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
-    states = text_parts(config) * family.text_working_values * itemsize
+    states = text_parts(family, config, limit) * family.text_working_values * itemsize
     captions = [texts, Item("text encoders", "activations", states), *cache]
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
     images = [vae, Item("vae", "activations", _working(facts) * at_once), *cache]
@@ -166,9 +166,21 @@ def _text_bytes(facts: Facts, config: TrainConfig) -> int:
     return facts.bytes(config.precision, *facts.text_encoders, quantize=wanted)
 
 
-def text_parts(config: TrainConfig) -> int:
-    """Rows of tokens that are encoded at once: one on the CPU, as with pictures."""
-    return _TEXT_PARTS if config.on_gpu else 1
+def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
+    """Rows of tokens that are encoded at once: one on the CPU, as with images.
+
+    On a GPU as many as take half of what the encoders leave free, up to sixteen.
+
+    Args:
+        family: the checkpoint.
+        config: the settings.
+        limit: bytes that there are before anything is loaded.
+    """
+    if not config.on_gpu:
+        return 1
+    room = (limit - RUNTIME_BYTES - _text_bytes(family.facts, config)) / 2
+    rows = room // (family.text_working_values * ITEM_BYTES[config.precision])
+    return int(max(1, min(_TEXT_PARTS, rows)))
 
 
 def _working(facts: Facts) -> int:
