@@ -4,7 +4,8 @@ from .full_size import MODELS
 
 
 def test_the_document_has_the_table_that_the_plan_makes() -> None:
-    import memory_table as bench  # noqa: PLC0415 - `full_size` puts the benchmarks on the path
+    # `full_size` puts the benchmarks on the path.
+    import memory_table as bench
 
     lines = bench.table()
     assert len(lines) == 2 + len(MODELS) * len(bench.CARDS)
