@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
 from trainable_candle.data.folder import counted
+from trainable_candle.distributed.agreement import SameParameters
 from trainable_candle.sheet import PAGE
 from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.epochs import Epochs, Moments
+from trainable_candle.train.epochs import Epochs, Moments, is_due
 from trainable_candle.train.evaluation import (
     Previews,
     StepAdapters,
@@ -98,6 +99,14 @@ class Session:
         )
         if group.rank > 0:  # The first process writes, draws and validates.
             self.callbacks.clear()
+        if group.size > 1 and config.compare_every:
+            self.callbacks.append(SameParameters(group, self._is_compared))
+
+    def _is_compared(self, step: int) -> bool:
+        """Whether the processes compare their parameters: before a checkpoint, too."""
+        config = self._config
+        every = self._moments(config.save_every, config.save_every_epochs)
+        return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
         return steps if epochs is None else self.epochs.ends(epochs)

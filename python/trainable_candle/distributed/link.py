@@ -18,6 +18,7 @@ from multiprocessing.connection import Client, Listener
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Final
 
+from trainable_candle.distributed.agreement import differing
 from trainable_candle.errors import DistributedError
 
 if TYPE_CHECKING:
@@ -195,11 +196,7 @@ class Link:
     def _welcome(self, connection: Connection[Any, Any], hello: dict[str, Any]) -> None:
         rank = hello["rank"]
         named = self._data if hello["kind"] == "data" else self._watch
-        differs = [
-            f"{name} is {theirs} there and {self._facts.get(name)} on rank 0"
-            for name, theirs in hello["facts"].items()
-            if theirs != self._facts.get(name)
-        ]
+        differs = differing(hello["facts"], self._facts)
         if rank in named:
             differs = ["there are two processes of this rank"]
         elif hello["size"] != self.size:
