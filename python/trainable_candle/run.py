@@ -204,11 +204,7 @@ def _train(
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    if group.rank > 0:
-        group.barrier()  # The first process fills the cache, the others read it.
-    prepared = task.prepare(data, report)
-    if group.rank == 0:
-        group.barrier()
+    prepared = task.prepare(data, report, group)
     if config.epochs is not None:
         config = _in_steps(config, prepared.train, task.noun, group.size, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)

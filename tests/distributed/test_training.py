@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.train.logs import read_log
+from trainable_candle.run import JSON_LOG
+from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import checkpoints
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
@@ -95,6 +96,27 @@ def test_a_run_goes_on_with_another_number_of_processes(
     np.testing.assert_allclose(
         losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
     )
+
+
+def test_validation_is_shared_out(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    common = {"validation_split": 0.3, "validate_every": 3, "ema_decay": 0.5}
+    found = []
+    for name, more in (("one", {"gradient_accumulation": 2}), ("two", {"gpus": 2})):
+        place = {"device": device, "precision": "f32", "batch_size": 1}
+        arguments = training(
+            digits_base, digits_folder, tmp_path / name, **{**common, **place, **more}
+        )
+        result = run(arguments)
+        assert result.returncode == 0, result.stderr
+        rows = read_json_log(tmp_path / name / JSON_LOG)
+        found.append({r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r})
+        assert (tmp_path / name / "adapter-best.safetensors").exists()
+    one, two = found
+    assert list(two) == list(one) == [0, 3, 6]
+    assert two[0] == one[0]  # Then the gradients' sums differ in their last bits.
+    np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-5)
 
 
 def test_a_killed_process_ends_all_and_leaves_the_checkpoint(

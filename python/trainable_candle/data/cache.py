@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
 from typing import TYPE_CHECKING, Final
@@ -63,7 +64,7 @@ def cache_folder(
 
 
 def _writable(folder: Path) -> Path:
-    probe = folder / f".{os.getpid()}.probe"
+    probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
