@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of this machine, with two processes on the CPU."""
+"""Runs on a Ray cluster of two machines, both of them this one, with a CPU for each."""
 
 import os
 import signal
@@ -23,6 +23,7 @@ from trainable_candle.train.state import checkpoints, step_of
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
 
 from trainable_candle.distributed.ray import RayRun, train
 
@@ -33,18 +34,23 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray on this machine; object store as small as it may be, /dev/shm of containers is."""
-    ray.init(
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-        logging_level="ERROR",
-        _temp_dir="/tmp/tc-ray",
-    )
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Two machines; each has a home folder of its own."""
+    memory = 80 * 2**20  # As little as Ray takes: /dev/shm of containers is small.
+    found = Cluster()
+    for name in ("first", "second"):
+        home = str(tmp_path_factory.mktemp(name))
+        found.add_node(
+            num_cpus=1,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=memory,
+            env_vars={"HOME": home},
+        )
+    ray.init(address=found.address, logging_level="ERROR")
     yield
     ray.shutdown()
+    found.shutdown()
 
 
 @pytest.fixture
@@ -99,6 +105,15 @@ def test_a_lost_process_is_started_again_from_the_last_checkpoint(config: TrainC
     assert failure.startswith("ray: rank 1 on ")
     assert "died" in failure
     assert [int(row["step"]) for row in read_log(Path(config.output) / LOG)] == [*range(1, 401)]
+
+
+def test_an_output_that_machines_do_not_share_cannot_go_on(config: TrainConfig) -> None:
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match=r"output: ~/run of .* give a folder that all machines"):
+        train(config.with_(output="~/run"), workers=2, max_failures=1, report=lines.append)
+    # Without another attempt rank 0 alone needs it.
+    done = train(config.with_(output="~/run"), workers=2, report=lines.append)
+    assert done.completed
 
 
 def test_sigterm_lets_all_save_and_end(config: TrainConfig) -> None:

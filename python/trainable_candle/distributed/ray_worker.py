@@ -39,7 +39,7 @@ FINAL: Final = (
 """Errors that another attempt would end in, too."""
 _EVERY: Final = 10.0
 """Seconds between two lines of progress, at least."""
-_LOOK_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 3.0
 """How long a file of another machine may take to be seen."""
 
 
