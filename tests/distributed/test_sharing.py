@@ -41,8 +41,8 @@ def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
         def run(rank: int) -> Found:
-            world = World(rank, size, rank, size, f"{folder}/meeting", "job")
-            group = Processes(world, "cpu", {}, join_seconds=20.0)
+            world = World(rank, size, rank, size, f"{folder}/meeting", "job", 20.0)
+            group = Processes(world, "cpu", {})
             try:
                 return work(group)
             except BaseException as error:

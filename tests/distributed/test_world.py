@@ -61,6 +61,10 @@ def test_port_and_job_may_be_given() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "RANK is 2 of WORLD_SIZE 2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         (
+            {"RANK": "0", "WORLD_SIZE": "2", **ADDRESS, "TRAINABLE_CANDLE_JOIN_SECONDS": "1m"},
+            "TRAINABLE_CANDLE_JOIN_SECONDS is '1m', expected a number of seconds",
+        ),
+        (
             {"RANK": "0", "WORLD_SIZE": "2", "TRAINABLE_CANDLE_RENDEZVOUS": "host"},
             "expected /path or host:port",
         ),

@@ -21,6 +21,11 @@ PORT: Final = "TRAINABLE_CANDLE_PORT"
 JOB: Final = "TRAINABLE_CANDLE_JOB"
 """A name that keeps the processes of one job apart from those of another."""
 
+JOIN: Final = "TRAINABLE_CANDLE_JOIN_SECONDS"
+"""How long processes wait for one another at the start."""
+JOIN_SECONDS: Final = 25.0
+"""So long unless the environment says otherwise: launchers start all processes at once."""
+
 _JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
 
 
@@ -59,6 +64,8 @@ class World:
     local_size: int
     address: Address
     job: str
+    join_seconds: float = JOIN_SECONDS
+    """How long to wait for the others at the start."""
 
     def device(self, visible: int) -> str:
         """The GPU of this process, of `visible` that it sees.
@@ -97,7 +104,16 @@ def from_environment(variables: Mapping[str, str] | None = None) -> World | None
     local = env.get(names.local_rank)
     local_rank = rank % local_size if local is None else _number(env, names.local_rank, names)
     job = next((env[name] for name in _JOBS if env.get(name)), "")
-    return World(rank, size, local_rank, local_size, _address(env), job)
+    return World(rank, size, local_rank, local_size, _address(env), job, _join_seconds(env))
+
+
+def _join_seconds(env: Mapping[str, str]) -> float:
+    text = env.get(JOIN)
+    if not text:
+        return JOIN_SECONDS
+    if text.isdecimal() and int(text) > 0:
+        return float(text)
+    raise ConfigError(f"distributed: {JOIN} is {text!r}, expected a number of seconds")
 
 
 def _number(env: Mapping[str, str], name: str, names: _Names) -> int:
