@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from trainable_candle.distributed.ray_worker import Outcome, Place, Worker
 from trainable_candle.distributed.world import World
 from trainable_candle.errors import ConfigError, DistributedError
+from trainable_candle.settings.paths import LATEST
 from trainable_candle.train.interrupt import InterruptGuard
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class _Workers:
         if max_failures:
             self._require_shared(config.output)
         if failures and ray.get(first.has_checkpoint.remote(config.output)):
-            config = config.with_(resume="latest")
+            config = config.with_(resume=LATEST)
         port = ray.get(first.free_port.remote(self.places[0].address))
         job = secrets.token_hex(16)
         worlds = [self._world(rank, port, job) for rank in range(len(self.places))]

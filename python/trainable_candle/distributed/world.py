@@ -18,6 +18,10 @@ RENDEZVOUS: Final = "TRAINABLE_CANDLE_RENDEZVOUS"
 """The address that our launcher sets: `/path` or `host:port`."""
 PORT: Final = "TRAINABLE_CANDLE_PORT"
 """The port at MASTER_ADDR, where the one after MASTER_PORT is taken."""
+MACHINES: Final = "NNODES"
+"""How many machines start our launcher."""
+MACHINE: Final = "NODE_RANK"
+"""Which of them this is, from 0."""
 JOB: Final = "TRAINABLE_CANDLE_JOB"
 """A name that keeps the processes of one job apart from those of another."""
 
@@ -81,6 +85,28 @@ class World:
             f"distributed: rank {self.rank} is process {self.local_rank} of its machine, which "
             f"shows {visible} GPUs; start at most {visible} processes there"
         )
+
+
+def machine_from_environment(variables: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """Which of how many machines this is, for our launcher; 0 of 1 where nothing says it.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
+    env = os.environ if variables is None else variables
+    texts = {name: env.get(name) for name in (MACHINE, MACHINES)}
+    if not any(texts.values()):
+        return 0, 1
+    for name, text in texts.items():
+        if text is None or not text.isdecimal():
+            raise ConfigError(
+                f"gpus: {name} is {text!r}, expected a number: {MACHINES} is that of the machines, "
+                f"{MACHINE} says which of them this is, from 0; unset both for one machine"
+            )
+    machine, machines = int(env[MACHINE]), int(env[MACHINES])
+    if machine >= machines:
+        raise ConfigError(f"gpus: {MACHINE} is {machine} of {MACHINES} {machines}")
+    return machine, machines
 
 
 def from_environment(variables: Mapping[str, str] | None = None) -> World | None:
