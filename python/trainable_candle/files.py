@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,7 +35,9 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
         OSError: it cannot be written; what was there before is as it was.
     """
     data = content.encode() if isinstance(content, str) else content
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Processes of several machines, or containers, may have one number.
+    unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+    partial = path.with_name(f".{path.name}.{unique}.partial")
     try:
         with partial.open("wb") as file:
             file.write(data)

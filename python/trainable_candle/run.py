@@ -16,6 +16,7 @@ import trainable_candle as tc
 from trainable_candle import families, plot
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed import device_of
+from trainable_candle.distributed.agreement import require_same
 from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.files import held, write_atomically
@@ -161,6 +162,8 @@ def _train_in(
     task = family(weights, config.precision, config.device, config).task()
     task.check(report)
     data = task.read(report)
+    if group.size > 1:
+        _require_same_files(group, weights, data)
     report(str(placement))
     estimate = partial(task.estimate, data=data, limit=budget.memory)
     plan = make_plan(config, family.groups, budget, estimate)
@@ -257,11 +260,7 @@ def _train(
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    if group.rank > 0:
-        group.barrier()  # The first process fills the cache, the others read it.
-    prepared = task.prepare(data, report)
-    if group.rank == 0:
-        group.barrier()
+    prepared = task.prepare(data, report, group)
     if config.epochs is not None:
         config = _in_steps(config, prepared.train, task.noun, group.size, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
@@ -330,6 +329,21 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
 def _agreed(config: TrainConfig) -> dict[str, str]:
     """The settings that must be equal in all processes."""
     return {name: str(v) for name, v in asdict(config).items() if name not in {"device", "threads"}}
+
+
+def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
+    """Check that all processes have read the same files: machines may have folders of their own.
+
+    Raises:
+        DistributedError: one has others.
+    """
+    files = sorted(weights.rglob("*")) if weights.is_dir() else [weights]
+    # Sizes alone: to hash the weights would take minutes.
+    sizes = {str(file): f"{file.stat().st_size} bytes" for file in files if file.is_file()}
+    require_same(group, "weights", sizes)
+    require_same(group, "data", data.train.listing())
+    if data.validation is not None:
+        require_same(group, "validation data", data.validation.listing())
 
 
 def _silent(_line: str) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
 from trainable_candle.data.folder import counted
+from trainable_candle.distributed.agreement import SameParameters
 from trainable_candle.sheet import PAGE
 from trainable_candle.train.ema import AdapterAverage
-from trainable_candle.train.epochs import Epochs, Moments
+from trainable_candle.train.epochs import Epochs, Moments, is_due
 from trainable_candle.train.evaluation import (
     Previews,
     StepAdapters,
@@ -67,7 +68,8 @@ class Session:
         self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
         self.totals = Totals(task.counts)
         self._average = None
-        if config.ema_decay and group.rank == 0:
+        # All processes validate; the first one writes and draws as well.
+        if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
             self._average = AdapterAverage(adapters, config.ema_decay)
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
@@ -85,19 +87,25 @@ class Session:
                 report,
             )
         self.callbacks: list[Callback] = [
-            callback
-            for callback in (self.totals, self._average, self.validation)
-            if callback is not None
+            callback for callback in (self._average, self.validation) if callback is not None
         ]
-        if config.sample_prompts:
-            moments = self._moments(config.sample_every, config.sample_every_epochs)
-            folder = output / SAMPLES
-            self.callbacks.append(Previews(task.preview, moments, folder, as_used, report))
-        self.callbacks.append(
-            StepAdapters(config.stem, config.keep_adapters, as_used, self.adapter_file)
-        )
-        if group.rank > 0:  # The first process writes, draws and validates.
-            self.callbacks.clear()
+        if group.rank == 0:
+            self.callbacks.insert(0, self.totals)
+            if config.sample_prompts:
+                moments = self._moments(config.sample_every, config.sample_every_epochs)
+                folder = output / SAMPLES
+                self.callbacks.append(Previews(task.preview, moments, folder, as_used, report))
+            self.callbacks.append(
+                StepAdapters(config.stem, config.keep_adapters, as_used, self.adapter_file)
+            )
+        if group.size > 1 and config.compare_every:
+            self.callbacks.append(SameParameters(group, self._is_compared))
+
+    def _is_compared(self, step: int) -> bool:
+        """Whether the processes compare their parameters: before a checkpoint, too."""
+        config = self._config
+        every = self._moments(config.save_every, config.save_every_epochs)
+        return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
 
     def _moments(self, steps: int, epochs: int | None) -> Moments:
         return steps if epochs is None else self.epochs.ends(epochs)

@@ -125,6 +125,7 @@ SAMPLES: dict[str, Any] = {
     "gpus": "0,2",
     "effective_batch": 12,
     "reduce": "bf16",
+    "compare_every": 50,
     "step_limit": 30.0,
     "name": "coffee",
     "save_every": 0,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.train.logs import read_log
+from trainable_candle.run import JSON_LOG
+from trainable_candle.train.logs import read_json_log, read_log
 from trainable_candle.train.state import checkpoints
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
@@ -81,20 +83,69 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
+def test_two_machines_are_one_run(
+    alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    if device != "cpu":
+        pytest.skip("two launchers would take the same GPUs")
+    output = tmp_path / "machines"
+    more = {"gpus": 2, "effective_batch": 8, "device": device, "precision": "f32"}
+    command = training(digits_base, digits_folder, output, **more)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "localhost", "TRAINABLE_CANDLE_PORT": str(free.getsockname()[1])}
+    launchers = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, "NNODES": "2", "NODE_RANK": str(machine)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for machine in range(2)
+    ]
+    said = [launcher.communicate(timeout=120) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], said
+    assert "6 steps of 8 images (4 batches of 2 on 4 devices)" in said[0][0]
+    assert sorted(path.name for path in (output / "logs").iterdir()) == ["rank-1.log", "rank-3.log"]
+    np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
+
+
 def test_a_run_goes_on_with_another_number_of_processes(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "resumed"
-    place = {"device": device, "precision": "f32"}
+    place = {"device": device, "precision": "f32", "resume": "auto"}
     more = {"gpus": 2, "gradient_accumulation": 2, "steps": 3, **place}
     start = training(digits_base, digits_folder, output, **more)
     assert run(start).returncode == 0
-    more = {"gradient_accumulation": 4, "steps": 6, "resume": "latest", **place}
+    more = {"gradient_accumulation": 4, "steps": 6, **place}
     result = run(training(digits_base, digits_folder, output, **more))
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(
         losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
     )
+
+
+def test_validation_is_shared_out(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
+) -> None:
+    common = {"validation_split": 0.3, "validate_every": 3, "ema_decay": 0.5}
+    found = []
+    for name, more in (("one", {"gradient_accumulation": 2}), ("two", {"gpus": 2})):
+        place = {"device": device, "precision": "f32", "batch_size": 1}
+        arguments = training(
+            digits_base, digits_folder, tmp_path / name, **{**common, **place, **more}
+        )
+        result = run(arguments)
+        assert result.returncode == 0, result.stderr
+        rows = read_json_log(tmp_path / name / JSON_LOG)
+        found.append({r["step"]: r["validation_loss"] for r in rows if "validation_loss" in r})
+        assert (tmp_path / name / "adapter-best.safetensors").exists()
+    one, two = found
+    assert list(two) == list(one) == [0, 3, 6]
+    assert two[0] == one[0]  # Then the gradients' sums differ in their last bits.
+    np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-5)
 
 
 def test_a_killed_process_ends_all_and_leaves_the_checkpoint(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainable_candle.distributed.world import World, from_environment
+from trainable_candle.distributed.world import World, from_environment, machine_from_environment
 from trainable_candle.errors import ConfigError
 
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -61,6 +61,10 @@ def test_port_and_job_may_be_given() -> None:
         ({"RANK": "2", "WORLD_SIZE": "2", **ADDRESS}, "RANK is 2 of WORLD_SIZE 2"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         (
+            {"RANK": "0", "WORLD_SIZE": "2", **ADDRESS, "TRAINABLE_CANDLE_JOIN_SECONDS": "1m"},
+            "TRAINABLE_CANDLE_JOIN_SECONDS is '1m', expected a number of seconds",
+        ),
+        (
             {"RANK": "0", "WORLD_SIZE": "2", "TRAINABLE_CANDLE_RENDEZVOUS": "host"},
             "expected /path or host:port",
         ),
@@ -77,3 +81,22 @@ def test_a_process_takes_the_gpu_of_its_rank() -> None:
     assert world.device(1) == "cuda:0"
     with pytest.raises(ConfigError, match="process 3 of its machine, which shows 2 GPUs"):
         World(3, 4, 3, 4, ("node1", 1), "").device(2)
+
+
+def test_machines_of_our_own_launcher() -> None:
+    assert machine_from_environment({}) == (0, 1)
+    assert machine_from_environment({"NNODES": "4", "NODE_RANK": "3"}) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NODE_RANK": "1"}, "NNODES is None, expected a number"),
+        ({"NNODES": "2"}, "NODE_RANK is None, expected a number"),
+        ({"NNODES": "two", "NODE_RANK": "1"}, "NNODES is 'two', expected a number"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK is 2 of NNODES 2"),
+    ],
+)
+def test_incomplete_machines_are_an_error(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        machine_from_environment(variables)

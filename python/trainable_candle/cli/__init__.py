@@ -38,6 +38,7 @@ class Command:
 
 COMMANDS: Final = {
     "train": Command("trainable_candle.cli.train", "fine-tune a model on images or texts"),
+    "ray": Command("trainable_candle.cli.ray", "fine-tune a model on a Ray cluster"),
     "preview-data": Command(
         "trainable_candle.cli.preview_data", "show the tokens of a data set, and what is learnt"
     ),

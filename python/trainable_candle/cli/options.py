@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
         """
-        known, unknown = self.parse_known_args([_hyphenated(text) for text in arguments])
+        known, unknown = self.parse_own(arguments)
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
@@ -74,7 +74,16 @@ class Parser(argparse.ArgumentParser):
             if "did you mean" not in hint:
                 hint = f" (see {self.prog} --help)"
             raise ConfigError(f"unknown flag `{name}`{hint}")
-        return vars(known)
+        return known
+
+    def parse_own(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """The given arguments by name, and those that are not of this parser.
+
+        Raises:
+            ConfigError: a value is wrong.
+        """
+        known, others = self.parse_known_args([_hyphenated(text) for text in arguments])
+        return vars(known), others
 
     def require(self, given: Mapping[str, Any], *names: str) -> None:
         """Check that flags without a default were given.

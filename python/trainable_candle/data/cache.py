@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import trainable_candle as tc
@@ -63,7 +65,7 @@ def cache_folder(
 
 
 def _writable(folder: Path) -> Path:
-    probe = folder / f".{os.getpid()}.probe"
+    probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
@@ -102,8 +104,10 @@ class FeatureStore:
         if not facts.exists():
             write_atomically(facts, json.dumps(whole, indent=2, default=str) + "\n")
         for path in self.folder.glob("*.partial"):
-            if time.time() - path.stat().st_mtime > _ABANDONED:
-                path.unlink(missing_ok=True)
+            # Another process may finish it, and rename it, meanwhile.
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
 
     def holds(self, key: str) -> bool:
         """Whether there is an entry of this key with a correct checksum."""

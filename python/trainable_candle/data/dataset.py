@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from trainable_candle.data.batches import ShuffledBatches
+from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.captions import CaptionMaker
 from trainable_candle.data.metadata import described
 from trainable_candle.data.pixels import read_alpha, read_grey, read_rgb
@@ -115,6 +116,16 @@ class Dataset:
     def summary(self) -> str:
         """A table of folders, buckets and what is left out."""
         return self._summary
+
+    def listing(self) -> dict[str, str]:
+        """A hash of each image with its caption and its mask, by path."""
+        pictures = [item.picture for item in self.items]
+        return {
+            str(picture.path): fingerprint(
+                {"digest": picture.digest, "caption": picture.caption, "mask": str(picture.mask)}
+            )
+            for picture in pictures
+        }
 
     def metadata(self) -> dict[str, str]:
         """What adapter files say of the images, under kohya's names and ModelSpec's."""

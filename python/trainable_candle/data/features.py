@@ -13,6 +13,8 @@ from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.filling import Filled, Progress, groups_of
 from trainable_candle.data.kept import Entries
 from trainable_candle.data.pixels import in_parallel
+from trainable_candle.distributed.dealing import shares
+from trainable_candle.distributed.group import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from trainable_candle.data.dataset import Batch, Dataset, View
     from trainable_candle.data.filling import Report
     from trainable_candle.data.options import CacheOptions
+    from trainable_candle.distributed.group import Group
 
     EncodePixels = Callable[[npt.NDArray[np.uint8]], Mapping[str, Tensor]]
     EncodeTexts = Callable[[Sequence[str]], Mapping[str, Tensor]]
@@ -62,7 +65,9 @@ class LatentCache:
         self._entries = Entries(options, "latents", identity, folder, device)
         self._keys: dict[View, str] = {}
 
-    def fill(self, *, progress: bool = False, report: Report | None = None) -> Filled:
+    def fill(
+        self, *, progress: bool = False, report: Report | None = None, group: Group = ALONE
+    ) -> Filled:
         """Encode the missing entries, in batches of one size.
 
         While the encoder works, threads decode images ahead and another writes entries; memory
@@ -71,10 +76,12 @@ class LatentCache:
         Args:
             progress: whether to draw a bar on a terminal.
             report: gets a line from time to time if there is no bar.
+            group: the processes that fill the cache together; all call this at the same time.
 
         Raises:
             DatasetError: an image has changed, or cannot be decoded any more.
             OSError: an entry cannot be written; earlier ones are kept.
+            DistributedError: another process has failed.
         """
         if not self._kept:
             return Filled(0, 0, 0)
@@ -92,15 +99,18 @@ class LatentCache:
             picture = dataset.items[view.item].picture
             return self._key(view), {"source": str(picture.path), "digest": picture.digest}
 
-        groups = groups_of(missing, bucket, at_once)
-        with (
-            closing(in_parallel(dataset.pixels, (v for g in groups for v in g))) as pixels,
-            Progress("latents", len(missing), progress, report) as done,
-        ):
-            stacked = (np.stack(list(islice(pixels, len(group)))) for group in groups)
-            self._entries.fill(groups, stacked, self._encode, entry, done)
-        digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
-        removed = self._entries.remove_superseded(set(keys), digests)
+        for share in shares(group, missing, lambda: self._entries.missing(keys)):
+            batches = groups_of(share, bucket, at_once)
+            with (
+                closing(in_parallel(dataset.pixels, (v for b in batches for v in b))) as pixels,
+                Progress("latents", len(share), progress, report) as done,
+            ):
+                stacked = (np.stack(list(islice(pixels, len(batch)))) for batch in batches)
+                self._entries.fill(batches, stacked, self._encode, entry, done)
+        removed = 0
+        if group.rank == 0:
+            digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
+            removed = self._entries.remove_superseded(set(keys), digests)
         return Filled(len(keys) - len(missing), len(missing), removed)
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
@@ -173,7 +183,12 @@ class TextCache:
         self._entries = Entries(options, "text", identity, folder, device)
 
     def fill(
-        self, captions: Sequence[str], *, progress: bool = False, report: Report | None = None
+        self,
+        captions: Sequence[str],
+        *,
+        progress: bool = False,
+        report: Report | None = None,
+        group: Group = ALONE,
     ) -> Filled:
         """Encode the missing captions and the empty one; entries are written meanwhile.
 
@@ -183,21 +198,24 @@ class TextCache:
             captions: any number, repetitions allowed.
             progress: whether to draw a bar on a terminal.
             report: gets a line from time to time if there is no bar.
+            group: the processes that fill the cache together; all call this at the same time.
 
         Raises:
             OSError: an entry cannot be written; earlier ones are kept.
+            DistributedError: another process has failed.
         """
         if not self._kept:
             return Filled(0, 0, 0)
         keys = {_text_key(caption): caption for caption in ("", *captions)}
         missing = self._entries.missing(keys)
-        groups = groups_of(missing, self._parts, self._at_once)
 
         def entry(caption: str) -> tuple[str, dict[str, str]]:
             return _text_key(caption), {"caption": caption}
 
-        with Progress("captions", len(missing), progress, report) as done:
-            self._entries.fill(groups, groups, self._encode, entry, done)
+        for share in shares(group, missing, lambda: self._entries.missing(keys)):
+            batches = groups_of(share, self._parts, self._at_once)
+            with Progress("captions", len(share), progress, report) as done:
+                self._entries.fill(batches, batches, self._encode, entry, done)
         return Filled(len(keys) - len(missing), len(missing), 0)
 
     def _at_once(self, parts: int) -> int:

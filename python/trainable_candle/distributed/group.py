@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from trainable_candle import Tensor, Var
@@ -83,6 +83,24 @@ class Alone:
 
     def close(self) -> None:
         """Nothing to leave."""
+
+
+ALONE: Final = Alone()
+"""One process, for what may be shared out and is not."""
+
+
+@contextmanager
+def first_before_others(group: Group) -> Iterator[None]:
+    """A context that rank 0 leaves before the others enter it: they find what it has kept.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    if group.rank > 0:
+        group.barrier()
+    yield
+    if group.rank == 0:
+        group.barrier()
 
 
 def make_group(world: World | None, device: str, facts: Mapping[str, str], **options: Any) -> Group:

@@ -14,7 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-from trainable_candle.distributed.world import JOB, RENDEZVOUS
+from trainable_candle.distributed.world import (
+    JOB,
+    RENDEZVOUS,
+    from_environment,
+    machine_from_environment,
+)
 from trainable_candle.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
@@ -65,8 +70,9 @@ def chosen_gpus(text: str) -> list[int]:
 def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, output: Path) -> int:
     """Run `trainable-candle train ARGUMENTS` once for each GPU, as one run.
 
-    The first process has the terminal, the others write to `output/logs`. Ctrl-C and SIGTERM let
-    the run save and end in all of them; a second Ctrl-C ends it at once.
+    The first process of a machine has the terminal, the others write to `output/logs`. Ctrl-C and
+    SIGTERM let the run save and end in all of them; a second Ctrl-C ends it at once. Where the
+    environment says so, several machines do this as one run, with as many GPUs on each.
 
     Args:
         arguments: of the command.
@@ -78,48 +84,71 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
         The exit status: that of the process that failed first, else the first one's.
 
     Raises:
+        ConfigError: the variables of several machines are incomplete.
         OSError: a process cannot be started, or its log not written.
     """
+    machine, machines = machine_from_environment()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tc-", dir=_short())))
         reading, writing = os.pipe()
         stack.callback(os.close, writing)
-        shared = {JOB: secrets.token_hex(16), LAUNCHER: str(reading)}
+        shared = {LAUNCHER: str(reading)}
+        if machines == 1:
+            shared |= {JOB: secrets.token_hex(16), RENDEZVOUS: str(folder / "rendezvous")}
         if on_gpu:
             shared["CUDA_VISIBLE_DEVICES"] = _visible(gpus)
         logs = output / LOGS
         logs.mkdir(parents=True, exist_ok=True)
         processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(len(gpus)):
+        first = machine * len(gpus)
+        environments = [
+            {**os.environ, **shared, **_place(first, number, len(gpus), machines)}
+            for number in range(len(gpus))
+        ]
+        from_environment(environments[0])  # Raises before anything starts.
+        for number, environment in enumerate(environments):
             log: IO[bytes] | None = None
-            if rank > 0:
-                log = stack.enter_context(_log(logs, rank).open("wb"))
+            if number > 0:
+                log = stack.enter_context(_log(logs, first + number).open("wb"))
             processes.append(
                 subprocess.Popen(  # noqa: S603 - this interpreter
                     [sys.executable, "-m", "trainable_candle", "train", *arguments],
-                    env={**gpu_environment(folder, rank, len(gpus)), **shared},
+                    env=environment,
                     stdout=log,
                     stderr=subprocess.STDOUT if log else None,
                     pass_fds=(reading,),
                 )
             )
         os.close(reading)
-        return _Watch(processes, logs).run()
+        return _Watch(processes, logs, first).run()
 
 
 def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
     """The variables of a process of this machine, one of `size` that meet in `folder`."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    numbers = {name: str(number) for name, number in place.items()}
-    return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **numbers}
+    return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
+
+
+def _place(first: int, number: int, count: int, machines: int) -> dict[str, str]:
+    """The variables of process `number` of `count` on a machine whose first rank is `first`."""
+    place = {
+        "RANK": first + number,
+        "LOCAL_RANK": number,
+        "WORLD_SIZE": machines * count,
+        "LOCAL_WORLD_SIZE": count,
+    }
+    return {name: str(value) for name, value in place.items()}
 
 
 class _Watch:
     """Waits for processes, and ends all when one has failed."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> None:
+    def __init__(
+        self, processes: Sequence[subprocess.Popen[bytes]], logs: Path, first: int
+    ) -> None:
         self._processes = processes
         self._logs = logs
+        self._first = first
+        """The rank of the first of them."""
         self._interrupts = 0
 
     def run(self) -> int:
@@ -154,7 +183,7 @@ class _Watch:
         while True:
             states = [process.poll() for process in self._processes]
             if failed is None:
-                failed = next((rank for rank, state in enumerate(states) if state), None)
+                failed = next((n for n, state in enumerate(states) if state), None)
                 if failed is not None:
                     deadline = time.monotonic() + GRACE
             if None not in states:
@@ -169,9 +198,10 @@ class _Watch:
         status = self._processes[failed].returncode
         return status if status > 0 else 128 - status
 
-    def _show(self, rank: int) -> None:
-        status = self._processes[rank].returncode
+    def _show(self, number: int) -> None:
+        status = self._processes[number].returncode
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        rank = self._first + number
         path = _log(self._logs, rank)
         print(f"error: rank {rank} ended with {how}; the end of {path}:", file=sys.stderr)
         for line in path.read_text(errors="replace").splitlines()[-_TAIL:]:

@@ -9,22 +9,23 @@ NCCL would wait for ever for a process that is gone.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Final
 
+from trainable_candle.distributed.agreement import differing
+from trainable_candle.distributed.meeting import knock, listen, reach, shown
+from trainable_candle.distributed.world import JOIN
 from trainable_candle.errors import DistributedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-    from trainable_candle.distributed.world import Address, World
+    from trainable_candle.distributed.world import World
 
 BEAT: Final = 1.0
 """Seconds between two signs of life."""
@@ -41,13 +42,12 @@ class Link:
     Args:
         world: the place of this process.
         facts: what must be equal in all processes, by name: versions, settings.
-        seconds: how long to wait for all of them to come.
 
     Raises:
         DistributedError: not all came in time, or one brought other facts; it is named.
     """
 
-    def __init__(self, world: World, facts: dict[str, str], seconds: float) -> None:
+    def __init__(self, world: World, facts: dict[str, str]) -> None:
         self.rank, self.size = world.rank, world.size
         self.failure: str | None = None
         """Why this run cannot go on, once it cannot."""
@@ -60,7 +60,7 @@ class Link:
         self._closing = False
         self._data: dict[int, Connection[Any, Any]] = {}
         self._watch: dict[int, Connection[Any, Any]] = {}
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + world.join_seconds
         if self.rank == 0:
             self._listen(deadline)
         else:
@@ -147,14 +147,7 @@ class Link:
 
     def _listen(self, deadline: float) -> None:
         arrived: Queue[tuple[Connection[Any, Any], Any] | OSError] = Queue()
-        try:
-            listener = Listener(self._world.address, backlog=2 * self.size, authkey=self._key())
-        except OSError as error:
-            raise DistributedError(
-                f"distributed: rank 0 cannot listen at {_shown(self._world.address)} "
-                f"({error.strerror or error}); choose a free port on this machine"
-            ) from error
-
+        listener = listen(self._world)
         done = threading.Event()
 
         def accept() -> None:
@@ -176,9 +169,10 @@ class Link:
                     came = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
                 except Empty:
                     missing = sorted(set(range(1, self.size)) - set(self._data))
-                    raise DistributedError(
-                        f"distributed: of {self.size} processes rank {missing} did not come to "
-                        f"{_shown(self._world.address)} in time; see what they print"
+                    raise self._refusal(
+                        f"of {self.size} processes rank {missing} did not come to "
+                        f"{shown(self._world.address)} within {self._world.join_seconds:g} s; see "
+                        f"what they print, or set {JOIN} to wait longer"
                     ) from None
                 if isinstance(came, OSError):
                     raise DistributedError(f"distributed: rank 0 cannot listen: {came}") from came
@@ -186,7 +180,7 @@ class Link:
         finally:
             done.set()
             # A thread that waits for somebody keeps the port.
-            _knock(self._world.address)
+            knock(self._world.address)
             acceptor.join(GRACE)
             listener.close()
         for connection in self._data.values():
@@ -195,11 +189,7 @@ class Link:
     def _welcome(self, connection: Connection[Any, Any], hello: dict[str, Any]) -> None:
         rank = hello["rank"]
         named = self._data if hello["kind"] == "data" else self._watch
-        differs = [
-            f"{name} is {theirs} there and {self._facts.get(name)} on rank 0"
-            for name, theirs in hello["facts"].items()
-            if theirs != self._facts.get(name)
-        ]
+        differs = differing(hello["facts"], self._facts)
         if rank in named:
             differs = ["there are two processes of this rank"]
         elif hello["size"] != self.size:
@@ -209,14 +199,18 @@ class Link:
             connection.send_bytes(b"{}")
             return
         reason = f"rank {rank} does not belong to this run: {'; '.join(differs)}"
-        for other in [connection, *self._data.values()]:
+        raise self._refusal(reason, connection)
+
+    def _refusal(self, reason: str, *others: Connection[Any, Any]) -> DistributedError:
+        """The error of a run that cannot begin; those that have come get the reason."""
+        for other in [*others, *self._data.values()]:
             with suppress(OSError):
                 other.send_bytes(json.dumps({"failure": reason}).encode())
-        raise DistributedError(f"distributed: {reason}")
+        return DistributedError(f"distributed: {reason}")
 
     def _connect(self, deadline: float) -> None:
         for kind, named in (("data", self._data), ("watch", self._watch)):
-            named[0] = self._reach(deadline)
+            named[0] = reach(self._world, deadline)
             hello = {"rank": self.rank, "size": self.size, "kind": kind, "facts": self._facts}
             named[0].send_bytes(json.dumps(hello).encode())
             self._answered(named[0], deadline)
@@ -232,27 +226,6 @@ class Link:
             answer = {"failure": "rank 0 has ended"}
         if "failure" in answer:
             raise DistributedError(f"distributed: {answer['failure']}")
-
-    def _reach(self, deadline: float) -> Connection[Any, Any]:
-        while True:
-            try:
-                return Client(self._world.address, authkey=self._key())
-            except AuthenticationError as error:  # noqa: PERF203 - others are tried again
-                raise DistributedError(
-                    f"distributed: another job listens at {_shown(self._world.address)}; "
-                    "choose another port"
-                ) from error
-            except (OSError, EOFError) as error:
-                if time.monotonic() > deadline:
-                    raise DistributedError(
-                        f"distributed: rank {self.rank} cannot reach rank 0 at "
-                        f"{_shown(self._world.address)} ({error}); is MASTER_ADDR right, and the "
-                        "port open?"
-                    ) from error
-                time.sleep(_POLL)
-
-    def _key(self) -> bytes:
-        return f"trainable-candle {self._world.job}".encode()
 
     def _send(self, rank: int, message: bytes) -> None:
         self.require_alive()
@@ -313,15 +286,3 @@ class Link:
         except (OSError, EOFError, ValueError, TypeError):
             # A TypeError is that of a connection closed here at this moment.
             self.fail(f"rank {rank} has ended")
-
-
-def _knock(address: Address) -> None:
-    """Come and go."""
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-    with suppress(OSError), socket.socket(family) as visitor:
-        visitor.settimeout(1.0)
-        visitor.connect(address)
-
-
-def _shown(address: object) -> str:
-    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from trainable_candle import Tensor, Var
     from trainable_candle.distributed.world import World
 
-JOIN_SECONDS: Final = 300.0
-"""How long the processes wait for one another at the start."""
+NCCL_SECONDS: Final = 300.0
+"""How long NCCL may take to connect processes that are all there."""
 STEP_SECONDS: Final = 600.0
 """How long a step may take before its process counts as hung."""
 _FOR_EVER: Final = 1e9
@@ -41,7 +41,6 @@ class Processes:
         facts: what must be equal in all processes, by name.
         narrow: send gradients between GPUs as bf16.
         step_seconds: how long a step may take.
-        join_seconds: how long to wait for the others.
 
     Raises:
         DistributedError: the processes do not find each other, or differ.
@@ -56,7 +55,6 @@ class Processes:
         *,
         narrow: bool = False,
         step_seconds: float = STEP_SECONDS,
-        join_seconds: float = JOIN_SECONDS,
     ) -> None:
         self.rank, self.size = world.rank, world.size
         self.device = device
@@ -66,20 +64,20 @@ class Processes:
         known = {"trainable-candle": _core.__version__, "device": device.partition(":")[0]}
         if on_gpu:
             known["NCCL"] = str(_core.nccl_version())
-        self._link = Link(world, {**known, **facts}, join_seconds)
+        self._link = Link(world, {**known, **facts})
         self._communicator: _core.NcclCommunicator | None = None
         if on_gpu:
             try:
-                self._join(join_seconds)
+                self._join()
             except BaseException as error:
                 self._link.fail(f"rank {self.rank}: {error}")
                 raise
 
-    def _join(self, seconds: float) -> None:
+    def _join(self) -> None:
         made = _core.nccl_unique_id() if self.rank == 0 else b""
         unique_id = self._link.scatter(bytes(made))
         self._communicator = _core.NcclCommunicator(
-            self.device, self.rank, self.size, unique_id, seconds
+            self.device, self.rank, self.size, unique_id, NCCL_SECONDS
         )
         self._link.on_failure(self._communicator.stop)
         # Where cards cannot reach each other some drivers give zeros, or hang.

@@ -18,8 +18,17 @@ RENDEZVOUS: Final = "TRAINABLE_CANDLE_RENDEZVOUS"
 """The address that our launcher sets: `/path` or `host:port`."""
 PORT: Final = "TRAINABLE_CANDLE_PORT"
 """The port at MASTER_ADDR, where the one after MASTER_PORT is taken."""
+MACHINES: Final = "NNODES"
+"""How many machines start our launcher."""
+MACHINE: Final = "NODE_RANK"
+"""Which of them this is, from 0."""
 JOB: Final = "TRAINABLE_CANDLE_JOB"
 """A name that keeps the processes of one job apart from those of another."""
+
+JOIN: Final = "TRAINABLE_CANDLE_JOIN_SECONDS"
+"""How long processes wait for one another at the start."""
+JOIN_SECONDS: Final = 25.0
+"""So long unless the environment says otherwise: launchers start all processes at once."""
 
 _JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
 
@@ -59,6 +68,8 @@ class World:
     local_size: int
     address: Address
     job: str
+    join_seconds: float = JOIN_SECONDS
+    """How long to wait for the others at the start."""
 
     def device(self, visible: int) -> str:
         """The GPU of this process, of `visible` that it sees.
@@ -74,6 +85,28 @@ class World:
             f"distributed: rank {self.rank} is process {self.local_rank} of its machine, which "
             f"shows {visible} GPUs; start at most {visible} processes there"
         )
+
+
+def machine_from_environment(variables: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """Which of how many machines this is, for our launcher; 0 of 1 where nothing says it.
+
+    Raises:
+        ConfigError: a variable is missing or no number.
+    """
+    env = os.environ if variables is None else variables
+    texts = {name: env.get(name) for name in (MACHINE, MACHINES)}
+    if not any(texts.values()):
+        return 0, 1
+    for name, text in texts.items():
+        if text is None or not text.isdecimal():
+            raise ConfigError(
+                f"gpus: {name} is {text!r}, expected a number: {MACHINES} is that of the machines, "
+                f"{MACHINE} says which of them this is, from 0; unset both for one machine"
+            )
+    machine, machines = int(env[MACHINE]), int(env[MACHINES])
+    if machine >= machines:
+        raise ConfigError(f"gpus: {MACHINE} is {machine} of {MACHINES} {machines}")
+    return machine, machines
 
 
 def from_environment(variables: Mapping[str, str] | None = None) -> World | None:
@@ -97,7 +130,16 @@ def from_environment(variables: Mapping[str, str] | None = None) -> World | None
     local = env.get(names.local_rank)
     local_rank = rank % local_size if local is None else _number(env, names.local_rank, names)
     job = next((env[name] for name in _JOBS if env.get(name)), "")
-    return World(rank, size, local_rank, local_size, _address(env), job)
+    return World(rank, size, local_rank, local_size, _address(env), job, _join_seconds(env))
+
+
+def _join_seconds(env: Mapping[str, str]) -> float:
+    text = env.get(JOIN)
+    if not text:
+        return JOIN_SECONDS
+    if text.isdecimal() and int(text) > 0:
+        return float(text)
+    raise ConfigError(f"distributed: {JOIN} is {text!r}, expected a number of seconds")
 
 
 def _number(env: Mapping[str, str], name: str, names: _Names) -> int:

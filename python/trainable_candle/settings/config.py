@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 import yaml
 
 from trainable_candle.errors import ConfigError
+from trainable_candle.hub import is_name
 from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders, TrainingAdapters
 from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
@@ -120,6 +121,19 @@ class TrainConfig(
         for name in _paths():
             values[name] = outward(name, values[name], folder)
         return values
+
+    def located(self) -> TrainConfig:
+        """A copy whose paths are absolute, for a process with another present folder."""
+        here, values = Path.cwd(), asdict(self)
+        changed = {name: inward(name, values[name], here) for name in _paths()}
+        on_hub = {"weights", "dataset"}
+        return self.with_(
+            **{
+                name: value
+                for name, value in changed.items()
+                if not (name in on_hub and values[name] and is_name(values[name]))
+            }
+        )
 
     def with_(self, **changes: Any) -> TrainConfig:
         """A copy with other values.

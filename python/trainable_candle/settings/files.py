@@ -73,7 +73,7 @@ class Files(Group):
         Setting("log to Weights & Biases: the project", rare=True, free=True),
     ] = None
     resume: Annotated[
-        str | None, Setting("a checkpoint folder, or `latest`", free=True, path=True)
+        str | None, Setting("a checkpoint folder, `latest` or `auto`", free=True, path=True)
     ] = None
 
     @property

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LATEST: Final = "latest"
-"""What `resume` may be besides a path."""
+"""The last checkpoint of the output, as a value of `resume`."""
+AUTO: Final = "auto"
+"""The same if there is one, else none: for schedulers, which start a run with one command."""
 PROMPTS: Final = (".txt",)
 """Endings of files of prompts, which may stand in the place of a prompt."""
 
@@ -62,7 +64,7 @@ def _each(name: str, value: Any, change: Callable[[str], str]) -> Any:
     def changed(text: Any) -> Any:
         if not isinstance(text, str) or not text or text.startswith("~") or os.path.isabs(text):  # noqa: PTH117 - a text
             return text
-        if name == "resume" and text == LATEST:
+        if name == "resume" and text in {LATEST, AUTO}:
             return text
         if name == "sample_prompts" and not is_prompts(text):
             return text

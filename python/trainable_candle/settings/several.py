@@ -48,6 +48,15 @@ class Several(Group):
         str,
         Setting("gradients between GPUs", choices=REDUCTIONS, rare=True, free=True),
     ] = "f32"
+    compare_every: Annotated[
+        int,
+        Setting(
+            "steps between checks that all GPUs have the same adapter; 0: never",
+            low=0,
+            rare=True,
+            free=True,
+        ),
+    ] = 200
     step_limit: Annotated[
         float,
         Setting("seconds after which a GPU's step counts as hung", low=1, rare=True, free=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from trainable_candle.distributed.group import ALONE
 from trainable_candle.draws import generator
 from trainable_candle.errors import DatasetError
 from trainable_candle.train.trainer import BatchSource
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle import AdapterFile, Tensor
+    from trainable_candle.distributed.group import Group as Processes
     from trainable_candle.settings import Group, TrainConfig
     from trainable_candle.tasks.estimate import Estimate
     from trainable_candle.train.adapters import Adapters
@@ -78,7 +80,8 @@ class Prepared(Protocol[BatchT]):
     def validation_loss(self) -> float:
         """The mean loss over everything, with the same random numbers at every call.
 
-        The library's generator is left as it was.
+        Of several processes each measures a part; all call this, and have the same result. The
+        library's generator is left as it was.
         """
 
     def count(self, batch: BatchT) -> float:
@@ -88,7 +91,10 @@ class Prepared(Protocol[BatchT]):
         """What adapter files say of the data, under the names of kohya's scripts."""
 
     def validation_facts(self, loss: float) -> Mapping[str, float]:
-        """What is logged of a validation whose loss is `loss`, that included, by name."""
+        """What is logged of a validation whose loss is `loss`, that included, by name.
+
+        Shared out as `validation_loss`.
+        """
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -140,8 +146,15 @@ class Task(Protocol):
                 model.
         """
 
-    def prepare(self, data: Split[Any], report: Callable[[str], None]) -> Split[Prepared[Any]]:
+    def prepare(
+        self, data: Split[Any], report: Callable[[str], None], group: Processes = ALONE
+    ) -> Split[Prepared[Any]]:
         """Turn what `read` found into what the model trains on, and drop what served only for that.
+
+        Args:
+            data: from `read`.
+            report: gets a line for what takes long.
+            group: the processes that encode and validate together; all call this.
 
         Raises:
             DatasetError: an example cannot be read any more.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import trainable_candle as tc
 from trainable_candle.errors import ConfigError, Error, WeightsFormatError
 from trainable_candle.files import parse_json, sync_folder, write_atomically
+from trainable_candle.settings.paths import AUTO, LATEST
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,19 +65,23 @@ def checkpoints(output: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def find(output: Path, resume: str) -> Path:
+def find(output: Path, resume: str) -> Path | None:
     """The checkpoint folder that `resume` names: a path, or `latest` in `output`.
+
+    Returns:
+        None for `auto` where `output` has none.
 
     Raises:
         ConfigError: there is none.
     """
-    if resume == "latest":
+    if resume in {LATEST, AUTO}:
         existing = checkpoints(output)
-        if not existing:
+        if not existing and resume == LATEST:
             raise ConfigError(
-                f"resume: there is no checkpoint in {output}; leave --resume out to start"
+                f"resume: there is no checkpoint in {output}; leave --resume out to start, or "
+                "give --resume auto"
             )
-        return existing[-1]
+        return existing[-1] if existing else None
     path = Path(resume).expanduser()
     if not (path / _STATE).is_file():
         raise ConfigError(f"resume: {path} is no checkpoint folder (it has no {_STATE})")

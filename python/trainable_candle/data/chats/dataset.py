@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
 from trainable_candle.data.chats.forms import Form, Preference, expected, form_of
@@ -87,6 +88,15 @@ class TextDataset:
         """Some of the examples, by number."""
         chosen = [self.examples[number] for number in numbers]
         return TextDataset(chosen, self.counts, self.options, self.place)
+
+    def listing(self) -> dict[str, str]:
+        """A hash of each example's tokens and of which are learnt, by number."""
+        return {
+            f"example {number}": blake2b(
+                example.ids.tobytes() + example.learnt.tobytes(), digest_size=16
+            ).hexdigest()
+            for number, example in enumerate(self.examples)
+        }
 
     def summary(self) -> str:
         """What was found, in lines."""

@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 import trainable_candle as tc
+from trainable_candle.distributed.dealing import measured
+from trainable_candle.distributed.group import ALONE
 from trainable_candle.draws import normal_samples
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
     from trainable_candle.data import Batch, Dataset, DatasetBatches, LatentCache
+    from trainable_candle.distributed.group import Group
     from trainable_candle.tasks.latent.model import LatentModel
     from trainable_candle.tasks.latent.texts import Texts
     from trainable_candle.train.trainer import Inputs
@@ -26,10 +29,16 @@ class PreparedLatents:
         dataset: the images.
         latents: their encoded latents, in host memory.
         texts: from captions to features.
+        group: the processes that validate together.
     """
 
     def __init__(
-        self, family: LatentModel, dataset: Dataset, latents: LatentCache, texts: Texts
+        self,
+        family: LatentModel,
+        dataset: Dataset,
+        latents: LatentCache,
+        texts: Texts,
+        group: Group = ALONE,
     ) -> None:
         self._family = family
         # Noise is put on latents in host memory; predictions are on the device.
@@ -39,6 +48,7 @@ class PreparedLatents:
         self._weighs = any(item.loss_weight != 1 for item in dataset.items)
         self._latents = latents
         self._texts = texts
+        self._group = group
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -89,12 +99,14 @@ class PreparedLatents:
         family = self._family
         batches = self._dataset.fixed_batches(max(family.config.batch_size, family.at_once))
         repeats = max(1, -(-family.validation_examples // len(self)))
-        losses, example = [], 0
+        tasks, example = [], 0
         for _ in range(repeats):
             for batch in batches:
-                examples = list(range(example, example + len(batch)))
+                tasks.append((batch, range(example, example + len(batch))))
                 example += len(batch)
-                losses.append(self._validation_loss(batch, examples) * len(batch))
+        losses = measured(
+            self._group, tasks, lambda task: self._validation_loss(*task) * len(task[0])
+        )
         return math.fsum(losses) / example
 
     @tc.no_grad()

@@ -13,6 +13,7 @@ from trainable_candle import plot
 from trainable_candle.data import LatentCache
 from trainable_candle.data.folder import counted
 from trainable_candle.data.options import CacheOptions
+from trainable_candle.distributed.group import ALONE, first_before_others
 from trainable_candle.errors import ConfigError
 from trainable_candle.lora.stack import stacked
 from trainable_candle.settings.checks import existing
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import AdapterFile, Tensor, TrainingAdapter
     from trainable_candle.data import Dataset
+    from trainable_candle.distributed.group import Group
     from trainable_candle.models import Model
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.estimate import Estimate
@@ -155,7 +157,7 @@ class LatentTask:
         return self.family.estimate(config, data, limit)
 
     def prepare(
-        self, data: Split[Dataset], report: Callable[[str], None]
+        self, data: Split[Dataset], report: Callable[[str], None], group: Group = ALONE
     ) -> Split[PreparedLatents]:
         """Encode images and captions; drop the encoders that are not needed in training.
 
@@ -165,25 +167,29 @@ class LatentTask:
         self._side = data.train.options.resolution
         # Before the text encoders are loaded, as for the estimate.
         area = family.encode_area()
-        # Without previews no encoder is loaded for features that are cached.
-        prompts = {text for p in self.prompts for text in (p.text, p.options.negative_prompt)}
-        texts, self._remembered = prepare_texts(family, data, sorted(prompts), report)
+        # Without previews, which rank 0 draws, no encoder is loaded for features that are cached.
+        drawn = self.prompts if group.rank == 0 else []
+        prompts = {text for p in drawn for text in (p.text, p.options.negative_prompt)}
+        texts, self._remembered = prepare_texts(family, data, sorted(prompts), report, group)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
-        latents = [self._latents(part, area, report) for part in parts]
+        latents = [self._latents(part, area, report, group) for part in parts]
         if config.cache == "off":
             # Now, rather than in the first step.
             family.coder.load()
-        elif not config.sample_prompts:
+        elif not drawn:
             family.coder.drop()
         prepared = [
-            PreparedLatents(family, part, encoded, texts)
+            PreparedLatents(family, part, encoded, texts, group)
             for part, encoded in zip(parts, latents, strict=True)
         ]
         return Split(prepared[0], prepared[1] if len(prepared) > 1 else None)
 
-    def _latents(self, dataset: Dataset, area: int, report: Callable[[str], None]) -> LatentCache:
+    def _latents(
+        self, dataset: Dataset, area: int, report: Callable[[str], None], group: Group
+    ) -> LatentCache:
         family = self.family
-        identity = family.coder.identity()
+        with first_before_others(group):
+            identity = family.coder.identity()
         options = cache_options(family.config) if identity is not None else CacheOptions("memory")
         folder = folder_for_cache(family.config, dataset, lambda _: None) if identity else None
         cache = LatentCache(
@@ -198,7 +204,7 @@ class LatentTask:
             cache.fill()
         else:
             images = counted(len(dataset), "image")
-            report(f"latents of {images}: {cache.fill(progress=True, report=report)}")
+            report(f"latents of {images}: {cache.fill(progress=True, report=report, group=group)}")
         return cache
 
     def attach(self) -> Adapters:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import trainable_candle as tc
 from trainable_candle.data import TextCache
+from trainable_candle.distributed.group import first_before_others
 from trainable_candle.tasks.latent.data import cache_options, folder_for_cache
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
     from trainable_candle.data import Dataset
+    from trainable_candle.distributed.group import Group
     from trainable_candle.tasks.latent.model import LatentModel
     from trainable_candle.tasks.task import Split
 
@@ -34,6 +36,7 @@ def prepare_texts(
     data: Split[Dataset],
     prompts: Sequence[str],
     report: Callable[[str], None],
+    group: Group,
 ) -> tuple[Texts, dict[str, dict[str, Tensor]]]:
     """How captions become features; frozen encoders are dropped once their features are cached.
 
@@ -42,6 +45,7 @@ def prepare_texts(
         data: whose captions.
         prompts: texts whose features are needed after the encoders are gone.
         report: gets a line where features are cached.
+        group: the processes that make them together.
 
     Returns:
         The mapping, and the features of the prompts if the encoders are gone.
@@ -56,7 +60,8 @@ def prepare_texts(
         return Texts(family.tokens, family.encode_tokens), {}
     if config.cache == "off" or not config.caption_variants:
         return Texts(tc.no_grad()(family.features)), {}
-    identity = family.text_identity()
+    with first_before_others(group):
+        identity = family.text_identity()
     if identity is None:
         return Texts(family.features), {}
     cache = TextCache(
@@ -71,7 +76,7 @@ def prepare_texts(
     if data.validation is not None:
         batches = data.validation.fixed_batches(1)
         captions += [caption for batch in batches for caption in batch.captions]
-    report(f"captions: {cache.fill(captions, progress=True, report=report)}")
+    report(f"captions: {cache.fill(captions, progress=True, report=report, group=group)}")
     with tc.no_grad():
         remembered = {prompt: family.features([prompt]) for prompt in prompts}
     family.drop_text_models()

@@ -14,6 +14,7 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.data.chats import in_order
+from trainable_candle.distributed.dealing import measured
 from trainable_candle.nn.functional import cross_entropy
 from trainable_candle.tasks.text.prepared import Packing
 
@@ -74,9 +75,10 @@ class PreparedPreferences(Packing):
             self._family.config.batch_size,
         )
         with tc.no_grad():
-            found = [self._rewards(self.inputs(b)).to("cpu").numpy() for b in batches]
-        rewards: npt.NDArray[np.float64] = np.concatenate(found).astype(np.float64)
-        return rewards
+            found = measured(
+                self._group, batches, lambda batch: self._rewards(self.inputs(batch)).tolist()
+            )
+        return np.array([reward for rewards in found for reward in rewards], np.float64)
 
     def _rewards(self, inputs: Inputs) -> Tensor:
         """How far each chosen answer gained over the rejected one, times beta: (pairs)."""

@@ -9,6 +9,8 @@ import numpy as np
 
 import trainable_candle as tc
 from trainable_candle.data.chats import PackedRows, in_order
+from trainable_candle.distributed.dealing import measured
+from trainable_candle.distributed.group import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
     from trainable_candle.data.chats import Packed, TextDataset
+    from trainable_candle.distributed.group import Group
     from trainable_candle.tasks.text.family import TextFamily
     from trainable_candle.train.trainer import Inputs
 
@@ -32,6 +35,7 @@ class Packing:
         dataset: the examples.
         without_adapter: the context in which the model is the base.
         report: gets a line at each validation.
+        group: the processes that validate together.
     """
 
     alike: ClassVar[bool] = True
@@ -43,11 +47,13 @@ class Packing:
         dataset: TextDataset,
         without_adapter: Callable[[], AbstractContextManager[None]],
         report: Callable[[str], None],
+        group: Group = ALONE,
     ) -> None:
         self._family = family
         self._dataset = dataset
         self._without_adapter = without_adapter
         self._report = report
+        self._group = group
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -103,12 +109,11 @@ class PreparedTexts(Packing):
             self._dataset.options.sequence_length,
             self._family.config.batch_size,
         )
-        sums, count = [], 0
         with tc.no_grad():
-            for batch in batches:
-                sums.append(float(self._sum(self.inputs(batch)).item()))
-                count += batch.count
-        return math.fsum(sums) / count
+            sums = measured(
+                self._group, batches, lambda batch: float(self._sum(self.inputs(batch)).item())
+            )
+        return math.fsum(sums) / sum(batch.count for batch in batches)
 
     def validation_facts(self, loss: float) -> dict[str, float]:
         """The loss and its perplexity, beside those of the base model."""

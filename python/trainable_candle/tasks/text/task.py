@@ -13,6 +13,7 @@ from trainable_candle import hub
 from trainable_candle.data.chats import TextOptions, load_texts
 from trainable_candle.data.chats.reading import SUFFIXES
 from trainable_candle.data.folder import counted
+from trainable_candle.distributed.group import ALONE
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.export.adapter import short_names
 from trainable_candle.export.writers import copy_files
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import AdapterFile
     from trainable_candle.data.chats import TextDataset
+    from trainable_candle.distributed.group import Group
     from trainable_candle.settings import TrainConfig
     from trainable_candle.tasks.estimate import Estimate
     from trainable_candle.tasks.text.family import TextFamily
@@ -139,12 +141,12 @@ class TextTask:
         return self.family.estimate(config, self.sequence_length)
 
     def prepare(
-        self, data: Split[TextDataset], report: Callable[[str], None]
+        self, data: Split[TextDataset], report: Callable[[str], None], group: Group = ALONE
     ) -> Split[PreparedTexts | PreparedPreferences]:
         """Load the model; as `Task.prepare`."""
         _ = self.family.model
         made = [
-            self._kind(self.family, part, self.without_adapter, report)
+            self._kind(self.family, part, self.without_adapter, report, group)
             for part in (data.train, data.validation)
             if part is not None
         ]

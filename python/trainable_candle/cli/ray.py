@@ -1,0 +1,65 @@
+"""`trainable-candle ray`: fine-tune a model on a Ray cluster."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from trainable_candle.cli.options import Parser, add_help, whole
+from trainable_candle.cli.train import make_parser as make_train_parser
+from trainable_candle.cli.train import read_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def run(arguments: Sequence[str], program: str) -> int:
+    """Train as the arguments say; returns the exit status."""
+    placing, others = make_parser(program).parse_own(arguments)
+    config = read_config(make_train_parser(program, rare=False).parse(others))
+
+    # Imported after the arguments are checked.
+    from trainable_candle.distributed.ray import train  # noqa: PLC0415
+
+    done = train(config, **placing, report=lambda line: print(line, flush=True))
+    if done.completed:
+        return 0
+    again = shlex.join([*program.split(), *arguments, "--resume", "latest"])
+    print(
+        f"stopped after step {done.step} of {config.steps}; continue with:\n  {again}",
+        file=sys.stderr,
+    )
+    return 128 + done.stopped_by if done.stopped_by else 0
+
+
+def make_parser(program: str) -> Parser:
+    """Make the parser of the flags that say where the processes are."""
+    parser = Parser(
+        program,
+        "Fine-tune a model in several processes of a Ray cluster. Takes all options of "
+        "`trainable-candle train`, too.",
+        "--model NAME --dataset DIR --output DIR [options]",
+    )
+    group = parser.add_argument_group("options")
+    group.add_argument(
+        "--workers", metavar="N", type=whole(1), help="processes (default: one for each GPU)"
+    )
+    group.add_argument(
+        "--cpus-per-worker", metavar="N", type=whole(1), help="CPUs that Ray reserves (default: 1)"
+    )
+    group.add_argument(
+        "--strategy", metavar="NAME", help="PACK (default), SPREAD, STRICT_PACK, STRICT_SPREAD"
+    )
+    group.add_argument(
+        "--max-failures",
+        metavar="N",
+        type=whole(-1),
+        help="restarts from the last checkpoint (default: 0; -1: any number)",
+    )
+    group.add_argument(
+        "--wait-seconds", metavar="N", type=whole(1), help="for room in the cluster (default: 300)"
+    )
+    group.add_argument("--address", metavar="ADDRESS", help="of the cluster, as for ray.init")
+    add_help(group)
+    return parser

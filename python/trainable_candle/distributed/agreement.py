@@ -1,0 +1,119 @@
+"""What must be the same in all processes: settings, versions, files, trained parameters."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import trainable_candle as tc
+from trainable_candle.data.cache import fingerprint
+from trainable_candle.errors import DistributedError
+from trainable_candle.train.callbacks import Callback
+from trainable_candle.train.epochs import is_due
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from trainable_candle import Var
+    from trainable_candle.distributed.group import Group
+    from trainable_candle.train.epochs import Moments
+    from trainable_candle.train.trainer import StepReport, Trainer
+
+_SHOWN: Final = 3
+"""How many of the things that differ are named."""
+_TOLERANCE: Final = 1e-5
+"""Relative: GPUs of other kinds add sums in another order, which moves the last bits."""
+
+
+def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """What another process has other than rank 0, whose facts are `ours`, as parts of a message."""
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    missing = "missing"
+    return [
+        f"{name} is {theirs.get(name, missing)} there and {ours.get(name, missing)} on rank 0"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
+    """Check that all processes bring the same facts.
+
+    Args:
+        group: the processes.
+        what: the facts are of, for the message: `data`, say.
+        facts: by name.
+
+    Raises:
+        DistributedError: in all processes, if one has others; it and the first few are named.
+    """
+    # Their hash first: a listing of many files is only sent where it is needed.
+    if len(set(group.exchange(fingerprint(facts).encode()))) == 1:
+        return
+    every = [json.loads(message) for message in group.exchange(json.dumps(dict(facts)).encode())]
+    rank, differs = next(
+        (rank, found) for rank, theirs in enumerate(every) if (found := differing(theirs, every[0]))
+    )
+    more = f"; and {len(differs) - _SHOWN} more" if len(differs) > _SHOWN else ""
+    raise DistributedError(
+        f"distributed: rank {rank} has other {what} than rank 0: {'; '.join(differs[:_SHOWN])}"
+        f"{more}; give all processes the same files"
+    )
+
+
+class SameParameters(Callback):
+    """Ends the run when the parameters of the processes are not the same any more.
+
+    All begin with those of rank 0 and add the same gradients, so they stay equal unless a GPU or a
+    link has computed wrongly, or a callback has changed them in one process alone. A sum and a sum
+    of squares of each tensor are compared, not all values.
+
+    Args:
+        group: the processes.
+        moments: steps between two comparisons, or which steps have one.
+    """
+
+    def __init__(self, group: Group, moments: Moments) -> None:
+        self._group = group
+        self._moments = moments
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        """Compare if the step is due.
+
+        Raises:
+            DistributedError: in all processes, if the parameters of one are others; it is named.
+        """
+        if not is_due(self._moments, report.step):
+            return
+        mine = json.dumps(_sums(trainer.parameters)).encode()
+        every = [json.loads(message) for message in self._group.exchange(mine)]
+        for rank, theirs in enumerate(every):
+            for name, var in trainer.parameters.items():
+                if not _close(theirs[name], every[0][name], var.numel()):
+                    raise DistributedError(
+                        f"distributed: after step {report.step} {name} of rank {rank} is not that "
+                        f"of rank 0 (its norm is {math.sqrt(theirs[name][1]):.9g} there and "
+                        f"{math.sqrt(every[0][name][1]):.9g} on rank 0): a GPU or a link has "
+                        "computed wrongly; continue with --resume latest, with "
+                        "NCCL_P2P_DISABLE=1 or without this GPU if it happens again"
+                    )
+
+
+def _sums(parameters: Mapping[str, Var]) -> dict[str, tuple[float, float]]:
+    """The sum of each tensor's values, and of their squares, added in f64."""
+    sums, squares = [], []
+    with tc.no_grad():
+        for var in parameters.values():
+            values = var.detach().to("f64")
+            sums.append(values.sum())
+            squares.append(values.square().sum())
+        found = zip(tc.stack(sums).tolist(), tc.stack(squares).tolist(), strict=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _close(theirs: tuple[float, float], ours: tuple[float, float], count: int) -> bool:
+    # A sum of values of both signs may be near 0: its rounding is that of the values.
+    scale = math.sqrt(count * ours[1])
+    same_sum = math.isclose(theirs[0], ours[0], rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
+    return same_sum and math.isclose(theirs[1], ours[1], rel_tol=_TOLERANCE)

@@ -1,0 +1,111 @@
+"""Where the processes meet: rank 0 listens, the others come to it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from queue import Empty, Queue
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.distributed.world import JOIN, PORT
+from trainable_candle.errors import DistributedError
+
+if TYPE_CHECKING:
+    from trainable_candle.distributed.world import Address, World
+
+_AGAIN: Final = 0.1
+"""Seconds until the next attempt to reach rank 0."""
+_LOOPBACK: Final = ("localhost", "127.")
+
+
+def listen(world: World) -> Listener:
+    """Listen for the others, as rank 0.
+
+    Raises:
+        DistributedError: the address is not of this machine, or its port is taken.
+    """
+    address = world.address
+    if (
+        isinstance(address, tuple)
+        and world.local_size < world.size
+        and address[0].startswith(_LOOPBACK)
+    ):
+        # Some launchers tell rank 0 this in place of its name, by which the others look for it.
+        address = "", address[1]
+    try:
+        return Listener(address, backlog=2 * world.size, authkey=_key(world))
+    except OSError as error:
+        cure = f"choose a free port on this machine with MASTER_PORT or {PORT}"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            cure = "MASTER_ADDR must be the name or an address of the machine of rank 0"
+        raise DistributedError(
+            f"distributed: rank 0 cannot listen at {shown(world.address)} "
+            f"({error.strerror or error}); {cure}"
+        ) from error
+
+
+def reach(world: World, deadline: float) -> Connection[Any, Any]:
+    """A connection to rank 0, which may not be listening yet.
+
+    Raises:
+        DistributedError: it is not there by `deadline`, or another program is.
+    """
+    where = shown(world.address)
+    while True:
+        try:
+            return _connected(world, deadline)
+        except (AuthenticationError, AssertionError) as error:  # noqa: PERF203 - a loop of attempts
+            raise DistributedError(
+                f"distributed: another job or program listens at {where}; choose another "
+                f"port with MASTER_PORT or {PORT}, the same in all processes"
+            ) from error
+        except (OSError, EOFError) as error:
+            if time.monotonic() > deadline:
+                raise DistributedError(
+                    f"distributed: rank {world.rank} cannot reach rank 0 at {where} within "
+                    f"{world.join_seconds:g} s ({error}); is MASTER_ADDR right, the port open and "
+                    f"not another program's? {JOIN} waits longer"
+                ) from error
+            time.sleep(_AGAIN)
+
+
+def _connected(world: World, deadline: float) -> Connection[Any, Any]:
+    """One attempt; an address that swallows packets, or a program that says nothing, takes long."""
+    found: Queue[Connection[Any, Any] | BaseException] = Queue()
+
+    def attempt() -> None:
+        try:
+            found.put(Client(world.address, authkey=_key(world)))
+        except BaseException as error:  # noqa: BLE001 - raised by the other thread
+            found.put(error)
+
+    threading.Thread(target=attempt, daemon=True).start()
+    try:
+        result = found.get(timeout=max(_AGAIN, deadline - time.monotonic()))
+    except Empty:
+        raise TimeoutError("no answer") from None
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def knock(address: Address) -> None:
+    """Come and go, so that who waits for a visitor looks up."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    with suppress(OSError), socket.socket(family) as visitor:
+        visitor.settimeout(1.0)
+        visitor.connect(address)
+
+
+def shown(address: Address) -> str:
+    """An address for messages."""
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else address
+
+
+def _key(world: World) -> bytes:
+    return f"trainable-candle {world.job}".encode()

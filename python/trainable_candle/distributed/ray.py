@@ -1,0 +1,309 @@
+"""Runs on a Ray cluster: one actor for each GPU, all of them in a placement group.
+
+From Python, on a machine of the cluster or as a job of it::
+
+    from trainable_candle.distributed.ray import train
+    from trainable_candle.train import TrainConfig
+
+    train(TrainConfig(model="sdxl", ...), workers=4, max_failures=3)
+
+Ray places the processes, starts them, carries what they print, and notices when one is gone; they
+train together as those of any other launcher. Only Ray Core is used.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.distributed.ray_worker import Outcome, Place, Worker
+from trainable_candle.distributed.world import World
+from trainable_candle.errors import ConfigError, DistributedError
+from trainable_candle.settings.paths import LATEST
+from trainable_candle.train.interrupt import InterruptGuard
+
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Callable
+
+    from typing_extensions import Self
+
+    from trainable_candle.settings import TrainConfig
+
+STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+"""How Ray places processes: on few machines, or on many; the strict ones must be met."""
+GRACE: Final = 15.0
+"""Seconds for the other processes to end after one has failed."""
+_POLL: Final = 0.25
+_START_SECONDS: Final = 120.0
+"""How long processes may take to start once they have their places."""
+
+
+@dataclass(frozen=True)
+class RayRun:
+    """The result of `train`."""
+
+    output: str
+    """The folder of the run, on the machine of rank 0 or one that all share."""
+    step: int
+    """Optimizer steps, including those before a failure."""
+    completed: bool
+    """Whether the last step was reached."""
+    failures: int
+    """How often processes were started anew."""
+    stopped_by: signal.Signals | None
+    """The signal that ended the run, if one did."""
+
+
+def train(
+    config: TrainConfig,
+    *,
+    workers: int | None = None,
+    cpus_per_worker: float = 1,
+    strategy: str = "PACK",
+    max_failures: int = 0,
+    wait_seconds: float = 300.0,
+    address: str | None = None,
+    report: Callable[[str], None] = print,
+) -> RayRun:
+    """Train an adapter on a Ray cluster.
+
+    The processes read and write the paths of `config` on their machines: where these are several,
+    data, weights and `output` are folders that all share. Ctrl-C and SIGTERM let all processes save
+    and end after the same step.
+
+    Args:
+        config: as for `train_adapter`; `device` is `auto`, `cuda` or `cpu`.
+        workers: processes, each with a GPU unless `device` is `cpu`; None: as many as the cluster
+            has GPUs.
+        cpus_per_worker: CPUs that Ray reserves for each.
+        strategy: one of `STRATEGIES`.
+        max_failures: how often the run is started anew, from its last checkpoint, after a process
+            or a machine was lost; -1: always. Errors of settings and data end it at once.
+        wait_seconds: how long to wait until the cluster has room.
+        address: of the cluster, unless `ray.init` has been called: by default that of
+            `RAY_ADDRESS` or of this machine, else Ray starts one on this machine.
+        report: gets a line about each attempt; what the processes say Ray prints.
+
+    Raises:
+        ModuleNotFoundError: there is no Ray.
+        ConfigError: the cluster has too little for so many processes, or the settings are wrong.
+        DistributedError: a process failed, and no attempt is left.
+    """
+    ray = _ray()
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"ray: strategy {strategy!r}, expected one of {', '.join(STRATEGIES)}")
+    if config.gpus is not None:
+        raise ConfigError("gpus: on a Ray cluster Ray chooses the GPUs; give --workers instead")
+    if config.device not in {"auto", "cuda", "cpu"}:
+        raise ConfigError(f"device: {config.device} is one GPU; on a Ray cluster give cuda")
+    config.require("model", "dataset", "output")
+    if not ray.is_initialized():
+        ray.init(address=address)
+    on_gpu = config.device != "cpu"
+    number = workers or int(ray.cluster_resources().get("GPU", 0)) if on_gpu else workers
+    if not number:
+        raise ConfigError(
+            "ray: the cluster has no GPU; add a machine that has one, or give --device cpu"
+            if on_gpu
+            else "ray: say how many processes: --workers N"
+        )
+    needs = {"CPU": cpus_per_worker, **({"GPU": 1} if on_gpu else {})}
+    config = config.located().with_(device="cuda" if on_gpu else "cpu")
+    for failures in count():
+        attempt = _Workers(ray, number, needs, strategy, wait_seconds)
+        with attempt as group, InterruptGuard() as guard:
+            outcomes = group.run(config, failures, max_failures, guard, report)
+        rank, worst = max(enumerate(outcomes), key=lambda one: _weight(one[1]))
+        if not worst.error:
+            return RayRun(config.output, worst.step, worst.completed, failures, guard.signal)
+        text = f"rank {rank} on {group.places[rank].address}: {worst.error}"
+        if worst.is_final or 0 <= max_failures <= failures or guard.signal:
+            tried = f" (failure {failures + 1})" if failures else ""
+            raise DistributedError(f"ray: {text}{tried}")
+        report(f"ray: {text}; starting again")
+    raise AssertionError
+
+
+def _weight(outcome: Outcome) -> int:
+    """How much an outcome says about why the run ended."""
+    return 0 if not outcome.error else 1 if outcome.follows else 3 if outcome.is_final else 2
+
+
+class _Workers:
+    """So many processes with their places, as a context; they are gone afterwards.
+
+    Args:
+        ray: the module.
+        number: of processes.
+        needs: what Ray reserves for each, by the name of the resource.
+        strategy: how they are placed.
+        seconds: how long to wait for room.
+    """
+
+    def __init__(
+        self, ray: Any, number: int, needs: dict[str, float], strategy: str, seconds: float
+    ) -> None:
+        self.places: list[Place] = []
+        """By rank."""
+        self._ray = ray
+        self._actors: list[Any] = []
+        self._running: list[Any] = []
+        self._group = ray.util.placement_group([needs] * number, strategy=strategy)
+        try:
+            self._start(number, needs, seconds)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _start(self, number: int, needs: dict[str, float], seconds: float) -> None:
+        ray = self._ray
+        if not self._group.wait(seconds):
+            there = ray.cluster_resources()
+            wanted = ", ".join(f"{number * amount:g} {name}" for name, amount in needs.items())
+            has = ", ".join(f"{there.get(name, 0):g} {name}" for name in needs)
+            raise ConfigError(
+                f"ray: {number} processes need {wanted}, and the cluster has {has}, or no room "
+                f"within {seconds:g} s; give fewer --workers, or add machines"
+            )
+        strategies = ray.util.scheduling_strategies
+        actors = [
+            ray.remote(Worker)
+            .options(
+                num_cpus=needs["CPU"],
+                num_gpus=needs.get("GPU", 0),
+                # While one call trains, another may ask it to stop.
+                max_concurrency=2,
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=bundle
+                ),
+            )
+            .remote()
+            for bundle in range(number)
+        ]
+        self._actors = actors
+        try:
+            found = ray.get([actor.place.remote() for actor in actors], timeout=_START_SECONDS)
+        except ray.exceptions.RayError as error:
+            raise DistributedError(
+                f"ray: the processes cannot be started: {error}; every machine of the cluster "
+                "needs this version of trainable-candle"
+            ) from error
+        # The processes of a machine get neighbouring ranks.
+        nodes = list(dict.fromkeys(place.node for place in found))
+        order = sorted(range(number), key=lambda n: nodes.index(found[n].node))
+        self.places = [found[n] for n in order]
+        self._actors = [actors[n] for n in order]
+
+    def run(
+        self,
+        config: TrainConfig,
+        failures: int,
+        max_failures: int,
+        guard: InterruptGuard,
+        report: Callable[[str], None],
+    ) -> list[Outcome]:
+        """Train in all of them; returns how it ended in each, by rank."""
+        ray, first = self._ray, self._actors[0]
+        for rank, place in enumerate(self.places):
+            report(f"ray: rank {rank} is process {place.pid} on {place.address}")
+        if max_failures:
+            self._require_shared(config.output)
+        if failures and ray.get(first.has_checkpoint.remote(config.output)):
+            config = config.with_(resume=LATEST)
+        port = ray.get(first.free_port.remote(self.places[0].address))
+        job = secrets.token_hex(16)
+        worlds = [self._world(rank, port, job) for rank in range(len(self.places))]
+        self._running = [
+            actor.run.remote(config, world)
+            for actor, world in zip(self._actors, worlds, strict=True)
+        ]
+        return self._watched(guard)
+
+    def _world(self, rank: int, port: int, job: str) -> World | None:
+        size = len(self.places)
+        if size == 1:
+            return None
+        node = self.places[rank].node
+        mates = [other for other, place in enumerate(self.places) if place.node == node]
+        address = (self.places[0].address, port)
+        return World(rank, size, mates.index(rank), len(mates), address, job)
+
+    def _require_shared(self, output: str) -> None:
+        """Check that another machine could continue from the checkpoints of rank 0.
+
+        Raises:
+            ConfigError: the output folder is another one on some machine; it is named.
+        """
+        ray, first = self._ray, self._actors[0]
+        nodes = {place.node: rank for rank, place in reversed(list(enumerate(self.places)))}
+        if len(nodes) == 1:
+            return
+        name = f".shared-{secrets.token_hex(8)}"
+        ray.get(first.leave.remote(output, name))
+        try:
+            ranks = sorted(nodes.values())
+            seen = ray.get([self._actors[rank].sees.remote(output, name) for rank in ranks])
+        finally:
+            ray.get(first.remove.remote(output, name))
+        for rank, there in zip(ranks, seen, strict=True):
+            if not there:
+                raise ConfigError(
+                    f"output: {output} of {self.places[0].address} is not that of "
+                    f"{self.places[rank].address}, which could not go on after a failure; give a "
+                    "folder that all machines share, or --max-failures 0"
+                )
+
+    def _watched(self, guard: InterruptGuard) -> list[Outcome]:
+        """Wait for all processes, or for the others only so long after one has failed."""
+        ray = self._ray
+        ranks = {ref: rank for rank, ref in enumerate(self._running)}
+        outcomes: dict[int, Outcome] = {}
+        deadline, told = float("inf"), False
+        while len(outcomes) < len(ranks) and time.monotonic() < deadline:
+            waiting = [ref for ref, rank in ranks.items() if rank not in outcomes]
+            done, _ = ray.wait(waiting, num_returns=1, timeout=_POLL)
+            for ref in done:
+                outcome = outcomes[ranks[ref]] = self._outcome(ref)
+                if outcome.error:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if guard.signal and not told:
+                self._actors[0].stop.remote()
+                told = True
+        late = Outcome(error="did not end after another process had failed", follows=True)
+        return [outcomes.get(rank, late) for rank in range(len(self.places))]
+
+    def _outcome(self, ref: Any) -> Outcome:
+        ray = self._ray
+        try:
+            outcome: Outcome = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            # Of Ray's text the first sentence; what follows is about Ray.
+            return Outcome(error=str(error).strip().partition("\n")[0])
+        return outcome
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray = self._ray
+        for actor in self._actors:
+            ray.kill(actor)
+        # Until they are gone they hold their GPUs, and the lock of the output.
+        if self._running:
+            ray.wait(self._running, num_returns=len(self._running), timeout=GRACE)
+        ray.util.remove_placement_group(self._group)
+
+
+def _ray() -> Any:
+    try:
+        import ray  # noqa: PLC0415 - an extra
+        import ray.util.scheduling_strategies  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'ray: it is not installed; pip install "trainable-candle[ray]"', name="ray"
+        ) from error
+    return ray

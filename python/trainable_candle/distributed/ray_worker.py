@@ -1,0 +1,164 @@
+"""What a process does that Ray has started: it says where it is, and trains."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import (
+    ArgumentError,
+    ConfigError,
+    DatasetError,
+    DistributedError,
+    MissingFileError,
+    NonFiniteError,
+    WeightsFormatError,
+)
+from trainable_candle.run import train_adapter
+from trainable_candle.train.callbacks import Callback
+from trainable_candle.train.state import checkpoints
+
+if TYPE_CHECKING:
+    from trainable_candle.distributed.world import World
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.train.trainer import StepReport, Trainer
+
+FINAL: Final = (
+    ArgumentError,
+    ConfigError,
+    DatasetError,
+    MissingFileError,
+    NonFiniteError,
+    WeightsFormatError,
+)
+"""Errors that another attempt would end in, too."""
+_EVERY: Final = 10.0
+"""Seconds between two lines of progress, at least."""
+_LOOK_SECONDS: Final = 3.0
+"""How long a file of another machine may take to be seen."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process is."""
+
+    node: str
+    """Ray's name of the machine."""
+    address: str
+    """Its address in the cluster."""
+    pid: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended in a process."""
+
+    step: int = 0
+    completed: bool = False
+    error: str = ""
+    """Why it failed; empty if it did not."""
+    is_final: bool = False
+    """Whether another attempt would end in the same way."""
+    follows: bool = False
+    """Whether it only ended because another process had failed."""
+
+
+class Worker:
+    """A process of a run, as an actor. Ray shows it the GPU that it has reserved."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+
+    def place(self) -> Place:
+        """Where this process is."""
+        import ray  # noqa: PLC0415 - of the cluster
+
+        node = ray.get_runtime_context().get_node_id()
+        return Place(node, ray.util.get_node_ip_address(), os.getpid())
+
+    def free_port(self, address: str) -> int:
+        """A port of this machine at which nobody listens."""
+        with socket.socket() as free:
+            free.bind((address, 0))
+            port: int = free.getsockname()[1]
+            return port
+
+    def leave(self, output: str, name: str) -> None:
+        """Write an empty file into the output folder."""
+        folder = Path(output).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+    def sees(self, output: str, name: str) -> bool:
+        """Whether the file of another process is there."""
+        path = Path(output).expanduser() / name
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return path.exists()
+
+    def remove(self, output: str, name: str) -> None:
+        """Remove the file again."""
+        (Path(output).expanduser() / name).unlink(missing_ok=True)
+
+    def has_checkpoint(self, output: str) -> bool:
+        """Whether there is something to continue from."""
+        return bool(checkpoints(Path(output).expanduser()))
+
+    def stop(self) -> None:
+        """Let all processes save and end after the present step."""
+        self._stop.set()
+
+    def run(self, config: TrainConfig, world: World | None) -> Outcome:
+        """Train; what Python raises becomes a part of the result, as Ray could not carry it."""
+        callbacks = [_Asked(self._stop), _Lines()]
+        try:
+            # Ray sends what is printed to whoever started the run.
+            run = train_adapter(
+                config, callbacks=callbacks, progress=False, report=_printed, world=world
+            )
+        except Exception as error:  # noqa: BLE001 - a process of its own
+            text = str(error) or type(error).__name__
+            return Outcome(
+                error=text,
+                is_final=isinstance(error, FINAL),
+                follows=isinstance(error, DistributedError),
+            )
+        return Outcome(run.step, run.completed)
+
+
+class _Asked(Callback):
+    """Stops the run once it is asked for; all processes end after the same step."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
+        """Pass the request on."""
+        if self._event.is_set():
+            trainer.stop()
+
+
+class _Lines(Callback):
+    """Progress in lines, for a log."""
+
+    def __init__(self) -> None:
+        self._told = time.monotonic()
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        """Print a line from time to time."""
+        now = time.monotonic()
+        if now - self._told < _EVERY and report.step < trainer.steps:
+            return
+        self._told = now
+        speed = f", {report.rate:.3g} a second" if report.amount else ""
+        _printed(f"step {report.step} of {trainer.steps}: loss {report.loss:.4f}{speed}")
+
+
+def _printed(line: str) -> None:
+    print(line, flush=True)

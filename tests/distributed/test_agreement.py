@@ -1,0 +1,165 @@
+"""Processes that do not belong together are found at the start, or when they train apart."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from trainable_candle.distributed.agreement import differing
+from trainable_candle.distributed.launch import gpu_environment
+
+START_SECONDS = 30.0
+"""Within which every process must have ended."""
+
+
+def started(
+    arguments: list[list[str]], folders: list[Path] | None = None
+) -> list[tuple[int, str, str]]:
+    """The exit status, output and errors of a process of this interpreter for each rank."""
+    size = len(arguments)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments[rank]],
+                env=gpu_environment(Path(meeting), rank, size),
+                cwd=folders[rank] if folders else None,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        texts = [process.communicate(timeout=60) for process in processes]
+    assert time.monotonic() - began < START_SECONDS
+    return [(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
+
+
+def training(base: Path, output: Path, dataset: str, *more: str) -> list[str]:
+    common = ["-m", "trainable_candle", "train", "--model", "digits", "--device", "cpu"]
+    places = ["--weights", str(base), "--output", str(output), "--dataset", dataset]
+    return [*common, *places, "--steps", "2", "--rank", "2", *more]
+
+
+def require_all_say(found: list[tuple[int, str, str]], *messages: str) -> None:
+    for status, _, errors in found:
+        assert status != 0
+        for message in messages:
+            assert message in errors
+
+
+def test_other_settings_are_named(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
+    found = started(
+        [
+            training(digits_base, tmp_path / "run", str(digits_folder), "--learning-rate", rate)
+            for rate in ("1e-3", "2e-3")
+        ]
+    )
+    require_all_say(
+        found,
+        "rank 1 does not belong to this run",
+        "learning_rate is 0.002 there and 0.001 on rank 0",
+    )
+
+
+def test_another_version_is_named() -> None:
+    script = (
+        "import trainable_candle as tc\n"
+        "from trainable_candle import _core\n"
+        "_core.__version__ = '{}'\n"
+        "tc.distributed.init('cpu')\n"
+    )
+    found = started([["-c", script.format(version)] for version in ("9.1.0", "9.2.0")])
+    require_all_say(
+        found,
+        "rank 1 does not belong to this run",
+        "trainable-candle is 9.2.0 there and 9.1.0 on rank 0",
+    )
+
+
+@pytest.mark.parametrize("what", ["data", "weights"])
+def test_other_files_are_named(
+    digits_base: Path, digits_folder: Path, tmp_path: Path, what: str
+) -> None:
+    """Machines without a common file system: equal paths, and other files there."""
+    folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
+    for folder in folders:
+        shutil.copytree(digits_folder, folder / "pictures")
+        shutil.copytree(digits_base, folder / "base")
+    if what == "data":
+        (folders[1] / "pictures" / "3.txt").write_text("an eight")
+        expected = "pictures/3.png is "
+    else:
+        with (folders[1] / "base" / "config.json").open("a") as file:
+            file.write("\n")
+        expected = "base/config.json is "
+    arguments = [training(Path("base"), tmp_path / "run", "pictures") for _ in folders]
+    require_all_say(started(arguments, folders), f"rank 1 has other {what} than rank 0: {expected}")
+
+
+TRAINING = """
+import sys
+
+import trainable_candle as tc
+from trainable_candle.distributed.agreement import SameParameters
+from trainable_candle.distributed.group import make_group
+from trainable_candle.distributed.world import from_environment
+from trainable_candle.train import Callback, Trainer
+
+group = make_group(from_environment(), "cpu", {})
+parameters = {"a": tc.Var(tc.full((4,), 0.5)), "b": tc.Var(tc.full((2, 3), 0.1))}
+reached = []
+
+
+class Fault(Callback):
+    def on_step_end(self, trainer, report):
+        reached.append(report.step)
+        if report.step == 3 and group.rank == int(sys.argv[1]):
+            values = parameters["b"].detach().numpy().copy()
+            values[1, 2] *= 1.001
+            parameters["b"].set(tc.tensor(values))
+
+
+class Numbers:
+    def batch(self, index):
+        return index
+
+
+trainer = Trainer(
+    lambda n: (parameters["a"].sum() * (n + 1.0) - parameters["b"].sum()).square(),
+    parameters,
+    tc.optim.AdamW(list(parameters.values()), lr=1e-3),
+    Numbers(),
+    steps=9,
+    callbacks=[Fault(), SameParameters(group, 2)],
+    group=group,
+)
+try:
+    trainer.train()
+finally:
+    print(reached[-1])
+group.close()
+"""
+
+
+def test_parameters_that_drift_apart_end_the_run_at_the_next_comparison() -> None:
+    found = started([["-c", TRAINING, "1"]] * 2)
+    require_all_say(found, "after step 4 b of rank 1 is not that of rank 0 (its norm is 0.2")
+    assert [output.strip() for _, output, _ in found] == ["4", "4"]
+
+
+def test_parameters_that_stay_equal_do_not() -> None:
+    found = started([["-c", TRAINING, "-1"]] * 2)
+    assert [(status, output.strip()) for status, output, _ in found] == [(0, "9"), (0, "9")]
+
+
+def test_what_one_process_alone_has_is_named() -> None:
+    ours, theirs = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
+    assert differing(theirs, ours) == [
+        "a is missing there and 1 on rank 0",
+        "c is 3 there and missing on rank 0",
+    ]

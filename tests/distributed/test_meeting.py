@@ -1,0 +1,125 @@
+"""Processes that cannot meet say why within their time, and none is left over."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from trainable_candle.distributed.world import JOIN, JOIN_SECONDS
+
+SCRIPT = "import trainable_candle as tc; print(tc.distributed.init('cpu'))"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number: int = free.getsockname()[1]
+        return number
+
+
+def started(
+    host: str, port: int, *, ranks: tuple[int, ...] = (0, 1), seconds: int = 2
+) -> list[tuple[int, str]]:
+    """The exit status and errors of these ranks of two."""
+    place = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
+    # As of two machines.
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    began = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, **place, **sizes, "RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    # Beyond the limit there is the start of the interpreter.
+    assert time.monotonic() - began < seconds + 10
+    return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
+
+
+def test_the_limit_leaves_time_to_start() -> None:
+    assert JOIN_SECONDS < 30
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("203.0.113.7", "Cannot assign requested address"),  # reserved for documents
+        ("no-such-host.invalid", "not known|failure in name resolution|No address"),
+    ],
+)
+def test_a_wrong_address_is_named(host: str, reason: str, port: int) -> None:
+    (first, said), (second, told) = started(host, port)
+    assert first != 0
+    assert second != 0
+    assert f"rank 0 cannot listen at {host}:{port}" in said
+    assert "MASTER_ADDR must be the name or an address of the machine of rank 0" in said
+    assert re.search(reason, said)
+    assert f"rank 1 cannot reach rank 0 at {host}:{port} within 2 s" in told
+    assert "is MASTER_ADDR right" in told
+
+
+@pytest.fixture(params=["silent", "talkative"])
+def stranger(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The port of another program, which never answers or speaks another language."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def talk() -> None:
+            try:
+                while True:
+                    visitor, _ = other.accept()
+                    visitor.sendall(b"\0\0\0\x0fHTTP/1.1 400 No")
+                    visitor.close()
+            except OSError:
+                return
+
+        if request.param == "talkative":
+            threading.Thread(target=talk, daemon=True).start()
+        yield other.getsockname()[1]
+        other.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_port_of_another_program_is_named_by_all(stranger: int) -> None:
+    (first, said), (second, told) = started("127.0.0.1", stranger)
+    assert first != 0
+    assert second != 0
+    assert "Address already in use); choose a free port on this machine" in said
+    assert f"127.0.0.1:{stranger}" in told
+    assert re.search("another (job or )?program", told)
+
+
+def test_who_comes_alone_learns_who_is_missing(port: int) -> None:
+    ((status, said),) = started("127.0.0.1", port, ranks=(0,))
+    assert status != 0
+    assert f"rank [1] did not come to 127.0.0.1:{port} within 2 s" in said
+
+
+def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
+    """As some launchers on clusters have it: rank 0 is told localhost, the others its name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
+        try:
+            outward.connect(("203.0.113.7", 9))  # Sends nothing.
+        except OSError:
+            pytest.skip("this machine has no network")
+        name = outward.getsockname()[0]
+    found: list[tuple[int, str]] = []
+    other = threading.Thread(
+        target=lambda: found.extend(started(name, port, ranks=(1,), seconds=20))
+    )
+    other.start()
+    found.extend(started("localhost", port, ranks=(0,), seconds=20))
+    other.join()
+    assert [status for status, _ in found] == [0, 0], found

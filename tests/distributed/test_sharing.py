@@ -1,0 +1,179 @@
+"""Caches are filled and validation is measured by all processes together, each part once.
+
+Processes are threads here.
+"""
+
+import json
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.data import (
+    CacheOptions,
+    Dataset,
+    DatasetOptions,
+    LatentCache,
+    TextCache,
+    load_dataset,
+    parse_sources,
+)
+from trainable_candle.distributed.dealing import measured
+from trainable_candle.distributed.group import Alone, Group
+from trainable_candle.distributed.processes import Processes
+from trainable_candle.distributed.world import World
+from trainable_candle.errors import DatasetError, DistributedError
+
+Found = TypeVar("Found")
+DISK = CacheOptions("disk")
+
+
+def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
+    """What `work` gives in each of so many processes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+
+        def run(rank: int) -> Found:
+            world = World(rank, size, rank, size, f"{folder}/meeting", "job", 20.0)
+            group = Processes(world, "cpu", {})
+            try:
+                return work(group)
+            except BaseException as error:
+                group.fail(f"rank {rank}: {error}")
+                raise
+            finally:
+                group.close()
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(run, range(size)))
+
+
+class Encoder:
+    """The mean of every picture's channels; remembers which pictures it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
+        means = pixels.astype(np.float32).mean(axis=(1, 2))
+        with self._lock:
+            self.seen += [int(mean) for mean in means[:, 0]]
+        return {"mean": tc.tensor(means)}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Dataset:
+    """Eleven grey pictures; picture N has the value N."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(11):
+        width = 64 if number % 3 else 48
+        Image.new("RGB", (width, 64), (number,) * 3).save(folder / f"{number:02}.png")
+        (folder / f"{number:02}.txt").write_text("grey")
+    return load_dataset(DatasetOptions(parse_sources(folder), resolution=64, bucket_step=16))
+
+
+def filled(
+    data: Dataset, encoder: Any, group: Group, folder: Path, **more: Any
+) -> tuple[str, list[float]]:
+    """What filling reports, and what batches then hold."""
+    options = more.pop("options", DISK)
+    area = 2 * 64 * 64
+    cache = LatentCache(data, encoder, options, {}, folder=folder, encode_area=area)
+    told = str(cache.fill(group=group))
+    batches = data.fixed_batches(1)
+    return told, [float(cache.batch(batch)["mean"][0, 0].item()) for batch in batches]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_picture_is_encoded_once(data: Dataset, tmp_path: Path, size: int) -> None:
+    encoder = Encoder()
+    found = together(size, lambda group: filled(data, encoder, group, tmp_path / "cache"))
+    assert sorted(encoder.seen) == list(range(11))
+    assert [told for told, _ in found] == ["0 found, 11 made"] * size
+    assert all(sorted(values) == list(range(11)) for _, values in found)
+    again = together(size, lambda group: filled(data, encoder, group, tmp_path / "cache"))
+    assert [told for told, _ in again] == ["11 found, 0 made"] * size
+    assert len(encoder.seen) == 11
+
+
+def test_each_process_encodes_about_as_much(data: Dataset, tmp_path: Path) -> None:
+    encoders = [Encoder(), Encoder()]
+    together(2, lambda group: filled(data, encoders[group.rank], group, tmp_path / "cache"))
+    assert sorted(len(encoder.seen) for encoder in encoders) == [5, 6]
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_what_a_process_cannot_see_it_makes_itself(
+    data: Dataset, tmp_path: Path, kind: str
+) -> None:
+    """The memory of others, or a folder of another machine."""
+    found = together(
+        2,
+        lambda group: filled(
+            data, Encoder(), group, tmp_path / str(group.rank), options=CacheOptions(kind)
+        ),
+    )
+    assert all(sorted(values) == list(range(11)) for _, values in found)
+
+
+def test_captions_are_dealt_out_too(tmp_path: Path) -> None:
+    captions = [f"picture {number}" for number in range(7)]
+    asked: list[str] = []
+
+    def encode(texts: Any) -> dict[str, tc.Tensor]:
+        asked.extend(texts)
+        return {"length": tc.tensor([[float(len(text))] for text in texts])}
+
+    def work(group: Group) -> list[float]:
+        cache = TextCache(encode, DISK, {}, folder=tmp_path)
+        cache.fill(captions, group=group)
+        return [float(cache.batch([caption])["length"].item()) for caption in captions]
+
+    assert together(2, work) == [[9.0] * 7] * 2
+    assert sorted(asked) == ["", *captions]
+
+
+def test_a_process_that_cannot_encode_ends_all(data: Dataset, tmp_path: Path) -> None:
+    def broken(_pixels: Any) -> dict[str, tc.Tensor]:
+        raise DatasetError("dataset: 3.png cannot be decoded")
+
+    def work(group: Group) -> str:
+        encoder = broken if group.rank == 1 else Encoder()
+        try:
+            filled(data, encoder, group, tmp_path / "cache")
+        except DatasetError as error:
+            group.fail(f"rank {group.rank}: {error}")
+            return str(error)
+        except DistributedError as error:
+            return str(error)
+        return ""
+
+    first, second = together(2, work)
+    assert "rank 1: dataset: 3.png cannot be decoded" in first
+    assert second == "dataset: 3.png cannot be decoded"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_measurements_are_those_of_one_process(size: int) -> None:
+    items = list(np.random.default_rng(0).normal(size=7))
+    expected = measured(Alone(), items, lambda item: float(np.exp(item)))
+    asked: list[float] = []
+
+    def measure(item: float) -> float:
+        asked.append(item)
+        return float(np.exp(item))
+
+    assert together(size, lambda group: measured(group, items, measure)) == [expected] * size
+    assert sorted(asked) == sorted(items)
+    rows = together(size, lambda group: measured(group, [1, 2], lambda n: [0.5] * n))
+    assert rows == [[[0.5], [0.5, 0.5]]] * size
+    assert json.loads(json.dumps(expected)) == expected
