@@ -92,7 +92,7 @@ pub(super) static SD3: &[Reader] = &[
     PEFT,
 ];
 
-/// Flux.1. diffusers' conversion of kohya's names gives layers outside of the blocks names that it leaves out afterwards; that of
+/// Flux.1 and Chroma. diffusers' conversion of kohya's names gives layers outside of the blocks names that it leaves out afterwards; that of
 /// `OneTrainer`'s names knows attention only, and fails on others.
 pub(super) static FLUX: &[Reader] = &[
     comfyui(&[

@@ -5,6 +5,7 @@ use trainable_candle_io::adapter_file::{BaseModel, readers as tools};
 
 use super::{AdapterNames, Part, Pipeline, Role, Section, readers};
 use crate::causal_lm::{self, CausalLMConfig};
+use crate::chroma::{self, ChromaConfig};
 use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
@@ -17,7 +18,7 @@ use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
 /// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2];
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA];
 
 /// Any configuration of the architecture is this part's.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -128,7 +129,7 @@ fn qwen3_4b() -> Map<String, Value> {
     if let Value::Object(map) = json { map } else { Map::new() }
 }
 
-/// The autoencoder of Flux.1, which Z-Image has too.
+/// The autoencoder of Flux.1, which Chroma and Z-Image have too.
 const FLUX_AUTOENCODER: Part = Part {
     role: Role::Autoencoder,
     model: &vae::KIND,
@@ -305,7 +306,11 @@ static FLUX: Pipeline = Pipeline {
                     naming: Naming::Original,
                     probe: "vector_in.in_layer.weight",
                 },
-                Section { prefixes: &[""], naming: Naming::Own, probe: "single_transformer_blocks.0.proj_mlp.weight" },
+                Section {
+                    prefixes: &[""],
+                    naming: Naming::Own,
+                    probe: "single_transformer_blocks.0.norm.linear.weight",
+                },
             ],
             fits: any,
             published: || FluxConfig::default().to_json(),
@@ -334,6 +339,43 @@ static FLUX: Pipeline = Pipeline {
             }),
         },
         t5_part("text_encoder_2"),
+    ],
+};
+
+/// Chroma (lodestones 2025), made of Flux.1-schnell.
+static CHROMA: Pipeline = Pipeline {
+    name: "chroma",
+    title: "Chroma",
+    class_names: &["ChromaPipeline", "ChromaImg2ImgPipeline"],
+    base: Some(BaseModel { version: "chroma", architecture: "chroma", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        Part {
+            role: Role::Denoiser,
+            model: &chroma::KIND,
+            subfolder: "transformer",
+            sections: &[
+                Section {
+                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    naming: Naming::Original,
+                    probe: "distilled_guidance_layer.layers.0.in_layer.weight",
+                },
+                Section {
+                    prefixes: &[""],
+                    naming: Naming::Own,
+                    probe: "distilled_guidance_layer.layers.0.linear_1.weight",
+                },
+            ],
+            fits: any,
+            published: || ChromaConfig::default().to_json(),
+            adapter: Some(AdapterNames {
+                kohya: "lora_unet",
+                comfyui: Some("diffusion_model"),
+                readers: readers::FLUX,
+            }),
+        },
+        FLUX_AUTOENCODER,
+        t5_part("text_encoder"),
     ],
 };
 
