@@ -130,7 +130,6 @@ def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
     )
     prepare = pipeline._prepare_attention_mask
 
-
     def masked(**given: object) -> "torch.Tensor | None":
         mask = prepare(**given)
         return None if mask is None else mask.bool()

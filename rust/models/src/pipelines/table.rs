@@ -1,7 +1,7 @@
 //! The table of pipelines: one entry for each family.
 
 use serde_json::{Map, Value, json};
-use trainable_candle_io::adapter_file::{BaseModel, readers as tools};
+use trainable_candle_io::adapter_file::{BaseModel, Reader, readers as tools};
 
 use super::{AdapterNames, Part, Pipeline, Role, Section, readers};
 use crate::causal_lm::{self, CausalLMConfig};
@@ -11,6 +11,7 @@ use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
 use crate::flux2::{self, Flux2Config};
 use crate::pretrained::{Configuration, Naming};
+use crate::registry::ModelKind;
 use crate::sd3::{self, SD3Config};
 use crate::sdxl::{self, UNetConfig};
 use crate::t5::{self, T5Config};
@@ -43,6 +44,28 @@ fn big_g() -> Map<String, Value> {
         ..CLIPTextConfig::default()
     }
     .to_json()
+}
+
+/// Keys of a denoiser's file begin with one of these.
+const PREFIXES: &[&str] = &["model.diffusion_model.", "diffusion_model.", ""];
+
+/// The transformer of a flow model.
+const fn transformer(
+    model: &'static ModelKind,
+    sections: &'static [Section],
+    published: fn() -> Map<String, Value>,
+    readers: &'static [Reader],
+) -> Part {
+    let adapter = AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model"), readers };
+    Part {
+        role: Role::Denoiser,
+        model,
+        subfolder: "transformer",
+        sections,
+        fits: any,
+        published,
+        adapter: Some(adapter),
+    }
 }
 
 /// T5's encoder, which no adapter reaches.
@@ -152,11 +175,7 @@ static SDXL: Pipeline = Pipeline {
             role: Role::Denoiser,
             model: &sdxl::KIND,
             subfolder: "unet",
-            sections: &[Section {
-                prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
-                naming: Naming::Original,
-                probe: "input_blocks.0.0.weight",
-            }],
+            sections: &[Section { prefixes: PREFIXES, naming: Naming::Original, probe: "input_blocks.0.0.weight" }],
             fits: any,
             published: || UNetConfig::default().to_json(),
             adapter: Some(AdapterNames {
@@ -221,13 +240,11 @@ static SD3: Pipeline = Pipeline {
     base: Some(BaseModel { version: "sd3", architecture: "stable-diffusion-3.5-medium", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &sd3::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &sd3::KIND,
+            &[
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    prefixes: PREFIXES,
                     naming: Naming::Original,
                     probe: "joint_blocks.0.context_block.attn.qkv.weight",
                 },
@@ -237,10 +254,9 @@ static SD3: Pipeline = Pipeline {
                     probe: "transformer_blocks.0.norm1_context.linear.weight",
                 },
             ],
-            fits: any,
-            published: || SD3Config::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model"), readers: readers::SD3 }),
-        },
+            || SD3Config::default().to_json(),
+            readers::SD3,
+        ),
         Part {
             role: Role::Autoencoder,
             model: &vae::KIND,
@@ -296,30 +312,19 @@ static FLUX: Pipeline = Pipeline {
     base: Some(BaseModel { version: "flux1", architecture: "flux-1-dev", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &flux::KIND,
-            subfolder: "transformer",
-            sections: &[
-                Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
-                    naming: Naming::Original,
-                    probe: "vector_in.in_layer.weight",
-                },
+        transformer(
+            &flux::KIND,
+            &[
+                Section { prefixes: PREFIXES, naming: Naming::Original, probe: "vector_in.in_layer.weight" },
                 Section {
                     prefixes: &[""],
                     naming: Naming::Own,
                     probe: "single_transformer_blocks.0.norm.linear.weight",
                 },
             ],
-            fits: any,
-            published: || FluxConfig::default().to_json(),
-            adapter: Some(AdapterNames {
-                kohya: "lora_unet",
-                comfyui: Some("diffusion_model"),
-                readers: readers::FLUX,
-            }),
-        },
+            || FluxConfig::default().to_json(),
+            readers::FLUX,
+        ),
         FLUX_AUTOENCODER,
         Part {
             role: Role::TextEncoder,
@@ -350,13 +355,11 @@ static CHROMA: Pipeline = Pipeline {
     base: Some(BaseModel { version: "chroma", architecture: "chroma", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &chroma::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &chroma::KIND,
+            &[
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    prefixes: PREFIXES,
                     naming: Naming::Original,
                     probe: "distilled_guidance_layer.layers.0.in_layer.weight",
                 },
@@ -366,14 +369,9 @@ static CHROMA: Pipeline = Pipeline {
                     probe: "distilled_guidance_layer.layers.0.linear_1.weight",
                 },
             ],
-            fits: any,
-            published: || ChromaConfig::default().to_json(),
-            adapter: Some(AdapterNames {
-                kohya: "lora_unet",
-                comfyui: Some("diffusion_model"),
-                readers: readers::FLUX,
-            }),
-        },
+            || ChromaConfig::default().to_json(),
+            readers::CHROMA,
+        ),
         FLUX_AUTOENCODER,
         t5_part("text_encoder"),
     ],
@@ -387,30 +385,19 @@ static Z_IMAGE: Pipeline = Pipeline {
     base: Some(BaseModel { version: "z-image", architecture: "Z-Image", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &z_image::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &z_image::KIND,
+            &[
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    prefixes: PREFIXES,
                     naming: Naming::Original,
                     probe: "noise_refiner.0.attention.k_norm.weight",
                 },
-                Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
-                    naming: Naming::Own,
-                    probe: "noise_refiner.0.attention.norm_k.weight",
-                },
+                Section { prefixes: PREFIXES, naming: Naming::Own, probe: "noise_refiner.0.attention.norm_k.weight" },
             ],
-            fits: any,
-            published: || ZImageConfig::default().to_json(),
-            adapter: Some(AdapterNames {
-                kohya: "lora_unet",
-                comfyui: Some("diffusion_model"),
-                readers: readers::Z_IMAGE,
-            }),
-        },
+            || ZImageConfig::default().to_json(),
+            readers::Z_IMAGE,
+        ),
         FLUX_AUTOENCODER,
         QWEN3_ENCODER,
     ],
@@ -424,26 +411,19 @@ static FLUX2: Pipeline = Pipeline {
     base: Some(BaseModel { version: "flux2", architecture: "Flux.2-klein-4b", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &flux2::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &flux2::KIND,
+            &[
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    prefixes: PREFIXES,
                     naming: Naming::Original,
                     probe: "double_stream_modulation_img.lin.weight",
                 },
                 Section { prefixes: &[""], naming: Naming::Own, probe: "double_stream_modulation_img.linear.weight" },
             ],
-            fits: any,
-            published: || Flux2Config::default().to_json(),
-            adapter: Some(AdapterNames {
-                kohya: "lora_unet",
-                comfyui: Some("diffusion_model"),
-                readers: readers::FLUX2,
-            }),
-        },
+            || Flux2Config::default().to_json(),
+            readers::FLUX2,
+        ),
         Part {
             role: Role::Autoencoder,
             model: &vae::KIND,
