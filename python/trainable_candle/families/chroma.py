@@ -64,6 +64,7 @@ class Chroma(FlowFamily[ChromaTexts]):
     # Flux's blocks have Flux's layers; no trainer adapts the approximator.
     targets: ClassVar[tuple[str, ...]] = Flux.targets
     guidance: ClassVar[float] = 5.0
+    reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
     text_tokens: ClassVar[int] = _TOKENS
     model: ChromaTransformer

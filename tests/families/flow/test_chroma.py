@@ -12,6 +12,7 @@ from trainable_candle.errors import WeightsFormatError
 from trainable_candle.families.chroma import Chroma
 from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train import TrainConfig
+from trainable_candle.train.trainer import Inputs
 
 
 def test_original_files_with_parts_of_their_own(chroma_base: Path, tmp_path: Path) -> None:
@@ -61,6 +62,23 @@ def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
     ]
     found = family.predict(sample, tc.cat([times] * 3), together).numpy()
     np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_drawing_needs_no_mask(chroma_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt and a negative prompt of other length are read one after the other."""
+    task = families.load("chroma", chroma_base, "f32", "cpu")
+    found = []
+    predict = task.family.predict
+
+    def counted(sample: tc.Tensor, times: tc.Tensor, conditions: Inputs) -> tc.Tensor:
+        found.append((sample.shape[0], conditions["encoder_hidden_states"].shape[1]))
+        return predict(sample, times, conditions)
+
+    monkeypatch.setattr(task.family, "predict", counted)
+    task.draw(["a red blur"], SampleOptions(steps=2, size=(16, 16), guidance=2.0))
+    negative, positive = (1, 2), (1, task.family.text_length("a red blur"))
+    assert positive[1] > 2
+    assert found == [negative, positive] * 2
 
 
 def test_flash_is_told_by_its_name(chroma_base: Path, tmp_path: Path) -> None:
