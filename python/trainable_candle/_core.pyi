@@ -27,6 +27,7 @@ __all__ = [
     "CapturedFunction",
     "CausalLM",
     "CheckpointFacts",
+    "ChromaTransformer",
     "DType",
     "DiffusionObjective",
     "DigitsTransformer",
@@ -777,6 +778,40 @@ class CheckpointFacts:
     def zero_snr(self, /) -> bool:
         """
         Whether the files say that the last timestep is noise alone.
+        """
+
+@final
+class ChromaTransformer(Model):
+    """
+    The transformer of Chroma, computing what diffusers' `ChromaTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+    """
+    def __call__(
+        self,
+        /,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor | float | int,
+        img_ids: Tensor,
+        txt_ids: Tensor,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """
+        The velocity, noise - latents, at noisy latents.
+
+        Args:
+            hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim): T5's, the words and one token of padding.
+            timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+            img_ids: positions of the image's tokens, (S, 3): 0, row, column.
+            txt_ids: positions of the text's tokens, (L, 3): zeros.
+            lengths: how many tokens of each text are read, (B,), f32; what follows is not seen. All are read without it, and attention
+                needs no mask, which saves time.
+
+        Returns:
+            A tensor of the shape of `hidden_states`, in the dtype of the weights.
+
+        Raises:
+            ShapeError: if the inputs do not fit the model or one another.
         """
 
 @final

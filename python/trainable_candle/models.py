@@ -3,6 +3,7 @@
 from trainable_candle._core import (
     AutoencoderKL,
     CausalLM,
+    ChromaTransformer,
     CLIPTextModel,
     DigitsTransformer,
     Flux2Transformer,
@@ -27,6 +28,7 @@ __all__ = [
     "AutoencoderKL",
     "CLIPTextModel",
     "CausalLM",
+    "ChromaTransformer",
     "DigitsTransformer",
     "Flux2Transformer",
     "FluxTransformer",

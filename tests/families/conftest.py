@@ -110,16 +110,20 @@ def sd3_base(
     return folder
 
 
+LATENTS_OF_FLUX = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+SCHEDULER_OF_FLUX = {
+    "use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15,
+    "base_image_seq_len": 256, "max_image_seq_len": 4096,
+}  # fmt: skip
+
+
 @pytest.fixture(scope="session")
 def flux_base(
     tmp_path_factory: pytest.TempPathFactory, write_tokenizer: Callable[[Path, str], None]
 ) -> Path:
     """A pipeline's folder."""
     folder = tmp_path_factory.mktemp("flux model") / "base"
-    latents = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
-    scheduler = {"use_dynamic_shifting": True, "shift": 3.0, "base_shift": 0.5, "max_shift": 1.15,
-                 "base_image_seq_len": 256, "max_image_seq_len": 4096}  # fmt: skip
-    write_pipeline(folder, "flux", "FluxPipeline", scheduler, latents)
+    write_pipeline(folder, "flux", "FluxPipeline", SCHEDULER_OF_FLUX, LATENTS_OF_FLUX)
     write_tokenizer(folder / "tokenizer", "<|endoftext|>")
     write_clip(folder / "text_encoder", 24, None)
     write_t5(folder / "text_encoder_2")
@@ -127,11 +131,19 @@ def flux_base(
 
 
 @pytest.fixture(scope="session")
+def chroma_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline's folder."""
+    folder = tmp_path_factory.mktemp("chroma model") / "base"
+    write_pipeline(folder, "chroma", "ChromaPipeline", SCHEDULER_OF_FLUX, LATENTS_OF_FLUX)
+    write_t5(folder / "text_encoder")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline's folder."""
     folder = tmp_path_factory.mktemp("z-image model") / "base"
-    latents = {"scaling_factor": 0.3611, "shift_factor": 0.1159}
-    write_pipeline(folder, "zimage", "ZImagePipeline", {"shift": 3.0}, latents)
+    write_pipeline(folder, "zimage", "ZImagePipeline", {"shift": 3.0}, LATENTS_OF_FLUX)
     write_chat_tokenizer(folder / "tokenizer")
     write_qwen3(folder / "text_encoder")
     return folder

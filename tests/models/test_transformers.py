@@ -9,6 +9,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.models import (
+    ChromaTransformer,
     Flux2Transformer,
     FluxTransformer,
     Model,
@@ -55,6 +56,7 @@ UNPOOLED = ("hidden_states", "encoder_hidden_states", "timestep")
 FAMILIES = {
     "sd3": Family("sd3", SD3Transformer, COMMON),
     "flux": Family("flux", FluxTransformer, (*COMMON, "img_ids", "txt_ids", "guidance")),
+    "chroma": Family("chroma", ChromaTransformer, (*UNPOOLED, "img_ids", "txt_ids", "lengths")),
     "flux2": Family("flux2", Flux2Transformer, (*UNPOOLED, "img_ids", "txt_ids")),
     "zimage": Family("zimage", ZImageTransformer, (*UNPOOLED, "lengths")),
 }
@@ -198,6 +200,36 @@ def test_the_padding_of_a_text_is_not_read() -> None:
         longer = tc.cat([text[:, :19], 100.0 * tc.ones((1, length - 19, 40))], 1)
         found = model(x, longer, times, case["lengths"][1:], rows_are_full=full)
         assert relative_error(found, expected) < ROUNDING, length
+
+
+def test_texts_of_chroma_are_read_to_their_length() -> None:
+    """Neither what follows nor, in a batch, the length of the other texts changes a sample."""
+    family = FAMILIES["chroma"]
+    model, case = family.load(), family.case
+    x, text, times = (case[name][1:] for name in UNPOOLED)
+    image, words = case["img_ids"], case["txt_ids"]
+    read = int(case["lengths"][1].item())
+    expected = model(x, text[:, :read], times, image, words[:read])
+    assert relative_error(expected, case["output"][1:]) < ROUNDING
+    longer = tc.cat([text[:, :read], 100.0 * tc.ones((1, 9, 40))], 1)
+    positions = tc.zeros((read + 9, 3))
+    found = model(x, longer, times, image, positions, case["lengths"][1:])
+    assert relative_error(found, expected) < ROUNDING
+    assert relative_error(model(x, longer, times, image, positions), expected) > 0.01
+    with pytest.raises(tc.ShapeError, match=r"lengths has shape \[2\], expected \(1,\)"):
+        model(x, longer, times, image, positions, case["lengths"])
+
+
+def test_relatives_of_chroma_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "radiance.safetensors"
+    tc.models.save_checkpoint(path, {"transformer": FAMILIES["chroma"].load()})
+    weights = {
+        name.removeprefix("model.diffusion_model."): tensor
+        for name, tensor in tc.load_file(path).items()
+    }
+    tc.save_file(weights | {"nerf_blocks.0.norm.scale": tc.ones((4,))}, path)
+    with pytest.raises(tc.ConfigError, match="Chroma Radiance"):
+        ChromaTransformer.from_pretrained(path)
 
 
 def test_fused_projections_are_read_from_files_of_comfyui(tmp_path: Path) -> None:

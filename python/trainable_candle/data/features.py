@@ -150,7 +150,7 @@ class TextCache:
     """The text encoders' results for captions.
 
     Captions of different lengths may have features of different lengths along dimension 1: in a
-    batch, shorter ones are extended by those of the empty caption, part by part.
+    batch, shorter ones are extended by those of the empty caption, repeated as often as needed.
 
     Args:
         encode: from n captions to tensors of n rows by name.
@@ -253,9 +253,10 @@ def _continued(
             whole[name] = tensor
             continue
         length = max(other[name].shape[1] for other in rows)
-        parts = [tensor]
-        while sum(part.shape[1] for part in parts) < length:
-            parts.append(blank[name])
+        parts, missing = [tensor], length - tensor.shape[1]
+        while missing:
+            parts.append(blank[name].narrow(1, 0, min(missing, blank[name].shape[1])))
+            missing -= parts[-1].shape[1]
         whole[name] = tc.cat(parts, 1) if len(parts) > 1 else tensor
     return whole
 

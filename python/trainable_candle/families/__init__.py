@@ -23,6 +23,7 @@ NAMES: Final = {
     "sdxl": "trainable_candle.families.sdxl:SDXL",
     "sd3": "trainable_candle.families.sd3:SD3",
     "flux": "trainable_candle.families.flux:Flux",
+    "chroma": "trainable_candle.families.chroma:Chroma",
     "zimage": "trainable_candle.families.z_image:ZImage",
     "flux2": "trainable_candle.families.flux2:Flux2",
     "causal-lm": "trainable_candle.families.causal_lm:CausalLM",

@@ -10,13 +10,7 @@ import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.errors import ConfigError
 from trainable_candle.families.flow import FlowFamily
-from trainable_candle.families.flow.patches import (
-    as_tokens,
-    from_squares,
-    from_tokens,
-    positions,
-    squares,
-)
+from trainable_candle.families.flow.patches import over_tokens
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.clip import clip_tokenizer
 from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
@@ -56,7 +50,7 @@ class FluxTexts:
             **family.source("text_encoder"), dtype=family.dtype, device=family.device
         )
         self._tokenizer = clip_tokenizer(family.weights, "tokenizer", PAD_OF_CLIP_L, self._clip)
-        self._t5 = T5.load(family, 2, family.text_tokens)
+        self._t5 = T5.load(family, "text_encoder_2", family.text_tokens)
         self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
@@ -146,8 +140,7 @@ class Flux(FlowFamily[FluxTexts]):
     @property
     def text_working_values(self) -> int:
         """The widest layer of T5, and the result."""
-        t5 = self.facts.parts["text_encoder_2"].config
-        return int(self.text_tokens * (2 * t5["d_ff"] + 4 * t5["d_model"])) + self.text_values
+        return T5.working_values(self, "text_encoder_2", self.text_tokens) + self.text_values
 
     def conditions(
         self, frames: Sequence[Frame], guidance: float | None = None
@@ -160,18 +153,15 @@ class Flux(FlowFamily[FluxTexts]):
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """What the transformer says."""
-        packed = squares(sample)
-        height, width = packed.shape[2:]
-        text = conditions["encoder_hidden_states"]
-        predicted = self.model(
-            as_tokens(packed),
-            text,
-            conditions["pooled_projections"],
-            times / 1000.0,
-            *positions(height, width, text.shape[1], self.device),
-            conditions.get("guidance"),
+        text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
+        guidance = conditions.get("guidance")
+        return over_tokens(
+            sample,
+            text.shape[1],
+            lambda x, image, words: self.model(
+                x, text, pooled, times / 1000.0, image, words, guidance
+            ),
         )
-        return from_squares(from_tokens(predicted, (height, width)))
 
     def text_identity(self) -> dict[str, str]:
         """The text encoders' files, and how they encode."""

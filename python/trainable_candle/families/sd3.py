@@ -49,7 +49,7 @@ class SD3Texts:
             )
             tokenizer = clip_tokenizer(family.weights, f"tokenizer{number}", pad, model)
             self._clips.append((model, tokenizer))
-        self._t5 = T5.load(family, 3, _T5_TOKENS)
+        self._t5 = T5.load(family, "text_encoder_3", _T5_TOKENS)
         self._device = family.device
 
     def chunks(self, caption: str) -> int:  # noqa: ARG002 - CLIP reads the beginning, T5 the rest
@@ -127,8 +127,7 @@ class SD3(FlowFamily[SD3Texts]):
     @property
     def text_working_values(self) -> int:
         """The widest layer of T5, and the result."""
-        t5 = self.facts.parts["text_encoder_3"].config
-        return int(_T5_TOKENS * (2 * t5["d_ff"] + 4 * t5["d_model"])) + self.text_values
+        return T5.working_values(self, "text_encoder_3", _T5_TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """What the transformer says."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Final
 
-import numpy as np
-
-import trainable_candle as tc
 from trainable_candle._core import pipeline_parts
 from trainable_candle.data import file_identity
 from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow.rows import in_rows
 from trainable_candle.families.flow.schedule import FlowSchedule
 from trainable_candle.families.pipeline.identity import parts_identity
 from trainable_candle.families.pipeline.qwen3 import MOST_TOKENS, Qwen3, tokenizer_folder
@@ -58,21 +56,7 @@ class ZImageTexts:
         L is a multiple of 32; what follows the words is not read.
         """
         rows = [self._qwen3.states(self._tokens(caption))[0] for caption in captions]
-        lengths = [row.shape[1] for row in rows]
-        longest = -(-max(lengths) // _MULTIPLE) * _MULTIPLE
-        return {
-            "encoder_hidden_states": tc.cat([_extended(row, longest) for row in rows], 0),
-            "lengths": tc.tensor(np.array(lengths, np.float32), device=rows[0].device),
-        }
-
-
-def _extended(row: Tensor, length: int) -> Tensor:
-    """(1, L, W) with zeros up to a length."""
-    _, there, width = row.shape
-    if there == length:
-        return row
-    zeros = tc.zeros((1, length - there, width), dtype=row.dtype, device=str(row.device))
-    return tc.cat([row, zeros], 1)
+        return in_rows(rows, _MULTIPLE)
 
 
 class ZImage(FlowFamily[ZImageTexts]):

@@ -5,6 +5,7 @@
 //! ([`trainable_candle_nn::Module`]) and compute.
 
 pub mod causal_lm;
+pub mod chroma;
 pub mod clip;
 pub mod digits;
 pub mod facts;
@@ -23,6 +24,7 @@ pub mod vae;
 pub mod z_image;
 
 pub use causal_lm::CausalLM;
+pub use chroma::ChromaTransformer;
 pub use clip::CLIPTextModel;
 pub use digits::DigitsTransformer;
 pub use facts::{Facts, PartFacts, Plan, inspect};

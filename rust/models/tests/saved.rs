@@ -8,6 +8,7 @@ use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::memory::saved_bytes;
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_models::causal_lm::{CausalLM, CausalLMConfig};
+use trainable_candle_models::chroma::{ChromaConditions, ChromaConfig, ChromaTransformer};
 use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
 use trainable_candle_models::digits::{DigitsConfig, DigitsTransformer};
 use trainable_candle_models::flux::{FluxConditions, FluxConfig, FluxTransformer};
@@ -156,6 +157,33 @@ fn of_flux2() {
             guidance: None,
         };
         model.forward(&zeros(&[1, 96, 128]), conditions)
+    });
+}
+
+#[test]
+fn of_chroma() {
+    let config = ChromaConfig {
+        num_layers: 4,
+        num_single_layers: 8,
+        num_attention_heads: 4,
+        attention_head_dim: 24,
+        joint_attention_dim: 40,
+        axes_dims_rope: vec![8, 8, 8],
+        approximator_num_channels: 16,
+        approximator_hidden_dim: 64,
+        ..ChromaConfig::default()
+    };
+    let model = ChromaTransformer::new(config, &mut Source::random(DType::F32, &CPU).root()).unwrap();
+    let size = SampleSize { height: 24, width: 16, tokens: 40 };
+    check(&model, &["all-attention", r".*transformer_blocks\..*", "all-linear"], size, 1, || {
+        let conditions = ChromaConditions {
+            encoder_hidden_states: &zeros(&[1, 40, 40]),
+            timestep: &zeros(&[1]),
+            img_ids: &zeros(&[96, 3]),
+            txt_ids: &zeros(&[40, 3]),
+            lengths: None,
+        };
+        model.forward(&zeros(&[1, 96, 64]), conditions)
     });
 }
 

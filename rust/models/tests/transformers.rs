@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use trainable_candle_core::DType;
+use trainable_candle_models::chroma::{ChromaConfig, ChromaTransformer};
 use trainable_candle_models::flux::{FluxConfig, FluxTransformer};
 use trainable_candle_models::flux2::{Flux2Config, Flux2Transformer};
 use trainable_candle_models::sd3::{SD3Config, SD3Transformer};
@@ -49,6 +50,20 @@ fn flux_at_full_size_has_the_published_names_and_shapes() {
     let schnell = FluxConfig { guidance_embeds: false, ..FluxConfig::default() };
     let without_guidance: Shapes = dev.into_iter().filter(|(name, _)| !name.contains("guidance")).collect();
     assert_eq!(flux(schnell), without_guidance);
+}
+
+/// Its file has what Flux has not; `make_diffusers.py` says the rest.
+#[test]
+fn chroma_at_full_size_has_the_published_names_and_shapes() {
+    let model = ChromaTransformer::new(ChromaConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();
+    let is_modulation = |name: &str| {
+        ["time_text_embed.", "norm_out."].iter().any(|start| name.starts_with(start))
+            || ["norm.linear", "norm1"].iter().any(|part| name.contains(part))
+    };
+    let mut expected = published("flux_dev");
+    expected.retain(|name, _| !is_modulation(name));
+    expected.extend(published("chroma"));
+    assert_eq!(shapes(&model), expected);
 }
 
 #[test]

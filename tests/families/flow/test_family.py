@@ -15,7 +15,7 @@ from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train import TrainConfig
 
 
-@pytest.fixture(params=["sd3", "flux", "zimage", "flux2"])
+@pytest.fixture(params=["sd3", "flux", "chroma", "zimage", "flux2"])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

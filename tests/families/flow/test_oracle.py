@@ -19,7 +19,11 @@ diffusers = pytest.importorskip("diffusers")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+# diffusers' own use of what it deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+
 # Rows and columns of latents that differ, and of which one is odd in tokens.
+GOLDEN = Path(__file__).parents[2] / "golden"
 SIZE, STEPS, SEED = (40, 24), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
 
@@ -109,6 +113,78 @@ def test_flux(flux_base: Path, tmp_path: Path) -> None:
         latents=packed, output_type="np", max_sequence_length=512,
     ).images  # fmt: skip
     np.testing.assert_allclose(ours("flux", flux_base, 3.5, ""), theirs, atol=1e-3 + 0.5 / 255)
+
+
+def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
+    """The pipeline with a mask of truth values, as in the code that the model was trained with.
+
+    diffusers 0.42 joins numbers and truth values to a mask of numbers, which attention adds to its
+    scores, so that its transformer reads all of the padding.
+    """
+    pipeline = diffusers.ChromaPipeline(
+        transformer=load(diffusers.ChromaTransformer2DModel, base / "transformer"),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(base / "scheduler"),
+        vae=load(diffusers.AutoencoderKL, base / "vae"),
+        text_encoder=load(transformers.T5EncoderModel, base / "text_encoder"),
+        tokenizer=t5_tokenizer(folder),
+    )
+    prepare = pipeline._prepare_attention_mask
+
+    def masked(**given: object) -> "torch.Tensor | None":
+        mask = prepare(**given)
+        return None if mask is None else mask.bool()
+
+    pipeline._prepare_attention_mask = masked
+    return pipeline
+
+
+def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path: Path) -> None:
+    """Of no words, of some, and of a caption that is cut and has no padding."""
+    pipeline = chroma(chroma_base, tmp_path / "t5")
+    captions = ["", PROMPT, "a blur " * 400]
+    with torch.no_grad():
+        theirs, mask = pipeline._get_t5_prompt_embeds(captions)
+    found = families.load("chroma", chroma_base, "f32", "cpu").family.features(captions)
+    lengths = found["lengths"].numpy().astype(int)
+    np.testing.assert_array_equal(lengths, mask.sum(1).numpy())
+    assert lengths[0] == 2
+    assert lengths[2] == 512
+    for ours, expected, length in zip(
+        found["encoder_hidden_states"].numpy(), theirs.numpy(), lengths, strict=True
+    ):
+        np.testing.assert_allclose(ours[:length], expected[:length], atol=1e-5)
+        assert (ours[length:] == 0).all()
+
+
+@pytest.mark.parametrize("guidance", [1.0, 5.0])
+def test_chroma(chroma_base: Path, tmp_path: Path, guidance: float) -> None:
+    """The prompts differ in length."""
+    pipeline = chroma(chroma_base, tmp_path / "t5")
+    latents = noise()
+    theirs = pipeline(
+        PROMPT, negative_prompt=NEGATIVE, num_inference_steps=STEPS, guidance_scale=guidance,
+        height=SIZE[1], width=SIZE[0], latents=pipeline._pack_latents(latents, *latents.shape),
+        output_type="np",
+    ).images  # fmt: skip
+    found = ours("chroma", chroma_base, guidance, NEGATIVE)
+    np.testing.assert_allclose(found, theirs, atol=1e-3 + 0.5 / 255)
+
+
+def test_every_block_of_chroma_has_its_rows_of_the_modulation(tmp_path: Path) -> None:
+    """With more blocks of two streams than the golden model's one."""
+    torch.manual_seed(0)
+    config = json.loads((GOLDEN / "chroma" / "transformer" / "config.json").read_text())
+    sizes = {"num_layers": 3, "num_single_layers": 2}
+    config = {name: value for name, value in config.items() if not name.startswith("_")}
+    theirs = diffusers.ChromaTransformer2DModel(**config | sizes)
+    theirs.save_pretrained(tmp_path / "transformer")
+    given = (torch.randn(2, 6, 64), torch.randn(2, 5, 40), torch.tensor([0.2, 0.9]),
+             torch.randn(6, 3), torch.zeros(5, 3))  # fmt: skip
+    with torch.no_grad():
+        expected = theirs(*given).sample.numpy()
+    model = tc.models.load(tmp_path / "transformer", dtype="f32")
+    found = model(*(tc.tensor(tensor.numpy()) for tensor in given)).numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.0])

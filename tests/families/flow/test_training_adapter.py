@@ -38,7 +38,7 @@ def losses(output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr"])
-@pytest.mark.parametrize("name", ["flux", "zimage", "flux2"])
+@pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "flux2"])
 def test_it_counts_in_training_alone(
     name: str, adapter: str, made: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:

@@ -1,10 +1,10 @@
-"""Tiny models of SD3.5, Flux, FLUX.2 and Z-Image, and what diffusers and peft make of them.
+"""Tiny models of SD3.5, Flux, Chroma, FLUX.2 and Z-Image, and what diffusers and peft make of them.
 
     python make_diffusers.py FOLDER
 
-Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `flux2` and `zimage` as the
-folders beside this one, and the names and shapes of the published sizes into `full_size`. Weights
-are bf16 numbers, stored as bf16; everything else is f32.
+Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `chroma`, `flux2` and
+`zimage` as the folders beside this one, and the names and shapes of the published sizes into
+`full_size`. Weights are bf16 numbers, stored as bf16; everything else is f32.
 """
 
 import copy
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKLFlux2,
+    ChromaTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     SD3Transformer2DModel,
@@ -37,6 +38,12 @@ FLUX = {
     "in_channels": 64, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
     "num_attention_heads": 4, "joint_attention_dim": 40, "pooled_projection_dim": 24,
     "axes_dims_rope": (4, 6, 6), "guidance_embeds": True,
+}  # fmt: skip
+# As small as the autoencoder of Flux and the fixtures' text allow.
+CHROMA = {
+    "in_channels": 64, "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8,
+    "num_attention_heads": 1, "joint_attention_dim": 40, "axes_dims_rope": (2, 2, 4),
+    "approximator_num_channels": 16, "approximator_hidden_dim": 8, "approximator_layers": 2,
 }  # fmt: skip
 FLUX2 = {
     "in_channels": 64, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16,
@@ -189,6 +196,26 @@ def flux():
     family("flux", lambda: FluxTransformer2DModel(**FLUX), inputs, call, linear, JOINT)
 
 
+def chroma():
+    """Texts of which 7 and 3 tokens are read, as `ChromaPipeline` masks them (there with numbers
+    that attention adds to its scores, where the original code has a mask of truth values)."""
+    height, width, length = 3, 2, 7
+    x = torch.randn(2, height * width, 64).requires_grad_()
+    inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 3)
+    inputs.pop("pooled_projections")
+    lengths = torch.tensor([7, 3])
+    read = torch.arange(length) < lengths[:, None]
+    mask = torch.cat([read, torch.ones(2, height * width, dtype=torch.bool)], dim=1)
+
+    def call(model):
+        return model(**inputs, attention_mask=mask, return_dict=False)[0]
+
+    linear = ["ff.net.2", "to_add_out", "proj_mlp", "proj_out", "linear_1", "out_proj"]
+    attention = ["to_q", "to_out.0", "add_k_proj"]
+    stored = inputs | {"lengths": lengths.float()}
+    family("chroma", lambda: ChromaTransformer2DModel(**CHROMA), stored, call, linear, attention)
+
+
 def z_image():
     """24 tokens of an image, of which 32 are made; captions of which one is longer than 32."""
     lengths = torch.tensor([37, 19])
@@ -256,6 +283,16 @@ def full_size():
         }
     folder = OUTPUT / "full_size"
     folder.mkdir(exist_ok=True)
+    # Chroma has what Flux has but for its modulation: what it has beside.
+    flux = models["flux_dev"].state_dict()
+    with torch.device("meta"):
+        chroma = ChromaTransformer2DModel().state_dict()
+    shared = {key for key in flux if "norm.linear" not in key and "norm1" not in key}
+    shared = {key for key in shared if not key.startswith(("time_text_embed.", "norm_out."))}
+    assert shared == {key for key in chroma if not key.startswith("distilled_guidance_layer.")}
+    assert all(chroma[key].shape == flux[key].shape for key in shared)
+    own = {key: list(chroma[key].shape) for key in sorted(chroma.keys() - shared)}
+    (folder / "chroma.json").write_text(json.dumps(own, indent=0))
     for name, model in models.items():
         shapes = {key: list(value.shape) for key, value in sorted(model.state_dict().items())}
         (folder / f"{name}.json").write_text(json.dumps(shapes, indent=0))
@@ -263,7 +300,7 @@ def full_size():
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
-    for make in (sd3, flux, z_image, flux2, autoencoder):
+    for make in (sd3, flux, chroma, z_image, flux2, autoencoder):
         torch.manual_seed(20261122)
         make()
     full_size()

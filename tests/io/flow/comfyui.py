@@ -68,6 +68,23 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
     return found
 
 
+def without_modulation(flux: dict[str, Slice], layers: int) -> dict[str, Slice]:
+    """Those of Chroma: Flux's that it has, and of the approximator of so many layers."""
+    modulation = ("time_text_embed.", "norm_out.")
+    found = {
+        layer: place
+        for layer, place in flux.items()
+        if not layer.startswith(modulation) and "norm.linear" not in layer and "norm1" not in layer
+    }
+    name = "distilled_guidance_layer"
+    for end in ("in_proj", "out_proj"):
+        found[f"{name}.{end}"] = Slice(f"{name}.{end}")
+    for i in range(layers):
+        for ours, theirs in (("linear_1", "in_layer"), ("linear_2", "out_layer")):
+            found[f"{name}.layers.{i}.{ours}"] = Slice(f"{name}.layers.{i}.{theirs}")
+    return found
+
+
 def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
     """As `flux_slices`, for SD3.5, whose first `dual` blocks have two attentions."""
     found = {
@@ -148,7 +165,7 @@ def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
 
 # Layers that ComfyUI knows by their original names only.
 _NATIVE = ("double_stream_modulation_", "single_stream_modulation.", "time_guidance_embed.",
-           "cap_embedder.", "t_embedder.")  # fmt: skip
+           "cap_embedder.", "t_embedder.", "distilled_guidance_layer.")  # fmt: skip
 
 
 def originals(weights: Arrays, slices: Mapping[str, Slice]) -> dict[str, np.ndarray]:

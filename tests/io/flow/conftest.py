@@ -9,6 +9,7 @@ import pytest
 
 import trainable_candle as tc
 from trainable_candle.models import (
+    ChromaTransformer,
     Flux2Transformer,
     FluxTransformer,
     Model,
@@ -74,6 +75,12 @@ class Family(NamedTuple):
 FAMILIES = {
     "sd3": Family("sd3", SD3Transformer, COMMON),
     "flux": Family("flux", FluxTransformer, (*COMMON, "img_ids", "txt_ids", "guidance")),
+    "chroma": Family(
+        "chroma",
+        ChromaTransformer,
+        (*UNPOOLED, "img_ids", "txt_ids", "lengths"),
+        native=(r"distilled_guidance_layer\..*",),
+    ),
     "zimage": Family(
         "zimage",
         ZImageTransformer,

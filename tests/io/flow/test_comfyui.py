@@ -24,7 +24,10 @@ def slices(family: Family) -> Slices:
     if family.name == "zimage":
         return comfyui.z_image_slices(config["n_layers"], config["n_refiner_layers"])
     made = comfyui.flux2_slices if family.name == "flux2" else comfyui.flux_slices
-    return made(config["num_layers"], config["num_single_layers"])
+    found = made(config["num_layers"], config["num_single_layers"])
+    if family.name == "chroma":
+        found = comfyui.without_modulation(found, config["approximator_layers"])
+    return found
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from .conftest import FAMILIES, Family
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
+# diffusers' own use of what it deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
 OUTSIDE = ["x_embedder", "context_embedder", r"time_text_embed\..*", "norm_out.linear"]
@@ -22,6 +24,7 @@ ENDS = {"zimage": ["all_x_embedder.2-1"], "flux2": [r"time_guidance_embed\..*"]}
 CLASSES = {
     "sd3": ("SD3Transformer2DModel", "StableDiffusion3Pipeline"),
     "flux": ("FluxTransformer2DModel", "FluxPipeline"),
+    "chroma": ("ChromaTransformer2DModel", "ChromaPipeline"),
     "zimage": ("ZImageTransformer2DModel", "ZImagePipeline"),
     "flux2": ("Flux2Transformer2DModel", "Flux2KleinPipeline"),
 }
@@ -46,6 +49,10 @@ def load_lora(family: Family, transformer: Any, path: Path) -> None:
 def prediction(family: Family, model: Any) -> np.ndarray:
     given = {name: torch.from_numpy(tensor.numpy()) for name, tensor in family.given().items()}
     with torch.no_grad():
+        if family.name == "chroma":
+            read = torch.arange(given["txt_ids"].shape[0]) < given.pop("lengths")[:, None]
+            image = torch.ones(given["hidden_states"].shape[:2], dtype=torch.bool)
+            given["attention_mask"] = torch.cat([read, image], dim=1)
         if family.name != "zimage":
             return model(**given).sample.numpy()
         # One by one, and each without the padding of its text.

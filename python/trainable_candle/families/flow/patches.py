@@ -10,7 +10,16 @@ import numpy as np
 import trainable_candle as tc
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     from trainable_candle import Tensor
+
+    class Transformer(Protocol):
+        """A transformer over tokens, given their positions."""
+
+        def __call__(self, tokens: Tensor, image: Tensor, text: Tensor, /) -> Tensor:
+            """What it makes of the image's tokens at the positions of image and text."""
+
 
 _SIDE: Final = 2
 
@@ -69,3 +78,17 @@ def positions(
     if counts_words:
         words[:, 3] = np.arange(length)
     return tc.tensor(image.reshape(-1, axes), device=device), tc.tensor(words, device=device)
+
+
+def over_tokens(latents: Tensor, length: int, transformer: Transformer) -> Tensor:
+    """What a transformer makes of latents (B, C, H, W), squares of which are its tokens.
+
+    Args:
+        latents: with even sides.
+        length: tokens of the text, whose positions are zeros.
+        transformer: from tokens to as many.
+    """
+    packed = squares(latents)
+    rows, columns = packed.shape[2:]
+    found = transformer(as_tokens(packed), *positions(rows, columns, length, str(latents.device)))
+    return from_squares(from_tokens(found, (rows, columns)))

@@ -26,8 +26,7 @@ class T5:
     Args:
         model: the encoder.
         tokenizer: its tokens.
-        length: tokens of a caption: shorter ones are padded, and the padding is read too, as in
-            diffusers' pipelines; longer ones are cut.
+        length: tokens of a caption; longer ones are cut.
         device: of the encoder.
     """
 
@@ -38,12 +37,12 @@ class T5:
         self._device = device
 
     @classmethod
-    def load(cls, family: PipelineFamily[Any], number: int, length: int) -> Self:
+    def load(cls, family: PipelineFamily[Any], part: str, length: int) -> Self:
         """The encoder of a family's weights.
 
         Args:
             family: whose it is.
-            number: of the text encoder in the pipeline, from 1.
+            part: the text encoder's name in the pipeline.
             length: tokens of a caption.
 
         Raises:
@@ -51,9 +50,9 @@ class T5:
                 another model.
         """
         model = T5Encoder.from_pretrained(
-            **family.source(f"text_encoder_{number}"), dtype=family.dtype, device=family.device
+            **family.source(part), dtype=family.dtype, device=family.device
         )
-        folder = family.weights / f"tokenizer_{number}"
+        folder = family.weights / part.replace("text_encoder", "tokenizer")
         there = folder.is_dir()
         tokenizer = T5Tokenizer.from_pretrained(folder) if there else T5Tokenizer.shipped()
         known = model.named_tensors()[_TOKENS].shape[0]
@@ -66,6 +65,31 @@ class T5:
         return cls(model, tokenizer, length, family.device)
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """The states of captions, (B, length, width)."""
+        """The states of captions, (B, length, width).
+
+        Shorter ones are padded, and the padding is read too, as in diffusers' pipelines of Stable
+        Diffusion 3 and Flux.
+        """
         ids, _ = self._tokenizer(captions, self._length)
         return self.model(tc.tensor(ids, device=self._device))
+
+    def read_tokens(self, caption: str) -> int:
+        """How many tokens `words` gives: the caption's, the one that ends it, one of padding."""
+        return min(self._length, len(self._tokenizer.encode(caption)) + 2)
+
+    def words(self, caption: str) -> Tensor:
+        """The states of a caption's tokens, which do not see padding, and of one of padding.
+
+        Returns:
+            (1, L, width); L is at most the length, and without padding then.
+        """
+        ids, mask = (
+            row[:, : self.read_tokens(caption)] for row in self._tokenizer([caption], self._length)
+        )
+        return self.model(*(tc.tensor(row.copy(), device=self._device) for row in (ids, mask)))
+
+    @staticmethod
+    def working_values(family: PipelineFamily[Any], part: str, tokens: int) -> int:
+        """Numbers that the encoder `part` holds for a caption of so many tokens."""
+        config = family.facts.parts[part].config
+        return int(tokens * (2 * config["d_ff"] + 4 * config["d_model"]))

@@ -95,7 +95,8 @@ def draw(
         noise = _noise((options.seed + start) % 2**64, (len(group), *shape), family.device)
         positive = features(group)
         negative = positive if scale == 1 else features([options.negative_prompt] * len(group))
-        positive, negative = paired(positive, negative)
+        if not family.reads_texts_apart:
+            positive, negative = paired(positive, negative)
         frames = [Frame.whole(width, height)] * len(group)
         conditions = {
             name: tensor.to(family.device)
@@ -106,6 +107,7 @@ def draw(
             {**positive, **conditions},
             {**negative, **conditions},
             scale,
+            batched=not family.reads_texts_apart,
         )
         stepper = family.stepper(options.steps, options.sampler, (width, height))
         latents = stepper.init_noise(noise)
@@ -158,7 +160,8 @@ def _graphs(family: LatentModel) -> PassGraphs:
     def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
         return family.predict(inputs["sample"], inputs["times"], inputs)
 
-    return PassGraphs(predict, keep=int(family.device.startswith("cuda")))
+    shapes = 2 if family.reads_texts_apart else 1
+    return PassGraphs(predict, keep=shapes * family.device.startswith("cuda"))
 
 
 def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:

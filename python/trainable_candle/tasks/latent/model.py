@@ -54,6 +54,9 @@ class LatentModel(ABC):
     """Those of the text encoders, if these are trained too."""
     guidance: ClassVar[float] = 1.0
     """The scale of classifier-free guidance unless the settings have one; 1 is none."""
+    reads_texts_apart: ClassVar[bool] = False
+    """Whether drawing calls the model for the prompt and for the negative prompt: texts of
+    different length in one call would need a mask, for which attention on a GPU is slow."""
     at_once: ClassVar[int] = 1
     """Batch size of drawing, and the minimum of validation."""
     validation_examples: ClassVar[int] = 16

@@ -1,11 +1,11 @@
 //! The sizes of a Flux transformer.
 
 use serde_json::{Map, Value, json};
-use trainable_candle_core::{Error, Result};
+use trainable_candle_core::Result;
 
 use super::FluxTransformer;
 use crate::fields::Fields;
-use crate::layers::joint::{BlockSizes, EPS};
+use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
 /// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The default is Flux.1-dev's.
@@ -96,17 +96,9 @@ impl FluxConfig {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`trainable_candle_core::Error::Config`] naming the field and what it must be.
     pub fn validate(&self) -> Result<()> {
-        let axes = &self.axes_dims_rope;
-        if axes.iter().sum::<usize>() == self.attention_head_dim && axes.iter().all(|width| width.is_multiple_of(2)) {
-            return Ok(());
-        }
-        Err(Error::Config(format!(
-            "{}: axes_dims_rope is {axes:?}, expected even numbers whose sum is attention_head_dim, {}",
-            FluxTransformer::CLASS_NAME,
-            self.attention_head_dim
-        )))
+        RopeAxes::check(FluxTransformer::CLASS_NAME, &self.axes_dims_rope, self.attention_head_dim)
     }
 
     /// Width of the tokens.

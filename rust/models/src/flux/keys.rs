@@ -1,28 +1,17 @@
 //! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
 
-use trainable_candle_core::{Error, Result};
+use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
 
 use super::FluxConfig;
-use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
+use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
-/// The names in a folder, or those of an original checkpoint.
-pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
-    match original {
-        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer { prefix, names: &NAMES }),
-        Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
-        None => Box::new(OwnNames),
-    }
-}
-
-/// The layers of a transformer of Black Forest Labs by our names, and theirs.
+/// The layers of a transformer of Black Forest Labs, or made of one, by our names, and theirs.
 pub(crate) struct BlockNames {
     /// Outside of the blocks.
     pub outside: &'static [Renaming],
-    /// Inside of the blocks of two streams.
-    pub double: &'static [&'static [Renaming]],
-    /// Inside of those of one.
-    pub single: &'static [&'static [Renaming]],
+    /// Layers of blocks: what our names begin with before a block's number, what theirs do, and the layers inside.
+    pub blocks: &'static [(&'static str, &'static str, &'static [&'static [Renaming]])],
 }
 
 /// The names of an original checkpoint.
@@ -40,14 +29,26 @@ impl Layout for OriginalTransformer {
 
     fn places(&self, name: &str) -> Vec<Key> {
         let Some(found) = self.names.find(name) else { return Vec::new() };
-        // Norms of one head's width: `scale` in the original files, `weight` in some that other tools wrote.
-        let scale = found.key.contains(".norm.").then(|| found.key.strip_suffix("weight")).flatten();
+        // RMS norms: `scale` in the original files, `weight` in some that other tools wrote.
+        let is_norm = [".norm.", ".norms."].iter().any(|norm| found.key.contains(norm));
+        let scale = is_norm.then(|| found.key.strip_suffix("weight")).flatten();
         let scale = scale.map(|layer| Key { key: format!("{layer}scale"), form: found.form });
         scale.into_iter().chain([found]).collect()
     }
 }
 
 impl BlockNames {
+    /// The names in a folder, or those of an original checkpoint.
+    pub fn layout(&'static self, original: Option<Original>) -> Box<dyn Layout> {
+        match original {
+            Some(Original { prefix, naming: Naming::Original }) => {
+                Box::new(OriginalTransformer { prefix, names: self })
+            }
+            Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
+            None => Box::new(OwnNames),
+        }
+    }
+
     /// Where a layer is in an original checkpoint, without a prefix.
     pub fn layer(&self, layer: &str) -> Option<Key> {
         self.find(&format!("{layer}.weight"))?.of_layer()
@@ -55,12 +56,10 @@ impl BlockNames {
 
     /// Where a parameter or layer is in an original checkpoint, without a prefix.
     fn find(&self, name: &str) -> Option<Key> {
-        let blocks = [
-            ("transformer_blocks.", "double_blocks", self.double),
-            ("single_transformer_blocks.", "single_blocks", self.single),
-        ];
-        let block =
-            blocks.iter().find_map(|(ours, theirs, renamings)| Some((name.strip_prefix(ours)?, theirs, renamings)));
+        let block = self
+            .blocks
+            .iter()
+            .find_map(|(ours, theirs, renamings)| Some((name.strip_prefix(ours)?, theirs, renamings)));
         let Some((rest, theirs, renamings)) = block else { return renamed(name, self.outside) };
         let (index, inside) = rest.split_once('.')?;
         let Key { key, form } = renamings.iter().find_map(|renamings| renamed(inside, renamings))?;
@@ -68,7 +67,18 @@ impl BlockNames {
     }
 }
 
-static NAMES: BlockNames = BlockNames { outside: &OUTSIDE, double: &[&DOUBLE_ATTENTION, &DOUBLE], single: &[&SINGLE] };
+pub(super) static NAMES: BlockNames = BlockNames {
+    outside: &OUTSIDE,
+    blocks: &[
+        (DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1, &[&DOUBLE_ATTENTION, &DOUBLE_MLP, &DOUBLE_MODULATION]),
+        (SINGLE_BLOCKS.0, SINGLE_BLOCKS.1, &[&SINGLE, &SINGLE_MODULATION]),
+    ],
+};
+
+/// What the blocks of two streams are called, by us and by them.
+pub(crate) const DOUBLE_BLOCKS: (&str, &str) = ("transformer_blocks.", "double_blocks");
+/// What those of one are called.
+pub(crate) const SINGLE_BLOCKS: (&str, &str) = ("single_transformer_blocks.", "single_blocks");
 
 const OUTSIDE: [Renaming; 10] = [
     ("x_embedder", "img_in", Form::Plain),
@@ -100,18 +110,21 @@ pub(crate) const DOUBLE_ATTENTION: [Renaming; 12] = [
     ("attn.to_add_out", "txt_attn.proj", Form::Plain),
 ];
 
-const DOUBLE: [Renaming; 6] = [
-    ("norm1.linear", "img_mod.lin", Form::Plain),
-    ("norm1_context.linear", "txt_mod.lin", Form::Plain),
+const DOUBLE_MODULATION: [Renaming; 2] =
+    [("norm1.linear", "img_mod.lin", Form::Plain), ("norm1_context.linear", "txt_mod.lin", Form::Plain)];
+
+/// The feed-forward layers of the blocks of two streams.
+pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
     ("ff.net.0.proj", "img_mlp.0", Form::Plain),
     ("ff.net.2", "img_mlp.2", Form::Plain),
     ("ff_context.net.0.proj", "txt_mlp.0", Form::Plain),
     ("ff_context.net.2", "txt_mlp.2", Form::Plain),
 ];
 
-/// Queries, keys and values and the middle of the feed-forward layer, which is four times as wide, are one layer.
-const SINGLE: [Renaming; 8] = [
-    ("norm.linear", "modulation.lin", Form::Plain),
+const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
+
+/// The blocks of one stream: queries, keys and values and the middle of the feed-forward layer, which is four times as wide, are one layer.
+pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),
     ("attn.to_v", "linear1", Form::share(2, 7)),
@@ -121,49 +134,30 @@ const SINGLE: [Renaming; 8] = [
     ("proj_out", "linear2", Form::Plain),
 ];
 
-/// Where a layer is in an original checkpoint.
-pub(super) fn original_layer(layer: &str) -> Option<Key> {
-    NAMES.layer(layer)
-}
-
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
 /// models', or comes from the first of the
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if a size cannot be told, or the model is another that Flux's tools make.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be told, or the model is another that Flux's tools make.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
-    let names = layout(Some(naming));
-    let shape = |name: &str| {
-        let places = names.places(name).into_iter();
-        places.into_iter().find_map(|place| files.shape(&format!("{}{}", naming.prefix, place.key)))
-    };
-    let wrong = |what: String| Error::Config(format!("{}: {what}", files.path().display()));
-    let size = |name: &str, dim: usize| {
-        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
-            wrong(format!(
-                "the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer"
-            ))
-        })
-    };
-    let count = |blocks: &str, layer: &str| {
-        (0..).take_while(|i| shape(&format!("{blocks}.{i}.{layer}.weight")).is_some()).count()
-    };
+    let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
+    let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
     let deduced = FluxConfig {
         in_channels: size("x_embedder.weight", 1)?,
         out_channels: size("proj_out.weight", 0)?,
-        num_layers: count("transformer_blocks", "attn.to_out.0"),
-        num_single_layers: count("single_transformer_blocks", "proj_out"),
+        num_layers: sizes.count("transformer_blocks", "attn.to_out.0"),
+        num_single_layers: sizes.count("single_transformer_blocks", "proj_out"),
         num_attention_heads: size("x_embedder.weight", 0)? / head_dim.max(1),
         attention_head_dim: head_dim,
         joint_attention_dim: size("context_embedder.weight", 1)?,
         pooled_projection_dim: size("time_text_embed.text_embedder.linear_1.weight", 1)?,
-        guidance_embeds: shape("time_text_embed.guidance_embedder.linear_1.weight").is_some(),
+        guidance_embeds: sizes.has("time_text_embed.guidance_embedder.linear_1.weight"),
         ..FluxConfig::default()
     };
     if deduced.in_channels != deduced.out_channels {
-        return Err(wrong(format!(
+        return Err(sizes.wrong(&format!(
             "the transformer takes {} values a token and gives {}: it is one of Flux's tools (Fill, Canny, Depth), which are not supported",
             deduced.in_channels, deduced.out_channels
         )));

@@ -13,7 +13,7 @@ use crate::registry::ModelKind;
 /// Flux's transformer among the kinds of models.
 pub static KIND: ModelKind = ModelKind::of::<FluxTransformer>(
     "FluxTransformer",
-    ("a Flux transformer", "single_transformer_blocks.0.proj_mlp."),
+    ("a Flux transformer", "single_transformer_blocks.0.norm.linear."),
     &[FluxTransformer::CLASS_NAME],
     "diffusion_pytorch_model.safetensors",
 );

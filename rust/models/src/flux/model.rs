@@ -10,8 +10,8 @@ use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights}
 
 use super::{FluxConfig, keys};
 use crate::layers::joint::{
-    ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, Rope, RopeAxes, SingleBlock, TimeTextEmbedding,
-    TokenInputs, TokenSizes,
+    ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, Sight, SingleBlock, TimeTextEmbedding,
+    TokenInputs, TokenSizes, run_double, run_single,
 };
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
@@ -80,7 +80,9 @@ impl FluxTransformer {
                 })
                 .collect::<Result<_>>()?,
             single_blocks: (0..config.num_single_layers)
-                .map(|i| SingleBlock::new(config.block(), &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
+                .map(|i| {
+                    SingleBlock::new(config.block(), false, &mut weights.pp(&format!("single_transformer_blocks.{i}")))
+                })
                 .collect::<Result<_>>()?,
             output: ModulatedOutput::new([dim, config.out_channels], true, weights)?,
             config,
@@ -107,28 +109,14 @@ impl FluxTransformer {
             Some(conditions.pooled_projections),
             guidance.as_ref(),
         )?;
-        let mut image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
-        let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
-        let Rope { cos, sin } = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        for i in 0..self.double_blocks.len() {
-            let [of_image, of_text] = self.double_blocks.aside(i, |block| block.modulation(&condition))?;
-            let inputs = [&image, &text, &of_image, &of_text, &cos, &sin];
-            let mut results = self.double_blocks.run_several(i, &inputs, |block, inputs| {
-                let [image, text, of_image, of_text, cos, sin] = inputs else { unreachable!("six inputs") };
-                let angles = Rope { cos: cos.clone(), sin: sin.clone() };
-                Ok(block.forward([image, text], [of_image, of_text], Some(&angles))?.into())
-            })?;
-            (text, image) = (results.remove(1), results.remove(0));
-        }
-        let mut x = Tensor::cat(&[&text, &image], 1)?;
-        for i in 0..self.single_blocks.len() {
-            let [modulation] = self.single_blocks.aside(i, |block| Ok([block.modulation(&condition)?]))?;
-            let inputs = [&x, &modulation, &cos, &sin];
-            x = self.single_blocks.run_one(i, &inputs, |block, inputs| {
-                let [x, modulation, cos, sin] = inputs else { unreachable!("four inputs") };
-                block.forward(x, modulation, Some(&Rope { cos: cos.clone(), sin: sin.clone() }))
-            })?;
-        }
+        let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
+        let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
+        let sight = Sight { angles: Some(&angles), mask: None };
+        let [image, text] =
+            run_double(&self.double_blocks, [image, text], sight, |_, block| block.modulation(&condition))?;
+        let x = Tensor::cat(&[&text, &image], 1)?;
+        let x = run_single(&self.single_blocks, x, sight, |_, block| block.modulation(&condition))?;
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
@@ -189,7 +177,7 @@ impl Architecture for FluxTransformer {
     }
 
     fn names(_config: &FluxConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        keys::layout(original)
+        keys::NAMES.layout(original)
     }
 }
 
@@ -227,6 +215,6 @@ impl Model for FluxTransformer {
     }
 
     fn original_names(&self) -> OriginalNames {
-        Arc::new(keys::original_layer)
+        Arc::new(|layer| keys::NAMES.layer(layer))
     }
 }

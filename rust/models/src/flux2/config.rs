@@ -1,11 +1,11 @@
 //! The sizes of a FLUX.2 transformer.
 
 use serde_json::{Map, Value, json};
-use trainable_candle_core::{Error, Result};
+use trainable_candle_core::Result;
 
 use super::Flux2Transformer;
 use crate::fields::Fields;
-use crate::layers::joint::{BlockSizes, EPS};
+use crate::layers::joint::{BlockSizes, EPS, RopeAxes};
 use crate::pretrained::Configuration;
 
 /// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The default is FLUX.2-klein-4B's.
@@ -105,17 +105,9 @@ impl Flux2Config {
     /// Check that the sizes fit together.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the field and what it must be.
+    /// [`trainable_candle_core::Error::Config`] naming the field and what it must be.
     pub fn validate(&self) -> Result<()> {
-        let axes = &self.axes_dims_rope;
-        if axes.iter().sum::<usize>() == self.attention_head_dim && axes.iter().all(|width| width.is_multiple_of(2)) {
-            return Ok(());
-        }
-        Err(Error::Config(format!(
-            "{}: axes_dims_rope is {axes:?}, expected even numbers whose sum is attention_head_dim, {}",
-            Flux2Transformer::CLASS_NAME,
-            self.attention_head_dim
-        )))
+        RopeAxes::check(Flux2Transformer::CLASS_NAME, &self.axes_dims_rope, self.attention_head_dim)
     }
 
     /// Width of the tokens.

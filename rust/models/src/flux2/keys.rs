@@ -1,22 +1,19 @@
 //! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
 
-use trainable_candle_core::{Error, Result};
+use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
 
 use super::Flux2Config;
-use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, OriginalTransformer};
-use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming};
+use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, SINGLE_BLOCKS};
+use crate::pretrained::{Form, Original, Renaming, StoredSizes};
 
-/// The names in a folder, or those of an original checkpoint.
-pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
-    match original {
-        Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer { prefix, names: &NAMES }),
-        Some(Original { prefix, naming: Naming::Own | Naming::LlamaCpp }) => Box::new(PrefixedNames(prefix)),
-        None => Box::new(OwnNames),
-    }
-}
-
-static NAMES: BlockNames = BlockNames { outside: &OUTSIDE, double: &[&DOUBLE_ATTENTION, &DOUBLE], single: &[&SINGLE] };
+pub(super) static NAMES: BlockNames = BlockNames {
+    outside: &OUTSIDE,
+    blocks: &[
+        (DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1, &[&DOUBLE_ATTENTION, &DOUBLE]),
+        (SINGLE_BLOCKS.0, SINGLE_BLOCKS.1, &[&SINGLE]),
+    ],
+};
 
 const OUTSIDE: [Renaming; 11] = [
     ("x_embedder", "img_in", Form::Plain),
@@ -47,44 +44,25 @@ const SINGLE: [Renaming; 4] = [
     ("attn.norm_k", "norm.key_norm", Form::Plain),
 ];
 
-/// Where a layer is in an original checkpoint.
-pub(super) fn original_layer(layer: &str) -> Option<Key> {
-    NAMES.layer(layer)
-}
-
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
 /// models', or comes from the first of the
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if a size cannot be told.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be told.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
-    let names = layout(Some(naming));
-    let shape = |name: &str| {
-        let places = names.places(name).into_iter();
-        places.into_iter().find_map(|place| files.shape(&format!("{}{}", naming.prefix, place.key)))
-    };
-    let size = |name: &str, dim: usize| {
-        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
-            Error::Config(format!(
-                "{}: the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer",
-                files.path().display()
-            ))
-        })
-    };
-    let count = |blocks: &str, layer: &str| {
-        (0..).take_while(|i| shape(&format!("{blocks}.{i}.{layer}.weight")).is_some()).count()
-    };
+    let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
+    let size = |name: &str, dim: usize| sizes.size(name, dim);
     let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
     let deduced = Flux2Config {
         in_channels: size("x_embedder.weight", 1)?,
         out_channels: size("proj_out.weight", 0)?,
-        num_layers: count("transformer_blocks", "attn.to_out.0"),
-        num_single_layers: count("single_transformer_blocks", "attn.to_out"),
+        num_layers: sizes.count("transformer_blocks", "attn.to_out.0"),
+        num_single_layers: sizes.count("single_transformer_blocks", "attn.to_out"),
         num_attention_heads: size("x_embedder.weight", 0)? / head_dim.max(1),
         attention_head_dim: head_dim,
         joint_attention_dim: size("context_embedder.weight", 1)?,
-        guidance_embeds: shape("time_guidance_embed.guidance_embedder.linear_1.weight").is_some(),
+        guidance_embeds: sizes.has("time_guidance_embed.guidance_embedder.linear_1.weight"),
         ..Flux2Config::default()
     };
     let agrees = |known: &Flux2Config| {

@@ -11,8 +11,8 @@ use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights}
 use super::single::FusedBlock;
 use super::{Flux2Config, keys};
 use crate::layers::joint::{
-    ConditionSizes, DoubleBlock, DoubleBlockKind, FeedForwardKind, ModulatedOutput, Rope, RopeAxes, TimeTextEmbedding,
-    TokenInputs, TokenSizes,
+    ConditionSizes, DoubleBlock, DoubleBlockKind, FeedForwardKind, ModulatedOutput, Rope, RopeAxes, Sight,
+    TimeTextEmbedding, TokenInputs, TokenSizes, run_double,
 };
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
@@ -71,7 +71,7 @@ impl Flux2Transformer {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());
         let kind = DoubleBlockKind {
-            shared_modulation: true,
+            told_modulation: true,
             feed_forward: FeedForwardKind::SwiGlu,
             ..DoubleBlockKind::default()
         };
@@ -119,20 +119,14 @@ impl Flux2Transformer {
         let [of_image, of_text, of_single] = &self.modulations;
         let (of_image, of_text) = (of_image.forward(&condition)?, of_text.forward(&condition)?);
         let of_single = of_single.forward(&condition)?;
-        let mut image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
-        let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
-        let Rope { cos, sin } = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
-        for i in 0..self.double_blocks.len() {
-            let inputs = [&image, &text, &of_image, &of_text, &cos, &sin];
-            let mut results = self.double_blocks.run_several(i, &inputs, |block, inputs| {
-                let [image, text, of_image, of_text, cos, sin] = inputs else { unreachable!("six inputs") };
-                let angles = Rope { cos: cos.clone(), sin: sin.clone() };
-                Ok(block.forward([image, text], [of_image, of_text], Some(&angles))?.into())
-            })?;
-            (text, image) = (results.remove(1), results.remove(0));
-        }
+        let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
+        let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
+        let sight = Sight { angles: Some(&angles), mask: None };
+        let shared = |_, _: &DoubleBlock| Ok([of_image.clone(), of_text.clone()]);
+        let [image, text] = run_double(&self.double_blocks, [image, text], sight, shared)?;
         let x = Tensor::cat(&[&text, &image], 1)?;
-        let x = self.single_blocks.run(&x, &[&of_single, &cos, &sin], |block, x, inputs| {
+        let x = self.single_blocks.run(&x, &[&of_single, &angles.cos, &angles.sin], |block, x, inputs| {
             let [modulation, cos, sin] = inputs else { unreachable!("three conditions") };
             block.forward(x, modulation, &Rope { cos: cos.clone(), sin: sin.clone() })
         })?;
@@ -197,7 +191,7 @@ impl Architecture for Flux2Transformer {
     }
 
     fn names(_config: &Flux2Config, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        keys::layout(original)
+        keys::NAMES.layout(original)
     }
 }
 
@@ -233,6 +227,6 @@ impl Model for Flux2Transformer {
     }
 
     fn original_names(&self) -> OriginalNames {
-        Arc::new(keys::original_layer)
+        Arc::new(|layer| keys::NAMES.layer(layer))
     }
 }

@@ -92,8 +92,13 @@ impl TimestepEmbedding {
 impl TimestepEmbedding {
     /// What the tape keeps for one sample.
     pub fn saved(&self, saved: &mut Saved) {
+        self.saved_rows(1, saved);
+    }
+
+    /// As [`saved`](Self::saved), for a sample of so many rows.
+    pub fn saved_rows(&self, rows: usize, saved: &mut Saved) {
         for layer in [&self.linear_1, &self.linear_2] {
-            saved.linear(layer, (layer.weight.dims()[1], 1));
+            saved.linear(layer, (rows * layer.weight.dims()[1], rows));
         }
     }
 }

@@ -103,14 +103,35 @@ pub(super) static FLUX: &[Reader] = &[
         Known::all(Style::Lycoris),
         Known::all(Style::Bare),
     ]),
-    diffusers(&[
-        Known::all(Style::Diffusers).configured(),
-        Known::all(Style::KohyaOriginal).only(in_a_block),
-        Known::all(Style::OneTrainer).only(is_attention),
-    ]),
+    FLUX_IN_DIFFUSERS,
     KOHYA,
     PEFT,
 ];
+
+const FLUX_IN_DIFFUSERS: Reader = diffusers(&[
+    Known::all(Style::Diffusers).configured(),
+    Known::all(Style::KohyaOriginal).only(in_a_block),
+    Known::all(Style::OneTrainer).only(is_attention),
+]);
+
+/// Chroma, as Flux.1. `ComfyUI` has no diffusers' names of the approximator.
+pub(super) static CHROMA: &[Reader] = &[
+    comfyui(&[
+        Known::all(Style::KohyaOriginal),
+        Known::all(Style::ComfyUi),
+        Known::all(Style::Diffusers).only(no_approximator),
+        Known::all(Style::OneTrainer).only(no_approximator),
+        Known::all(Style::Lycoris).only(no_approximator),
+        Known::all(Style::Bare).only(no_approximator),
+    ]),
+    FLUX_IN_DIFFUSERS,
+    KOHYA,
+    PEFT,
+];
+
+fn no_approximator(layer: &str) -> bool {
+    !layer.starts_with("distilled_guidance_layer.")
+}
 
 fn in_a_block(layer: &str) -> bool {
     layer.contains("transformer_blocks.")

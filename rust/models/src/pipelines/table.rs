@@ -1,15 +1,17 @@
 //! The table of pipelines: one entry for each family.
 
 use serde_json::{Map, Value, json};
-use trainable_candle_io::adapter_file::{BaseModel, readers as tools};
+use trainable_candle_io::adapter_file::{BaseModel, Reader, readers as tools};
 
 use super::{AdapterNames, Part, Pipeline, Role, Section, readers};
 use crate::causal_lm::{self, CausalLMConfig};
+use crate::chroma::{self, ChromaConfig};
 use crate::clip::{self, Activation, CLIPTextConfig};
 use crate::digits::{self, DigitsConfig};
 use crate::flux::{self, FluxConfig};
 use crate::flux2::{self, Flux2Config};
 use crate::pretrained::{Configuration, Naming};
+use crate::registry::ModelKind;
 use crate::sd3::{self, SD3Config};
 use crate::sdxl::{self, UNetConfig};
 use crate::t5::{self, T5Config};
@@ -17,7 +19,7 @@ use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
 /// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
-pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2];
+pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA];
 
 /// Any configuration of the architecture is this part's.
 const fn any(_: &Map<String, Value>) -> bool {
@@ -42,6 +44,28 @@ fn big_g() -> Map<String, Value> {
         ..CLIPTextConfig::default()
     }
     .to_json()
+}
+
+/// Keys of a denoiser's file begin with one of these.
+const PREFIXES: &[&str] = &["model.diffusion_model.", "diffusion_model.", ""];
+
+/// The transformer of a flow model.
+const fn transformer(
+    model: &'static ModelKind,
+    sections: &'static [Section],
+    published: fn() -> Map<String, Value>,
+    readers: &'static [Reader],
+) -> Part {
+    let adapter = AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model"), readers };
+    Part {
+        role: Role::Denoiser,
+        model,
+        subfolder: "transformer",
+        sections,
+        fits: any,
+        published,
+        adapter: Some(adapter),
+    }
 }
 
 /// T5's encoder, which no adapter reaches.
@@ -128,7 +152,7 @@ fn qwen3_4b() -> Map<String, Value> {
     if let Value::Object(map) = json { map } else { Map::new() }
 }
 
-/// The autoencoder of Flux.1, which Z-Image has too.
+/// The autoencoder of Flux.1, which Chroma and Z-Image have too.
 const FLUX_AUTOENCODER: Part = Part {
     role: Role::Autoencoder,
     model: &vae::KIND,
@@ -151,11 +175,7 @@ static SDXL: Pipeline = Pipeline {
             role: Role::Denoiser,
             model: &sdxl::KIND,
             subfolder: "unet",
-            sections: &[Section {
-                prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
-                naming: Naming::Original,
-                probe: "input_blocks.0.0.weight",
-            }],
+            sections: &[Section { prefixes: PREFIXES, naming: Naming::Original, probe: "input_blocks.0.0.weight" }],
             fits: any,
             published: || UNetConfig::default().to_json(),
             adapter: Some(AdapterNames {
@@ -220,13 +240,11 @@ static SD3: Pipeline = Pipeline {
     base: Some(BaseModel { version: "sd3", architecture: "stable-diffusion-3.5-medium", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &sd3::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &sd3::KIND,
+            &[
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    prefixes: PREFIXES,
                     naming: Naming::Original,
                     probe: "joint_blocks.0.context_block.attn.qkv.weight",
                 },
@@ -236,10 +254,9 @@ static SD3: Pipeline = Pipeline {
                     probe: "transformer_blocks.0.norm1_context.linear.weight",
                 },
             ],
-            fits: any,
-            published: || SD3Config::default().to_json(),
-            adapter: Some(AdapterNames { kohya: "lora_unet", comfyui: Some("diffusion_model"), readers: readers::SD3 }),
-        },
+            || SD3Config::default().to_json(),
+            readers::SD3,
+        ),
         Part {
             role: Role::Autoencoder,
             model: &vae::KIND,
@@ -295,26 +312,19 @@ static FLUX: Pipeline = Pipeline {
     base: Some(BaseModel { version: "flux1", architecture: "flux-1-dev", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &flux::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &flux::KIND,
+            &[
+                Section { prefixes: PREFIXES, naming: Naming::Original, probe: "vector_in.in_layer.weight" },
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
-                    naming: Naming::Original,
-                    probe: "vector_in.in_layer.weight",
+                    prefixes: &[""],
+                    naming: Naming::Own,
+                    probe: "single_transformer_blocks.0.norm.linear.weight",
                 },
-                Section { prefixes: &[""], naming: Naming::Own, probe: "single_transformer_blocks.0.proj_mlp.weight" },
             ],
-            fits: any,
-            published: || FluxConfig::default().to_json(),
-            adapter: Some(AdapterNames {
-                kohya: "lora_unet",
-                comfyui: Some("diffusion_model"),
-                readers: readers::FLUX,
-            }),
-        },
+            || FluxConfig::default().to_json(),
+            readers::FLUX,
+        ),
         FLUX_AUTOENCODER,
         Part {
             role: Role::TextEncoder,
@@ -337,6 +347,36 @@ static FLUX: Pipeline = Pipeline {
     ],
 };
 
+/// Chroma (lodestones 2025), made of Flux.1-schnell.
+static CHROMA: Pipeline = Pipeline {
+    name: "chroma",
+    title: "Chroma",
+    class_names: &["ChromaPipeline", "ChromaImg2ImgPipeline"],
+    base: Some(BaseModel { version: "chroma", architecture: "chroma", resolution: 1024 }),
+    pixels: 8,
+    parts: &[
+        transformer(
+            &chroma::KIND,
+            &[
+                Section {
+                    prefixes: PREFIXES,
+                    naming: Naming::Original,
+                    probe: "distilled_guidance_layer.layers.0.in_layer.weight",
+                },
+                Section {
+                    prefixes: &[""],
+                    naming: Naming::Own,
+                    probe: "distilled_guidance_layer.layers.0.linear_1.weight",
+                },
+            ],
+            || ChromaConfig::default().to_json(),
+            readers::CHROMA,
+        ),
+        FLUX_AUTOENCODER,
+        t5_part("text_encoder"),
+    ],
+};
+
 /// Z-Image (Tongyi-MAI 2025, arXiv:2511.22699).
 static Z_IMAGE: Pipeline = Pipeline {
     name: "zimage",
@@ -345,30 +385,19 @@ static Z_IMAGE: Pipeline = Pipeline {
     base: Some(BaseModel { version: "z-image", architecture: "Z-Image", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &z_image::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &z_image::KIND,
+            &[
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    prefixes: PREFIXES,
                     naming: Naming::Original,
                     probe: "noise_refiner.0.attention.k_norm.weight",
                 },
-                Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
-                    naming: Naming::Own,
-                    probe: "noise_refiner.0.attention.norm_k.weight",
-                },
+                Section { prefixes: PREFIXES, naming: Naming::Own, probe: "noise_refiner.0.attention.norm_k.weight" },
             ],
-            fits: any,
-            published: || ZImageConfig::default().to_json(),
-            adapter: Some(AdapterNames {
-                kohya: "lora_unet",
-                comfyui: Some("diffusion_model"),
-                readers: readers::Z_IMAGE,
-            }),
-        },
+            || ZImageConfig::default().to_json(),
+            readers::Z_IMAGE,
+        ),
         FLUX_AUTOENCODER,
         QWEN3_ENCODER,
     ],
@@ -382,26 +411,19 @@ static FLUX2: Pipeline = Pipeline {
     base: Some(BaseModel { version: "flux2", architecture: "Flux.2-klein-4b", resolution: 1024 }),
     pixels: 8,
     parts: &[
-        Part {
-            role: Role::Denoiser,
-            model: &flux2::KIND,
-            subfolder: "transformer",
-            sections: &[
+        transformer(
+            &flux2::KIND,
+            &[
                 Section {
-                    prefixes: &["model.diffusion_model.", "diffusion_model.", ""],
+                    prefixes: PREFIXES,
                     naming: Naming::Original,
                     probe: "double_stream_modulation_img.lin.weight",
                 },
                 Section { prefixes: &[""], naming: Naming::Own, probe: "double_stream_modulation_img.linear.weight" },
             ],
-            fits: any,
-            published: || Flux2Config::default().to_json(),
-            adapter: Some(AdapterNames {
-                kohya: "lora_unet",
-                comfyui: Some("diffusion_model"),
-                readers: readers::FLUX2,
-            }),
-        },
+            || Flux2Config::default().to_json(),
+            readers::FLUX2,
+        ),
         Part {
             role: Role::Autoencoder,
             model: &vae::KIND,

@@ -5,6 +5,7 @@ mod architecture;
 mod files;
 mod layout;
 mod save;
+mod sizes;
 mod stored;
 
 use std::path::{Path, PathBuf};
@@ -22,6 +23,7 @@ pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
 pub use layout::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
 pub use save::{save_checkpoint, save_pretrained};
+pub use sizes::StoredSizes;
 use stored::StoredWeights;
 
 use crate::pipelines::{self, Pipeline, Place};

@@ -12,7 +12,9 @@ use trainable_candle_nn::{Blocks, Conv2d, Init, Linear, Module, Quantizable, Vis
 
 use super::positions::Positions;
 use super::{SD3Config, keys};
-use crate::layers::joint::{ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, TimeTextEmbedding};
+use crate::layers::joint::{
+    ConditionSizes, DoubleBlock, DoubleBlockKind, ModulatedOutput, Sight, TimeTextEmbedding, run_double,
+};
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
@@ -89,19 +91,12 @@ impl SD3Transformer {
         let (dtype, dim) = (self.dtype(), self.config.inner_dim());
         let patches = self.patch_embed.forward(&hidden_states.to_dtype(dtype)?.permute(&[0, 2, 3, 1])?)?;
         let tokens = patches.reshape((batch, height * width, dim))?;
-        let mut image = tokens.add(&self.positions.middle(height, width)?)?;
-        let mut text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let image = tokens.add(&self.positions.middle(height, width)?)?;
+        let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let times = conditions.timestep.reshape(conditions.timestep.elem_count())?;
         let condition = self.time_text_embed.forward(&times, Some(conditions.pooled_projections), None)?;
-        for i in 0..self.blocks.len() {
-            let [of_image, of_text] = self.blocks.aside(i, |block| block.modulation(&condition))?;
-            let inputs = [&image, &text, &of_image, &of_text];
-            let mut results = self.blocks.run_several(i, &inputs, |block, inputs| {
-                let [image, text, of_image, of_text] = inputs else { unreachable!("four inputs") };
-                Ok(block.forward([image, text], [of_image, of_text], None)?.into())
-            })?;
-            (text, image) = (results.remove(1), results.remove(0));
-        }
+        let modulation = |_, block: &DoubleBlock| block.modulation(&condition);
+        let [image, _] = run_double(&self.blocks, [image, text], Sight::default(), modulation)?;
         let patch = self.config.patch_size;
         // Channels come last within a patch.
         self.output

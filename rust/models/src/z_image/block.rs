@@ -5,7 +5,7 @@ use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Layer, Linear, LinearGroup, Module, RmsNorm, Visitor, Weights};
 
 use super::ZImageConfig;
-use crate::layers::joint::{Rope, SelfAttention};
+use crate::layers::joint::{SelfAttention, Sight};
 use crate::saved::Saved;
 
 /// What each part of a block is told, by its place in the modulation.
@@ -81,15 +81,9 @@ impl Block {
         self.modulation.as_ref().map(|layer| layer.forward(condition)).transpose()
     }
 
-    /// `x (B, S, D)` → the same shape. `mask` (u8, (B, 1, 1, S)) says which keys are seen.
-    pub fn forward(
-        &self,
-        x: &Tensor,
-        modulation: Option<&Tensor>,
-        angles: &Rope,
-        mask: Option<&Tensor>,
-    ) -> Result<Tensor> {
-        let attend = |x: &Tensor| self.attention.forward(x, Some(angles), mask);
+    /// `x (B, S, D)` → the same shape.
+    pub fn forward(&self, x: &Tensor, modulation: Option<&Tensor>, sight: Sight<'_>) -> Result<Tensor> {
+        let attend = |x: &Tensor| self.attention.forward(x, sight);
         let x = self.part(x, &self.attention_norms, modulation.map(|all| (all, 0)), attend)?;
         let feed = |x: &Tensor| self.feed_forward.forward(x);
         self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)

@@ -1,10 +1,10 @@
 //! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of `ComfyUI`'s files.
 
-use trainable_candle_core::{Error, Result};
+use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
 
 use super::ZImageConfig;
-use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
+use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
 /// The names in a folder, or those of a file of one piece.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
@@ -67,31 +67,19 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if a size cannot be told, or the model is a relative of Z-Image.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be told, or the model is a relative of Z-Image.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
-    let names = layout(Some(naming));
-    let shape = |name: &str| {
-        let places = names.places(name).into_iter();
-        places.into_iter().find_map(|place| files.shape(&format!("{}{}", naming.prefix, place.key)))
-    };
-    let wrong = |what: String| Error::Config(format!("{}: {what}", files.path().display()));
-    let size = |name: &str, dim: usize| {
-        shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
-            wrong(format!(
-                "the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer"
-            ))
-        })
-    };
-    let there = |name: &str| shape(name).is_some();
+    let sizes = StoredSizes::new(files, layout(Some(naming)));
+    let size = |name: &str, dim: usize| sizes.size(name, dim);
     let relatives = [
-        (there("siglip_embedder.0.weight"), "Z-Image-Omni, which also reads images"),
-        (there("dec_net.cond_embed.weight"), "a Z-Image that works on pixels"),
-        (!there("cap_pad_token"), "Lumina 2 or another relative of Z-Image without cap_pad_token"),
+        (sizes.has("siglip_embedder.0.weight"), "Z-Image-Omni, which also reads images"),
+        (sizes.has("dec_net.cond_embed.weight"), "a Z-Image that works on pixels"),
+        (!sizes.has("cap_pad_token"), "Lumina 2 or another relative of Z-Image without cap_pad_token"),
     ];
     if let Some((_, what)) = relatives.iter().find(|(is, _)| *is) {
-        return Err(wrong(format!("the transformer is {what}, which is not supported")));
+        return Err(sizes.wrong(&format!("the transformer is {what}, which is not supported")));
     }
-    let count = |blocks: &str| (0..).take_while(|i| there(&format!("{blocks}.{i}.attention.to_out.0.weight"))).count();
+    let count = |blocks: &str| sizes.count(blocks, "attention.to_out.0");
     let (dim, head_dim) = (size("all_x_embedder.2-1.weight", 0)?, size("noise_refiner.0.attention.norm_k.weight", 0)?);
     let deduced = ZImageConfig {
         in_channels: size("all_x_embedder.2-1.weight", 1)? / 4,

@@ -14,7 +14,7 @@ use super::block::Block;
 use super::config::PATCH;
 use super::positions::{Extent, MULTIPLE, Positions};
 use super::{ZImageConfig, keys};
-use crate::layers::joint::{EPS, Rope};
+use crate::layers::joint::{EPS, Rope, Sight};
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
@@ -224,12 +224,12 @@ fn run(
     for (i, block) in blocks.iter().enumerate() {
         let modulation = condition.map(|condition| block.modulation(condition)).transpose()?.flatten();
         let is_modulated = modulation.is_some();
-        let inputs = [&x, &angles.cos, &angles.sin].into_iter().chain(&modulation).chain(mask);
+        let sight = Sight { angles: Some(angles), mask };
+        let inputs = [&x].into_iter().chain(&modulation).chain(sight.inputs());
         x = blocks.run_one(i, &inputs.collect::<Vec<_>>(), move |block, inputs| {
-            let [x, cos, sin, others @ ..] = inputs else { unreachable!("three inputs at least") };
-            let (modulation, mask) = others.split_at(usize::from(is_modulated));
-            let angles = Rope { cos: cos.clone(), sin: sin.clone() };
-            block.forward(x, modulation.first(), &angles, mask.first())
+            let [x, others @ ..] = inputs else { unreachable!("an input at least") };
+            let (modulation, told) = others.split_at(usize::from(is_modulated));
+            Sight::of(true, told, |sight| block.forward(x, modulation.first(), sight))
         })?;
     }
     Ok(x)

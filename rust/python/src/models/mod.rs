@@ -1,6 +1,7 @@
 //! Models: what all have in common, and one class for each.
 
 mod causal_lm;
+mod chroma;
 mod clip;
 mod digits;
 mod flux;
@@ -38,6 +39,7 @@ use crate::types::{NamedTensors, NamedVars, Own};
 use crate::var::Var;
 
 pub use causal_lm::CausalLM;
+pub use chroma::ChromaTransformer;
 pub use clip::{CLIPTextModel, TextFeatures};
 pub use digits::DigitsTransformer;
 pub use flux::FluxTransformer;
@@ -87,6 +89,7 @@ static CLASSES: &[Class] = &[
     SD3Transformer::CLASS,
     FluxTransformer::CLASS,
     Flux2Transformer::CLASS,
+    ChromaTransformer::CLASS,
     ZImageTransformer::CLASS,
     AutoencoderKL::CLASS,
     CLIPTextModel::CLASS,

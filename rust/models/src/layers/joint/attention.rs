@@ -8,7 +8,7 @@ use trainable_candle_core::ops::rope::rope;
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
-use super::{BlockSizes, Rope};
+use super::{BlockSizes, Rope, Sight};
 use crate::saved::Saved;
 
 /// What the projections of one stream are called.
@@ -155,16 +155,15 @@ impl JointAttention {
         })
     }
 
-    /// `image (B, S, D)` and `text (B, L, D)` → what each gets, the text's only if something follows on it. `angles` are those of the
-    /// text's tokens, then of the image's.
+    /// `image (B, S, D)` and `text (B, L, D)` → what each gets, the text's only if something follows on it.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
-    pub fn forward(&self, image: &Tensor, text: &Tensor, angles: Option<&Rope>) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn forward(&self, image: &Tensor, text: &Tensor, sight: Sight<'_>) -> Result<(Tensor, Option<Tensor>)> {
         let (length, area) = (text.dims()[1], image.dims()[1]);
-        let part = |start: usize, length: usize| angles.map(|angles| angles.narrow(start, length)).transpose();
+        let part = |start: usize, length: usize| sight.angles.map(|angles| angles.narrow(start, length)).transpose();
         let streams = [self.text.forward(text, part(0, length)?)?, self.image.forward(image, part(length, area)?)?];
-        let mixed = mix(&streams, self.image.sizes, None)?;
+        let mixed = mix(&streams, self.image.sizes, sight.mask)?;
         let image = self.to_out.forward(&mixed.narrow(1, length, area)?)?;
         let text = self.to_add_out.as_ref().map(|layer| layer.forward(&mixed.narrow(1, 0, length)?)).transpose()?;
         Ok((image, text))
@@ -211,12 +210,13 @@ impl SelfAttention {
         Ok(Self { stream: Projections::new(&IMAGE, sizes, weights)?, to_out })
     }
 
-    /// `x (B, S, D)` → the same shape. `mask` (u8, (B, 1, 1, S)) says which keys are seen.
+    /// `x (B, S, D)` → the same shape.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
-    pub fn forward(&self, x: &Tensor, angles: Option<&Rope>, mask: Option<&Tensor>) -> Result<Tensor> {
-        self.to_out.forward(&mix(&[self.stream.forward(x, angles.cloned())?], self.stream.sizes, mask)?)
+    pub fn forward(&self, x: &Tensor, sight: Sight<'_>) -> Result<Tensor> {
+        let stream = self.stream.forward(x, sight.angles.cloned())?;
+        self.to_out.forward(&mix(&[stream], self.stream.sizes, sight.mask)?)
     }
 
     /// What the tape keeps for `tokens` tokens.

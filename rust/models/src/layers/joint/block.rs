@@ -5,7 +5,7 @@ use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 
 use super::attention::{JointAttention, SelfAttention};
 use super::modulation::{gated_add, modulated};
-use super::{BlockSizes, FeedForward, FeedForwardKind, Rope};
+use super::{BlockSizes, FeedForward, FeedForwardKind, Sight};
 use crate::saved::Saved;
 
 /// What modulates the image and the text.
@@ -18,8 +18,8 @@ pub struct DoubleBlockKind {
     pub dual: bool,
     /// Whether the text is only read: nothing follows on it after the last block.
     pub image_only: bool,
-    /// Whether the model says the modulation, of all blocks alike.
-    pub shared_modulation: bool,
+    /// Whether the model says the modulation, and the block has no layers for it.
+    pub told_modulation: bool,
     /// Its feed-forward layers.
     pub feed_forward: FeedForwardKind,
 }
@@ -45,11 +45,8 @@ impl DoubleBlock {
         let image_parts = if kind.dual { 9 } else { 6 };
         let text_parts = if kind.image_only { 2 } else { 6 };
         let mut norm = |name, parts: usize| weights.linear(name, dim, parts * dim, sizes.bias);
-        let norms = if kind.shared_modulation {
-            None
-        } else {
-            Some([norm(NORMS[0], image_parts)?, norm(NORMS[1], text_parts)?])
-        };
+        let norms =
+            if kind.told_modulation { None } else { Some([norm(NORMS[0], image_parts)?, norm(NORMS[1], text_parts)?]) };
         let feed_forward = |weights: &mut Weights<'_>| FeedForward::new(sizes, kind.feed_forward, weights);
         Ok(Self {
             norms,
@@ -80,7 +77,7 @@ impl DoubleBlock {
         &self,
         [image, text]: [&Tensor; 2],
         [image_modulation, text_modulation]: [&Tensor; 2],
-        angles: Option<&Rope>,
+        sight: Sight<'_>,
     ) -> Result<[Tensor; 2]> {
         let dim = image.dims()[2];
         let said = |modulation: &Tensor, index: usize| modulation.narrow(1, index * dim, dim);
@@ -90,7 +87,7 @@ impl DoubleBlock {
         // The last norm of the text says the scale first, as the norm before the output does.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
         let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
-        let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, angles)?;
+        let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, sight)?;
         let text = match (&self.ff_context, mixed_text) {
             (Some(ff), Some(mixed)) => {
                 let text = gated_add(text, &mixed, &to_text(2)?)?;
@@ -103,7 +100,7 @@ impl DoubleBlock {
         let mut result = gated_add(image, &mixed, &to_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
-            result = gated_add(&result, &attn2.forward(&normed, None, None)?, &to_image(8)?)?;
+            result = gated_add(&result, &attn2.forward(&normed, Sight::default())?, &to_image(8)?)?;
         }
         let hidden = self.ff.forward(&modulated(&result, [&to_image(3)?, &to_image(4)?])?)?;
         let image = gated_add(&result, &hidden, &to_image(5)?)?;

@@ -12,6 +12,7 @@ mod modulation;
 mod output;
 mod rope;
 mod single;
+mod streams;
 
 pub use attention::{JointAttention, SelfAttention};
 pub(crate) use attention::{Stream, mix};
@@ -23,6 +24,7 @@ pub use modulation::{EPS, gated_add, modulated};
 pub use output::ModulatedOutput;
 pub use rope::{Rope, RopeAxes};
 pub use single::SingleBlock;
+pub use streams::{Sight, run_double, run_single};
 
 /// The sizes of a block.
 #[derive(Clone, Copy, Debug)]

@@ -1,14 +1,18 @@
 //! The last layer: a modulated norm and a projection.
 
-use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 
 use super::modulation::modulated;
 use crate::saved::Saved;
 
+const NORM: &str = "norm_out.linear";
+const PROJECTION: &str = "proj_out";
+
 /// Norm, scale and shift that the condition gives, projection to the values of the patches.
 pub struct ModulatedOutput {
-    norm: Linear<Tensor>,
+    /// What modulates the tokens, unless the model says it.
+    norm: Option<Linear<Tensor>>,
     projection: Linear<Tensor>,
 }
 
@@ -19,21 +23,39 @@ impl ModulatedOutput {
     /// As [`Weights::get`].
     pub fn new([dim, out]: [usize; 2], bias: bool, weights: &mut Weights<'_>) -> Result<Self> {
         Ok(Self {
-            norm: weights.linear("norm_out.linear", dim, 2 * dim, bias)?,
-            projection: weights.linear("proj_out", dim, out, bias)?,
+            norm: Some(weights.linear(NORM, dim, 2 * dim, bias)?),
+            projection: weights.linear(PROJECTION, dim, out, bias)?,
         })
+    }
+
+    /// As [`new`](Self::new), for models that say the modulation: there is `proj_out` alone.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn told([dim, out]: [usize; 2], bias: bool, weights: &mut Weights<'_>) -> Result<Self> {
+        Ok(Self { norm: None, projection: weights.linear(PROJECTION, dim, out, bias)? })
     }
 
     /// `x (B, S, D)` under the condition `(B, D)`, after SiLU → (B, S, out).
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
+    /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the model says the modulation.
     pub fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
-        let said = self.norm.forward(condition)?;
-        let dim = self.norm.in_features();
+        let Some(norm) = &self.norm else {
+            return Err(Error::argument("ModulatedOutput", "the layer has no modulation of its own"));
+        };
+        let said = norm.forward(condition)?;
+        let dim = norm.in_features();
         // diffusers says the scale first here.
-        let (scale, shift) = (said.narrow(1, 0, dim)?, said.narrow(1, dim, dim)?);
-        self.projection.forward(&modulated(x, [&shift, &scale])?)
+        self.modulated(x, [&said.narrow(1, dim, dim)?, &said.narrow(1, 0, dim)?])
+    }
+
+    /// `x (B, S, D)` with a shift and a scale, (B, D) each → (B, S, out).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if an input does not fit.
+    pub fn modulated(&self, x: &Tensor, modulation: [&Tensor; 2]) -> Result<Tensor> {
+        self.projection.forward(&modulated(x, modulation)?)
     }
 
     /// The dtype of the weights.
@@ -43,9 +65,9 @@ impl ModulatedOutput {
 
     /// What the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
-        let dim = self.norm.in_features();
+        let dim = self.projection.in_features();
         saved.outside(|saved| {
-            saved.linear(&self.norm, (dim, 1));
+            self.norm.iter().for_each(|norm| saved.linear(norm, (dim, 1)));
             saved.keep(tokens * dim);
             saved.linear(&self.projection, (tokens * dim, tokens));
         });
@@ -54,7 +76,7 @@ impl ModulatedOutput {
 
 impl Module for ModulatedOutput {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("norm_out.linear", &self.norm)?;
-        visitor.linear("proj_out", &self.projection)
+        self.norm.iter().try_for_each(|norm| visitor.linear(NORM, norm))?;
+        visitor.linear(PROJECTION, &self.projection)
     }
 }

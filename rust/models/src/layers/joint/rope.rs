@@ -1,6 +1,6 @@
 //! Rotary embedding of positions along several axes.
 
-use trainable_candle_core::{DType, Device, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 /// Cosines and sines of the angles at each token, (S, width of a head / 2), f32; (B, S, width / 2) if samples differ.
 #[derive(Clone)]
@@ -18,6 +18,19 @@ pub struct RopeAxes {
 }
 
 impl RopeAxes {
+    /// Check that a configuration's `widths` share a head of `head_dim` features; `model` is named in the message.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if they do not.
+    pub fn check(model: &str, widths: &[usize], head_dim: usize) -> Result<()> {
+        if widths.iter().sum::<usize>() == head_dim && widths.iter().all(|width| width.is_multiple_of(2)) {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "{model}: axes_dims_rope is {widths:?}, expected even numbers whose sum is attention_head_dim, {head_dim}"
+        )))
+    }
+
     /// Axes that take `widths` of a head's features (even numbers), with angles of position · `theta`^(−2i / width).
     ///
     /// # Errors

@@ -2,21 +2,24 @@
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
-use trainable_candle_core::{Result, Tensor};
+use trainable_candle_core::{Error, Result, Tensor};
 use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm, Visitor, Weights};
 
 use super::attention::{Stream, mix};
 use super::modulation::{gated_add, modulated};
-use super::{BlockSizes, Rope};
+use super::{BlockSizes, Sight};
 use crate::saved::Saved;
 
 /// Width of the feed-forward layer's middle, as a multiple of the tokens'.
 const RATIO: usize = 4;
+/// What modulates the tokens.
+const NORM: &str = "norm.linear";
 
 /// Queries, keys, values and the feed-forward layer's middle in one product of the modulated input; the result of both in one product,
 /// gated and added to the input.
 pub struct SingleBlock {
-    norm: Linear<Tensor>,
+    /// What modulates the tokens, unless the model says it.
+    norm: Option<Linear<Tensor>>,
     /// `attn.to_q`, `attn.to_k`, `attn.to_v` and `proj_mlp`.
     projections: LinearGroup,
     /// Of queries and keys.
@@ -26,17 +29,17 @@ pub struct SingleBlock {
 }
 
 impl SingleBlock {
-    /// Parameters below `weights`.
+    /// Parameters below `weights`; with `told_modulation`, the model says the modulation, and the block has no layer for it.
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn new(sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
+    pub fn new(sizes: BlockSizes, told_modulation: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let (dim, middle) = (sizes.dim(), RATIO * sizes.dim());
         let projections = [("attn.to_q", dim), ("attn.to_k", dim), ("attn.to_v", dim), ("proj_mlp", middle)];
         let mut norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
         Ok(Self {
             norms: [norm("attn.norm_q")?, norm("attn.norm_k")?],
-            norm: weights.linear("norm.linear", dim, 3 * dim, true)?,
+            norm: (!told_modulation).then(|| weights.linear(NORM, dim, 3 * dim, true)).transpose()?,
             projections: weights.linear_group(&projections, dim, true, Init::Kaiming)?,
             proj_out: weights.linear("proj_out", dim + middle, dim, true)?,
             sizes,
@@ -46,21 +49,24 @@ impl SingleBlock {
     /// What the condition `(B, D)`, after SiLU, says; for [`forward`](Self::forward).
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the condition does not fit.
+    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model says the modulation.
     pub fn modulation(&self, condition: &Tensor) -> Result<Tensor> {
-        self.norm.forward(condition)
+        let Some(norm) = &self.norm else {
+            return Err(Error::argument("SingleBlock", "the block has no modulation of its own"));
+        };
+        norm.forward(condition)
     }
 
     /// `x (B, S, D)` → the same shape.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
-    pub fn forward(&self, x: &Tensor, modulation: &Tensor, angles: Option<&Rope>) -> Result<Tensor> {
+    /// [`Error::Shape`] if an input does not fit.
+    pub fn forward(&self, x: &Tensor, modulation: &Tensor, sight: Sight<'_>) -> Result<Tensor> {
         let dim = self.sizes.dim();
         let said = |index: usize| modulation.narrow(1, index * dim, dim);
         let projected = self.projections.forward(&modulated(x, [&said(0)?, &said(1)?])?)?;
-        let stream = Stream { projected, norms: Some(&self.norms), angles: angles.cloned() };
-        let mixed = mix(std::slice::from_ref(&stream), self.sizes, None)?;
+        let stream = Stream { projected, norms: Some(&self.norms), angles: sight.angles.cloned() };
+        let mixed = mix(std::slice::from_ref(&stream), self.sizes, sight.mask)?;
         let both = match &stream.projected {
             Projected::Joined(all) => activate_beside(Some(&mixed), all, 3 * dim, Activation::GeluTanh)?,
             Projected::Separate(parts) => Tensor::cat(&[&mixed, &parts[3].gelu(Gelu::Tanh)?], 2)?,
@@ -72,8 +78,8 @@ impl SingleBlock {
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.sizes.dim();
         let inside = tokens * dim;
-        let gate = saved.adapts(&self.norm);
-        saved.outside(|saved| saved.linear(&self.norm, (dim, 1)));
+        let gate = self.norm.as_ref().is_some_and(|norm| saved.adapts(norm));
+        saved.outside(|saved| self.norm.iter().for_each(|norm| saved.linear(norm, (dim, 1))));
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
@@ -89,7 +95,7 @@ impl SingleBlock {
 
 impl Module for SingleBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
-        visitor.linear("norm.linear", &self.norm)?;
+        self.norm.iter().try_for_each(|norm| visitor.linear(NORM, norm))?;
         self.projections.visit(visitor)?;
         visitor.module("attn.norm_q", &self.norms[0])?;
         visitor.module("attn.norm_k", &self.norms[1])?;

@@ -1,0 +1,112 @@
+"""What sets Chroma apart from other flow models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from trainable_candle._core import pipeline_parts
+from trainable_candle.families.flow import FlowFamily
+from trainable_candle.families.flow.patches import over_tokens
+from trainable_candle.families.flow.rows import in_rows
+from trainable_candle.families.flow.schedule import FlowSchedule
+from trainable_candle.families.flux import Flux
+from trainable_candle.families.pipeline.identity import parts_identity, tokenizers_identity
+from trainable_candle.families.pipeline.t5 import T5
+from trainable_candle.text.t5_tokenizer import SHIPPED as T5_TOKENIZER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle import Tensor
+    from trainable_candle.models import ChromaTransformer
+    from trainable_candle.train.trainer import Inputs
+
+_TOKENS: Final = 512
+"""Of a caption, at most, as diffusers' pipeline cuts it."""
+
+
+class ChromaTexts:
+    """T5 with its tokenizer; of captions the words and one token of padding.
+
+    Follows `_get_t5_prompt_embeds` of diffusers' pipeline:
+    https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/chroma/pipeline_chroma.py
+
+    Args:
+        family: whose weights they are of.
+
+    Raises:
+        MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
+            model.
+    """
+
+    def __init__(self, family: Chroma) -> None:
+        self._t5 = T5.load(family, "text_encoder", _TOKENS)
+
+    def chunks(self, caption: str) -> int:
+        """How many tokens are read: only captions of one length are encoded together."""
+        return self._t5.read_tokens(caption)
+
+    def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to `encoder_hidden_states` (B, L, 4096) and how many of the L are read."""
+        return in_rows([self._t5.words(caption) for caption in captions])
+
+
+class Chroma(FlowFamily[ChromaTexts]):
+    """Chroma, base and HD."""
+
+    name: ClassVar[str] = "chroma"
+    summary: ClassVar[str] = "Chroma1 base or HD"
+    download: ClassVar[str] = (
+        "lodestones/Chroma1-HD or lodestones/Chroma1-Base on the Hugging Face hub (about 28 GB "
+        "each, Apache-2.0)"
+    )
+    parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("chroma"))
+    # Flux's blocks have Flux's layers; no trainer adapts the approximator.
+    targets: ClassVar[tuple[str, ...]] = Flux.targets
+    guidance: ClassVar[float] = 5.0
+    reads_texts_apart: ClassVar[bool] = True
+    schedule: ClassVar[FlowSchedule] = FlowSchedule(grows=True)
+    text_tokens: ClassVar[int] = _TOKENS
+    model: ChromaTransformer
+
+    @property
+    def distillation(self) -> str | None:
+        """That of Flash, which only its name tells from the others."""
+        if "flash" not in self.weights.resolve().name.lower():
+            return None
+        undone = "training Chroma1-Flash directly undoes its distillation to a few steps"
+        return f"{undone}; train Chroma1-Base or Chroma1-HD"
+
+    def load_encoders(self) -> ChromaTexts:
+        """T5."""
+        return ChromaTexts(self)
+
+    @property
+    def text_values(self) -> int:
+        """Tokens."""
+        return int(self.text_tokens * self.facts.config["joint_attention_dim"])
+
+    @property
+    def text_working_values(self) -> int:
+        """The widest layer of T5, and the result."""
+        return T5.working_values(self, "text_encoder", _TOKENS) + self.text_values
+
+    def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
+        """What the transformer says."""
+        text = conditions["encoder_hidden_states"]
+        # One text is as long as what is read of it (`ChromaTexts`); several are extended.
+        lengths = conditions["lengths"] if sample.shape[0] > 1 else None
+        return over_tokens(
+            sample,
+            text.shape[1],
+            lambda x, image, words: self.model(x, text, times / 1000.0, image, words, lengths),
+        )
+
+    def text_identity(self) -> dict[str, str]:
+        """The text encoder's files, and how it encodes."""
+        return {
+            **parts_identity(self.facts, self.facts.text_encoders),
+            **tokenizers_identity(self.weights, {"tokenizer": T5_TOKENIZER}),
+            "dtype": self.text_precision,
+            "tokens": f"{_TOKENS}, one of padding",
+        }

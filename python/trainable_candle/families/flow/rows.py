@@ -1,0 +1,42 @@
+"""Texts of different lengths as rows of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import trainable_candle as tc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle import Tensor
+
+
+def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
+    """What encoders make of texts, each (1, L, W) with an L of its own.
+
+    Args:
+        texts: at least one.
+        multiple: of tokens that rows have.
+
+    Returns:
+        `encoder_hidden_states` (B, the longest, W), zeros after each text, and the `lengths` of the
+        texts, (B,), f32.
+    """
+    lengths = [text.shape[1] for text in texts]
+    longest = -(-max(lengths) // multiple) * multiple
+    return {
+        "encoder_hidden_states": tc.cat([_extended(text, longest) for text in texts], 0),
+        "lengths": tc.tensor(np.array(lengths, np.float32), device=texts[0].device),
+    }
+
+
+def _extended(text: Tensor, length: int) -> Tensor:
+    """(1, L, W) with zeros up to a length."""
+    _, there, width = text.shape
+    if there == length:
+        return text
+    zeros = tc.zeros((1, length - there, width), dtype=text.dtype, device=str(text.device))
+    return tc.cat([text, zeros], 1)

@@ -1,0 +1,181 @@
+//! The network that makes the modulation of all blocks, in place of a layer in each. It was distilled from Flux.1-schnell's layers
+//! ("distilled guidance layer").
+
+use trainable_candle_core::{DType, Device, Result, Tensor};
+use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
+
+use crate::layers::timestep::LINEAR;
+use crate::layers::{Sinusoids, TimestepEmbedding};
+use crate::saved::Saved;
+
+/// Added to the mean square in the norms, as in the original code. diffusers adds the smallest step of the dtype at 1, which
+/// makes no difference in f32.
+const EPS: f64 = 1e-6;
+/// What rows' numbers are multiplied with before their sinusoids.
+const ROW_SCALE: f32 = 1000.0;
+/// Rows of the table for each part.
+const SINGLE: usize = 3;
+const DOUBLE: usize = 6;
+const OUTPUT: usize = 2;
+
+/// The sizes of an [`Approximator`].
+#[derive(Clone, Copy)]
+pub(super) struct ApproximatorSizes {
+    /// Features of a row.
+    pub channels: usize,
+    /// Width of the layers.
+    pub width: usize,
+    /// Residual layers.
+    pub layers: usize,
+    /// Blocks of two streams.
+    pub doubles: usize,
+    /// Blocks of one.
+    pub singles: usize,
+    /// Width of the tokens.
+    pub dim: usize,
+}
+
+impl ApproximatorSizes {
+    /// Rows of the table.
+    const fn rows(self) -> usize {
+        SINGLE * self.singles + 2 * DOUBLE * self.doubles + OUTPUT
+    }
+}
+
+/// From the time to a table of shifts, scales and gates, row by row: for each row its features, a projection, residual layers over RMS
+/// norms, and a projection to the width of the tokens.
+pub(super) struct Approximator {
+    sizes: ApproximatorSizes,
+    sinusoids: Sinusoids,
+    /// The features of rows that do not depend on the time: of a scale of guidance, 0, and of the row's number; (rows, channels · 3 / 4).
+    fixed: Tensor,
+    in_proj: Linear<Tensor>,
+    layers: Vec<TimestepEmbedding>,
+    norms: Vec<RmsNorm>,
+    out_proj: Linear<Tensor>,
+}
+
+impl Approximator {
+    /// Parameters below `weights`.
+    ///
+    /// # Errors
+    /// As [`Weights::get`].
+    pub fn new(sizes: ApproximatorSizes, weights: &mut Weights<'_>) -> Result<Self> {
+        let ApproximatorSizes { channels, width, layers, dim, .. } = sizes;
+        let in_proj = weights.linear("in_proj", channels, width, true)?;
+        let device = in_proj.weight.device();
+        Ok(Self {
+            sinusoids: Sinusoids::new(channels / 4, device)?,
+            fixed: fixed(sizes, device)?,
+            layers: (0..layers)
+                .map(|i| TimestepEmbedding::named(LINEAR, [width; 3], true, &mut weights.pp(&format!("layers.{i}"))))
+                .collect::<Result<_>>()?,
+            norms: (0..layers).map(|i| weights.rms_norm(&format!("norms.{i}"), width, EPS)).collect::<Result<_>>()?,
+            out_proj: weights.linear("out_proj", width, dim, true)?,
+            in_proj,
+            sizes,
+        })
+    }
+
+    /// The table for `times (T)`, from 0 to 1000.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if the times have another shape.
+    pub fn forward(&self, times: &Tensor) -> Result<ModulationTable> {
+        let &[rows, fixed] = self.fixed.dims() else { unreachable!("made of rows and columns") };
+        let (count, channels) = (times.elem_count(), self.sizes.channels);
+        let of_time = self.sinusoids.forward(times)?.unsqueeze(1)?.broadcast_as((count, rows, channels - fixed))?;
+        let of_row = self.fixed.unsqueeze(0)?.broadcast_as((count, rows, fixed))?;
+        let features = Tensor::cat(&[&of_time, &of_row], 2)?.to_dtype(self.in_proj.weight.dtype())?;
+        let mut x = self.in_proj.forward(&features)?;
+        for (layer, norm) in self.layers.iter().zip(&self.norms) {
+            x = x.add(&layer.forward(&norm.forward(&x)?)?)?;
+        }
+        Ok(ModulationTable { sizes: self.sizes, rows: self.out_proj.forward(&x)? })
+    }
+
+    /// What the tape keeps for one sample.
+    pub fn saved(&self, saved: &mut Saved) {
+        let ApproximatorSizes { channels, width, .. } = self.sizes;
+        let rows = self.sizes.rows();
+        saved.linear(&self.in_proj, (rows * channels, rows));
+        for layer in &self.layers {
+            // The norm's input and result; the layers' own.
+            saved.keep(rows * width);
+            layer.saved_rows(rows, saved);
+        }
+        saved.linear(&self.out_proj, (rows * width, rows));
+    }
+}
+
+impl Module for Approximator {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.linear("in_proj", &self.in_proj)?;
+        for (i, (layer, norm)) in self.layers.iter().zip(&self.norms).enumerate() {
+            visitor.module(&format!("layers.{i}"), layer)?;
+            visitor.module(&format!("norms.{i}"), norm)?;
+        }
+        visitor.linear("out_proj", &self.out_proj)
+    }
+}
+
+/// The features that do not depend on the time.
+fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
+    let (rows, channels) = (sizes.rows(), sizes.channels);
+    let guidance = Sinusoids::new(channels / 4, device)?.forward(&Tensor::zeros(rows, DType::F32, device)?)?;
+    let numbers: Vec<f32> = (0..rows).map(|row| row as f32 * ROW_SCALE).collect();
+    let numbers = Tensor::from_vec(numbers, rows, &Device::Cpu)?.to_device(device)?;
+    Tensor::cat(&[&guidance, &Sinusoids::new(channels / 2, device)?.forward(&numbers)?], 1)
+}
+
+/// Shifts, scales and gates of all blocks: three rows for each block of one stream; six for each image's side of the blocks of two
+/// streams; six for each text's; the last norm's shift and scale.
+pub(super) struct ModulationTable {
+    sizes: ApproximatorSizes,
+    /// (B, rows, D).
+    rows: Tensor,
+}
+
+impl ModulationTable {
+    /// The table of a batch, if one time is of all its samples.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Shape`] if there are several times and another number of samples.
+    pub fn of_batch(self, batch: usize) -> Result<Self> {
+        let rows = self.rows.broadcast_as((batch, self.sizes.rows(), self.sizes.dim))?;
+        Ok(Self { rows, ..self })
+    }
+
+    /// Side by side: (B, count · D).
+    fn side_by_side(&self, first: usize, count: usize) -> Result<Tensor> {
+        let batch = self.rows.dims()[0];
+        self.rows.narrow(1, first, count)?.reshape((batch, count * self.sizes.dim))
+    }
+
+    /// Of the image and of the text in the block of two streams `index`, (B, 6 · D) each.
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Index`] if there is no such block.
+    pub fn double(&self, index: usize) -> Result<[Tensor; 2]> {
+        let image = SINGLE * self.sizes.singles;
+        let text = image + DOUBLE * self.sizes.doubles;
+        Ok([self.side_by_side(image + DOUBLE * index, DOUBLE)?, self.side_by_side(text + DOUBLE * index, DOUBLE)?])
+    }
+
+    /// Of the block of one stream `index`, (B, 3 · D).
+    ///
+    /// # Errors
+    /// [`trainable_candle_core::Error::Index`] if there is no such block.
+    pub fn single(&self, index: usize) -> Result<Tensor> {
+        self.side_by_side(SINGLE * index, SINGLE)
+    }
+
+    /// The shift and the scale of the last norm, (B, D) each.
+    ///
+    /// # Errors
+    /// As [`Tensor::narrow`].
+    pub fn output(&self) -> Result<[Tensor; 2]> {
+        let first = self.sizes.rows() - OUTPUT;
+        Ok([self.side_by_side(first, 1)?, self.side_by_side(first + 1, 1)?])
+    }
+}

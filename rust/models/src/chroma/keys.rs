@@ -1,0 +1,64 @@
+//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+
+use trainable_candle_core::Result;
+use trainable_candle_io::WeightFiles;
+
+use super::ChromaConfig;
+use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP, SINGLE, SINGLE_BLOCKS};
+use crate::pretrained::{Form, Original, Renaming, StoredSizes};
+
+/// Flux's names without those of its modulation, and the approximator's.
+pub(super) static NAMES: BlockNames = BlockNames {
+    outside: &OUTSIDE,
+    blocks: &[
+        (DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1, &[&DOUBLE_ATTENTION, &DOUBLE_MLP]),
+        (SINGLE_BLOCKS.0, SINGLE_BLOCKS.1, &[&SINGLE]),
+        ("distilled_guidance_layer.layers.", "distilled_guidance_layer.layers", &[&APPROXIMATOR_LAYER]),
+    ],
+};
+
+const OUTSIDE: [Renaming; 6] = [
+    ("x_embedder", "img_in", Form::Plain),
+    ("context_embedder", "txt_in", Form::Plain),
+    ("proj_out", "final_layer.linear", Form::Plain),
+    ("distilled_guidance_layer.in_proj", "distilled_guidance_layer.in_proj", Form::Plain),
+    ("distilled_guidance_layer.norms", "distilled_guidance_layer.norms", Form::Plain),
+    ("distilled_guidance_layer.out_proj", "distilled_guidance_layer.out_proj", Form::Plain),
+];
+
+const APPROXIMATOR_LAYER: [Renaming; 2] =
+    [("linear_1", "in_layer", Form::Plain), ("linear_2", "out_layer", Form::Plain)];
+
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
+/// model's, or comes from the first of the `known` configurations whose sizes are these.
+///
+/// # Errors
+/// [`trainable_candle_core::Error::Config`] if a size cannot be told, or the model is a relative of Chroma.
+pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
+    let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
+    let radiance = format!("{}nerf_blocks.", naming.prefix);
+    if files.names().any(|name| name.starts_with(&radiance)) {
+        return Err(sizes.wrong("the transformer is Chroma Radiance, which works on pixels and is not supported"));
+    }
+    let size = |name: &str, dim: usize| sizes.size(name, dim);
+    let head_dim = size("transformer_blocks.0.attn.norm_q.weight", 0)?;
+    let deduced = ChromaConfig {
+        in_channels: size("x_embedder.weight", 1)?,
+        out_channels: size("proj_out.weight", 0)?,
+        num_layers: sizes.count("transformer_blocks", "attn.to_out.0"),
+        num_single_layers: sizes.count("single_transformer_blocks", "proj_out"),
+        num_attention_heads: size("x_embedder.weight", 0)? / head_dim.max(1),
+        attention_head_dim: head_dim,
+        joint_attention_dim: size("context_embedder.weight", 1)?,
+        approximator_num_channels: size("distilled_guidance_layer.in_proj.weight", 1)?,
+        approximator_hidden_dim: size("distilled_guidance_layer.in_proj.weight", 0)?,
+        approximator_layers: sizes.count("distilled_guidance_layer.layers", "linear_1"),
+        ..ChromaConfig::default()
+    };
+    let agrees = |known: &ChromaConfig| {
+        ChromaConfig { axes_dims_rope: known.axes_dims_rope.clone(), ..deduced.clone() } == *known
+    };
+    let config = known.into_iter().find(agrees).unwrap_or(deduced);
+    config.validate()?;
+    Ok(config)
+}

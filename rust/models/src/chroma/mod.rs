@@ -1,0 +1,20 @@
+//! The transformer of Chroma (lodestones 2025): Flux.1's blocks, whose modulation one network makes for all. Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_chroma.py>.
+
+mod approximator;
+mod config;
+pub mod keys;
+mod model;
+
+pub use config::ChromaConfig;
+pub use model::{ChromaConditions, ChromaTransformer};
+
+use crate::registry::ModelKind;
+
+/// Chroma's transformer among the kinds of models.
+pub static KIND: ModelKind = ModelKind::of::<ChromaTransformer>(
+    "ChromaTransformer",
+    ("a Chroma transformer", "distilled_guidance_layer.layers.0.linear_1."),
+    &[ChromaTransformer::CLASS_NAME],
+    "diffusion_pytorch_model.safetensors",
+);

@@ -1,0 +1,234 @@
+//! The transformer: noisy latents as tokens, time and text in, velocity out.
+
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_io::WeightFiles;
+use trainable_candle_io::adapter_file::Original as OriginalNames;
+use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
+
+use super::approximator::Approximator;
+use super::{ChromaConfig, keys};
+use crate::layers::joint::{
+    DoubleBlock, DoubleBlockKind, ModulatedOutput, RopeAxes, Sight, SingleBlock, TokenInputs, TokenSizes, run_double,
+    run_single,
+};
+use crate::pretrained::{Architecture, Configuration, Layout, Original};
+use crate::registry::{Model, ModelKind};
+use crate::saved::{SampleSize, Saved};
+
+/// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
+const THETA: f64 = 10_000.0;
+/// What the time is multiplied with before its sinusoids.
+const TIME_SCALE: f64 = 1000.0;
+/// Latents along one side of the square that becomes a token.
+const PATCH: usize = 2;
+
+/// Chroma's transformer, computing what diffusers' `ChromaTransformer2DModel` computes, under its names. It predicts the velocity
+/// noise − latents of flow matching.
+pub struct ChromaTransformer {
+    config: ChromaConfig,
+    x_embedder: Linear<Tensor>,
+    context_embedder: Linear<Tensor>,
+    approximator: Approximator,
+    axes: RopeAxes,
+    double_blocks: Blocks<DoubleBlock>,
+    single_blocks: Blocks<SingleBlock>,
+    output: ModulatedOutput,
+    /// 0, 1 and so on, f32, for [`MOST_TOKENS`].
+    numbers: Tensor,
+}
+
+/// Tokens of a text whose length is told, at most.
+const MOST_TOKENS: usize = 4096;
+
+/// The inputs of one call beside the noisy latents.
+#[derive(Clone, Copy)]
+pub struct ChromaConditions<'a> {
+    /// The text's tokens, (B, L, joint_attention_dim).
+    pub encoder_hidden_states: &'a Tensor,
+    /// From 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    pub timestep: &'a Tensor,
+    /// Positions of the image's tokens, (S, axes): 0, row, column.
+    pub img_ids: &'a Tensor,
+    /// Positions of the text's tokens, (L, axes): zeros.
+    pub txt_ids: &'a Tensor,
+    /// How many tokens of each text are read, (B): its words and one of padding; what follows is not seen. None: all are read, and
+    /// attention needs no mask, which saves time.
+    pub lengths: Option<&'a Tensor>,
+}
+
+impl ChromaTransformer {
+    /// The `_class_name` in its `config.json`.
+    pub const CLASS_NAME: &'static str = "ChromaTransformer2DModel";
+
+    /// A model over `weights`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    pub fn new(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        config.validate()?;
+        let (dim, sizes) = (config.inner_dim(), config.block());
+        let kind = DoubleBlockKind { told_modulation: true, ..DoubleBlockKind::default() };
+        let x_embedder = weights.linear("x_embedder", config.in_channels, dim, true)?;
+        let device = x_embedder.weight.device();
+        let numbers: Vec<f32> = (0..MOST_TOKENS).map(|number| number as f32).collect();
+        Ok(Self {
+            axes: RopeAxes::new(&config.axes_dims_rope, THETA, device)?,
+            numbers: Tensor::from_vec(numbers, (1, MOST_TOKENS), &trainable_candle_core::Device::Cpu)?
+                .to_device(device)?,
+            x_embedder,
+            context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
+            approximator: Approximator::new(config.approximator(), &mut weights.pp(APPROXIMATOR))?,
+            double_blocks: (0..config.num_layers)
+                .map(|i| DoubleBlock::new(sizes, kind, &mut weights.pp(&format!("transformer_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            single_blocks: (0..config.num_single_layers)
+                .map(|i| SingleBlock::new(sizes, true, &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
+                .collect::<Result<_>>()?,
+            output: ModulatedOutput::told([dim, config.out_channels], true, weights)?,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub const fn config(&self) -> &ChromaConfig {
+        &self.config
+    }
+
+    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, squares of latents as tokens. The result has their shape with
+    /// the model's output channels, in the dtype of the weights.
+    ///
+    /// # Errors
+    /// As [`TokenSizes::check`]; [`Error::Shape`] if the lengths do not fit.
+    pub fn forward(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<Tensor> {
+        let [area, length] = self.check(hidden_states, conditions)?;
+        let (dtype, batch) = (self.dtype(), hidden_states.dims()[0]);
+        let times = conditions.timestep.reshape(conditions.timestep.elem_count())?.to_dtype(DType::F32)?;
+        let table = self.approximator.forward(&times.mul_scalar(TIME_SCALE)?)?.of_batch(batch)?;
+        let image = self.x_embedder.forward(&hidden_states.to_dtype(dtype)?)?;
+        let text = self.context_embedder.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
+        let angles = self.axes.at(&Tensor::cat(&[conditions.txt_ids, conditions.img_ids], 0)?)?;
+        let mask = conditions.lengths.map(|lengths| self.mask(lengths, length, area)).transpose()?;
+        let sight = Sight { angles: Some(&angles), mask: mask.as_ref() };
+        let [image, text] = run_double(&self.double_blocks, [image, text], sight, |i, _| table.double(i))?;
+        let x = Tensor::cat(&[&text, &image], 1)?;
+        let x = run_single(&self.single_blocks, x, sight, |i, _| table.single(i))?;
+        let [shift, scale] = table.output()?;
+        self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
+    }
+
+    /// Which keys are seen, (B, 1, 1, L + S), u8: of the text those below its length, and all of the image. What the original code
+    /// masks of queries too is never read.
+    fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
+        let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
+        let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;
+        let image = Tensor::ones((lengths.dims()[0], area), DType::U8, lengths.device())?;
+        Tensor::cat(&[&text, &image], 1)?.unsqueeze(1)?.unsqueeze(1)
+    }
+
+    /// The tokens of the image and of the text, if everything fits.
+    fn check(&self, hidden_states: &Tensor, conditions: ChromaConditions<'_>) -> Result<[usize; 2]> {
+        let ChromaConditions { encoder_hidden_states, timestep, img_ids, txt_ids, lengths } = conditions;
+        let sizes = TokenSizes {
+            op: Self::CLASS_NAME,
+            channels: self.config.in_channels,
+            text: self.config.joint_attention_dim,
+            pooled: None,
+            axes: self.config.axes_dims_rope.len(),
+            guidance: false,
+        };
+        let [area, length] = sizes.check(TokenInputs {
+            hidden_states,
+            encoder_hidden_states,
+            pooled_projections: None,
+            timestep,
+            guidance: None,
+            img_ids,
+            txt_ids,
+        })?;
+        let batch = hidden_states.dims()[0];
+        if let Some(lengths) = lengths.filter(|lengths| lengths.dims() != [batch]) {
+            let message = format!("lengths has shape {:?}, expected ({batch},)", lengths.dims());
+            return Err(Error::shape(Self::CLASS_NAME, message));
+        }
+        if lengths.is_some() && length > MOST_TOKENS {
+            let message = format!("the text has {length} tokens, expected up to {MOST_TOKENS} with lengths");
+            return Err(Error::shape(Self::CLASS_NAME, message));
+        }
+        Ok([area, length])
+    }
+}
+
+const APPROXIMATOR: &str = "distilled_guidance_layer";
+
+impl Module for ChromaTransformer {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.module(APPROXIMATOR, &self.approximator)?;
+        visitor.linear("context_embedder", &self.context_embedder)?;
+        visitor.linear("x_embedder", &self.x_embedder)?;
+        visitor.blocks("transformer_blocks", &self.double_blocks)?;
+        visitor.blocks("single_transformer_blocks", &self.single_blocks)?;
+        self.output.visit(visitor)
+    }
+}
+
+impl Architecture for ChromaTransformer {
+    type Config = ChromaConfig;
+
+    const KIND: &'static ModelKind = &super::KIND;
+
+    const QUANTIZABLE: Quantizable = Quantizable {
+        blocks: &["transformer_blocks.", "single_transformer_blocks."],
+        kept: &[],
+        modulation: &[],
+        rows: &[],
+    };
+
+    fn build(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
+        Self::new(config, weights)
+    }
+
+    fn deduce(files: &WeightFiles, original: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
+        keys::deduce(files, original, known)
+    }
+
+    fn names(_config: &ChromaConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        keys::NAMES.layout(original)
+    }
+}
+
+impl Model for ChromaTransformer {
+    fn kind(&self) -> &'static ModelKind {
+        Self::KIND
+    }
+
+    fn configuration(&self) -> Map<String, Value> {
+        self.config.to_json()
+    }
+
+    fn dtype(&self) -> DType {
+        self.output.dtype()
+    }
+
+    fn saved(&self, size: SampleSize, saved: &mut Saved) {
+        let area = size.height.div_ceil(PATCH) * size.width.div_ceil(PATCH);
+        saved.outside(|saved| {
+            self.approximator.saved(saved);
+            saved.linear(&self.x_embedder, (area * self.config.in_channels, area));
+            saved.linear(&self.context_embedder, (size.tokens * self.config.joint_attention_dim, size.tokens));
+        });
+        self.double_blocks.iter().for_each(|block| block.saved(area, size.tokens, saved));
+        self.single_blocks.iter().for_each(|block| block.saved(area + size.tokens, saved));
+        self.output.saved(area, saved);
+    }
+
+    fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {
+        Self::names(&self.config, original, files)
+    }
+
+    fn original_names(&self) -> OriginalNames {
+        Arc::new(|layer| keys::NAMES.layer(layer))
+    }
+}

@@ -1,0 +1,75 @@
+//! The blocks one after another: those of two streams, then those of one.
+
+use trainable_candle_core::{Result, Tensor};
+use trainable_candle_nn::Blocks;
+
+use super::{DoubleBlock, Rope, SingleBlock};
+
+/// What attention is told beside its tokens.
+#[derive(Clone, Copy, Default)]
+pub struct Sight<'a> {
+    /// The angles of the text's tokens, then of the image's.
+    pub angles: Option<&'a Rope>,
+    /// Which keys are seen, u8, (B, 1, 1, tokens of the text and of the image); all without it.
+    pub mask: Option<&'a Tensor>,
+}
+
+impl Sight<'_> {
+    /// As inputs of a block, which its checkpoint keeps.
+    pub(crate) fn inputs(&self) -> impl Iterator<Item = &Tensor> {
+        self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
+    }
+
+    /// A block's result, by what [`inputs`](Self::inputs) has made; `turns` if there are angles.
+    pub(crate) fn of<R>(turns: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
+        let (angles, mask) = inputs.split_at(if turns { 2 } else { 0 });
+        let angles = if let [cos, sin] = angles { Some(Rope { cos: cos.clone(), sin: sin.clone() }) } else { None };
+        run(Sight { angles: angles.as_ref(), mask: mask.first() })
+    }
+}
+
+/// The image (B, S, D) and the text (B, L, D) after all blocks. `modulation` gives what modulates both in a block, by its index.
+///
+/// # Errors
+/// [`trainable_candle_core::Error::Shape`] if an input does not fit.
+pub fn run_double(
+    blocks: &Blocks<DoubleBlock>,
+    [mut image, mut text]: [Tensor; 2],
+    sight: Sight<'_>,
+    modulation: impl Fn(usize, &DoubleBlock) -> Result<[Tensor; 2]>,
+) -> Result<[Tensor; 2]> {
+    let turns = sight.angles.is_some();
+    for i in 0..blocks.len() {
+        let [of_image, of_text] = blocks.aside(i, |block| modulation(i, block))?;
+        let inputs: Vec<&Tensor> = [&image, &text, &of_image, &of_text].into_iter().chain(sight.inputs()).collect();
+        let mut results = blocks.run_several(i, &inputs, move |block, inputs| {
+            let [image, text, of_image, of_text, told @ ..] = inputs else { unreachable!("four inputs at least") };
+            let run = |sight: Sight<'_>| block.forward([image, text], [of_image, of_text], sight);
+            Ok(Sight::of(turns, told, run)?.into())
+        })?;
+        (text, image) = (results.remove(1), results.remove(0));
+    }
+    Ok([image, text])
+}
+
+/// The tokens (B, S, D) after all blocks; as [`run_double`].
+///
+/// # Errors
+/// [`trainable_candle_core::Error::Shape`] if an input does not fit.
+pub fn run_single(
+    blocks: &Blocks<SingleBlock>,
+    mut x: Tensor,
+    sight: Sight<'_>,
+    modulation: impl Fn(usize, &SingleBlock) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let turns = sight.angles.is_some();
+    for i in 0..blocks.len() {
+        let [said] = blocks.aside(i, |block| Ok([modulation(i, block)?]))?;
+        let inputs: Vec<&Tensor> = [&x, &said].into_iter().chain(sight.inputs()).collect();
+        x = blocks.run_one(i, &inputs, move |block, inputs| {
+            let [x, said, told @ ..] = inputs else { unreachable!("two inputs at least") };
+            Sight::of(turns, told, |sight| block.forward(x, said, sight))
+        })?;
+    }
+    Ok(x)
+}

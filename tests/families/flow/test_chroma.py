@@ -1,0 +1,88 @@
+"""What is particular to Chroma: one text encoder, one token of padding, files of relatives."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.errors import WeightsFormatError
+from trainable_candle.families.chroma import Chroma
+from trainable_candle.tasks.latent import SampleOptions
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.trainer import Inputs
+
+
+def test_original_files_with_parts_of_their_own(chroma_base: Path, tmp_path: Path) -> None:
+    weights, vae = tmp_path / "Chroma1-HD.safetensors", tmp_path / "ae.safetensors"
+    for part, path in (("transformer", weights), ("vae", vae)):
+        tc.models.save_checkpoint(path, {part: tc.models.load(chroma_base / part)})
+        # What shapes do not tell: widths of the axes, groups of channels.
+        (tmp_path / part).mkdir()
+        shutil.copy(chroma_base / part / "config.json", tmp_path / part)
+    config = TrainConfig(text_encoder=[str(chroma_base / "text_encoder")], vae=str(vae))
+    made = families.load("chroma", weights, "f32", "cpu", config)
+    whole = families.load("chroma", chroma_base, "f32", "cpu")
+    options = SampleOptions(steps=2, size=(16, 24), guidance=2.0)
+    np.testing.assert_array_equal(made.draw(["a"], options), whole.draw(["a"], options))
+
+
+def test_files_of_chroma_and_of_flux_are_told_apart(
+    chroma_base: Path, flux_base: Path, tmp_path: Path
+) -> None:
+    """Under original names, and under diffusers'."""
+    classes = {"flux": tc.models.FluxTransformer, "chroma": tc.models.ChromaTransformer}
+    for base, other, title in ((chroma_base, "flux", "Chroma"), (flux_base, "chroma", "Flux")):
+        original = tmp_path / f"{other}.safetensors"
+        tc.models.save_checkpoint(original, {"transformer": tc.models.load(base / "transformer")})
+        (own,) = (base / "transformer").glob("*.safetensors")
+        bare = tmp_path / other / own.name
+        bare.parent.mkdir()
+        shutil.copy(own, bare)
+        for file in (original, bare):
+            with pytest.raises(WeightsFormatError, match="it has no transformer"):
+                families.load(other, file, "f32", "cpu")
+            with pytest.raises(WeightsFormatError, match=f"the file is .* {title}"):
+                classes[other].from_pretrained(file)
+
+
+def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
+    """Each has the words and one token of padding, whatever the others' length."""
+    family = families.load("chroma", chroma_base, "f32", "cpu").family
+    captions = ["", "a red blur of many words", "a blur"]
+    together = family.features(captions)
+    assert together["encoder_hidden_states"].shape[1] == max(map(family.text_length, captions))
+    times = tc.tensor(np.array([300.0], np.float32))
+    sample = tc.randn(3, 16, 4, 6)
+    expected = [
+        family.predict(sample[i : i + 1], times, family.features([caption])).numpy()
+        for i, caption in enumerate(captions)
+    ]
+    found = family.predict(sample, tc.cat([times] * 3), together).numpy()
+    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_drawing_needs_no_mask(chroma_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt and a negative prompt of other length are read one after the other."""
+    task = families.load("chroma", chroma_base, "f32", "cpu")
+    found = []
+    predict = task.family.predict
+
+    def counted(sample: tc.Tensor, times: tc.Tensor, conditions: Inputs) -> tc.Tensor:
+        found.append((sample.shape[0], conditions["encoder_hidden_states"].shape[1]))
+        return predict(sample, times, conditions)
+
+    monkeypatch.setattr(task.family, "predict", counted)
+    task.draw(["a red blur"], SampleOptions(steps=2, size=(16, 16), guidance=2.0))
+    negative, positive = (1, 2), (1, task.family.text_length("a red blur"))
+    assert positive[1] > 2
+    assert found == [negative, positive] * 2
+
+
+def test_flash_is_told_by_its_name(chroma_base: Path, tmp_path: Path) -> None:
+    for name, is_distilled in (("Chroma1-Flash", True), ("Chroma1-HD", False)):
+        shutil.copytree(chroma_base, tmp_path / name)
+        notes = Chroma(tmp_path / name, "f32", "cpu").notes()
+        assert any("undoes its distillation" in note for note in notes) is is_distilled
