@@ -229,7 +229,18 @@ __all__ = [
 
 # Imported at first use, so that `import trainable_candle` stays fast.
 _LAZY = frozenset(
-    {"distributed", "families", "memory", "models", "nn", "optim", "peft", "testing", "train", "utils"}
+    {
+        "distributed",
+        "families",
+        "memory",
+        "models",
+        "nn",
+        "optim",
+        "peft",
+        "testing",
+        "train",
+        "utils",
+    }
 )
 _DTYPES = {
     "float": "f32",

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import SupportsIndex
 
+    from typing_extensions import Self
+
     from trainable_candle._core import DType, Tensor
 
 __all__ = [
@@ -52,7 +54,7 @@ class device(str):  # noqa: N801 - torch's name
 
     __slots__ = ()
 
-    def __new__(cls, type: str, index: int | None = None) -> device:
+    def __new__(cls, type: str, index: int | None = None) -> Self:
         """See the class."""
         text = str(type) if index is None else f"{type}:{index}"
         if not _NAME.fullmatch(text):

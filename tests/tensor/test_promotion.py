@@ -77,7 +77,9 @@ def test_values_and_gradients_pass_through_the_conversion() -> None:
     assert (str(y.grad.dtype), y.grad.tolist()) == ("f32", [1.0, 2.0])
     mask = tc.tensor([0, 1], dtype="u8")
     assert (y.detach() * mask).tolist() == [0.0, 5.0]
-    assert (tc.tensor([7, 8]) / tc.tensor([2, 5])).numpy().tolist() == np.float32([3.5, 1.6]).tolist()
+    assert (tc.tensor([7, 8]) / tc.tensor([2, 5])).numpy().tolist() == np.float32(
+        [3.5, 1.6]
+    ).tolist()
 
 
 def test_matrices_and_arrays_keep_their_dtypes() -> None:

@@ -59,7 +59,9 @@ class MultiheadAttention(Module):
         self.num_heads = num_heads
         self.dropout = dropout
         self.batch_first = batch_first
-        self.in_proj_weight: Tensor = Var(zeros(3 * embed_dim, embed_dim, dtype=dtype, device=device))
+        self.in_proj_weight: Tensor = Var(
+            zeros(3 * embed_dim, embed_dim, dtype=dtype, device=device)
+        )
         init.xavier_uniform_(self.in_proj_weight)
         self.in_proj_bias: Tensor | None = None
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias, dtype=dtype, device=device)

@@ -250,6 +250,8 @@ def _drawn(tensor: Tensor, generator: Generator | None, *, normal: bool) -> Tens
 
 def _set(tensor: Tensor, values: Tensor) -> Tensor:
     if not isinstance(tensor, Var):
-        raise TypeError(f"init: found {type(tensor).__name__}, expected a Var; tensors do not change")
+        raise TypeError(
+            f"init: found {type(tensor).__name__}, expected a Var; tensors do not change"
+        )
     tensor.set(values)
     return tensor
