@@ -102,6 +102,8 @@ SETTINGS = [
     {"optimizer": "adamw"},
     {"learning_rate": 1e-3},
     {"lr_scheduler": "linear"},
+    {"optimizer_args": ["betas=0.5,0.9", "eps=1e-3"]},
+    {"lr_scheduler_args": ["num_cycles=1.5"]},
     {"warmup_steps": 0},
     {"weight_decay": 0.5},
     {"max_grad_norm": 1e-3},

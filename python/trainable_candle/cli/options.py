@@ -117,7 +117,9 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         if _kind(hint) is bool:
             facts["action"] = argparse.BooleanOptionalAction
         else:
-            if setting.texts:
+            if setting.several:
+                facts |= {"action": "extend", "nargs": "+"}
+            elif setting.texts:
                 facts["action"] = "append"
             facts["type"] = _kind(hint)
             facts["metavar"] = _metavar(setting, _kind(hint))

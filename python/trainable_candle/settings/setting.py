@@ -37,6 +37,8 @@ class Setting:
     texts: bool = False
     """Whether the items of a list are texts, in which a comma separates nothing; the flag is then
     given once for each."""
+    several: bool = False
+    """Whether the flag of a list takes several texts at once."""
     tokenized: bool = False
     """Whether it becomes tokens, and so must be text in UTF-8."""
     free: bool | Callable[[Mapping[str, Any]], bool] = False
