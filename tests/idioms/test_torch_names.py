@@ -11,7 +11,6 @@ import pytest
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, DeviceError, ShapeError
 from trainable_candle.nn import init
-from trainable_candle.optim import lr_scheduler
 from trainable_candle.utils.data import DataLoader, TensorDataset, default_collate
 
 
@@ -277,106 +276,6 @@ def test_attention_trains_and_drops() -> None:
         tc.nn.MultiheadAttention(8, 3)
     with pytest.raises(ShapeError, match="found 2 dimensions"):
         layer(x[0], x[0], x[0])
-
-
-# Schedules and groups.
-
-
-def optimizer(**options: Any) -> tc.optim.Optimizer:
-    groups = [{"params": [var(2)], "lr": 0.1}, {"params": [var(3), var(1)], "lr": 0.01}]
-    return tc.optim.AdamW(groups, **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "factor"),
-    [
-        (lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)), lambda t: 1 / (1 + t)),
-        (lambda o: lr_scheduler.StepLR(o, 3, 0.5), lambda t: 0.5 ** (t // 3)),
-        (lambda o: lr_scheduler.ExponentialLR(o, 0.9), lambda t: 0.9**t),
-        (
-            lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
-            lambda t: (1 + math.cos(math.pi * t / 6)) / 2,
-        ),
-    ],
-)
-def test_schedules_follow_their_formulas(
-    make: Callable[[Any], Any], factor: Callable[[int], float]
-) -> None:
-    opt = optimizer()
-    schedule = make(opt)
-    for step in range(15):
-        assert schedule.last_step == step
-        expected = [0.1 * factor(step), 0.01 * factor(step)]
-        assert schedule.get_last_lr() == pytest.approx(expected, abs=1e-15)
-        assert opt.group_lrs == schedule.get_last_lr()
-        schedule.step()
-    assert schedule.base_lrs == [0.1, 0.01]
-    schedule.set_step(2)
-    assert opt.group_lrs == pytest.approx([0.1 * factor(2), 0.01 * factor(2)])
-
-
-def test_a_cosine_ends_at_its_least_rate() -> None:
-    opt = optimizer()
-    lr_scheduler.CosineAnnealingLR(opt, 4, eta_min=0.002).set_step(4)
-    assert opt.group_lrs == pytest.approx([0.002, 0.002])
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (lambda o: lr_scheduler.CosineAnnealingLR(o, 7, 1e-3), ("CosineAnnealingLR", (7, 1e-3))),
-        (lambda o: lr_scheduler.StepLR(o, 4), ("StepLR", (4,))),
-        (lambda o: lr_scheduler.ExponentialLR(o, 0.8), ("ExponentialLR", (0.8,))),
-        (
-            lambda o: lr_scheduler.LambdaLR(o, [math.exp, math.cos]),
-            ("LambdaLR", ([math.exp, math.cos],)),
-        ),
-    ],
-)
-def test_schedules_are_torchs(ours: Callable[[Any], Any], theirs: tuple[str, Any]) -> None:
-    torch = pytest.importorskip("torch")
-    rates = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.1, 0.01)]
-    opt = torch.optim.AdamW(rates)
-    other = getattr(torch.optim.lr_scheduler, theirs[0])(opt, *theirs[1])
-    schedule = ours(optimizer())
-    for _ in range(6):
-        assert schedule.get_last_lr() == pytest.approx(other.get_last_lr())
-        opt.step()
-        other.step()
-        schedule.step()
-
-
-def test_one_function_for_each_group() -> None:
-    opt = optimizer()
-    lr_scheduler.LambdaLR(opt, [lambda _: 2.0, lambda _: 3.0])
-    assert opt.group_lrs == pytest.approx([0.2, 0.03])
-    with pytest.raises(ArgumentError, match="found 1 functions, expected one for each of 2 groups"):
-        lr_scheduler.LambdaLR(opt, [lambda _: 2.0])
-    for wrong in (
-        lambda: lr_scheduler.StepLR(opt, 0),
-        lambda: lr_scheduler.CosineAnnealingLR(opt, 0),
-    ):
-        with pytest.raises(ArgumentError, match="expected at least 1"):
-            wrong()
-    with pytest.raises(ArgumentError, match="step is -1"):
-        lr_scheduler.StepLR(opt, 2).set_step(-1)
-
-
-def test_groups_have_variables_and_rates() -> None:
-    opt = optimizer(fused=True, foreach=False)
-    first, second = opt.param_groups
-    assert [len(group["params"]) for group in (first, second)] == [1, 2]
-    second["lr"] = 0.5
-    assert opt.group_lrs == [0.1, 0.5]
-    assert dict(first) == {"params": first["params"], "lr": 0.1}
-    with pytest.raises(TypeError, match="weight_decay cannot change"):
-        first["weight_decay"] = 1.0
-    with pytest.raises(KeyError, match="has params and lr"):
-        first["betas"]
-    with pytest.raises(ArgumentError):
-        first["lr"] = -1.0
-    plain = tc.optim.SGD([var(2)], lr=0.1)
-    assert [len(group["params"]) for group in plain.param_groups] == [1]
 
 
 # Data.
