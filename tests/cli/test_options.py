@@ -166,6 +166,7 @@ def test_every_setting_has_a_flag() -> None:
     assert parse("--validation-dataset", "v").validation_dataset == "v"
     assert parse("--mixed-precision", "bf16").precision == "bf16"
     assert parse("--dtype", "bf16").precision == "bf16"
+    assert parse("--batch-size", "auto").batch_size == 0
 
 
 @pytest.mark.parametrize(

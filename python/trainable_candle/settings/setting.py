@@ -51,6 +51,8 @@ class Setting:
     files may use these names too."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """What other tools call its choices, in lower case."""
+    words: Mapping[str, int] = field(default_factory=dict)
+    """Words that stand for numbers, in lower case."""
     bare: str | None = None
     """The value of the flag if none follows it."""
     path: bool = False
@@ -90,6 +92,8 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     Raises:
         ConfigError: the type is another, or the value lies outside its range.
     """
+    if isinstance(value, str):
+        value = setting.words.get(value.lower(), value)
     value = _typed(name, value, hint, setting)
     if setting.choices and isinstance(value, str) and value not in setting.choices:
         value = setting.spellings.get(value.lower(), value)

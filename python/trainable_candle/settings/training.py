@@ -10,6 +10,7 @@ from trainable_candle._core import Var, zeros
 from trainable_candle.errors import Error
 from trainable_candle.optim import KINDS
 from trainable_candle.optim.lr_scheduler import SCHEDULES
+from trainable_candle.placement import AUTO
 from trainable_candle.settings import sections
 from trainable_candle.settings.arguments import check_names, parsed
 from trainable_candle.settings.setting import Condition, Group, Setting
@@ -86,8 +87,9 @@ class Training(Group):
     batch_size: Annotated[
         int,
         Setting(
-            "images or rows in a batch",
-            low=1,
+            "or auto: the fastest that fits",
+            low=0,
+            words={AUTO: 0},
             synonyms=("train-batch-size", "batch", "bs"),
         ),
     ] = 1
