@@ -30,10 +30,10 @@ PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -t
 
 STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda
 
-.PHONY: help setup demo check docs stubs wheel-cuda clean $(STEPS)
+.PHONY: help setup demo check docs stubs wheel-cuda release release-check release-notes clean $(STEPS)
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # The GPU of this machine, if it has one: the demo is built for it alone, which takes minutes less than for all.
 GPU_ARCH := $(shell .ci/gpu_arch)
@@ -125,6 +125,16 @@ cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a sim
 	.ci/check_cuda.py $(DIST)/cuda/*.whl
 	eval "$$(tests/cuda/simulate.py $(CARGO_TARGET_DIR)/simulated $(CARGO_TARGET_DIR)/release/lib_core.so)" && \
 		PATH=$(CUDA_HOME)/bin:$$PATH cargo test $(CARGO_SCOPE) $(CUDA) --test cuda -- --ignored registry_runs_on_cuda
+
+# What .github/workflows/release.yml runs; with TAG=vX.Y.Z the tag is checked too.
+release-check: ## Check that version, changelog and tag agree
+	$(PYTHON) .ci/release.py check $(TAG)
+
+release-notes: ## Print the changes of this version
+	@$(PYTHON) .ci/release.py notes
+
+release: release-check wheel test-wheel test-python wheel-cuda ## Build and check all packages of a release for this architecture
+	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz $(DIST)/cuda/*.whl
 
 # Not --quiet: it hides warnings from --strict as well.
 docs: $(VENV)/.tools $(VENV)/.docs ## Build the documentation site in dist/site; a dead link fails

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from trainable_candle import Var
-from trainable_candle.optim import Optimizer
+from trainable_candle.optim.groups import GroupedOptimizer
 """
 
 
@@ -49,8 +49,11 @@ def stubs(library: str) -> str:
             if index == positional:
                 arguments.append("*")
             arguments.append(f"{field}: {type_of(default)} = {text_of(default)}")
+        if len(defaults) == positional:
+            arguments.append("*")
+        arguments += [f"{flag}: bool | None = None" for flag in ("fused", "foreach")]
         new = f"    def __new__({', '.join(arguments)}) -> {name}: ..."
-        parts.append(f'class {name}(Optimizer):\n    """\n{body}\n    """\n{new}')
+        parts.append(f'class {name}(GroupedOptimizer):\n    """\n{body}\n    """\n{new}')
     return "\n\n".join(parts) + "\n"
 
 

@@ -24,7 +24,6 @@ from trainable_candle._core import (
     empty_like,
     eye,
     from_dlpack,
-    full,
     get_float32_matmul_precision,
     get_num_threads,
     get_rng_state,
@@ -36,13 +35,9 @@ from trainable_candle._core import (
     lora_backward,
     lora_backward_,
     manual_seed,
-    ones,
     ones_like,
     prepare_adapters,
     quantize,
-    rand,
-    randint,
-    randn,
     save_adapters,
     save_file,
     set_float32_matmul_precision,
@@ -50,11 +45,20 @@ from trainable_candle._core import (
     set_rng_state,
     snapshot,
     stack,
-    tensor,
     verify_adapter,
     where,
-    zeros,
     zeros_like,
+)
+from trainable_candle._create import (
+    Generator,
+    device,
+    full,
+    ones,
+    rand,
+    randint,
+    randn,
+    tensor,
+    zeros,
 )
 from trainable_candle._functions import (
     allclose,
@@ -66,7 +70,7 @@ from trainable_candle._functions import (
     normal,
     randperm,
 )
-from trainable_candle._grad_mode import enable_grad, no_grad
+from trainable_candle._grad_mode import enable_grad, inference_mode, no_grad, set_grad_enabled
 from trainable_candle._info import info
 from trainable_candle.errors import (
     ArgumentError,
@@ -102,6 +106,7 @@ if TYPE_CHECKING:
         peft,
         testing,
         train,
+        utils,
     )
     from trainable_candle.peft import PeftModel, get_peft_model
 
@@ -132,6 +137,7 @@ __all__ = [
     "DistributedError",
     "Error",
     "FileError",
+    "Generator",
     "IndexOutOfRangeError",
     "InternalError",
     "LoraConfig",
@@ -155,6 +161,7 @@ __all__ = [
     "checkpoint",
     "concat",
     "cuda",
+    "device",
     "distributed",
     "einsum",
     "empty_like",
@@ -173,6 +180,7 @@ __all__ = [
     "get_rng_state",
     "grad",
     "gradcheck",
+    "inference_mode",
     "info",
     "inspect",
     "int64",
@@ -202,6 +210,7 @@ __all__ = [
     "save_adapters",
     "save_file",
     "set_float32_matmul_precision",
+    "set_grad_enabled",
     "set_num_threads",
     "set_rng_state",
     "snapshot",
@@ -211,6 +220,7 @@ __all__ = [
     "train",
     "uint8",
     "uint32",
+    "utils",
     "verify_adapter",
     "where",
     "zeros",
@@ -219,7 +229,18 @@ __all__ = [
 
 # Imported at first use, so that `import trainable_candle` stays fast.
 _LAZY = frozenset(
-    {"distributed", "families", "memory", "models", "nn", "optim", "peft", "testing", "train"}
+    {
+        "distributed",
+        "families",
+        "memory",
+        "models",
+        "nn",
+        "optim",
+        "peft",
+        "testing",
+        "train",
+        "utils",
+    }
 )
 _DTYPES = {
     "float": "f32",
@@ -236,11 +257,6 @@ _INSTEAD = {
     "autocast": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
     "amp": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
     "int32": "use tc.int64; indices may be uint32 too",
-    "device": 'a device is a text: "cpu", "cuda" or "cuda:1"',
-    "Generator": "use tc.manual_seed, tc.get_rng_state and tc.set_rng_state",
-    "inference_mode": "use tc.no_grad",
-    "set_grad_enabled": "use tc.no_grad and tc.enable_grad",
-    "utils": "tc.checkpoint is torch.utils.checkpoint's; any list of batches is a data loader",
 }
 """What to use where torch has something that is not here."""
 _FROM_PEFT = frozenset({"PeftModel", "get_peft_model"})

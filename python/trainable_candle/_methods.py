@@ -54,6 +54,11 @@ class ComposedMethods:
 
     # Kinds and places.
 
+    @property
+    def grad(self) -> Tensor | None:
+        """None: variables (`tc.Var`) keep gradients, other tensors have none."""
+        return None
+
     def half(self) -> Tensor:
         """Convert to f16."""
         return own(self).to("f16")

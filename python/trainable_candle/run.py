@@ -314,6 +314,8 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
     size = 1 if world is None else world.size
     whole = config.effective_batch
     if whole is not None:
+        if not config.batch_size:
+            raise ConfigError("effective_batch: give the --batch-size too, which is auto")
         at_once = config.batch_size * size
         if whole % at_once:
             raise ConfigError(

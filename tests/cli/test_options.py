@@ -85,6 +85,8 @@ SAMPLES: dict[str, Any] = {
     "text_encoder_learning_rate": 1e-5,
     "lr_scheduler": "cosine",
     "warmup_steps": 2,
+    "optimizer_args": ["betas=0.9,0.98"],
+    "lr_scheduler_args": ["num_cycles=2"],
     "weight_decay": 0.5,
     "max_grad_norm": 0.0,
     "ema_decay": 0.99,
@@ -146,6 +148,8 @@ def parse(*arguments: str) -> TrainConfig:
 def as_arguments(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag(name) if value else f"--no-{flag(name)[2:]}"]
+    if settings()[name][1].several:
+        return [flag(name), *value]
     if settings()[name][1].texts:
         return [part for text in value for part in (flag(name), text)]
     return [flag(name), ",".join(value) if isinstance(value, list) else str(value)]
@@ -163,6 +167,7 @@ def test_every_setting_has_a_flag() -> None:
     assert parse("--validation-dataset", "v").validation_dataset == "v"
     assert parse("--mixed-precision", "bf16").precision == "bf16"
     assert parse("--dtype", "bf16").precision == "bf16"
+    assert parse("--batch-size", "auto").batch_size == 0
 
 
 @pytest.mark.parametrize(

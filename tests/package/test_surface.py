@@ -21,9 +21,12 @@ MODULES = [
             "memory",
             "nn",
             "nn.functional",
+            "nn.init",
             "optim",
             "optim.lr_scheduler",
             "testing",
+            "utils",
+            "utils.data",
         )
     ),
 ]
@@ -82,6 +85,13 @@ def test_every_function_of_the_extension_has_a_home():
         "normal_samples",
         "pipeline_parts",
         "set_grad_enabled",
+        "full",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "tensor",
+        "zeros",
         "set_resolver",
         "stream_seed",
     }

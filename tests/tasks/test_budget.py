@@ -148,6 +148,25 @@ def test_a_plan_leaves_a_margin_and_a_second_one_takes_less(flux: Model) -> None
     assert second.estimate.peak - RUNTIME_BYTES <= 0.9 * (first.estimate.peak - RUNTIME_BYTES)
 
 
+def test_a_batch_of_auto_is_doubled_while_samples_get_faster(model: Model) -> None:
+    for card in (8, 16, 80):
+        there = budget(card, "RTX 4090")
+        found = model.plan(there, batch_size="auto")
+        count = found.config.batch_size
+        assert found.chosen["batch_size"] == count
+        assert found.estimate.peak <= there.memory
+        for other in (count // 2, 2 * count):
+            if other < 1:
+                continue
+            try:
+                by_hand = model.plan(there, batch_size=other)
+            except OutOfMemoryError:
+                continue
+            if by_hand.config.base_precision == found.config.base_precision:
+                faster = step_seconds(by_hand, there) / other
+                assert faster >= 0.96 * step_seconds(found, there) / count
+
+
 def needs(activations: int) -> Callable[[TrainConfig], Estimate]:
     """An estimate that full checkpointing divides by four and a batch multiplies."""
 

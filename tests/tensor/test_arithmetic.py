@@ -191,14 +191,9 @@ def test_equality_with_other_types_is_false():
             r"add: shapes \[2\] and \[3\] do not broadcast",
         ),
         (
-            lambda: tc.ones(2) + tc.ones(2, dtype="f64"),
+            lambda: tc.ones(2) + np.ones(2),
             tc.DTypeError,
             r"add: dtypes f32 and f64 differ; convert one with to\(\)",
-        ),
-        (
-            lambda: tc.ones(2) < tc.ones(2, dtype="f16"),
-            tc.DTypeError,
-            "lt: dtypes f32 and f16 differ",
         ),
         (lambda: tc.ones(2, 3) @ tc.ones(2, 3), tc.ShapeError, "matmul: .*2, 3"),
         (lambda: tc.ones(2) @ 3.0, tc.ShapeError, "matmul: a number is no matrix"),
@@ -212,7 +207,6 @@ def test_equality_with_other_types_is_false():
             tc.DTypeError,
             "exp: expected a floating point tensor, found i64",
         ),
-        (lambda: tc.tensor([1, 2]) / 2, tc.DTypeError, "div: expected floating point"),
         (lambda: pow(tc.ones(1), 2, 3), tc.ArgumentError, "pow: a third argument"),
     ],
 )

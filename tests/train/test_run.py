@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,8 @@ SETTINGS = [
     {"optimizer": "adamw"},
     {"learning_rate": 1e-3},
     {"lr_scheduler": "linear"},
+    {"optimizer_args": ["momentum=0.5"]},
+    {"lr_scheduler_args": ["num_cycles=1.5"]},
     {"warmup_steps": 0},
     {"weight_decay": 0.5},
     {"max_grad_norm": 1e-3},
@@ -249,6 +252,17 @@ def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
         failing = OneOutOfMemory(1 if settings is by_hand else 25)
         with pytest.raises(tc.OutOfMemoryError):
             train_adapter(settings, callbacks=[failing], progress=False)
+
+
+def test_a_batch_of_auto_is_a_number_in_the_end(config: TrainConfig, tmp_path: Path) -> None:
+    settings = {**asdict(config), "batch_size": "auto", "steps": 3}
+    lines: list[str] = []
+    train_adapter(TrainConfig.from_mapping(settings), progress=False, report=lines.append)
+    written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
+    assert written.batch_size >= 1
+    assert any(line.startswith(f"plan: --batch-size {written.batch_size} ") for line in lines)
+    with pytest.raises(ConfigError, match="give the --batch-size too"):
+        train_adapter(TrainConfig.from_mapping({**settings, "effective_batch": 8}), progress=False)
 
 
 def test_what_was_planned_is_kept_by_a_resumed_run(config: TrainConfig, train: Train) -> None:

@@ -126,9 +126,11 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         if _kind(hint) is bool:
             facts["action"] = argparse.BooleanOptionalAction
         else:
-            if setting.texts:
+            if setting.several:
+                facts |= {"action": "extend", "nargs": "+"}
+            elif setting.texts:
                 facts["action"] = "append"
-            facts["type"] = _kind(hint)
+            facts["type"] = _reader(setting, _kind(hint))
             facts["metavar"] = _metavar(setting, _kind(hint))
             if setting.bare is not None:
                 facts |= {"nargs": "?", "const": setting.bare}
@@ -195,6 +197,18 @@ def _kind(hint: Any) -> type:
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
     kind: type = kinds[0]
     return kind
+
+
+def _reader(setting: Setting, kind: type) -> Callable[[str], Any]:
+    """What makes a value of a flag's text."""
+    if not setting.words:
+        return kind
+
+    def read(text: str) -> Any:
+        return setting.words.get(text.lower()) if text.lower() in setting.words else kind(text)
+
+    read.__name__ = kind.__name__
+    return read
 
 
 def _metavar(setting: Setting, kind: type) -> str:

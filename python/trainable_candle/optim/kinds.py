@@ -1,9 +1,14 @@
 """One class for each optimizer of the library's registry; the stubs beside list them."""
 
 from inspect import Parameter, Signature
+from types import NoneType
 from typing import Any
 
 from trainable_candle._core import Optimizer, optimizer_kinds
+from trainable_candle.optim.groups import GroupedOptimizer, listed
+
+_ALWAYS = ("fused", "foreach")
+"""Torch's choices of an implementation: every step here is fused, over all variables at once."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:
@@ -14,15 +19,21 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
         parameters.append(Parameter(field, kind, default=default))
     signature = Signature(parameters)
 
-    def new(cls: type[Optimizer], /, *args: Any, **kwargs: Any) -> Optimizer:
+    def new(cls: type[Optimizer], /, *args: Any, **kwargs: Any) -> GroupedOptimizer:
+        for flag in _ALWAYS:
+            if not isinstance(value := kwargs.pop(flag, None), (bool, NoneType)):
+                raise TypeError(f"{name}: {flag} is {value!r}, expected True, False or None")
         try:
             settings = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-        return Optimizer.__new__(cls, name, settings.pop("params"), settings)
+        params = listed(settings.pop("params"))
+        optimizer = GroupedOptimizer.__new__(cls, name, params, settings)
+        optimizer.set_groups(params, {**defaults, **settings})
+        return optimizer
 
     members = {"__new__": new, "__doc__": doc, "__signature__": signature}
-    return type(name, (Optimizer,), {"__module__": "trainable_candle.optim", **members})
+    return type(name, (GroupedOptimizer,), {"__module__": "trainable_candle.optim", **members})
 
 
 _CLASSES = {kind[0]: _class(*kind) for kind in optimizer_kinds()}

@@ -2,7 +2,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from trainable_candle import Var
-from trainable_candle.optim import Optimizer
+from trainable_candle.optim.groups import GroupedOptimizer
 
 __all__ = [
     "AdamW8bit",
@@ -17,7 +17,7 @@ __all__ = [
     "SGD",
 ]
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(GroupedOptimizer):
     """
     AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
 
@@ -43,9 +43,11 @@ class AdamW8bit(Optimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.01,
         *,
         min_8bit_size: int = 4096,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> AdamW8bit: ...
 
-class Adam8bit(Optimizer):
+class Adam8bit(GroupedOptimizer):
     """
     Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
 
@@ -71,9 +73,11 @@ class Adam8bit(Optimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         min_8bit_size: int = 4096,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> Adam8bit: ...
 
-class AdamW(Optimizer):
+class AdamW(GroupedOptimizer):
     """
     Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
 
@@ -101,9 +105,11 @@ class AdamW(Optimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> AdamW: ...
 
-class Adam(Optimizer):
+class Adam(GroupedOptimizer):
     """
     Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
 
@@ -131,9 +137,11 @@ class Adam(Optimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> Adam: ...
 
-class Lion8bit(Optimizer):
+class Lion8bit(GroupedOptimizer):
     """
     Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
 
@@ -157,9 +165,11 @@ class Lion8bit(Optimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         min_8bit_size: int = 4096,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> Lion8bit: ...
 
-class Lion(Optimizer):
+class Lion(GroupedOptimizer):
     """
     Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
 
@@ -180,9 +190,12 @@ class Lion(Optimizer):
         lr: SupportsFloat | SupportsIndex = 0.0001,
         betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.99),
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        *,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> Lion: ...
 
-class Adafactor(Optimizer):
+class Adafactor(GroupedOptimizer):
     """
     Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from those of its rows and columns.
 
@@ -213,9 +226,11 @@ class Adafactor(Optimizer):
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
         *,
         maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> Adafactor: ...
 
-class CAME(Optimizer):
+class CAME(GroupedOptimizer):
     """
     CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor that trusts consistent updates more.
 
@@ -244,9 +259,12 @@ class CAME(Optimizer):
             SupportsFloat | SupportsIndex,
         ] = (0.9, 0.999, 0.9999),
         weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        *,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> CAME: ...
 
-class Prodigy(Optimizer):
+class Prodigy(GroupedOptimizer):
     """
     Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size. All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
 
@@ -286,9 +304,11 @@ class Prodigy(Optimizer):
         growth_rate: SupportsFloat | SupportsIndex = ...,
         *,
         slice_p: int = 1,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> Prodigy: ...
 
-class SGD(Optimizer):
+class SGD(GroupedOptimizer):
     """
     Stochastic gradient descent with momentum, as `torch.optim.SGD`.
 
@@ -316,4 +336,6 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> SGD: ...

@@ -1,4 +1,6 @@
-"""Learning-rate schedules with warm-up; the definitions are those of transformers.
+"""Learning-rate schedules.
+
+Those in small letters have a warm-up; their definitions are transformers'. The classes are torch's.
 
 scheduler = tc.optim.lr_scheduler.cosine(opt, total_steps=1000, warmup_steps=50)
 for batch in batches:
@@ -12,8 +14,49 @@ from typing import Final
 
 from trainable_candle._core import Optimizer, Schedule
 from trainable_candle.errors import ArgumentError
+from trainable_candle.optim.chainable import (
+    ChainableScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    MultiplicativeLR,
+    MultiStepLR,
+    PolynomialLR,
+    StepLR,
+)
+from trainable_candle.optim.combined import (
+    ChainedScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
-__all__ = ["SCHEDULES", "LRScheduler", "constant", "cosine", "linear", "polynomial"]
+__all__ = [
+    "SCHEDULES",
+    "ChainableScheduler",
+    "ChainedScheduler",
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "ExponentialLR",
+    "LRScheduler",
+    "LambdaLR",
+    "LinearLR",
+    "MultiStepLR",
+    "MultiplicativeLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "ReduceLROnPlateau",
+    "SequentialLR",
+    "StepLR",
+    "constant",
+    "cosine",
+    "linear",
+    "polynomial",
+]
 
 
 class LRScheduler:
@@ -44,6 +87,10 @@ class LRScheduler:
     def base_lrs(self) -> list[float]:
         """The learning rates of the groups that the factor is applied to."""
         return list(self._base_lrs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the groups."""
+        return self._optimizer.group_lrs
 
     def step(self) -> None:
         """Go to the next step; call it after the optimizer's."""

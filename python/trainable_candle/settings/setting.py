@@ -37,6 +37,8 @@ class Setting:
     texts: bool = False
     """Whether the items of a list are texts, in which a comma separates nothing; the flag is then
     given once for each."""
+    several: bool = False
+    """Whether the flag of a list takes several texts at once."""
     tokenized: bool = False
     """Whether it becomes tokens, and so must be text in UTF-8."""
     free: bool | Callable[[Mapping[str, Any]], bool] = False
@@ -49,6 +51,8 @@ class Setting:
     files may use these names too."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """What other tools call its choices, in lower case."""
+    words: Mapping[str, int] = field(default_factory=dict)
+    """Words that stand for numbers, in lower case."""
     bare: str | None = None
     """The value of the flag if none follows it."""
     path: bool = False
@@ -88,6 +92,8 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     Raises:
         ConfigError: the type is another, or the value lies outside its range.
     """
+    if isinstance(value, str):
+        value = setting.words.get(value.lower(), value)
     value = _typed(name, value, hint, setting)
     if setting.choices and isinstance(value, str) and value not in setting.choices:
         value = setting.spellings.get(value.lower(), value)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable  # noqa: TC003 - get_type_hints reads it
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
+from trainable_candle._core import Var, zeros
+from trainable_candle.errors import Error
 from trainable_candle.optim import KINDS
 from trainable_candle.optim.lr_scheduler import SCHEDULES
+from trainable_candle.placement import AUTO
 from trainable_candle.settings import sections
+from trainable_candle.settings.arguments import check_names, parsed
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 OPTIMIZERS: Final = tuple(KINDS)
@@ -19,6 +24,27 @@ def _long_warmup(config: Any) -> str | None:
         return (
             f"warmup_steps is {config.warmup_steps}, more than the {config.steps} steps of the run"
         )
+    return None
+
+
+def _wrong_arguments(config: Any) -> str | None:
+    """What the optimizer or the schedule says against the arguments."""
+    texts = (config.optimizer_args, config.lr_scheduler_args)
+    if not any(texts):
+        return None
+    values, course = config.optimizer_arguments, config.lr_scheduler_arguments
+    kind: Callable[..., Any] = KINDS[config.optimizer]
+    schedule = SCHEDULES[config.lr_scheduler]
+    check_names("optimizer_args", values, config.optimizer, kind, {"lr": "--learning-rate"})
+    own = {"optimizer": "--optimizer", "total_steps": "--steps", "warmup_steps": "--warmup-steps"}
+    check_names("lr_scheduler_args", course, config.lr_scheduler, schedule, own)
+    name = "optimizer_args"
+    try:
+        optimizer: Any = kind([Var(zeros(1))], lr=config.rate, **values)
+        name = "lr_scheduler_args"
+        schedule(optimizer, total_steps=max(1, config.warmup_steps, config.steps), **course)
+    except (Error, TypeError) as error:
+        return f"{name}: {error}"
     return None
 
 
@@ -35,7 +61,10 @@ class Training(Group):
             "--epochs and --steps both say how long to train; give one of the two",
         ),
     )
-    contradictions = (_long_warmup,)
+    contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = (
+        _long_warmup,
+        _wrong_arguments,
+    )
 
     steps: Annotated[
         int,
@@ -58,8 +87,9 @@ class Training(Group):
     batch_size: Annotated[
         int,
         Setting(
-            "images or rows in a batch",
-            low=1,
+            "or auto: the fastest that fits",
+            low=0,
+            words={AUTO: 0},
             synonyms=("train-batch-size", "batch", "bs"),
         ),
     ] = 1
@@ -70,6 +100,15 @@ class Training(Group):
     optimizer: Annotated[
         str, Setting("update rule", choices=OPTIMIZERS, synonyms=("optimizer-type", "optim"))
     ] = "adamw8bit"
+    optimizer_args: Annotated[
+        list[str],
+        Setting(
+            "name=value of the optimizer's own numbers, such as eps=1e-6 betas=0.9,0.99",
+            texts=True,
+            several=True,
+            rare=True,
+        ),
+    ] = field(default_factory=list)
     learning_rate: Annotated[
         float | None, Setting("(default: model's)", low=0, above=True, synonyms=("lr",))
     ] = None
@@ -83,6 +122,10 @@ class Training(Group):
             spellings={"constant_with_warmup": "constant"},
         ),
     ] = "constant"
+    lr_scheduler_args: Annotated[
+        list[str],
+        Setting("name=value of the course", texts=True, several=True, rare=True),
+    ] = field(default_factory=list)
     warmup_steps: Annotated[
         int,
         Setting(
@@ -103,6 +146,24 @@ class Training(Group):
         float, Setting("average the adapter; 0: do not", low=0, below=1, rare=True)
     ] = 0.0
     seed: Annotated[int, Setting("of everything random", low=0, below=2**64, rare=True)] = 0
+
+    @property
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """What the optimizer is made with besides its learning rate.
+
+        Raises:
+            ConfigError: a text is no `name=value`.
+        """
+        return {"weight_decay": self.weight_decay, **parsed("optimizer_args", self.optimizer_args)}
+
+    @property
+    def lr_scheduler_arguments(self) -> dict[str, Any]:
+        """What the schedule is made with besides its steps.
+
+        Raises:
+            ConfigError: a text is no `name=value`.
+        """
+        return parsed("lr_scheduler_args", self.lr_scheduler_args)
 
     @property
     def rate(self) -> float:

@@ -10,6 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
+from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings import flag
 from trainable_candle.settings.config import group_of
@@ -31,7 +32,9 @@ _CHECKPOINTING: Final = "gradient_checkpointing"
 _TEXTS: Final = "text_encoder_precision"
 _BLOCKS: Final = "stream_blocks"
 _MODULATION: Final = "stream_modulation"
-PLANNED: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS)
+_BATCH: Final = "batch_size"
+_CHOSEN: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS)
+PLANNED: Final = (*_CHOSEN, _BATCH)
 """The settings that are chosen where the user leaves them open."""
 _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
 """What they are where memory is plenty; the others stay open, and nothing is streamed."""
@@ -41,6 +44,10 @@ _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full")
 _SHARES: Final = 8
 """Blocks are streamed in eighths of all."""
+_BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Batches that `auto` tries after a single sample."""
+_GAIN: Final = 0.97
+"""A batch is doubled if a sample then takes at most this share of its time."""
 _MARGIN: Final = 0.05
 """The share of a GPU's memory that a plan leaves free."""
 _LESS: Final = 0.9
@@ -136,7 +143,8 @@ class Plan:
 
 def is_open(config: TrainConfig, name: str) -> bool:
     """Whether the user left a setting to the plan."""
-    return getattr(config, name) in {None, AUTO}
+    value = getattr(config, name)
+    return value == 0 if name == _BATCH else value in {None, AUTO}
 
 
 def make_plan(
@@ -147,7 +155,7 @@ def make_plan(
 ) -> Plan:
     """Choose checkpointing, precision and streaming where they are left open: the fastest that fit.
 
-    A quantized base counts as slower than it is, by `_COST`: it is not the same model any more.
+    So is a batch of `auto`: doubled as long as that makes a sample faster. A quantized base counts as slower than it is, by `_COST`: it is not the same model any more.
     Modulation is streamed before blocks are, since each step reads it once. Text encoders are
     quantized only if the run does not fit otherwise.
 
@@ -160,7 +168,32 @@ def make_plan(
     Raises:
         OutOfMemoryError: nothing fits; the message names settings that would.
     """
-    names = [name for name in PLANNED if is_open(config, name) and group_of(name) in groups]
+    if not is_open(config, _BATCH):
+        return _plan_batch(config, groups, budget, estimate)
+    best = _plan_batch(config.with_(batch_size=1), groups, budget, estimate)
+    for count in _BATCHES:
+        try:
+            larger = _plan_batch(config.with_(batch_size=count), groups, budget, estimate)
+        except OutOfMemoryError:
+            break
+        if _sample_cost(larger, budget) > _GAIN * _sample_cost(best, budget):
+            break
+        best = larger
+    return replace(best, chosen={_BATCH: best.config.batch_size, **best.chosen})
+
+
+def _sample_cost(plan: Plan, budget: Budget) -> float:
+    return _cost(plan, budget) / plan.config.batch_size
+
+
+def _plan_batch(
+    config: TrainConfig,
+    groups: Collection[type[Settings]],
+    budget: Budget,
+    estimate: Callable[[TrainConfig], Estimate],
+) -> Plan:
+    """`make_plan` of a given batch."""
+    names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
         values = {name: choice.get(name, _PLENTY.get(name)) for name in names}

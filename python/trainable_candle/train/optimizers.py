@@ -20,10 +20,11 @@ def make_optimizer(config: Training, groups: Sequence[tuple[Sequence[Var], float
     """The optimizer over (variables, learning rate) groups."""
     kind: Callable[..., Optimizer] = KINDS[config.optimizer]
     parameters: list[dict[str, Any]] = [{"params": list(vars_), "lr": lr} for vars_, lr in groups]
-    return kind(parameters, lr=config.rate, weight_decay=config.weight_decay)
+    return kind(parameters, lr=config.rate, **config.optimizer_arguments)
 
 
 def make_scheduler(config: Training, optimizer: Optimizer) -> LRScheduler:
     """The learning-rate schedule, for `optimizer`."""
     schedule = SCHEDULES[config.lr_scheduler]
-    return schedule(optimizer, total_steps=config.steps, warmup_steps=config.warmup_steps)
+    steps = {"total_steps": config.steps, "warmup_steps": config.warmup_steps}
+    return schedule(optimizer, **steps, **config.lr_scheduler_arguments)

@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
 
+use super::promote::{for_quotient, promoted};
 use super::{Operand, Tensor};
 use crate::call::compute;
 use crate::error::Result;
@@ -12,7 +13,7 @@ fn work(a: &tc::Tensor, b: &Operand<'_>) -> usize {
     a.elem_count().max(b.elem_count())
 }
 
-/// `a op b`; a number becomes a tensor unless `scalar` handles it.
+/// `a op b` of elements, in the dtype that holds both; a number becomes a tensor.
 #[inline]
 fn binary(
     py: Python<'_>,
@@ -21,7 +22,18 @@ fn binary(
     b: &Operand<'_>,
     tensors: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
 ) -> Result<Tensor> {
-    compute(py, work(a, b), || b.with(op, a, |b| tensors(a, b))).map(Tensor)
+    compute(py, work(a, b), || promoted(op, a, b, tensors)).map(Tensor)
+}
+
+/// `a op b` of matrices, which must have one dtype.
+#[inline]
+fn product(
+    py: Python<'_>,
+    a: &tc::Tensor,
+    b: &Operand<'_>,
+    tensors: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<tc::Tensor> + Send,
+) -> Result<Tensor> {
+    compute(py, work(a, b), || b.with("matmul", a, |b| tensors(a, b))).map(Tensor)
 }
 
 /// As [`binary`]; a number is applied without a tensor of its own where `a` is floating point.
@@ -71,11 +83,11 @@ impl Tensor {
 
     // A quotient by a number is a true division: multiplying by the reciprocal rounds twice.
     fn __truediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
-        binary(py, "div", &self.0, &other, tc::Tensor::div)
+        compute(py, work(&self.0, &other), || for_quotient("div", &self.0, &other, tc::Tensor::div)).map(Self)
     }
 
     fn __rtruediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
-        binary(py, "div", &self.0, &other, |a, b| b.div(a))
+        compute(py, work(&self.0, &other), || for_quotient("div", &self.0, &other, |a, b| b.div(a))).map(Self)
     }
 
     fn __pow__(&self, py: Python<'_>, exponent: Operand<'_>, modulo: Option<&Bound<'_, PyAny>>) -> Result<Self> {
@@ -93,11 +105,11 @@ impl Tensor {
     }
 
     fn __matmul__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
-        binary(py, "matmul", &self.0, &other, tc::Tensor::matmul)
+        product(py, &self.0, &other, tc::Tensor::matmul)
     }
 
     fn __rmatmul__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
-        binary(py, "matmul", &self.0, &other, |a, b| b.matmul(a))
+        product(py, &self.0, &other, |a, b| b.matmul(a))
     }
 
     fn __neg__(&self, py: Python<'_>) -> Result<Self> {
@@ -140,7 +152,6 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if the dtypes differ.
     fn maximum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         binary(py, "maximum", &self.0, &other, tc::Tensor::maximum)
     }
@@ -149,7 +160,6 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if the dtypes differ.
     fn minimum(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         binary(py, "minimum", &self.0, &other, tc::Tensor::minimum)
     }

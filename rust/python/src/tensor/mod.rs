@@ -7,6 +7,7 @@ mod elementwise;
 mod index;
 mod nested;
 mod operand;
+mod promote;
 mod reduce;
 mod shape;
 pub mod source;

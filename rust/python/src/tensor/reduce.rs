@@ -9,6 +9,14 @@ use crate::arguments::{Dims, Integer};
 use crate::call::compute;
 use crate::error::Result;
 
+/// The dimensions under torch's name or numpy's.
+fn one_of(op: &'static str, dim: Option<Dims>, axis: Option<Dims>) -> Result<Option<Dims>> {
+    match (dim, axis) {
+        (Some(_), Some(_)) => Err(tc::Error::argument(op, "found dim and axis, which mean the same; give one").into()),
+        (dim, axis) => Ok(dim.or(axis)),
+    }
+}
+
 /// The dimensions to reduce: the given ones, or all.
 fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Result<Vec<usize>> {
     dim.map_or_else(|| Ok((0..tensor.rank()).collect()), |dims| dims.resolve(op, tensor.rank()))
@@ -25,12 +33,14 @@ macro_rules! reductions {
                 /// Args:
                 ///     dim: a dimension or several; default all.
                 ///     keepdim: whether reduced dimensions stay, with size 1.
+                ///     axis: another name of `dim`.
                 ///
                 /// Raises:
                 ///     IndexOutOfRangeError: if a dimension is out of range.
                 $(#[doc = $raises])?
-                #[pyo3(signature = (dim=None, keepdim=false))]
-                fn $name(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool) -> Result<Self> {
+                #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
+                fn $name(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
+                    let dim = one_of(stringify!($name), dim, axis)?;
                     let dims = dims_or_all(stringify!($name), &self.0, dim.as_ref())?;
                     compute(py, self.0.elem_count(), || self.0.$name(&dims, keepdim)).map(Self)
                 }
@@ -59,14 +69,15 @@ impl Tensor {
     /// Args:
     ///     dim: a dimension or several; default all.
     ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///     axis: another name of `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     ShapeError: if there are no elements.
     ///     DTypeError: if the tensor is not floating point.
-    #[pyo3(signature = (dim=None, keepdim=false))]
-    fn max(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool) -> Result<Self> {
-        let dims = dim.map(|dim| dim.resolve("max", self.0.rank())).transpose()?;
+    #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
+    fn max(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
+        let dims = one_of("max", dim, axis)?.map(|dim| dim.resolve("max", self.0.rank())).transpose()?;
         compute(py, self.0.elem_count(), || match dims {
             Some(dims) => self.0.max(&dims, keepdim),
             None => of_all(&self.0, &self.0.max_all()?, keepdim),
@@ -79,14 +90,15 @@ impl Tensor {
     /// Args:
     ///     dim: a dimension or several; default all.
     ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///     axis: another name of `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     ShapeError: if there are no elements.
     ///     DTypeError: if the tensor is not floating point.
-    #[pyo3(signature = (dim=None, keepdim=false))]
-    fn min(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool) -> Result<Self> {
-        let dims = dim.map(|dim| dim.resolve("min", self.0.rank())).transpose()?;
+    #[pyo3(signature = (dim=None, keepdim=false, *, axis=None))]
+    fn min(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, axis: Option<Dims>) -> Result<Self> {
+        let dims = one_of("min", dim, axis)?.map(|dim| dim.resolve("min", self.0.rank())).transpose()?;
         compute(py, self.0.elem_count(), || match dims {
             Some(dims) => self.0.min(&dims, keepdim),
             None => of_all(&self.0, &self.0.min_all()?, keepdim),
@@ -100,14 +112,25 @@ impl Tensor {
     ///     dim: a dimension or several; default all.
     ///     keepdim: whether reduced dimensions stay, with size 1.
     ///     correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
+    ///     unbiased: True for a correction of 1, False for 0.
+    ///     axis: another name of `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
     ///     DTypeError: if the tensor is not floating point.
-    #[pyo3(signature = (dim=None, keepdim=false, *, correction=Argument::of(1.0)))]
-    fn var(&self, py: Python<'_>, dim: Option<Dims>, keepdim: bool, correction: Argument<f64>) -> Result<Self> {
+    #[pyo3(signature = (dim=None, keepdim=false, *, correction=Argument::of(1.0), unbiased=None, axis=None))]
+    fn var(
+        &self,
+        py: Python<'_>,
+        dim: Option<Dims>,
+        keepdim: bool,
+        correction: Argument<f64>,
+        unbiased: Option<bool>,
+        axis: Option<Dims>,
+    ) -> Result<Self> {
         let correction = correction.get("var", "correction")?;
-        let dims = dims_or_all("var", &self.0, dim.as_ref())?;
+        let correction = unbiased.map_or(correction, |unbiased| if unbiased { 1.0 } else { 0.0 });
+        let dims = dims_or_all("var", &self.0, one_of("var", dim, axis)?.as_ref())?;
         compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)
     }
 

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""What a release says of itself: its version, the same everywhere, and the changes of that version.
+
+.ci/release.py check [TAG]   the version of Cargo.toml is that of the tag and has a dated section
+.ci/release.py notes         that section of the changelog
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SECTION = re.compile(
+    r"^## \[(?P<version>[^\]]+)\](?: - (?P<date>\d{4}-\d{2}-\d{2}))?$", re.MULTILINE
+)
+
+
+def version(manifest: str) -> str:
+    """The version of the workspace.
+
+    Raises:
+        SystemExit: the manifest has none.
+    """
+    found = re.search(r'^version = "([^"]+)"$', manifest, re.MULTILINE)
+    if found is None:
+        sys.exit("Cargo.toml: there is no version of the workspace")
+    return found[1]
+
+
+def sections(changelog: str) -> dict[str, tuple[str | None, str]]:
+    """Date and text of each version of the changelog."""
+    heads = list(SECTION.finditer(changelog))
+    ends = [head.start() for head in heads[1:]] + [len(changelog)]
+    return {
+        head["version"]: (head["date"], changelog[head.end() : end].strip())
+        for head, end in zip(heads, ends, strict=True)
+    }
+
+
+def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
+    """What does not agree."""
+    known = version(manifest)
+    date, text = sections(changelog).get(known, (None, ""))
+    found = []
+    if tag and tag != f"v{known}":
+        found.append(f"the tag is {tag}, and Cargo.toml has the version {known}: expected v{known}")
+    crates = set(re.findall(r'path = "[^"]+", version = "([^"]+)"', manifest))
+    if crates - {known}:
+        others = ", ".join(sorted(crates - {known}))
+        found.append(
+            f"Cargo.toml: crates of the workspace are wanted as {others}, expected {known}"
+        )
+    if not text:
+        found.append(f"CHANGELOG.md: there is no section `## [{known}] - YYYY-MM-DD` with changes")
+    elif date is None:
+        found.append(f"CHANGELOG.md: the section of {known} has no date")
+    return found
+
+
+def main(command: str, tag: str = "") -> None:
+    """Check, or print the notes."""
+    manifest = (ROOT / "Cargo.toml").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    if command == "notes":
+        print(sections(changelog)[version(manifest)][1])
+        return
+    found = complaints(manifest, changelog, tag)
+    if found:
+        sys.exit("\n".join(found))
+    print(f"version {version(manifest)}: manifest, changelog{' and tag' if tag else ''} agree")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

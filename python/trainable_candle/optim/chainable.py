@@ -1,0 +1,323 @@
+"""Torch's schedulers, which change the learning rates they find and so work together."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.errors import ArgumentError
+from trainable_candle.optim.groups import GroupedOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainable_candle._core import Optimizer
+
+__all__ = [
+    "ChainableScheduler",
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "ExponentialLR",
+    "LambdaLR",
+    "LinearLR",
+    "MultiStepLR",
+    "MultiplicativeLR",
+    "PolynomialLR",
+    "StepLR",
+]
+
+
+class ChainableScheduler:
+    """What torch's schedulers share. `step` follows the optimizer's, once per epoch or step.
+
+    Epoch 0 is set at once. Several schedulers of an optimizer change one after the other what the
+    one before has left.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = _checked(optimizer)
+        groups = self.optimizer.param_groups
+        self.base_lrs = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
+        self.restart(optimizer.group_lrs)
+
+    def restart(self, lrs: Sequence[float] | None = None) -> None:
+        """Go to epoch 0, from the optimizer's initial learning rates or from others."""
+        self.last_epoch = 0
+        self.optimizer.group_lrs = self._first(list(self.base_lrs if lrs is None else lrs))
+
+    def step(self) -> None:
+        """Go to the next epoch; call it after the optimizer's step."""
+        self.last_epoch += 1
+        self.optimizer.group_lrs = self._next(self.optimizer.group_lrs)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the groups."""
+        return self.optimizer.group_lrs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs; the learning rates are in the optimizer's state."""
+        found = {n: v for n, v in vars(self).items() if n != "optimizer" and not n.startswith("_")}
+        return {name: value for name, value in found.items() if not callable(value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where another scheduler of this kind was.
+
+        Raises:
+            ArgumentError: If it is the state of another kind.
+        """
+        if state.keys() != self.state_dict().keys():
+            raise ArgumentError(
+                f"{type(self).__name__}: the state has {sorted(state)}, expected "
+                f"{sorted(self.state_dict())}"
+            )
+        vars(self).update(state)
+
+    def _first(self, lrs: list[float]) -> list[float]:
+        """The rates of epoch 0."""
+        return lrs
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        """The rates of `last_epoch`, from those of the epoch before."""
+        raise NotImplementedError
+
+
+class _ByFunctions(ChainableScheduler):
+    """Takes a function, or one for each group."""
+
+    def __init__(self, optimizer: Optimizer, lr_lambda: Any) -> None:
+        groups = len(_checked(optimizer).group_lrs)
+        each = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * groups
+        if len(each) != groups or not all(callable(function) for function in each):
+            raise ArgumentError(
+                f"{type(self).__name__}: lr_lambda is {lr_lambda!r}, expected a function or one "
+                f"for each of {groups} groups"
+            )
+        self._functions: list[Callable[[int], float]] = each
+        super().__init__(optimizer)
+
+    def _factors(self) -> list[float]:
+        return [float(function(self.last_epoch)) for function in self._functions]
+
+
+class LambdaLR(_ByFunctions):
+    """The initial learning rates times a function of the epoch.
+
+    Args:
+        optimizer: The optimizer.
+        lr_lambda: A function of the epoch, or one for each group.
+
+    Raises:
+        ArgumentError: If it is neither.
+    """
+
+    def _first(self, lrs: list[float]) -> list[float]:
+        return self._next(lrs)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        del lrs
+        return [lr * factor for lr, factor in zip(self.base_lrs, self._factors(), strict=True)]
+
+
+class MultiplicativeLR(_ByFunctions):
+    """The learning rates times a function of the epoch, at each.
+
+    Args:
+        optimizer: The optimizer.
+        lr_lambda: A function of the epoch, or one for each group.
+
+    Raises:
+        ArgumentError: If it is neither.
+    """
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        return [lr * factor for lr, factor in zip(lrs, self._factors(), strict=True)]
+
+
+class StepLR(ChainableScheduler):
+    """Multiplies by `gamma` after every `step_size` epochs.
+
+    Raises:
+        ArgumentError: If `step_size` is below 1.
+    """
+
+    def __init__(self, optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> None:
+        self.step_size, self.gamma = _at_least_one("StepLR", "step_size", step_size), gamma
+        super().__init__(optimizer)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        return [lr * self.gamma for lr in lrs] if self.last_epoch % self.step_size == 0 else lrs
+
+
+class MultiStepLR(ChainableScheduler):
+    """Multiplies by `gamma` at each epoch of `milestones`."""
+
+    def __init__(self, optimizer: Optimizer, milestones: Sequence[int], gamma: float = 0.1) -> None:
+        self.milestones, self.gamma = dict(Counter(milestones)), gamma
+        super().__init__(optimizer)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        return [lr * self.gamma ** self.milestones.get(self.last_epoch, 0) for lr in lrs]
+
+
+class ExponentialLR(ChainableScheduler):
+    """Multiplies by `gamma` every epoch."""
+
+    def __init__(self, optimizer: Optimizer, gamma: float) -> None:
+        self.gamma = gamma
+        super().__init__(optimizer)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        return [lr * self.gamma for lr in lrs]
+
+
+class ConstantLR(ChainableScheduler):
+    """Multiplies by `factor` until epoch `total_iters`.
+
+    Raises:
+        ArgumentError: If `factor` is not in (0, 1], or `total_iters` is below 1.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: float = 1 / 3, total_iters: int = 5) -> None:
+        self.factor = _fraction("ConstantLR", "factor", factor)
+        self.total_iters = _at_least_one("ConstantLR", "total_iters", total_iters)
+        super().__init__(optimizer)
+
+    def _first(self, lrs: list[float]) -> list[float]:
+        return [lr * self.factor for lr in lrs]
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        return [lr / self.factor for lr in lrs] if self.last_epoch == self.total_iters else lrs
+
+
+class LinearLR(ChainableScheduler):
+    """Multiplies by a factor that goes evenly from one to another, such as for a warm-up.
+
+    Raises:
+        ArgumentError: If `start_factor` is not in (0, 1], `end_factor` not in [0, 1], or
+            `total_iters` below 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        start_factor: float = 1 / 3,
+        end_factor: float = 1.0,
+        total_iters: int = 5,
+    ) -> None:
+        self.start_factor = _fraction("LinearLR", "start_factor", start_factor)
+        self.end_factor = _fraction("LinearLR", "end_factor", end_factor, zero=True)
+        self.total_iters = _at_least_one("LinearLR", "total_iters", total_iters)
+        super().__init__(optimizer)
+
+    def _first(self, lrs: list[float]) -> list[float]:
+        return [lr * self.start_factor for lr in lrs]
+
+    def _factor(self, epoch: int) -> float:
+        rise = self.end_factor - self.start_factor
+        return self.start_factor + rise * min(epoch, self.total_iters) / self.total_iters
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        earlier = self._factor(self.last_epoch - 1)
+        return [lr * self._factor(self.last_epoch) / earlier if earlier else lr for lr in lrs]
+
+
+class PolynomialLR(ChainableScheduler):
+    """Falls to 0 at epoch `total_iters`, as (1 - epoch / total_iters) ** power.
+
+    Raises:
+        ArgumentError: If `total_iters` is below 1.
+    """
+
+    def __init__(self, optimizer: Optimizer, total_iters: int = 5, power: float = 1.0) -> None:
+        self.total_iters = _at_least_one("PolynomialLR", "total_iters", total_iters)
+        self.power = power
+        super().__init__(optimizer)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        left = self.total_iters - self.last_epoch
+        return [lr * (left / (left + 1)) ** self.power for lr in lrs] if left >= 0 else lrs
+
+
+class CosineAnnealingLR(ChainableScheduler):
+    """Falls as a half cosine to `eta_min` at epoch `T_max`, and rises after it.
+
+    Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts.
+
+    Raises:
+        ArgumentError: If `T_max` is below 1.
+    """
+
+    def __init__(self, optimizer: Optimizer, T_max: int, eta_min: float = 0.0) -> None:  # noqa: N803 - torch's name
+        self.T_max, self.eta_min = _at_least_one("CosineAnnealingLR", "T_max", T_max), eta_min
+        super().__init__(optimizer)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        low, turn = self.eta_min, math.pi / self.T_max
+        if (self.last_epoch - 1 - self.T_max) % (2 * self.T_max) == 0:
+            # The epoch before was at the minimum, which says nothing about the height.
+            rise = (1 - math.cos(turn)) / 2
+            return [lr + (base - low) * rise for lr, base in zip(lrs, self.base_lrs, strict=True)]
+        factor = (1 + math.cos(turn * self.last_epoch)) / (
+            1 + math.cos(turn * (self.last_epoch - 1))
+        )
+        return [(lr - low) * factor + low for lr in lrs]
+
+
+class CosineAnnealingWarmRestarts(ChainableScheduler):
+    """Falls as a half cosine to `eta_min`, and starts again after `T_0` epochs.
+
+    Each cycle is `T_mult` times as long as the one before (Loshchilov & Hutter 2017,
+    arXiv:1608.03983).
+
+    Raises:
+        ArgumentError: If `T_0` or `T_mult` is below 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        T_0: int,  # noqa: N803 - torch's names
+        T_mult: int = 1,  # noqa: N803
+        eta_min: float = 0.0,
+    ) -> None:
+        self.T_0 = _at_least_one("CosineAnnealingWarmRestarts", "T_0", T_0)
+        self.T_mult = _at_least_one("CosineAnnealingWarmRestarts", "T_mult", T_mult)
+        self.eta_min = eta_min
+        super().__init__(optimizer)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        del lrs
+        length, epoch = self.T_0, self.last_epoch
+        if self.T_mult == 1:
+            epoch %= length
+        while epoch >= length:
+            epoch, length = epoch - length, length * self.T_mult
+        factor = (1 + math.cos(math.pi * epoch / length)) / 2
+        return [self.eta_min + (base - self.eta_min) * factor for base in self.base_lrs]
+
+
+def _checked(optimizer: object) -> GroupedOptimizer:
+    if not isinstance(optimizer, GroupedOptimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"lr_scheduler: optimizer is {kind}, expected one of tc.optim")
+    return optimizer
+
+
+def _at_least_one(name: str, argument: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: {argument} is {value!r}, expected a whole number")
+    if value < 1:
+        raise ArgumentError(f"{name}: {argument} is {value}, expected at least 1")
+    return value
+
+
+def _fraction(name: str, argument: str, value: float, *, zero: bool = False) -> float:
+    if not (0 if zero else 1e-300) <= value <= 1:
+        least = "at least" if zero else "above"
+        raise ArgumentError(f"{name}: {argument} is {value}, expected {least} 0 and at most 1")
+    return value

@@ -1,0 +1,249 @@
+"""Torch's schedulers of other schedulers, of one cycle, and of a measured value."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.errors import ArgumentError
+from trainable_candle.optim.chainable import ChainableScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trainable_candle._core import Optimizer
+
+__all__ = ["ChainedScheduler", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"]
+
+
+class _Several(ChainableScheduler):
+    """Holds schedulers of one optimizer, and their states."""
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[object]) -> None:
+        self._schedulers: list[ChainableScheduler] = []
+        name = type(self).__name__
+        if not schedulers:
+            raise ArgumentError(f"{name}: expected at least one scheduler")
+        for place, scheduler in enumerate(schedulers):
+            if not isinstance(scheduler, ChainableScheduler):
+                kind = type(scheduler).__name__
+                raise TypeError(f"{name}: scheduler {place} is {kind}, expected one of torch's")
+            if scheduler.optimizer is not optimizer:
+                raise ArgumentError(f"{name}: scheduler {place} is of another optimizer")
+            self._schedulers.append(scheduler)
+        super().__init__(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all."""
+        states = [scheduler.state_dict() for scheduler in self._schedulers]
+        return {**super().state_dict(), "schedulers": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where others of these kinds were.
+
+        Raises:
+            ArgumentError: If they are of other kinds.
+        """
+        states = state.get("schedulers", ())
+        if len(states) != len(self._schedulers):
+            raise ArgumentError(
+                f"{type(self).__name__}: the state has {len(states)} schedulers, expected "
+                f"{len(self._schedulers)}"
+            )
+        for scheduler, inside in zip(self._schedulers, states, strict=True):
+            scheduler.load_state_dict(inside)
+        self.last_epoch = state["last_epoch"]
+
+
+class ChainedScheduler(_Several):
+    """Steps several schedulers one after the other; their changes multiply."""
+
+    def __init__(
+        self, schedulers: Sequence[ChainableScheduler], optimizer: Optimizer | None = None
+    ) -> None:
+        first = next(iter(schedulers), None)
+        super().__init__(optimizer or getattr(first, "optimizer", None), schedulers)  # type: ignore[arg-type]
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        del lrs
+        for scheduler in self._schedulers:
+            scheduler.step()
+        return self.optimizer.group_lrs
+
+
+class SequentialLR(_Several):
+    """One scheduler until the first milestone, then the next from its own beginning.
+
+    Args:
+        optimizer: The optimizer.
+        schedulers: Its schedulers.
+        milestones: The epochs at which the others begin, one fewer than schedulers.
+
+    Raises:
+        ArgumentError: If the numbers do not fit, or a scheduler is of another optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedulers: Sequence[ChainableScheduler],
+        milestones: Sequence[int],
+    ) -> None:
+        self.milestones = list(milestones)
+        if len(self.milestones) != len(schedulers) - 1:
+            raise ArgumentError(
+                f"SequentialLR: {len(self.milestones)} milestones, expected one fewer than the "
+                f"{len(schedulers)} schedulers"
+            )
+        super().__init__(optimizer, schedulers)
+
+    def _first(self, lrs: list[float]) -> list[float]:
+        del lrs
+        # What the others set when they were made counts from their milestones on.
+        self._schedulers[0].restart()
+        return self.optimizer.group_lrs
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        del lrs
+        place = bisect_right(self.milestones, self.last_epoch)
+        if place and self.milestones[place - 1] == self.last_epoch:
+            self._schedulers[place].restart()
+        else:
+            self._schedulers[place].step()
+        return self.optimizer.group_lrs
+
+
+class OneCycleLR(ChainableScheduler):
+    """Rises from `max_lr / div_factor` to `max_lr`, then falls far below (arXiv:1708.07120).
+
+    The momentum stays as it is.
+
+    Args:
+        optimizer: The optimizer.
+        max_lr: The highest learning rate.
+        total_steps: Steps of the cycle.
+        pct_start: The part of the steps that rises, in (0, 1).
+        anneal_strategy: "cos" or "linear".
+        div_factor: The highest rate over the first.
+        final_div_factor: The first rate over the last.
+
+    Raises:
+        ArgumentError: If a number is out of range, or a step is after the last.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        max_lr: float,
+        total_steps: int,
+        pct_start: float = 0.3,
+        anneal_strategy: str = "cos",
+        div_factor: float = 25.0,
+        final_div_factor: float = 1e4,
+    ) -> None:
+        if not (total_steps > 0 < max_lr and 0 < pct_start < 1):
+            raise ArgumentError(
+                f"OneCycleLR: found max_lr {max_lr}, total_steps {total_steps} and pct_start "
+                f"{pct_start}, expected all above 0 and the last below 1"
+            )
+        if anneal_strategy not in {"cos", "linear"}:
+            raise ArgumentError(
+                f'OneCycleLR: anneal_strategy is {anneal_strategy!r}, expected "cos" or "linear"'
+            )
+        self.total_steps, self.anneal_strategy = total_steps, anneal_strategy
+        self.peak = pct_start * total_steps - 1
+        low = max_lr / div_factor
+        self.rates = (low, max_lr, low / final_div_factor)
+        super().__init__(optimizer)
+
+    def _first(self, lrs: list[float]) -> list[float]:
+        return self._next(lrs)
+
+    def _next(self, lrs: list[float]) -> list[float]:
+        last = self.total_steps - 1
+        if self.last_epoch > self.total_steps:
+            raise ArgumentError(f"OneCycleLR: all {self.total_steps} steps are done")
+        low, high, end = self.rates
+        if self.last_epoch <= self.peak:
+            begin, stop, part = low, high, self.last_epoch / self.peak
+        else:
+            begin, stop = high, end
+            part = (self.last_epoch - self.peak) / (last - self.peak)
+        if self.anneal_strategy == "cos":
+            part = (1 - math.cos(math.pi * part)) / 2
+        return [begin + (stop - begin) * part] * len(lrs)
+
+
+class ReduceLROnPlateau:
+    """Multiplies by `factor` when a measured value has not improved for `patience` epochs.
+
+    Args:
+        optimizer: The optimizer.
+        mode: "min" if a smaller value is better, or "max".
+        factor: Below 1.
+        patience: Epochs without improvement that are allowed.
+        threshold: The least improvement that counts.
+        threshold_mode: "rel" if the threshold is a part of the best value, or "abs".
+        cooldown: Epochs after a reduction that do not count.
+        min_lr: The least learning rate.
+        eps: The least change of a learning rate.
+
+    Raises:
+        ArgumentError: If an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        mode: str = "min",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: str = "rel",
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+        eps: float = 1e-8,
+    ) -> None:
+        if mode not in {"min", "max"} or threshold_mode not in {"rel", "abs"} or factor >= 1:
+            raise ArgumentError(
+                f"ReduceLROnPlateau: found mode {mode!r}, threshold_mode {threshold_mode!r} and "
+                f'factor {factor}, expected "min" or "max", "rel" or "abs", and less than 1'
+            )
+        self.optimizer, self.factor, self.patience = optimizer, factor, patience
+        self.threshold, self.cooldown, self.min_lr, self.eps = threshold, cooldown, min_lr, eps
+        self._sign = 1 if mode == "min" else -1
+        self._relative = threshold_mode == "rel"
+        self.best = self._sign * math.inf
+        self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
+
+    def step(self, metrics: Any) -> None:
+        """Take the value of an epoch, a number or a tensor of one element."""
+        value = float(metrics)
+        self.last_epoch += 1
+        margin = self.threshold * (abs(self.best) if self._relative else 1.0)
+        if math.isinf(self.best) or self._sign * (self.best - value) > margin:
+            self.best, self.num_bad_epochs = value, 0
+        else:
+            self.num_bad_epochs += 1
+        if self.cooldown_counter:
+            self.cooldown_counter, self.num_bad_epochs = self.cooldown_counter - 1, 0
+        if self.num_bad_epochs > self.patience:
+            lower = [max(lr * self.factor, self.min_lr) for lr in self.optimizer.group_lrs]
+            pairs = zip(self.optimizer.group_lrs, lower, strict=True)
+            self.optimizer.group_lrs = [new if lr - new > self.eps else lr for lr, new in pairs]
+            self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the groups."""
+        return self.optimizer.group_lrs
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs."""
+        names = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where another was."""
+        for name in self.state_dict():
+            setattr(self, name, state[name])

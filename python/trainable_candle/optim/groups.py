@@ -1,0 +1,110 @@
+"""Parameter groups as users of torch read and change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from trainable_candle._core import Optimizer, Tensor
+from trainable_candle.errors import ArgumentError
+
+__all__ = ["GroupedOptimizer", "ParamGroup", "listed"]
+
+
+class ParamGroup(MutableMapping[str, Any]):
+    """The variables and hyper-parameters of a group.
+
+    "lr" is the optimizer's: assigning it changes the next step. The other hyper-parameters are
+    fixed. Entries of other names are the user's, and stay with the optimizer.
+
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    """
+
+    def __init__(self, optimizer: Optimizer, index: int, fixed: dict[str, Any]) -> None:
+        self._optimizer, self._index, self._fixed = optimizer, index, fixed
+        self._own: dict[str, Any] = fixed.setdefault("", {})
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an entry."""
+        if name == "lr":
+            return self._optimizer.group_lrs[self._index]
+        return self._own[name] if name in self._own else self._known()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set the learning rate, or an entry of one's own.
+
+        Raises:
+            ArgumentError: If it is another hyper-parameter, or the variables.
+        """
+        if name == "lr":
+            rates = self._optimizer.group_lrs
+            rates[self._index] = float(value)
+            self._optimizer.group_lrs = rates
+        elif name in self._known():
+            raise ArgumentError(
+                f"param_groups: {name} is fixed, only lr can be set; make another optimizer and "
+                "load_state_dict(optimizer.state_dict())"
+            )
+        else:
+            self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        """Remove an entry of one's own."""
+        del self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter([*self._known(), "lr", *self._own])
+
+    def __len__(self) -> int:
+        """Return how many entries there are."""
+        return len(self._known()) + 1 + len(self._own)
+
+    def __repr__(self) -> str:
+        """Return the entries, of the variables their number."""
+        shown = {name: value for name, value in self.items() if name != "params"}
+        return f"ParamGroup({len(self['params'])} variables, {shown})"
+
+    def _known(self) -> dict[str, Any]:
+        return {name: value for name, value in self._fixed.items() if name not in {"", "lr"}}
+
+
+class GroupedOptimizer(Optimizer):
+    """An optimizer that knows the variables of its groups."""
+
+    def set_groups(self, params: Any, settings: Mapping[str, Any]) -> None:
+        """Take the parameters and hyper-parameters that the optimizer was made of."""
+        # Plain data: a cycle with the optimizer would keep its states until a collection.
+        self._groups = _settings_of(params, settings)
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        """The groups: their variables and hyper-parameters, of which `lr` can be set."""
+        return [ParamGroup(self, index, group) for index, group in enumerate(self._groups)]
+
+
+def listed(params: Any) -> Any:
+    """The parameters of an optimizer, such that they can be read twice."""
+    if isinstance(params, Mapping) or not isinstance(params, Iterable):
+        return params
+    if isinstance(params, Tensor):
+        return params
+    return [
+        {**item, "params": listed(item["params"])}
+        if isinstance(item, Mapping) and "params" in item
+        else item
+        for item in params
+    ]
+
+
+def _settings_of(params: Any, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The variables and hyper-parameters of each group, of parameters that an optimizer took."""
+    items = list(params.values()) if isinstance(params, Mapping) else list(params)
+    groups = items if isinstance(items[0], Mapping) else [{"params": items}]
+    found = []
+    for group in groups:
+        inside = group["params"]
+        variables = list(inside.values()) if isinstance(inside, Mapping) else list(inside)
+        found.append({**settings, **group, "params": variables})
+    return found

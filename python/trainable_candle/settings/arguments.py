@@ -1,0 +1,73 @@
+"""Settings that pass `name=value` on to a function, as kohya's `--optimizer_args` does."""
+
+from __future__ import annotations
+
+import ast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings.setting import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+_WORDS: Final = {"true": True, "false": False, "none": None}
+
+
+def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Values by the names of arguments.
+
+    Args:
+        name: of the setting.
+        texts: `eps=1e-6`, `betas=0.9,0.99`, `amsgrad=true`; brackets around several numbers may
+            stay.
+
+    Raises:
+        ConfigError: one is no such text, or a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{name}: found `{text}`, expected name=value such as eps=1e-6")
+        if key in found:
+            raise ConfigError(f"{name}: `{key}` is given twice")
+        found[key] = _value(name, text, value.strip())
+    return found
+
+
+def _value(name: str, text: str, value: str) -> Any:
+    if value.lower() in _WORDS:
+        return _WORDS[value.lower()]
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise ConfigError(
+            f"{name}: found `{text}`, expected a number, several with commas, true, false or none"
+        ) from None
+
+
+def check_names(
+    name: str, given: Collection[str], of: str, function: Callable[..., Any], own: dict[str, str]
+) -> None:
+    """Check that a function takes these arguments.
+
+    Args:
+        name: of the setting.
+        given: the names.
+        of: what the user calls the function.
+        function: the function.
+        own: flags of arguments that have a setting of their own.
+
+    Raises:
+        ConfigError: it does not take one; names those that it takes.
+    """
+    known = [key for key in signature(function).parameters if key not in {*own, "params"}]
+    for key in given:
+        if key in own:
+            raise ConfigError(f"{name}: `{key}` has a setting of its own: give {own[key]}")
+        if key not in known:
+            hint = nearest(key, known) if known else "; it has none"
+            raise ConfigError(f"{name}: {of} has no `{key}`{hint}")

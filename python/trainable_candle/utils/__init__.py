@@ -1,0 +1,5 @@
+"""What torch has under `torch.utils`."""
+
+from trainable_candle.utils import data
+
+__all__ = ["data"]

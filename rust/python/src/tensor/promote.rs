@@ -1,0 +1,72 @@
+//! The dtype of an operation on tensors of two dtypes, by the rules of torch
+//! (<https://docs.pytorch.org/docs/2.9/tensor_attributes.html#type-promotion-doc>), for operators of Python; the library itself converts
+//! nothing.
+
+use trainable_candle_core as tc;
+use trainable_candle_core::DType;
+
+use super::Operand;
+
+/// `a` and the operand in one dtype, for elementwise operations. A numpy array keeps its dtype, which is often an f64 that nobody chose:
+/// the operation then says what differs.
+pub fn promoted<T>(
+    op: &'static str,
+    a: &tc::Tensor,
+    b: &Operand<'_>,
+    apply: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<T>,
+) -> tc::Result<T> {
+    match b {
+        Operand::Tensor(b) if a.dtype() != b.dtype() => {
+            let dtype = common(a, b);
+            apply(&a.to_dtype(dtype)?, &b.to_dtype(dtype)?)
+        }
+        Operand::Number(number) if !number.is_integer() && !tc::raw::is_float(a.dtype()) => {
+            let a = a.to_dtype(DType::F32)?;
+            apply(&a, &number.like(op, &a)?)
+        }
+        _ => b.with(op, a, |b| apply(a, b)),
+    }
+}
+
+/// As [`promoted`] for a quotient, which is floating point.
+pub fn for_quotient<T>(
+    op: &'static str,
+    a: &tc::Tensor,
+    b: &Operand<'_>,
+    apply: impl FnOnce(&tc::Tensor, &tc::Tensor) -> tc::Result<T>,
+) -> tc::Result<T> {
+    promoted(op, a, b, |a, b| {
+        if tc::raw::is_float(a.dtype()) {
+            return apply(a, b);
+        }
+        apply(&a.to_dtype(DType::F32)?, &b.to_dtype(DType::F32)?)
+    })
+}
+
+/// The dtype that holds the values of both tensors. One without dimensions counts only if it alone is floating point.
+fn common(a: &tc::Tensor, b: &tc::Tensor) -> DType {
+    let is_float = |tensor: &tc::Tensor| tc::raw::is_float(tensor.dtype());
+    match (is_float(a), is_float(b)) {
+        (true, false) => a.dtype(),
+        (false, true) => b.dtype(),
+        _ => match (a.dims().is_empty(), b.dims().is_empty()) {
+            (true, false) => b.dtype(),
+            (false, true) => a.dtype(),
+            _ => wider(a.dtype(), b.dtype()),
+        },
+    }
+}
+
+/// The wider of two dtypes that are both floating point or both whole; f32 for f16 with bf16.
+fn wider(a: DType, b: DType) -> DType {
+    let rank = |dtype: DType| match dtype {
+        DType::F64 | DType::I64 => 2,
+        DType::F32 | DType::U32 => 1,
+        _ => 0,
+    };
+    match (a, b) {
+        (DType::F16, DType::BF16) | (DType::BF16, DType::F16) => DType::F32,
+        _ if rank(a) >= rank(b) => a,
+        _ => b,
+    }
+}

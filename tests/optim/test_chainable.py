@@ -1,0 +1,135 @@
+"""Torch's schedulers against formulas, and against torch where it is."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError
+from trainable_candle.optim import lr_scheduler as ours
+
+LR = (0.1, 0.02)
+
+
+def optimizer() -> Any:
+    groups = [{"params": [tc.Var(tc.zeros(1))], "lr": lr} for lr in LR]
+    return tc.optim.SGD(groups, lr=1.0)
+
+
+def rates(scheduler: Any, steps: int = 30) -> list[list[float]]:
+    found = [[group["lr"] for group in scheduler.optimizer.param_groups]]
+    for _ in range(steps):
+        scheduler.step()
+        found.append([group["lr"] for group in scheduler.optimizer.param_groups])
+    return found
+
+
+def chained(s: Any, o: Any) -> Any:
+    return s.ChainedScheduler([s.LinearLR(o, 0.2, 1.0, 7), s.ExponentialLR(o, 0.9)])
+
+
+def sequential(s: Any, o: Any) -> Any:
+    parts = [s.LinearLR(o, 0.1, 1.0, 5), s.CosineAnnealingLR(o, 10, 0.001), s.StepLR(o, 3)]
+    return s.SequentialLR(o, parts, [5, 15])
+
+
+CASES: dict[str, Callable[[Any, Any], Any]] = {
+    "lambda": lambda s, o: s.LambdaLR(o, lambda e: min(1.0, e / 10)),
+    "lambdas": lambda s, o: s.LambdaLR(o, [lambda e: 0.9**e, lambda e: 1 / (1 + e)]),
+    "multiplicative": lambda s, o: s.MultiplicativeLR(o, lambda e: 0.95 if e % 2 else 1.01),
+    "step": lambda s, o: s.StepLR(o, 4, 0.5),
+    "multi_step": lambda s, o: s.MultiStepLR(o, [3, 7, 7, 20], 0.3),
+    "exponential": lambda s, o: s.ExponentialLR(o, 0.9),
+    "constant": lambda s, o: s.ConstantLR(o, 0.25, 6),
+    "linear": lambda s, o: s.LinearLR(o, 0.1, 0.8, 12),
+    "polynomial": lambda s, o: s.PolynomialLR(o, 12, 2.0),
+    "cosine": lambda s, o: s.CosineAnnealingLR(o, 8, 0.001),
+    "restarts": lambda s, o: s.CosineAnnealingWarmRestarts(o, 4, 2, 0.001),
+    "even_restarts": lambda s, o: s.CosineAnnealingWarmRestarts(o, 4),
+    "one_cycle": lambda s, o: s.OneCycleLR(o, 0.3, 40),
+    "straight_cycle": lambda s, o: s.OneCycleLR(o, 0.3, 40, anneal_strategy="linear"),
+    "chained": chained,
+    "sequential": sequential,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_learning_rates_are_torchs(case: str) -> None:
+    torch = pytest.importorskip("torch")
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LR]
+    theirs = CASES[case](torch.optim.lr_scheduler, torch.optim.SGD(groups, lr=1.0, momentum=0.9))
+    found = rates(CASES[case](ours, optimizer()))
+    for one, other in zip(found, rates(theirs), strict=True):
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plateaus_are_torchs() -> None:
+    torch = pytest.importorskip("torch")
+    values = [1.0, 0.9, 0.91, 0.9, 0.89999, 0.95, 0.7, 0.71, 0.72, 0.73, 0.74, 0.6] * 3
+    for mode in ("min", "max"):
+        for kind in ("rel", "abs"):
+            parameter = torch.nn.Parameter(torch.zeros(1))
+            o, t = optimizer(), torch.optim.SGD([parameter], lr=LR[0])
+            settings = {"factor": 0.5, "patience": 1, "cooldown": 1, "min_lr": 1e-3}
+            settings |= {"mode": mode, "threshold_mode": kind}
+            one = ours.ReduceLROnPlateau(o, **settings)
+            other = torch.optim.lr_scheduler.ReduceLROnPlateau(t, **settings)
+            for value in values:
+                one.step(value)
+                other.step(value)
+                assert one.get_last_lr()[0] == pytest.approx(t.param_groups[0]["lr"])
+
+
+def test_learning_rates_are_the_formulas() -> None:
+    cosine = rates(ours.CosineAnnealingLR(optimizer(), 8), 20)
+    for epoch, (lr, _) in enumerate(cosine):
+        expected = LR[0] * (1 + math.cos(math.pi * epoch / 8)) / 2
+        assert lr == pytest.approx(expected, abs=1e-12)
+    warm = rates(ours.LinearLR(optimizer(), 0.5, 1.0, 4), 6)
+    assert [lr for lr, _ in warm] == pytest.approx([0.05, 0.0625, 0.075, 0.0875, 0.1, 0.1, 0.1])
+    falls = rates(ours.LambdaLR(optimizer(), lambda epoch: 0.5**epoch), 3)
+    assert [lr for _, lr in falls] == pytest.approx([0.02, 0.01, 0.005, 0.0025])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_continues(case: str) -> None:
+    o = optimizer()
+    scheduler = CASES[case](ours, o)
+    rates(scheduler, 6)
+    state, weights = scheduler.state_dict(), o.state_dict()
+    expected = rates(scheduler, 12)
+    other = optimizer()
+    again = CASES[case](ours, other)
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert rates(again, 12) == expected
+
+
+def test_parameter_groups_set_learning_rates() -> None:
+    o = optimizer()
+    for group in o.param_groups:
+        group["lr"] *= 0.5
+    assert o.group_lrs == pytest.approx([0.05, 0.01])
+    assert [len(group["params"]) for group in o.param_groups] == [1, 1]
+    o.param_groups[0]["name"] = "first"
+    assert o.param_groups[0]["name"] == "first"
+    assert "name" not in o.param_groups[1]
+    with pytest.raises(ArgumentError, match="momentum is fixed, only lr can be set"):
+        o.param_groups[0]["momentum"] = 0.5
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match=r"optimizer is int, expected one of tc\.optim"):
+        ours.StepLR(3, 2)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="step_size is 0, expected at least 1"):
+        ours.StepLR(optimizer(), 0)
+    with pytest.raises(ArgumentError, match="one for each of 2 groups"):
+        ours.LambdaLR(optimizer(), [lambda epoch: epoch])
+    with pytest.raises(ArgumentError, match="is of another optimizer"):
+        ours.ChainedScheduler([ours.StepLR(optimizer(), 1)], optimizer())
+    with pytest.raises(TypeError, match="fused is 3, expected True, False or None"):
+        tc.optim.SGD([tc.Var(tc.zeros(1))], lr=0.1, fused=3)  # type: ignore[call-arg]

@@ -1,0 +1,93 @@
+"""Numbers of optimizers and schedules that have no setting of their own."""
+
+from typing import Any
+
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+from trainable_candle.settings.arguments import parsed
+from trainable_candle.train import TrainConfig
+from trainable_candle.train.optimizers import make_optimizer, make_scheduler
+
+
+def optimizer(config: TrainConfig) -> tc.optim.Optimizer:
+    return make_optimizer(config, [([tc.Var(tc.ones(3))], 0.1)])
+
+
+def test_texts_become_values() -> None:
+    texts = ["eps=1e-6", "betas=0.9, 0.99", "Nesterov=True", "clip=none", "d-coef=(1, 2)", "n=3"]
+    assert parsed("x", texts) == {
+        "eps": 1e-6, "betas": (0.9, 0.99), "Nesterov": True, "clip": None, "d_coef": (1, 2), "n": 3,
+    }  # fmt: skip
+
+
+def stepped(config: TrainConfig) -> list[float]:
+    v = tc.Var(tc.tensor([1.0, -2.0, 3.0]))
+    made = make_optimizer(config, [([v], 0.1)])
+    for _ in range(3):
+        made.zero_grad()
+        (v * v * v).sum().backward()
+        made.step()
+    return v.tolist()
+
+
+def test_arguments_reach_the_optimizer() -> None:
+    settings: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 0.1}
+    found = stepped(TrainConfig(**settings, optimizer_args=["betas=0.5,0.7", "eps=0.1"]))
+    v = tc.Var(tc.tensor([1.0, -2.0, 3.0]))
+    other = tc.optim.AdamW([v], lr=0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.01)
+    for _ in range(3):
+        other.zero_grad()
+        (v * v * v).sum().backward()
+        other.step()
+    assert found == v.tolist()
+    assert found != stepped(TrainConfig(**settings))
+    # As kohya's users give it.
+    by_text = TrainConfig(**settings, optimizer_args=["weight_decay=0.5"])
+    assert stepped(by_text) == stepped(TrainConfig(**settings, weight_decay=0.5))
+
+
+def test_arguments_reach_the_schedule() -> None:
+    texts = ["lr_end=0.05", "power=2"]
+    config = TrainConfig(
+        learning_rate=0.1, lr_scheduler="polynomial", lr_scheduler_args=texts, steps=10
+    )
+    schedule = make_scheduler(config, made := optimizer(config))
+    schedule.set_step(5)
+    expected = tc.optim.lr_scheduler.polynomial(
+        optimizer(config), total_steps=10, lr_end=0.05, power=2
+    )
+    expected.set_step(5)
+    assert made.group_lrs == expected.get_last_lr() != [0.1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"optimizer_args": ["eps"]}, "found `eps`, expected name=value"),
+        ({"optimizer_args": ["eps=small"]}, "found `eps=small`, expected a number"),
+        ({"optimizer_args": ["eps=1", "eps=2"]}, "`eps` is given twice"),
+        ({"optimizer_args": ["epss=1"]}, "adamw8bit has no `epss`; did you mean `eps`"),
+        ({"optimizer_args": ["lr=1"]}, "`lr` has a setting of its own: give --learning-rate"),
+        ({"optimizer_args": ["eps=-1"]}, "optimizer_args: AdamW8bit: "),
+        ({"optimizer_args": ["betas=1"]}, "optimizer_args: AdamW8bit: "),
+        ({"optimizer_args": ["params=1"]}, "adamw8bit has no `params`"),
+        ({"lr_scheduler_args": ["power=2"]}, "constant has no `power`; it has none"),
+        (
+            {"lr_scheduler": "cosine", "lr_scheduler_args": ["num_cycles=-1"]},
+            "lr_scheduler_args: ",
+        ),
+        (
+            {"lr_scheduler": "cosine", "lr_scheduler_args": ["warmup_steps=1"]},
+            "give --warmup-steps",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_errors_that_name_right_ones(
+    settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**settings)
+    assert text in str(caught.value)
