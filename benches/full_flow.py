@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_transformers import FLUX, KLEIN, LARGE, MEDIUM, Z_IMAGE
+from gpu_transformers import CHROMA, FLUX, KLEIN, LARGE, MEDIUM, Z_IMAGE
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -100,6 +100,11 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
         _parts("FluxTransformer", FLUX, OF_FLUX,
                ("CLIPTextModel", clip(projects=False)), ("T5Encoder", T5)),
     ),
+    "chroma": (
+        "ChromaPipeline",
+        DYNAMIC,
+        _parts("ChromaTransformer", CHROMA, OF_FLUX, ("T5Encoder", T5)),
+    ),
     "zimage": (
         "ZImagePipeline",
         {"shift": 3.0},
@@ -114,7 +119,10 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
 
 
 def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
-    """Write a folder as diffusers would: 15 GB (sd3), 34 (flux), 21 (zimage) or 16 (flux2)."""
+    """Write a folder as diffusers would.
+
+    15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage) or 16 (flux2).
+    """
     class_name, scheduler, parts = PIPELINES[model]
     tc.manual_seed(0)
     for part, (kind, config) in parts.items():

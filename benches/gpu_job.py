@@ -3,12 +3,12 @@
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
 Makes a checkpoint of random weights (SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16, Z-Image 21,
-Flux.1 34; with as much for `merge`: a folder in /dev/shm holds it where the disk does not) and 24
-pictures, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes, trains with
-previews, validation and an average, draws, merges and verifies, each as a user would type it.
-Phases are the times between the lines that a command prints; of a process the most GPU memory
-(nvidia-smi) and resident host memory are shown. For SDXL, diffusers loads, encodes, draws and saves
-the same where it is installed.
+Chroma 28, Flux.1 34; with as much for `merge`: a folder in /dev/shm holds it where the disk does
+not) and 24 pictures, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes,
+trains with previews, validation and an average, draws, merges and verifies, each as a user would
+type it. Phases are the times between the lines that a command prints; of a process the most GPU
+memory (nvidia-smi) and resident host memory are shown. For SDXL, diffusers loads, encodes, draws
+and saves the same where it is installed.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ JOBS = {
     "sd3": Job("sd3", 30, 28, 4.5),
     "sd3-large": Job("sd3", 30, 28, 4.5),
     "flux": Job("flux", 30, 28, 3.5),
+    "chroma": Job("chroma", 30, 35, 5.0),
     "zimage": Job("zimage", 30, 30, 5.0),
     "flux2": Job("flux2", 30, 30, 4.0),
 }

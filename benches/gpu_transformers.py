@@ -50,8 +50,12 @@ FLUX = {
     "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 4096,
     "pooled_projection_dim": 768, "guidance_embeds": True, "axes_dims_rope": [16, 56, 56],
 }  # fmt: skip
-
-
+CHROMA = {
+    "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38,
+    "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 4096,
+    "axes_dims_rope": [16, 56, 56], "approximator_num_channels": 64,
+    "approximator_hidden_dim": 5120, "approximator_layers": 5,
+}  # fmt: skip
 KLEIN = {
     "patch_size": 1, "in_channels": 128, "num_layers": 5, "num_single_layers": 20,
     "num_attention_heads": 24, "attention_head_dim": 128, "joint_attention_dim": 7680,
@@ -63,9 +67,10 @@ Z_IMAGE = {
     "axes_lens": [1024, 512, 512],
 }  # fmt: skip
 TEXT_WIDTH = {"zimage": "cap_feat_dim", "flux": "joint_attention_dim",
-              "sd3": "joint_attention_dim", "flux2": "joint_attention_dim"}  # fmt: skip
+              "sd3": "joint_attention_dim", "flux2": "joint_attention_dim",
+              "chroma": "joint_attention_dim"}  # fmt: skip
 CLASSES = {"flux": "FluxTransformer", "sd3": "SD3Transformer", "flux2": "Flux2Transformer",
-           "zimage": "ZImageTransformer"}  # fmt: skip
+           "zimage": "ZImageTransformer", "chroma": "ChromaTransformer"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class Case:
             return "zimage"
         if "num_single_layers" not in self.config:
             return "sd3"
+        if "approximator_num_channels" in self.config:
+            return "chroma"
         return "flux" if "pooled_projection_dim" in self.config else "flux2"
 
     @property
@@ -114,6 +121,7 @@ def cases() -> list[Case]:
         ("sd3.5-medium", MEDIUM, 333, (7.0e12, 4.2e12)),
         ("sd3.5-large", LARGE, 333, (23.9e12, 7.3e12)),
         ("flux-dev", FLUX, 512, (59.5e12, 14.9e12)),
+        ("chroma", CHROMA, 128, (54.7e12, 12.5e12)),
         ("flux2-klein-4b", KLEIN, 512, (28.3e12, 6.5e12)),
         ("z-image", Z_IMAGE, 128, (47.8e12, 8.7e12)),
     ]
@@ -156,10 +164,12 @@ def inputs_of(case: Case, device: str, latent: int = LATENT) -> tuple[tc.Tensor,
     if case.kind == "flux2":
         image_ids, text_ids = positions(side, side, case.tokens, device, counts_words=True)
         return (random(area, channels), text, times, image_ids, text_ids)
+    image_ids, text_ids = positions(side, side, case.tokens, device)
+    if case.kind == "chroma":
+        return (random(area, channels), text, times, image_ids, text_ids)
     pooled = random(case.config["pooled_projection_dim"])
     if case.kind == "sd3":
         return (random(*latents), text, pooled, times * 1000.0)
-    image_ids, text_ids = positions(side, side, case.tokens, device)
     guidance = tc.full((1,), 1.0, device=device)
     return (random(area, channels), text, pooled, times, image_ids, text_ids, guidance)
 
@@ -213,7 +223,7 @@ def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
     if case.kind == "flux":
         given["pooled_projections"] = torch.randn(1, case.config["pooled_projection_dim"], **half)
         given["guidance"] = torch.ones(1, device="cuda")
-    else:
+    elif case.kind == "flux2":
         words[:, 3] = torch.arange(case.tokens)
     return given
 

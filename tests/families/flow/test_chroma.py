@@ -11,22 +11,7 @@ from trainable_candle import families
 from trainable_candle.errors import WeightsFormatError
 from trainable_candle.families.chroma import Chroma
 from trainable_candle.tasks.latent import SampleOptions
-from trainable_candle.train import TrainConfig
 from trainable_candle.train.trainer import Inputs
-
-
-def test_original_files_with_parts_of_their_own(chroma_base: Path, tmp_path: Path) -> None:
-    weights, vae = tmp_path / "Chroma1-HD.safetensors", tmp_path / "ae.safetensors"
-    for part, path in (("transformer", weights), ("vae", vae)):
-        tc.models.save_checkpoint(path, {part: tc.models.load(chroma_base / part)})
-        # What shapes do not tell: widths of the axes, groups of channels.
-        (tmp_path / part).mkdir()
-        shutil.copy(chroma_base / part / "config.json", tmp_path / part)
-    config = TrainConfig(text_encoder=[str(chroma_base / "text_encoder")], vae=str(vae))
-    made = families.load("chroma", weights, "f32", "cpu", config)
-    whole = families.load("chroma", chroma_base, "f32", "cpu")
-    options = SampleOptions(steps=2, size=(16, 24), guidance=2.0)
-    np.testing.assert_array_equal(made.draw(["a"], options), whole.draw(["a"], options))
 
 
 def test_files_of_chroma_and_of_flux_are_told_apart(

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use serde_json::{Map, Value};
-use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Linear, Module, Quantizable, Visitor, Weights};
@@ -25,6 +25,9 @@ const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
+/// Tokens of a text whose length is told, at most.
+const MOST_TOKENS: usize = 4096;
+
 /// Chroma's transformer, computing what diffusers' `ChromaTransformer2DModel` computes, under its names. It predicts the velocity
 /// noise − latents of flow matching.
 pub struct ChromaTransformer {
@@ -40,9 +43,6 @@ pub struct ChromaTransformer {
     numbers: Tensor,
 }
 
-/// Tokens of a text whose length is told, at most.
-const MOST_TOKENS: usize = 4096;
-
 /// The inputs of one call beside the noisy latents.
 #[derive(Clone, Copy)]
 pub struct ChromaConditions<'a> {
@@ -54,8 +54,8 @@ pub struct ChromaConditions<'a> {
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// How many tokens of each text are read, (B): its words and one of padding; what follows is not seen. None: all are read, and
-    /// attention needs no mask, which saves time.
+    /// How many tokens of each text are read, (B), at least 1: its words and one of padding; what follows is not seen. None: all are
+    /// read, and attention needs no mask, which saves time.
     pub lengths: Option<&'a Tensor>,
 }
 
@@ -76,8 +76,7 @@ impl ChromaTransformer {
         let numbers: Vec<f32> = (0..MOST_TOKENS).map(|number| number as f32).collect();
         Ok(Self {
             axes: RopeAxes::new(&config.axes_dims_rope, THETA, device)?,
-            numbers: Tensor::from_vec(numbers, (1, MOST_TOKENS), &trainable_candle_core::Device::Cpu)?
-                .to_device(device)?,
+            numbers: Tensor::from_vec(numbers, (1, MOST_TOKENS), &Device::Cpu)?.to_device(device)?,
             x_embedder,
             context_embedder: weights.linear("context_embedder", config.joint_attention_dim, dim, true)?,
             approximator: Approximator::new(config.approximator(), &mut weights.pp(APPROXIMATOR))?,
@@ -119,12 +118,13 @@ impl ChromaTransformer {
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }
 
-    /// Which keys are seen, (B, 1, 1, L + S), u8: of the text those below its length, and all of the image. What the original code
-    /// masks of queries too is never read.
+    /// Which keys are seen, (B, 1, 1, L + S), u8: of the text those below its length, and all of the image. The original code masks
+    /// the queries of the rest too, whose results nothing reads.
     fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
         let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
         let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;
-        let image = Tensor::ones((lengths.dims()[0], area), DType::U8, lengths.device())?;
+        // The first token of a text is read in any case.
+        let image = text.narrow(1, 0, 1)?.broadcast_as((lengths.dims()[0], area))?;
         Tensor::cat(&[&text, &image], 1)?.unsqueeze(1)?.unsqueeze(1)
     }
 

@@ -28,7 +28,7 @@ impl ChromaTransformer {
     ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column.
     ///     txt_ids: positions of the text's tokens, (L, 3): zeros.
-    ///     lengths: how many tokens of each text are read, (B,), f32; what follows is not seen. All are read without it, and attention
+    ///     lengths: how many tokens of each text are read, (B,), f32, at least 1; what follows is not seen. All are read without it, and attention
     ///         needs no mask, which saves time.
     ///
     /// Returns:
