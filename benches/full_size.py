@@ -48,20 +48,45 @@ def write_pipeline(folder: Path, device: str = "cpu") -> None:
         copy: Any = shutil.copytree if source.is_dir() else shutil.copy
         folder.mkdir(parents=True, exist_ok=True)
         copy(source, folder / name)
-    _write_unet(folder / "unet", shipped, device)
-    vae = json.loads((shipped / "vae" / "config.json").read_text())
-    vae |= {
-        "block_out_channels": list(VAE_WIDTHS),
-        "layers_per_block": VAE_LAYERS,
-        "norm_num_groups": 32,
-        "sample_size": 1024,
-    }
-    _write_config(folder / "vae", vae)
+    for part, config in configurations(shipped).items():
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    unet = tc.models.SDXLUNet.from_config(
+        folder / "unet" / "config.json", dtype="f16", device=device
+    )
+    shapes = {name: tensor.shape for name, tensor in unet.named_tensors().items()}
+    del unet
     weights = "diffusion_pytorch_model.safetensors"
+    tc.save_file(_drawn(shapes, device), folder / "unet" / weights)
     tc.save_file(_drawn(vae_shapes(), device), folder / "vae" / weights)
+    for part, (width, inner, layers, _, _, projection) in ENCODERS.items():
+        shapes = text_shapes(width, inner, layers, projection)
+        tc.save_file(_drawn(shapes, device), folder / part / "model.safetensors")
+
+
+def configurations(shipped: Path) -> dict[str, dict[str, Any]]:
+    """SDXL's configurations by folder, made from those of the tiny SDXL."""
+    found = {
+        "unet": {
+            "attention_head_dim": [5, 10, 20],
+            "block_out_channels": [320, 640, 1280],
+            "transformer_layers_per_block": [1, 2, 10],
+            "layers_per_block": 2,
+            "cross_attention_dim": 2048,
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": 2816,
+            "norm_num_groups": 32,
+            "sample_size": 128,
+        },
+        "vae": {
+            "block_out_channels": list(VAE_WIDTHS),
+            "layers_per_block": VAE_LAYERS,
+            "norm_num_groups": 32,
+            "sample_size": 1024,
+        },
+    }
     for part, (width, inner, layers, heads, activation, projection) in ENCODERS.items():
-        config = json.loads((shipped / part / "config.json").read_text())
-        config |= {
+        found[part] = {
             "hidden_size": width,
             "intermediate_size": inner,
             "num_hidden_layers": layers,
@@ -70,9 +95,10 @@ def write_pipeline(folder: Path, device: str = "cpu") -> None:
             "projection_dim": projection or width,
             "vocab_size": VOCABULARY,
         }
-        _write_config(folder / part, config)
-        shapes = text_shapes(width, inner, layers, projection)
-        tc.save_file(_drawn(shapes, device), folder / part / "model.safetensors")
+    return {
+        part: json.loads((shipped / part / "config.json").read_text()) | values
+        for part, values in found.items()
+    }
 
 
 def write_pictures(folder: Path, count: int = 24) -> None:
@@ -163,31 +189,6 @@ def _resnet(shapes: Shapes, name: str, before: int, width: int) -> None:
     _conv(shapes, f"{name}.conv2", width, width, 3)
     if before != width:
         _conv(shapes, f"{name}.conv_shortcut", width, before, 1)
-
-
-def _write_unet(folder: Path, shipped: Path, device: str) -> None:
-    config = json.loads((shipped / "unet" / "config.json").read_text())
-    config |= {
-        "attention_head_dim": [5, 10, 20],
-        "block_out_channels": [320, 640, 1280],
-        "transformer_layers_per_block": [1, 2, 10],
-        "layers_per_block": 2,
-        "cross_attention_dim": 2048,
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-        "norm_num_groups": 32,
-        "sample_size": 128,
-    }
-    _write_config(folder, config)
-    model = tc.models.SDXLUNet.from_config(folder / "config.json", dtype="f16", device=device)
-    shapes = {name: tensor.shape for name, tensor in model.named_tensors().items()}
-    del model
-    tc.save_file(_drawn(shapes, device), folder / "diffusion_pytorch_model.safetensors")
-
-
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _drawn(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:

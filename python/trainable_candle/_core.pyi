@@ -67,10 +67,12 @@ __all__ = [
     "conv2d",
     "cross_entropy",
     "cuda_device_count",
+    "cuda_device_name",
     "cuda_empty_cache",
     "cuda_finish_profile",
     "cuda_memory_stats",
     "cuda_reset_peak_memory_stats",
+    "cuda_set_memory_limit",
     "cuda_start_profile",
     "cuda_synchronize",
     "cuda_unavailable_reason",
@@ -1889,6 +1891,16 @@ class PartFacts:
     """
     One model of a checkpoint.
     """
+    @property
+    def blocks(self, /) -> int:
+        """
+        How many of its blocks `stream_blocks` can keep in the memory of the host.
+        """
+    @property
+    def can_be_quantized(self, /) -> bool:
+        """
+        Whether `from_pretrained` can quantize it; False also if its file has quantized layers, which stay as they are.
+        """
     def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
         """
         Check that a format of files can hold adapters of a kind on some of its layers.
@@ -1922,6 +1934,22 @@ class PartFacts:
         """
         How many numbers it consists of.
         """
+    def forward_flops(
+        self, /, *, height: SupportsIndex = 0, width: SupportsIndex = 0, tokens: SupportsIndex = 0
+    ) -> tuple[int, int]:
+        """
+        Floating-point operations of a forward pass over one sample, without adapters: (of its layers, of its attention).
+
+        Args:
+            height: of the latents or the image that the model sees.
+            width: likewise.
+            tokens: of the text.
+        """
+    @property
+    def has_modulation(self, /) -> bool:
+        """
+        Whether `stream_modulation` can keep something there.
+        """
     @property
     def layers(self, /) -> dict[str, list[int]]:
         """
@@ -1954,6 +1982,19 @@ class PartFacts:
 
         Raises:
             ConfigError: if a pattern is not a regular expression.
+        """
+    def streamed_bytes(
+        self,
+        /,
+        dtype: DType | str,
+        quantize: str | None = None,
+        *,
+        stream_blocks: SupportsIndex = 0,
+        stream_modulation: bool = False,
+    ) -> tuple[int, int]:
+        """
+        Bytes of the weights that lie in the memory of the host: (of blocks, of their modulation). The arguments are those of
+        `weight_bytes`.
         """
     @property
     def tensors(self, /) -> dict[str, list[int]]:
@@ -3190,6 +3231,14 @@ def cuda_device_count() -> int:
         CudaUnavailableError: if CUDA cannot be used.
     """
 
+def cuda_device_name(device: str) -> str:
+    """
+    What its maker calls a CUDA device.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+    """
+
 def cuda_empty_cache(device: str) -> int:
     """
     Release the cached memory of a CUDA device; returns its bytes.
@@ -3222,6 +3271,14 @@ def cuda_reset_peak_memory_stats(device: str) -> None:
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+    """
+
+def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
+    """
+    Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None: no limit.
+
+    Raises:
+        DeviceError, CudaUnavailableError: if it is not a CUDA device.
     """
 
 def cuda_start_profile(device: str) -> None:

@@ -15,10 +15,12 @@ __all__ = [
     "capture",
     "device_count",
     "empty_cache",
+    "get_device_name",
     "is_available",
     "memory_stats",
     "profile",
     "reset_peak_memory_stats",
+    "set_memory_limit",
     "synchronize",
     "unavailable_reason",
 ]
@@ -49,6 +51,33 @@ def synchronize(device: str = "cuda") -> None:
             a value is read or the device is synchronized.
     """
     _core.cuda_synchronize(device)
+
+
+def get_device_name(device: str = "cuda") -> str:
+    """Return what its maker calls `device`, such as `NVIDIA H200`.
+
+    Raises:
+        CudaUnavailableError: If CUDA cannot be used.
+        DeviceError: If `device` is not a CUDA device.
+    """
+    return _core.cuda_device_name(device)
+
+
+def set_memory_limit(limit: int | None, device: str = "cuda") -> None:
+    """Limit the memory of `device` that tensors and workspaces may take from now on.
+
+    An allocation above the limit fails as if the memory of the device had run out. What CUDA itself
+    takes, some hundred MiB, comes on top.
+
+    Args:
+        limit: Bytes; None for as many as there are.
+        device: A CUDA device.
+
+    Raises:
+        CudaUnavailableError: If CUDA cannot be used.
+        DeviceError: If `device` is not a CUDA device.
+    """
+    _core.cuda_set_memory_limit(device, limit)
 
 
 def memory_stats(device: str = "cuda") -> dict[str, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +18,13 @@ from trainable_candle.data.folder import counted
 from trainable_candle.distributed import device_of
 from trainable_candle.distributed.agreement import require_same
 from trainable_candle.distributed.group import Group, make_group
-from trainable_candle.errors import ConfigError
+from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import Placement, choose
 from trainable_candle.session import Session, adapter_path
 from trainable_candle.settings.checks import check_groups, check_settings, differences
 from trainable_candle.settings.prompts import expanded
-from trainable_candle.tasks.estimate import memory_limit, require_fit
+from trainable_candle.tasks.budget import PLANNED, find_budget, is_open, kept_within, make_plan
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 
     from trainable_candle.distributed.world import World
     from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.budget import Budget, Plan
     from trainable_candle.tasks.task import Family, Prepared, Split, Task
     from trainable_candle.train.adapters import Adapters
+    from trainable_candle.train.trainer import StepReport, Trainer
 
 ADAPTER: Final = "adapter.safetensors"
 """The finished adapter, without `--name`."""
@@ -45,6 +49,8 @@ JSON_LOG: Final = "train.jsonl"
 TENSORBOARD: Final = "tensorboard"
 CURVE: Final = "loss.png"
 LOCK: Final = ".lock"
+_FIRST_STEPS: Final = 20
+"""Steps in which a run that runs out of memory is planned anew, once."""
 
 
 @dataclass(frozen=True)
@@ -144,18 +150,14 @@ def _train_in(
     if not is_first:
         callbacks, progress, report = (), False, _silent
     # Before anything is read, so that a missing device is reported at once.
-    limit = memory_limit(config)
+    budget = find_budget(group, config)
     weights = families.weights_of(config.model, config.weights)
     output = Path(config.output).expanduser()
     if is_first and run_state.needs_restoring(output):
         with held(output / LOCK, f"output: {output} is in use"):
             run_state.restore(output)
     group.barrier()
-    start = run_state.find(output, config.resume) if config.resume else None
-    step = run_state.read_state(start).step if start else -1
-    if config.epochs is None:
-        _require_steps_left(config, step)
-    run_state.refuse_later(output, step)
+    start, step, config = _resumed(config, output)
     logs = _logs(config, output) if is_first else []
     task = family(weights, config.precision, config.device, config).task()
     task.check(report)
@@ -163,44 +165,98 @@ def _train_in(
     if group.size > 1:
         _require_same_files(group, weights, data)
     report(str(placement))
-    estimate = task.estimate(config, data, limit)
-    for line in estimate.table():
+    estimate = partial(task.estimate, data=data, limit=budget.memory)
+    plan = make_plan(config, family.groups, budget, estimate)
+    _tell(plan, budget, report)
+    taken = _Taken()
+    with ExitStack() as stack:
+        stack.enter_context(kept_within(budget, config))
+        before: list[Callback] = [*logs, taken]
+        if is_first:
+            _make_writable(output)
+            stack.enter_context(held(output / LOCK, f"output: {output} is in use"))
+            # Another run may have used the folder in the meantime.
+            run_state.refuse_later(output, step)
+            run_state.remove_leftovers(output)
+        if progress:
+            bar = ProgressBar(unit=task.counts)
+            before, report = [*before, bar], bar.beside(report)
+        run = partial(_train, group, family, weights, start, data, (before, callbacks), report)
+        try:
+            return run(plan.config)
+        except OutOfMemoryError as error:
+            if group.size > 1 or taken.steps >= _FIRST_STEPS:
+                raise
+            report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
+            budget = budget.below(plan.estimate.peak)
+            plan = make_plan(config, family.groups, budget, estimate)
+        _tell(plan, budget, report)
+        # With the exception, what the models hold is gone.
+        gc.collect()
+        if config.on_gpu:
+            tc.cuda.empty_cache(config.device)
+        return run(plan.config)
+
+
+def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
+    """The checkpoint to continue from with its step, -1 for none, and the settings.
+
+    What was planned for the earlier run is kept where the settings leave it open.
+
+    Raises:
+        ConfigError: there is no such checkpoint, no step is left, or the folder has later ones.
+    """
+    start = run_state.find(output, config.resume) if config.resume else None
+    state = run_state.read_state(start) if start else None
+    step = state.step if state else -1
+    if config.epochs is None:
+        _require_steps_left(config, step)
+    run_state.refuse_later(output, step)
+    earlier = state.settings if state else {}
+    planned = {name: earlier[name] for name in PLANNED if earlier.get(name) is not None}
+    known = {name: value for name, value in planned.items() if is_open(config, name)}
+    return start, step, config.with_(**known)
+
+
+class _Taken(Callback):
+    """Counts the steps of a run."""
+
+    steps = 0
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:  # noqa: ARG002
+        """Count one."""
+        self.steps += 1
+
+
+def _tell(plan: Plan, budget: Budget, report: Callable[[str], None]) -> None:
+    """Report what a run will hold in memory, and what was chosen for that."""
+    for line in [*plan.estimate.table(), *plan.lines(budget)]:
         report(line)
-    require_fit(estimate, config, limit, lambda other: task.estimate(other, data, limit))
-    train = partial(_train, group, config, task, start, data)
-    if not is_first:
-        return train(([], []), report)
-    _make_writable(output)
-    with held(output / LOCK, f"output: {output} is in use"):
-        # Another run may have used the folder in the meantime.
-        run_state.refuse_later(output, step)
-        run_state.remove_leftovers(output)
-        if not progress:
-            return train((logs, callbacks), report)
-        bar = ProgressBar(unit=task.counts)
-        return train((logs, [bar, *callbacks]), bar.beside(report))
 
 
 def _train(
     group: Group,
-    config: TrainConfig,
-    task: Task,
+    family: type[Family],
+    weights: Path,
     start: Path | None,
     data: Split[Any],
     callbacks: tuple[Sequence[Callback], Sequence[Callback]],
     report: Callable[[str], None],
+    config: TrainConfig,
 ) -> TrainingRun:
     """Load, encode, train, write to the output, which the caller holds.
 
     Args:
         group: the processes that train together.
-        config: the settings.
-        task: the model.
+        family: the model's.
+        weights: the model's.
         start: the checkpoint to continue from.
         data: what the task has read.
         callbacks: those to call before the run's own, and after.
         report: gets a line at each stage.
+        config: the settings.
     """
+    task = family(weights, config.precision, config.device, config).task()
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)

@@ -120,7 +120,7 @@ SAMPLES: dict[str, Any] = {
     "precision": "bf16",
     "base_precision": "nf4",
     "gradient_checkpointing": "full",
-    "memory_limit": 8.0,
+    "vram": 8.0,
     "threads": 1,
     "gpus": "0,2",
     "effective_batch": 12,

@@ -437,8 +437,8 @@ def test_an_output_that_cannot_be_written_is_refused(
 def test_what_cannot_fit_is_refused_with_settings_that_would(
     flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    result = run(*flags(tmp_path / "out", batch_size=64, memory_limit=0.25))
-    refused(result, "the run needs about", "--gradient-checkpointing", "--memory-limit")
+    result = run(*flags(tmp_path / "out", batch_size=64, vram=0.25, gradient_checkpointing="none"))
+    refused(result, "the run needs about", "with --batch-size 1")
     assert not (tmp_path / "out").exists()
 
 

@@ -76,7 +76,7 @@ def test_segments_take_one_launch_each_way_and_nothing_waits(
     forward, backward = run.after("forward"), run.after("backward")
     assert forward.launches == [
         "attention_varlen_spans",
-        f"attention_varlen_forward_{form}_{dtype}",
+        f"attention_varlen_hopper_forward_{form}_{dtype}",
     ]
     # 256 tiles of keys would leave multiprocessors idle: the six heads that share them are split.
     assert [name for name in backward.launches if name.startswith("attention")] == [

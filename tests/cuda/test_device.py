@@ -70,6 +70,29 @@ def test_memory_is_counted(cuda: Any) -> None:
     """)
 
 
+def test_memory_can_be_limited(cuda: Any) -> None:
+    cuda.run("""
+        assert tc.cuda.get_device_name() == tc.cuda.get_device_name("cuda:0") == "Simulated GPU"
+        kept = tc.zeros((100, 1 << 20), dtype="u8", device="cuda")
+        limit = tc.cuda.memory_stats()["reserved"] + (64 << 20)
+        tc.cuda.set_memory_limit(limit)
+        try:
+            tc.zeros((128, 1 << 20), dtype="u8", device="cuda")
+        except tc.OutOfMemoryError as error:
+            assert f"the limit is {limit / (1 << 30):.2f} GiB" in str(error), error
+        else:
+            raise AssertionError("more than the limit")
+        small = tc.zeros((32, 1 << 20), dtype="u8", device="cuda")
+        # What is freed can be had again, whatever the size of its blocks.
+        del kept, small
+        large = tc.zeros((128, 1 << 20), dtype="u8", device="cuda")
+        assert tc.cuda.memory_stats()["reserved"] <= limit
+        tc.cuda.set_memory_limit(None)
+        more = tc.zeros((1024, 1 << 20), dtype="u8", device="cuda")
+        assert tc.cuda.memory_stats()["reserved"] > limit
+    """)
+
+
 def test_full_memory_is_an_error_that_says_so(cuda: Any) -> None:
     run = cuda.run("""
         kept = tc.tensor([1.0, 2.0], device="cuda")

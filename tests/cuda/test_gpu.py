@@ -57,6 +57,20 @@ def test_full_memory_leaves_the_process_usable() -> None:
     assert tc.cuda.memory_stats()["allocated"] == before
 
 
+def test_the_memory_of_a_run_can_be_limited() -> None:
+    tc.cuda.empty_cache()
+    limit = tc.cuda.memory_stats()["reserved"] + (256 << 20)
+    tc.cuda.set_memory_limit(limit)
+    try:
+        with pytest.raises(tc.OutOfMemoryError, match=r"the limit is \d+\.\d\d GiB"):
+            tc.zeros((512 << 20,), dtype="u8", device="cuda")
+        assert tc.zeros((64 << 20,), dtype="u8", device="cuda").shape == (64 << 20,)
+        assert tc.cuda.memory_stats()["reserved"] <= limit
+    finally:
+        tc.cuda.set_memory_limit(None)
+    assert tc.zeros((512 << 20,), dtype="u8", device="cuda").shape == (512 << 20,)
+
+
 @pytest.mark.parametrize("read", [tc.Tensor.item, float, bool, tc.Tensor.tolist, tc.Tensor.numpy])
 def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], Any]) -> None:
     reading = ran_meanwhile = False

@@ -1,18 +1,17 @@
 """Memory: what is estimated against what the tape and the optimizer really hold."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trainable_candle as tc
-from trainable_candle.errors import ConfigError, OutOfMemoryError
+from trainable_candle.errors import ConfigError
 from trainable_candle.families.digits import Digits
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.settings.adapter import ADAPTERS
 from trainable_candle.settings.training import OPTIMIZERS
-from trainable_candle.tasks.estimate import Estimate, Item, adapted_layers, require_fit
+from trainable_candle.tasks.estimate import Estimate, Item, adapted_layers
 from trainable_candle.tasks.latent import LatentTask
 from trainable_candle.train import TrainConfig
 from trainable_candle.train.adapters import Adapters, adapter_config
@@ -84,56 +83,6 @@ def test_parameters_and_optimizer_states_are_exact(
         (var * 1.0).sum().backward()
     made.step()
     assert estimated["model optimizer"] == made.state_bytes
-
-
-def needs(**sizes: int) -> Callable[[TrainConfig], Estimate]:
-    """An estimate that full checkpointing divides by four and a batch multiplies."""
-
-    def estimate(config: TrainConfig) -> Estimate:
-        share = 4 if config.gradient_checkpointing == "full" else 1
-        activations = sizes["activations"] * config.batch_size // share
-        return Estimate({"training": [Item("unet", "activations", activations)]})
-
-    return estimate
-
-
-def fit(config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]) -> None:
-    require_fit(estimate(config), config, limit, estimate)
-
-
-@pytest.mark.parametrize(
-    ("limit", "message"),
-    [
-        (3 << 30, r"with --gradient-checkpointing full it would be 2\.20 GiB"),
-        (1 << 30, r"with --gradient-checkpointing full --batch-size 1 it would be 712\.0 MiB"),
-        (1 << 20, r"with the smallest settings it would be 712\.0 MiB"),
-    ],
-)
-def test_what_cannot_fit_is_refused_with_what_would(limit: int, message: str) -> None:
-    config = TrainConfig(device="cpu", precision="f32", batch_size=4)
-    with pytest.raises(OutOfMemoryError, match=r"the run needs about 8\.20 GiB") as caught:
-        fit(config, limit, needs(activations=2 << 30))
-    caught.match(message)
-
-
-def test_a_rank_that_cannot_fit_is_to_be_smaller() -> None:
-    def estimate(config: TrainConfig) -> Estimate:
-        return Estimate({"training": [Item("unet", "adapter", config.rank << 20)]})
-
-    with pytest.raises(OutOfMemoryError, match=r"with --rank 128 it would be 328\.0 MiB"):
-        fit(TrainConfig(device="cpu", precision="f32", rank=100_000), 1 << 30, estimate)
-    with pytest.raises(OutOfMemoryError, match=r"with --rank 16 it would be 216\.0 MiB"):
-        fit(TrainConfig(device="cpu", precision="f32", rank=100), 220 << 20, estimate)
-
-
-def test_what_fits_is_not_refused() -> None:
-    config = TrainConfig(device="cpu", precision="f32", batch_size=4)
-    found = needs(activations=2 << 30)(config)
-
-    def never(_: TrainConfig) -> Estimate:
-        pytest.fail("estimated again")
-
-    require_fit(found, config, 9 << 30, never)
 
 
 def test_the_table_names_every_item() -> None:

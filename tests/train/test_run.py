@@ -12,7 +12,7 @@ import trainable_candle as tc
 from trainable_candle.errors import ConfigError
 from trainable_candle.placement import choose
 from trainable_candle.run import ADAPTER, CONFIG, CURVE, JSON_LOG, LOG, train_adapter
-from trainable_candle.train import TrainConfig
+from trainable_candle.train import Callback, StepReport, TrainConfig, Trainer
 from trainable_candle.train.evaluation import step_adapter_path
 from trainable_candle.train.logs import read_log
 from trainable_candle.train.state import checkpoint_path
@@ -35,7 +35,9 @@ def test_a_run_leaves_everything_in_its_folder(config: TrainConfig, train: Train
     files = [ADAPTER, CONFIG, CURVE, LOG, JSON_LOG]
     files += [step_adapter_path(output, step).name for step in (5, 10)]
     assert sorted(p.name for p in output.iterdir()) == sorted([*files, *kept])
-    assert TrainConfig.from_yaml(output / CONFIG) == config
+    assert TrainConfig.from_yaml(output / CONFIG) == config.with_(
+        base_precision="same", gradient_checkpointing="none"
+    )
     steps = [tc.load_file(step_adapter_path(output, step)) for step in (5, 10)]
     final = tc.load_file(output / ADAPTER)
     assert steps[0].keys() == steps[1].keys() == final.keys()
@@ -154,7 +156,7 @@ def test_every_setting_takes_effect(
         {"caption": "1"},
         {"keep_adapters": 1},
         {"tensorboard": True},
-        {"memory_limit": 4.0},
+        {"vram": 4.0},
         {"sample_prompts": ["a zero"], "sample_every": 2},
         {"validation_dataset": "DATASET", "validate_every": 2},
     ],
@@ -196,3 +198,62 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_read(config: Trai
         pytest.skip("there is a CUDA device")
     with pytest.raises(tc.CudaUnavailableError):
         train_adapter(nowhere.with_(device="cuda"), progress=False)
+
+
+class OneOutOfMemory(Callback):
+    """Memory runs out once, at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step: int | None = step
+        self.policies: list[str] = []
+
+    def on_train_begin(self, trainer: Trainer[Any]) -> None:
+        assert trainer.step == 0
+
+    def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
+        assert trainer.step == report.step
+        if report.step == self.step:
+            self.step = None
+            raise tc.OutOfMemoryError("matmul: there is too little")
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
+    config: TrainConfig, train: Train, tmp_path: Path, step: int
+) -> None:
+    deep = tc.models.DigitsTransformer(num_layers=4, num_attention_heads=2, attention_head_dim=8)
+    deep.save_pretrained(tmp_path / "deep")
+    config = config.with_(weights=str(tmp_path / "deep"), batch_size=32)
+    expected = train(config)
+    again = config.with_(output=str(tmp_path / "again"))
+    lines: list[str] = []
+    run = train_adapter(
+        again, callbacks=[OneOutOfMemory(step)], progress=False, report=lines.append
+    )
+    after = "1 step" if step == 1 else f"{step} steps"
+    assert f"plan: memory ran out after {after}: matmul: there is too little" in lines
+    (said,) = (line for line in lines if line.startswith("plan: --"))
+    assert "--gradient-checkpointing" in said
+    written = TrainConfig.from_yaml(tmp_path / "again" / CONFIG)
+    assert written.gradient_checkpointing in {"selective", "full"}
+    # Checkpointing changes no value.
+    found = {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
+    assert found == expected
+    steps = [row["step"] for row in read_log(tmp_path / "again" / LOG)]
+    assert steps == [row["step"] for row in read_log(Path(config.output) / LOG)]
+
+
+def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
+    by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
+    for settings in (by_hand, config.with_(steps=30)):
+        failing = OneOutOfMemory(1 if settings is by_hand else 25)
+        with pytest.raises(tc.OutOfMemoryError):
+            train_adapter(settings, callbacks=[failing], progress=False)
+
+
+def test_what_was_planned_is_kept_by_a_resumed_run(config: TrainConfig, train: Train) -> None:
+    train(config.with_(gradient_checkpointing="full", steps=5))
+    lines: list[str] = []
+    train_adapter(config.with_(resume="latest"), progress=False, report=lines.append)
+    assert TrainConfig.from_yaml(Path(config.output) / CONFIG).gradient_checkpointing == "full"
+    assert not [line for line in lines if line.startswith("resume: gradient_checkpointing")]

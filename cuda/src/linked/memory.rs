@@ -1,6 +1,7 @@
 //! Device memory: the functions in the slots of `cuMemAllocAsync` and `cuMemFreeAsync`, so that candle's allocations and ours come from
 //! one [`Allocator`] for each stream.
 
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -29,6 +30,38 @@ struct Driver {
     stream: usize,
 }
 
+/// What is mapped of a device's memory, and what may be.
+#[derive(Clone, Copy, Default)]
+struct Share {
+    mapped: u64,
+    limit: Option<u64>,
+}
+
+/// The shares of devices that memory was mapped of, or that have a limit.
+static SHARES: Mutex<BTreeMap<c_int, Share>> = Mutex::new(BTreeMap::new());
+
+fn with_share<T>(device: c_int, work: impl FnOnce(&mut Share) -> T) -> T {
+    work(SHARES.lock().unwrap_or_else(PoisonError::into_inner).entry(device).or_default())
+}
+
+impl Driver {
+    /// Count memory that is about to be mapped.
+    fn take(&self, size: u64) -> Result<(), Status> {
+        with_share(self.device, |share| {
+            if share.limit.is_some_and(|limit| share.mapped + size > limit) {
+                return Err(Self::full());
+            }
+            share.mapped += size;
+            Ok(())
+        })
+    }
+
+    /// Count memory that is mapped no longer.
+    fn give(&self, size: u64) {
+        with_share(self.device, |share| share.mapped -= size);
+    }
+}
+
 impl Backend for Driver {
     type Chunk = u64;
     type Error = Status;
@@ -41,6 +74,37 @@ impl Backend for Driver {
     }
 
     fn map(&mut self, address: u64, size: u64) -> Result<u64, Status> {
+        self.take(size)?;
+        self.create(address, size as usize).inspect_err(|_| self.give(size))
+    }
+
+    fn unmap(&mut self, address: u64, size: u64, handle: u64) {
+        // SAFETY: the range was mapped from the handle, and the stream is done with it. What the driver says against it can't be mended:
+        // the memory then stays with the process.
+        unsafe {
+            driver::cuMemUnmap(address, size as usize);
+            driver::cuMemRelease(handle);
+        }
+        self.give(size);
+    }
+
+    fn wait(&mut self) -> Result<(), Status> {
+        // SAFETY: the stream lives as long as the device.
+        check(unsafe { driver::cuStreamSynchronize(self.stream as Stream) })
+    }
+
+    fn full() -> Status {
+        Status(driver::OUT_OF_MEMORY)
+    }
+
+    fn is_full(status: &Status) -> bool {
+        status.0 == driver::OUT_OF_MEMORY
+    }
+}
+
+impl Driver {
+    /// Memory at a part of a reserved range; its handle.
+    fn create(&self, address: u64, size: usize) -> Result<u64, Status> {
         let location = Location::device(self.device);
         let properties = AllocationProperties {
             kind: driver::PINNED,
@@ -50,7 +114,6 @@ impl Backend for Driver {
             flags: 0,
         };
         let access = Access { location, flags: driver::READ_WRITE };
-        let size = size as usize;
         let mut handle = 0;
         // SAFETY: the signatures are the driver's; the range is a part of a reserved one, where nothing is mapped.
         unsafe {
@@ -66,28 +129,6 @@ impl Backend for Driver {
             }
         }
         Ok(handle)
-    }
-
-    fn unmap(&mut self, address: u64, size: u64, handle: u64) {
-        // SAFETY: the range was mapped from the handle, and the stream is done with it. What the driver says against it can't be mended:
-        // the memory then stays with the process.
-        unsafe {
-            driver::cuMemUnmap(address, size as usize);
-            driver::cuMemRelease(handle);
-        }
-    }
-
-    fn wait(&mut self) -> Result<(), Status> {
-        // SAFETY: the stream lives as long as the device.
-        check(unsafe { driver::cuStreamSynchronize(self.stream as Stream) })
-    }
-
-    fn full() -> Status {
-        Status(driver::OUT_OF_MEMORY)
-    }
-
-    fn is_full(status: &Status) -> bool {
-        status.0 == driver::OUT_OF_MEMORY
     }
 }
 
@@ -180,6 +221,16 @@ pub fn stats(device: i32) -> Stats {
             retries: sum.retries + stats.retries,
         }
     })
+}
+
+/// Let the allocators of a device map no more than so many bytes together from now on; None: as much as there is. What is mapped stays.
+pub fn set_limit(device: i32, limit: Option<u64>) {
+    with_share(device, |share| share.limit = limit);
+}
+
+/// The limit of a device.
+pub fn limit(device: i32) -> Option<u64> {
+    with_share(device, |share| share.limit)
 }
 
 /// Reset the memory peaks of a device to the memory in use now.

@@ -16,7 +16,7 @@ from trainable_candle.settings.previews import Previews, Validation
 from trainable_candle.settings.several import Several
 from trainable_candle.settings.texts import Texts, Writing
 from trainable_candle.settings.training import Training
-from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
+from trainable_candle.tasks.estimate import Estimate, trained_model
 from trainable_candle.tasks.initial_adapter import check_initial_adapter
 from trainable_candle.tasks.text import TextTask
 from trainable_candle.text.chat_tokenizer import ChatTokenizer
@@ -140,20 +140,10 @@ class CausalLM:
         )
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
-        """Weights, adapters and what the tape keeps of `tokens` tokens."""
-        facts, adapter = self._facts, adapter_config(config, self.targets)
-        size = ITEM_BYTES[config.precision]
-        saved = facts.saved_values(adapter, config.gradient_checkpointing, tokens=tokens)
-        items = [
-            Item(
-                "model",
-                "weights",
-                facts.weight_bytes(config.precision, config.base_format, **config.streaming),
-            ),
-            *adapter_items("model", facts.layers, adapter, config),
-            Item("model", "activations", saved * size),
-        ]
-        return Estimate({"training": items}, config.on_gpu)
+        """Weights, adapters and what the tape keeps of rows of `tokens` tokens."""
+        adapter = adapter_config(config, self.targets)
+        items, work = trained_model("model", self._facts, adapter, config, tokens=tokens)
+        return Estimate({"training": items}, config.on_gpu, work)
 
     @cached_property
     def model(self) -> tc.models.CausalLM:

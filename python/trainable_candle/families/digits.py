@@ -31,7 +31,7 @@ from trainable_candle.settings.objective import Loss, NoiseLevels
 from trainable_candle.settings.previews import Denoising, Previews, Validation
 from trainable_candle.settings.several import Several
 from trainable_candle.settings.training import Training
-from trainable_candle.tasks.estimate import ITEM_BYTES, Estimate, Item, adapter_items
+from trainable_candle.tasks.estimate import Estimate, Item, trained_model
 from trainable_candle.tasks.latent.family import LatentFamily
 from trainable_candle.tasks.latent.objectives import FlowObjective, FlowSampler
 from trainable_candle.train.adapters import adapter_config
@@ -159,22 +159,12 @@ class Digits(LatentFamily):
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
         """Weights, adapters, activations and images."""
-        model, adapter = self._facts, adapter_config(config, self.targets)
-        policy = config.gradient_checkpointing
-        count = config.batch_size * model.saved_values(adapter, policy, height=SIDE, width=SIDE)
-        items = [
-            Item(
-                "model",
-                "weights",
-                model.weight_bytes(config.precision, config.base_format, **config.streaming),
-            ),
-            *adapter_items("model", model.layers, adapter, config),
-            Item("model", "activations", count * ITEM_BYTES[config.precision]),
-        ]
+        adapter = adapter_config(config, self.targets)
+        items, work = trained_model("model", self._facts, adapter, config, height=SIDE, width=SIDE)
         if not config.on_gpu:
             images = len(data.train) + len(data.validation or ())
             items.append(Item("images", "", 4 * images * SIDE**2))
-        return Estimate({"training": items}, config.on_gpu)
+        return Estimate({"training": items}, config.on_gpu, work)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
         """The images; what predicts is small."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final
 
+from trainable_candle.placement import AUTO
 from trainable_candle.settings import sections
 from trainable_candle.settings.machine import FORMATS, SAME
 from trainable_candle.settings.setting import Condition, Group, Setting
@@ -88,13 +89,18 @@ class Parts(Group):
         str | None, Setting("the autoencoder beside --weights", rare=True, path=True)
     ] = None
     text_encoder_precision: Annotated[
-        str, Setting("of the text encoders' linear layers", (SAME, *FORMATS), rare=True)
-    ] = SAME
+        str,
+        Setting(
+            "of the text encoders' linear layers",
+            (AUTO, SAME, *FORMATS),
+            rare=True,
+        ),
+    ] = AUTO
 
     @property
     def text_encoder_format(self) -> str | None:
         """What the text encoders are quantized as, if they are."""
-        return None if self.text_encoder_precision == SAME else self.text_encoder_precision
+        return self.text_encoder_precision if self.text_encoder_precision in FORMATS else None
 
 
 @dataclass(frozen=True)

@@ -58,33 +58,56 @@ class Machine(Group):
             spellings=PRECISION_SPELLINGS,
         ),
     ] = AUTO
+    vram: Annotated[
+        float | None,
+        Setting(
+            "GiB of memory to stay within (default: free)",
+            low=0,
+            above=True,
+            free=True,
+            synonyms=("memory-limit",),
+        ),
+    ] = None
     base_precision: Annotated[
         str,
-        Setting("of the frozen model's linear layers, adapters apart", (SAME, *FORMATS)),
-    ] = SAME
-    gradient_checkpointing: Annotated[
-        str, Setting("what to recompute", choices=CHECKPOINTING, free=True, bare="full")
-    ] = "none"
-    stream_blocks: Annotated[
-        int,
         Setting(
-            "of the model's blocks, kept in host memory and copied ahead of their use",
+            "of the frozen model's linear layers, adapters apart",
+            (AUTO, SAME, *FORMATS),
+            rare=True,
+        ),
+    ] = AUTO
+    gradient_checkpointing: Annotated[
+        str,
+        Setting(
+            "what to recompute",
+            choices=(AUTO, *CHECKPOINTING),
+            free=True,
+            bare="full",
+        ),
+    ] = AUTO
+    stream_blocks: Annotated[
+        int | None,
+        Setting(
+            "of the model's blocks, kept in host memory and copied ahead of their use (default: as "
+            "the memory needs)",
             low=0,
             rare=True,
             free=True,
             synonyms=("blocks-to-swap",),
         ),
-    ] = 0
+    ] = None
     stream_modulation: Annotated[
-        bool, Setting("keep all modulation weights in host memory", rare=True, free=True)
-    ] = False
+        bool | None,
+        Setting(
+            "keep all modulation weights in host memory (default: as the memory needs)",
+            rare=True,
+            free=True,
+        ),
+    ] = None
     cuda_graphs: Annotated[
         int,
         Setting("on a GPU, shapes of batches recorded; 0: none", low=0, rare=True, free=True),
     ] = 16
-    memory_limit: Annotated[
-        float | None, Setting("GiB to stay within (default: free)", low=0, rare=True, free=True)
-    ] = None
     threads: Annotated[
         int | None, Setting("CPU threads (default: all)", low=1, rare=True, free=True)
     ] = None
@@ -92,12 +115,20 @@ class Machine(Group):
     @property
     def base_format(self) -> str | None:
         """What the base is quantized as, if it is."""
-        return None if self.base_precision == SAME else self.base_precision
+        return self.base_precision if self.base_precision in FORMATS else None
+
+    @property
+    def checkpointing(self) -> str:
+        """What is recomputed: nothing where nothing was chosen."""
+        return "none" if self.gradient_checkpointing == AUTO else self.gradient_checkpointing
 
     @property
     def streaming(self) -> Streaming:
-        """What is kept in the memory of the host."""
-        return {"stream_blocks": self.stream_blocks, "stream_modulation": self.stream_modulation}
+        """What is kept in the memory of the host: nothing where nothing was chosen."""
+        return {
+            "stream_blocks": self.stream_blocks or 0,
+            "stream_modulation": bool(self.stream_modulation),
+        }
 
     @property
     def on_gpu(self) -> bool:

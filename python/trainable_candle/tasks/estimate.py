@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import trainable_candle as tc
-from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.errors import ArgumentError, OutOfMemoryError
 from trainable_candle.settings import flag
+from trainable_candle.tasks.speed import work_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from trainable_candle import LoraConfig
+    from trainable_candle import LoraConfig, PartFacts
     from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.speed import Work
 
     Shape = Sequence[int]
     """The shape of a layer's weight: (out, in), or (out, in, height, width)."""
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 GIB: Final = 2**30
 ITEM_BYTES: Final = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 """Bytes of an element by the name of its dtype."""
+CONTEXT_BYTES: Final = 512 * 2**20
+"""What CUDA itself takes of a GPU's memory in a process, about."""
 RUNTIME_BYTES: Final = 200 * 2**20
 """Memory of the interpreter, the libraries and the allocator's cache, or of a GPU's kernels and
 workspaces."""
@@ -45,6 +50,8 @@ class Estimate:
     phases: Mapping[str, Sequence[Item]]
     on_gpu: bool = False
     """Whether it is the memory of a GPU."""
+    work: Work | None = None
+    """What a micro-batch computes and moves, if the task says it."""
 
     @property
     def place(self) -> str:
@@ -61,47 +68,41 @@ class Estimate:
         lines = []
         around = "kernels and workspaces" if self.on_gpu else "interpreter and libraries"
         for phase, items in self.phases.items():
-            lines.append(f"{self.place} while {phase}: {_size(_total(items) + RUNTIME_BYTES)}")
+            lines.append(f"{self.place} while {phase}: {size(_total(items) + RUNTIME_BYTES)}")
             lines += [
-                f"  {f'{item.component} {item.what}'.strip():<32}{_size(item.bytes):>12}"
+                f"  {f'{item.component} {item.what}'.strip():<32}{size(item.bytes):>12}"
                 for item in [*items, Item(around, "", RUNTIME_BYTES)]
                 if item.bytes
             ]
         return lines
 
 
-def require_fit(
+def refuse(
     found: Estimate,
-    config: TrainConfig,
+    smallest: TrainConfig,
     limit: float,
     estimate: Callable[[TrainConfig], Estimate],
-) -> None:
-    """Check that a run fits in memory.
+) -> NoReturn:
+    """Say that a run does not fit in memory, and what would.
 
     Args:
-        found: what it will hold.
-        config: its settings.
+        found: what it would hold if memory were plenty.
+        smallest: its settings, with the smallest values of those that the plan may choose.
         limit: bytes that there are.
-        estimate: what a run with other settings would hold; asked if this one does not fit.
+        estimate: what a run with other settings would hold.
 
     Raises:
-        OutOfMemoryError: it does not; the message names settings that would.
+        OutOfMemoryError: always; the message names settings that would fit.
     """
-    needed = found.peak
-    if needed <= limit:
-        return
-    changes, least = _what_fits(found, config, limit, estimate)
-    start = f"{found.place}: the run needs about {_size(needed)}, and {_size(limit)} are there"
+    changes, least = _what_fits(smallest, limit, estimate)
+    start = f"{found.place}: the run needs about {size(found.peak)}, and {size(limit)} are there"
     if changes is None:
         raise OutOfMemoryError(
-            f"{start}; with the smallest settings it would be {_size(least)}: "
-            "use a smaller --resolution, a shorter --sequence-length or another machine "
-            "(--memory-limit overrides the check)"
+            f"{start}; with the smallest settings it would be {size(least)}: "
+            "use a smaller --resolution, a shorter --sequence-length or another machine"
         )
     flags = " ".join(f"{flag(name)} {value}" for name, value in changes.items())
-    raise OutOfMemoryError(
-        f"{start}; with {flags} it would be {_size(least)} (--memory-limit overrides the check)"
-    )
+    raise OutOfMemoryError(f"{start}; with {flags} it would be {size(least)}")
 
 
 def available_bytes(device: str) -> float:
@@ -117,13 +118,19 @@ def available_bytes(device: str) -> float:
 
 
 def memory_limit(config: TrainConfig) -> float:
-    """Bytes that a run may take up.
+    """Bytes that a run may take up: on a GPU what is free of `vram`, less what CUDA takes of it.
+
+    On the CPU `vram` overrules what the system says is free.
 
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
     """
     available = available_bytes(config.device)
-    return available if config.memory_limit is None else config.memory_limit * GIB
+    if config.vram is None:
+        return available
+    if config.on_gpu:
+        return min(available, config.vram * GIB - CONTEXT_BYTES)
+    return config.vram * GIB
 
 
 def require_memory(what: str, needed: float, limit: float) -> None:
@@ -139,17 +146,17 @@ def require_memory(what: str, needed: float, limit: float) -> None:
     """
     if needed > limit:
         raise OutOfMemoryError(
-            f"sample: {what} need about {_size(needed)} of memory, and {_size(limit)} are there; "
+            f"sample: {what} need about {size(needed)} of memory, and {size(limit)} are there; "
             "draw fewer or smaller ones"
         )
 
 
 _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
     ("rank", 128),
-    ("gradient_checkpointing", "selective"),
-    ("gradient_checkpointing", "full"),
     ("batch_size", 1),
     ("optimizer", "adamw8bit"),
+    ("gradient_checkpointing", "full"),
+    ("base_precision", "nf4"),
     ("cache", "disk"),
     ("train_text_encoder", False),
     ("precision", "bf16"),
@@ -159,21 +166,19 @@ _SMALLER: Final[tuple[tuple[str, Any], ...]] = (
 
 
 def _what_fits(
-    found: Estimate,
-    config: TrainConfig,
-    limit: float,
-    estimate: Callable[[TrainConfig], Estimate],
+    config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
 ) -> tuple[dict[str, Any] | None, int]:
     """The first of ever smaller settings that fit, as changes, and what they need."""
     changes: dict[str, Any] = {}
-    least = found.peak
+    least = estimate(config).peak
     for name, value in _SMALLER:
-        needed = estimate(config.with_(**{**changes, name: value})).peak
-        if needed >= least:
-            continue
-        changes[name], least = value, needed
-        if least <= limit:
-            return changes, least
+        with contextlib.suppress(ArgumentError):  # Some models cannot be quantized.
+            needed = estimate(config.with_(**{**changes, name: value})).peak
+            if needed >= least:
+                continue
+            changes[name], least = value, needed
+            if least <= limit:
+                return changes, least
     return None, least
 
 
@@ -215,9 +220,44 @@ def adapter_items(
     ]
 
 
+def trained_model(
+    component: str,
+    facts: PartFacts,
+    adapter: LoraConfig,
+    config: TrainConfig,
+    **sizes: int,
+) -> tuple[list[Item], Work]:
+    """What the model holds that is trained, and what a micro-batch of it computes.
+
+    Args:
+        component: its name.
+        facts: of the model.
+        adapter: which layers get adapters, and of what sizes.
+        config: the settings.
+        sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
+    """
+    itemsize = ITEM_BYTES[config.precision]
+    weights = facts.weight_bytes(config.precision, config.base_format, **config.streaming)
+    items = [
+        Item(component, "weights", weights),
+        *adapter_items(component, facts.layers, adapter, config),
+        activations(component, facts, adapter, config, **sizes),
+    ]
+    return items, work_of(facts, adapter, config, itemsize, **sizes)
+
+
+def activations(
+    component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig, **sizes: int
+) -> Item:
+    """What the tape keeps of a micro-batch; the arguments are `trained_model`'s."""
+    values = facts.saved_values(adapter, config.checkpointing, **sizes) * config.batch_size
+    return Item(component, "activations", values * ITEM_BYTES[config.precision])
+
+
 def _total(items: Iterable[Item]) -> int:
     return sum(item.bytes for item in items)
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """A number of bytes for a user."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

@@ -77,6 +77,23 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     crate::cuda::reset_peak_memory_stats(device)
 }
 
+/// Let tensors and workspaces take no more than so many bytes of a CUDA device's memory from now on, beyond what CUDA itself takes; None: as
+/// much as there is. An allocation above it fails as if the memory had run out.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub fn set_memory_limit(device: &Device, limit: Option<u64>) -> Result<()> {
+    crate::cuda::set_memory_limit(device, limit)
+}
+
+/// What its maker calls a CUDA device: `NVIDIA H200`.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub fn device_name(device: &Device) -> Result<String> {
+    crate::cuda::device_name(device)
+}
+
 /// Release the cached memory of a CUDA device to other processes; returns its bytes.
 ///
 /// # Errors

@@ -45,6 +45,22 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     no_device("reset_peak_memory_stats", device)
 }
 
+/// Limit what a device holds.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn set_memory_limit(device: &Device, _limit: Option<u64>) -> Result<()> {
+    no_device("set_memory_limit", device)
+}
+
+/// What a device is called.
+///
+/// # Errors
+/// [`Error::Device`].
+pub fn device_name(device: &Device) -> Result<String> {
+    no_device("device_name", device)
+}
+
 /// Give memory back that is kept for later.
 ///
 /// # Errors

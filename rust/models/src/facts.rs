@@ -13,12 +13,12 @@ use trainable_candle_io::adapter_file::{AdapterFormat, adapter_keys, check_forma
 use trainable_candle_io::{WeightFile, WeightFiles};
 use trainable_candle_nn::adapter::{AdapterSettings, KINDS, LoraConfig};
 use trainable_candle_nn::optim::OptimizerKind;
-use trainable_candle_nn::{Base, Operation, Quantization, StreamOptions, Streaming};
+use trainable_candle_nn::{Base, Operation, Quantization, StreamOptions, StreamedBytes, Streaming};
 
 use crate::pipelines::{self, PIPELINES, Pipeline, Place, Role};
 use crate::pretrained::{CONFIG, Choice, Pretrained, read_json};
 use crate::registry::{self, Model, ModelKind};
-use crate::saved::{SampleSize, Saved};
+use crate::saved::{Flops, SampleSize, Saved};
 
 /// The contents of a checkpoint.
 pub struct Facts {
@@ -112,12 +112,17 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of its weights on a device: in a dtype, its layers in a format if one is given, or as their file has them if that is
-    /// quantized, less what is streamed from the memory of the host.
+    /// Bytes of its weights on a device, and of those that are streamed: in a dtype, its layers in a format if one is given, or as their
+    /// file has them if that is quantized.
     ///
     /// # Errors
     /// [`Error::Argument`] if no layer may be quantized; as [`Streaming::new`].
-    pub fn weight_bytes(&self, dtype: DType, format: Option<Format>, stream: StreamOptions) -> Result<usize> {
+    pub fn weight_bytes(
+        &self,
+        dtype: DType,
+        format: Option<Format>,
+        stream: StreamOptions,
+    ) -> Result<(usize, StreamedBytes)> {
         if format.is_some() {
             self.kind.check_quantizable("weight_bytes")?;
         }
@@ -138,14 +143,15 @@ impl PartFacts {
         let tensors = self.tensors();
         let all: usize = tensors.iter().map(|(name, dims)| bytes(name, dims)).sum();
         if stream.is_none() {
-            return Ok(all);
+            return Ok((all, StreamedBytes::default()));
         }
         let streaming = Streaming::new(self.model.as_ref(), quantizable, stream, &Device::Cpu)?;
         let of_layers = tensors.iter().filter_map(|(name, dims)| {
             let layer = name.strip_suffix(".weight").filter(|layer| layers.contains_key(*layer))?;
             (dims.len() == 2).then(|| (layer, bytes(name, dims)))
         });
-        Ok(all - streaming.saved_bytes(of_layers))
+        let streamed = streaming.bytes(of_layers);
+        Ok((all - streamed.blocks - streamed.modulation + streamed.slots, streamed))
     }
 
     /// About how many values the tape holds at its fullest, for one sample of `size`.
@@ -154,6 +160,22 @@ impl PartFacts {
     /// As [`Saved::values`].
     pub fn saved_values(&self, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<usize> {
         Saved::values(self.model.as_ref(), config, policy, size)
+    }
+
+    /// As [`Saved::forward_flops`].
+    pub fn forward_flops(&self, size: SampleSize) -> Flops {
+        Saved::forward_flops(self.model.as_ref(), size)
+    }
+
+    /// Whether its layers can be held in a format that their file does not have yet.
+    pub fn can_be_quantized(&self) -> bool {
+        self.kind.check_quantizable("quantize").is_ok() && self.stored.is_empty()
+    }
+
+    /// How many blocks can be streamed, and whether the modulation of all can.
+    pub fn streamable(&self) -> (usize, bool) {
+        let quantizable = &self.kind.quantizable;
+        (Streaming::blocks(self.model.as_ref(), quantizable), !quantizable.modulation.is_empty())
     }
 }
 

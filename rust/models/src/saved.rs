@@ -42,6 +42,16 @@ pub struct Saved {
     together: usize,
     /// Whether the input of those blocks is counted.
     is_entered: bool,
+    flops: Flops,
+}
+
+/// Floating-point operations of a forward pass. What adapters, norms and activations add is left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Flops {
+    /// Of linear layers and convolutions.
+    pub layers: usize,
+    /// Of attention.
+    pub attention: usize,
 }
 
 /// What one block keeps.
@@ -60,8 +70,19 @@ impl Saved {
         let layers = model.named_layers();
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         let rank = |(name, layer): &(String, Layer<'_>)| Some((key(*layer), *selected.get(name)?));
+        let saved = Self::of(model, layers.iter().filter_map(rank).collect(), policy, size);
+        Ok(saved.held + saved.again)
+    }
+
+    /// Those of a forward pass over one sample of `size`.
+    pub fn forward_flops(model: &dyn Model, size: SampleSize) -> Flops {
+        Self::of(model, HashMap::new(), Policy::None, size).flops
+    }
+
+    /// What all blocks add.
+    fn of(model: &dyn Model, ranks: HashMap<*const (), usize>, policy: Policy, size: SampleSize) -> Self {
         let mut saved = Self {
-            ranks: layers.iter().filter_map(rank).collect(),
+            ranks,
             policy,
             reached: false,
             held: 0,
@@ -69,9 +90,20 @@ impl Saved {
             block: Block::default(),
             together: 0,
             is_entered: false,
+            flops: Flops::default(),
         };
         model.saved(size, &mut saved);
-        Ok(saved.held + saved.again)
+        saved
+    }
+
+    /// Attention of `queries` tokens to `keys` others, over heads that are `width` wide together.
+    pub const fn attention(&mut self, queries: usize, keys: usize, width: usize) {
+        self.flops.attention += 4 * queries * keys * width;
+    }
+
+    /// A layer that keeps nothing, as no adapter sits on it.
+    pub fn product(&mut self, weight: &[usize], positions: usize) {
+        self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
     }
 
     /// A part outside checkpoints.
@@ -160,6 +192,7 @@ impl Saved {
 
     /// Layers that share their input.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
+        layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
         let ranks: Vec<usize> = layers.iter().filter_map(|layer| self.ranks.get(&key(*layer)).copied()).collect();
         if ranks.is_empty() {
             return;

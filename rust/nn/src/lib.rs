@@ -25,5 +25,5 @@ pub use module::{Layer, Module, Part, Visitor};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use quantization::{Quantizable, Quantization};
 pub use source::{Source, Stored};
-pub use streaming::{StreamOptions, Streaming};
+pub use streaming::{StreamOptions, StreamedBytes, Streaming};
 pub use weights::{Init, Weights};

@@ -25,6 +25,17 @@ impl StreamOptions {
     }
 }
 
+/// What is streamed of a model, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamedBytes {
+    /// What blocks run with, in the memory of the host.
+    pub blocks: usize,
+    /// What makes their modulation, there too.
+    pub modulation: usize,
+    /// The slots on the device that both are copied to.
+    pub slots: usize,
+}
+
 /// Units of one ring: of some blocks, each known by its name (`blocks.3`).
 #[derive(Default)]
 struct Units {
@@ -82,6 +93,11 @@ impl Streaming {
         Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides })
     }
 
+    /// How many blocks of a model there are to stream.
+    pub fn blocks(model: &dyn Module, layers: &Quantizable) -> usize {
+        blocks(model, layers).len()
+    }
+
     /// The units among which the linear layer `layer` is, and which of them, if its weight is streamed.
     fn place(&self, layer: &str) -> Option<(&Units, usize)> {
         if !self.layers.has(layer) {
@@ -102,9 +118,8 @@ impl Streaming {
         Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))
     }
 
-    /// How many bytes fewer there are on the device than of all weights, if each of `layers` has so many: those that are streamed, less
-    /// the slots.
-    pub fn saved_bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> usize {
+    /// The bytes of what is streamed, if each of `layers` has so many.
+    pub fn bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> StreamedBytes {
         let mut sizes = [vec![0; self.runs.units.len()], vec![0; self.asides.units.len()]];
         for (layer, bytes) in layers {
             if let Some((units, unit)) = self.place(layer) {
@@ -112,7 +127,8 @@ impl Streaming {
             }
         }
         let slot = |sizes: &[usize], parity: usize| sizes.iter().skip(parity).step_by(2).max().copied().unwrap_or(0);
-        sizes.iter().map(|sizes| sizes.iter().sum::<usize>() - slot(sizes, 0) - slot(sizes, 1)).sum()
+        let [blocks, modulation] = [0, 1].map(|ring| sizes[ring].iter().sum());
+        StreamedBytes { blocks, modulation, slots: sizes.iter().map(|sizes| slot(sizes, 0) + slot(sizes, 1)).sum() }
     }
 
     /// Move the weights of `model`, which is complete, and tell its blocks.

@@ -103,6 +103,24 @@ pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     ])
 }
 
+/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None: no limit.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device.
+#[pyfunction]
+pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()> {
+    Ok(device::set_memory_limit(&device.0, limit)?)
+}
+
+/// What its maker calls a CUDA device.
+///
+/// Raises:
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+#[pyfunction]
+pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
+    Ok(device::device_name(&device.0)?)
+}
+
 /// Release the cached memory of a CUDA device; returns its bytes.
 ///
 /// Raises:

@@ -14,9 +14,9 @@ use trainable_candle_io::adapter_file::AdapterFormat;
 use trainable_candle_models::pipelines::{PIPELINES, Pipeline};
 use trainable_candle_models::saved::SampleSize;
 use trainable_candle_models::{self as models, facts};
-use trainable_candle_nn::StreamOptions;
 use trainable_candle_nn::adapter::KINDS as ADAPTERS;
 use trainable_candle_nn::optim::KINDS as OPTIMIZERS;
+use trainable_candle_nn::{StreamOptions, StreamedBytes};
 
 use crate::adapter_set::LoraConfig;
 use crate::arguments::{FilePath, Integer};
@@ -122,9 +122,58 @@ impl PartFacts {
         stream_blocks: Integer,
         stream_modulation: bool,
     ) -> Result<usize> {
-        let blocks = stream_blocks.count("weight_bytes", "stream_blocks")?;
-        let stream = StreamOptions { blocks, modulation: stream_modulation };
-        Ok(self.0.weight_bytes(dtype.0, quantize.map(str::parse).transpose()?, stream)?)
+        Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
+    }
+
+    /// Bytes of the weights that lie in the memory of the host: (of blocks, of their modulation). The arguments are those of
+    /// `weight_bytes`.
+    #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
+    fn streamed_bytes(
+        &self,
+        dtype: DTypeArg,
+        quantize: Option<&str>,
+        stream_blocks: Integer,
+        stream_modulation: bool,
+    ) -> Result<(usize, usize)> {
+        let streamed = self.bytes("streamed_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.1;
+        Ok((streamed.blocks, streamed.modulation))
+    }
+
+    /// Whether `from_pretrained` can quantize it; False also if its file has quantized layers, which stay as they are.
+    #[getter]
+    fn can_be_quantized(&self) -> bool {
+        self.0.can_be_quantized()
+    }
+
+    /// How many of its blocks `stream_blocks` can keep in the memory of the host.
+    #[getter]
+    fn blocks(&self) -> usize {
+        self.0.streamable().0
+    }
+
+    /// Whether `stream_modulation` can keep something there.
+    #[getter]
+    fn has_modulation(&self) -> bool {
+        self.0.streamable().1
+    }
+
+    /// Floating-point operations of a forward pass over one sample, without adapters: (of its layers, of its attention).
+    ///
+    /// Args:
+    ///     height: of the latents or the image that the model sees.
+    ///     width: likewise.
+    ///     tokens: of the text.
+    #[pyo3(signature = (*, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
+    fn forward_flops(
+        &self,
+        py: Python<'_>,
+        height: Integer,
+        width: Integer,
+        tokens: Integer,
+    ) -> Result<(usize, usize)> {
+        let size = sample_size("forward_flops", [height, width, tokens])?;
+        let flops = detached(py, || Ok(self.0.forward_flops(size)))?;
+        Ok((flops.layers, flops.attention))
     }
 
     /// About how many values are kept between forward and backward at the fullest, for one sample.
@@ -148,15 +197,33 @@ impl PartFacts {
         width: Integer,
         tokens: Integer,
     ) -> Result<usize> {
-        const OP: &str = "saved_values";
-        let size = SampleSize {
-            height: height.count(OP, "height")?,
-            width: width.count(OP, "width")?,
-            tokens: tokens.count(OP, "tokens")?,
-        };
+        let size = sample_size("saved_values", [height, width, tokens])?;
         let (policy, config) = (policy.parse()?, config.inner());
         detached(py, || self.0.saved_values(&config, policy, size))
     }
+}
+
+impl PartFacts {
+    /// Bytes on the device, and what is streamed.
+    fn bytes(
+        &self,
+        op: &'static str,
+        dtype: DTypeArg,
+        quantize: Option<&str>,
+        (blocks, modulation): (Integer, bool),
+    ) -> Result<(usize, StreamedBytes)> {
+        let stream = StreamOptions { blocks: blocks.count(op, "stream_blocks")?, modulation };
+        Ok(self.0.weight_bytes(dtype.0, quantize.map(str::parse).transpose()?, stream)?)
+    }
+}
+
+/// The sizes of a sample: height, width, tokens.
+fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Result<SampleSize> {
+    Ok(SampleSize {
+        height: height.count(op, "height")?,
+        width: width.count(op, "width")?,
+        tokens: tokens.count(op, "tokens")?,
+    })
 }
 
 /// What a checkpoint is, told from its headers and configurations; no weight is read.

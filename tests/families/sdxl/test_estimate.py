@@ -93,7 +93,9 @@ def test_parameters_states_and_weights_are_exact(
     made.step()
     assert total("optimizer") == made.state_bytes
     assert estimated["unet weights"] == weight_bytes(family.model)
-    assert items(sdxl_base, config, "encoding")["vae weights"] == weight_bytes(family.coder.model)
+    assert items(sdxl_base, config, "encoding images")["vae weights"] == weight_bytes(
+        family.coder.model
+    )
 
 
 def weight_bytes(model: tc.models.Model) -> int:
@@ -107,7 +109,7 @@ def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
     config = configure(device="cuda", precision="bf16")
     task = sdxl(sdxl_base, config)
     data = task.read(lambda _: None)
-    alone = task.estimate(config, data, 0).phases["encoding"]
+    alone = task.estimate(config, data, 0).phases["encoding images"]
     models = sum(item.bytes for item in alone if item.what == "weights")
     side = max(item.fit.bucket.width * item.fit.bucket.height for item in data.train.items)
     (working,) = (i.bytes for i in alone if (i.component, i.what) == ("vae", "activations"))
@@ -131,7 +133,7 @@ def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
         estimate = task.estimate(config, data, limit)
         (found,) = (
             item.bytes
-            for item in estimate.phases["encoding"]
+            for item in estimate.phases["encoding images"]
             if (item.component, item.what) == ("vae", "activations")
         )
         return found
@@ -140,7 +142,7 @@ def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
     assert activations(80 * 2**30) > 6 * activations(0)
     assert (
         activations(0)
-        == items(sdxl_base, config.with_(device="cpu"), "encoding")["vae activations"]
+        == items(sdxl_base, config.with_(device="cpu"), "encoding images")["vae activations"]
     )
 
 
@@ -148,7 +150,7 @@ def test_a_single_file_is_estimated_like_its_folder(
     sdxl_base: Path, sdxl_file: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure()
-    for phase in ("encoding", "training"):
+    for phase in ("encoding captions", "encoding images", "training"):
         assert items(sdxl_file, config, phase) == items(sdxl_base, config, phase)
 
 
@@ -158,7 +160,7 @@ def test_on_a_gpu_what_stays_in_host_memory_is_left_out(
     config = configure(device="cuda", precision="bf16")
     task = sdxl(sdxl_base, config)
     estimate = task.estimate(config, task.read(lambda _: None))
-    assert estimate.table()[0].startswith("GPU memory while encoding: ")
+    assert estimate.table()[0].startswith("GPU memory while encoding captions: ")
     on_cpu = items(sdxl_base, config.with_(device="cpu"))
     assert items(sdxl_base, config) == {
         name: count for name, count in on_cpu.items() if not name.endswith(" cache")

@@ -12,7 +12,9 @@ from trainable_candle.tasks.estimate import (
     RUNTIME_BYTES,
     Estimate,
     Item,
+    activations,
     adapter_items,
+    trained_model,
 )
 from trainable_candle.tasks.latent.tiles import area_at_once
 from trainable_candle.train.adapters import adapter_config
@@ -33,7 +35,7 @@ _GUIDED: Final = 2
 _ENCODE_AREA: Final = 4 * 1024**2
 """Pixels that a GPU encodes at once, at most."""
 _TEXT_PARTS: Final = 16
-"""Rows of tokens that a GPU encodes at once."""
+"""Rows of tokens that a GPU encodes at once, at most."""
 
 
 class Sizes(Protocol):
@@ -80,8 +82,6 @@ def estimate(
     itemsize = ITEM_BYTES[config.precision]
     facts = family.facts
     name = family.component
-    base = facts.parts[name].weight_bytes(config.precision, config.base_format, **config.streaming)
-    denoiser = Item(name, "weights", base)
     texts = Item("text encoders", "weights", _text_bytes(facts, config))
     vae = Item("vae", "weights", facts.bytes("f32", "vae"))
     pictures = len(data.train) + len(data.validation or ())
@@ -94,46 +94,43 @@ def estimate(
     # Batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
+    states = text_parts(family, config, limit) * family.text_working_values * itemsize
+    captions = [texts, Item("text encoders", "activations", states), *cache]
     at_once = max(area_at_once(area), min(encode_area(facts, config, limit), area * pictures))
-    states = text_parts(config) * family.text_working_values * itemsize
-    encoding = [
-        vae,
-        texts,
-        Item("vae", "activations", _working(facts) * at_once),
-        Item("text encoders", "activations", states),
-        *cache,
-    ]
+    images = [vae, Item("vae", "activations", _working(facts) * at_once), *cache]
+    if _keeps_texts(config):
+        images.append(texts)
     if not config.on_gpu:
-        encoding.append(Item("pictures", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
+        images.append(Item("pictures", "decoded ahead", 3 * area * (min(AHEAD, pictures) + 2)))
 
-    trained = [denoiser, *cache]
     side = int(area**0.5) // facts.factor
-
-    def adapted(name: str, part: str, adapter: LoraConfig) -> None:
-        found = facts.parts[part]
-        trained.extend(adapter_items(name, found.layers, adapter, config))
-        values = found.saved_values(
-            adapter,
-            config.gradient_checkpointing,
-            height=side,
-            width=side,
-            tokens=family.text_tokens,
-        )
-        trained.append(Item(name, "activations", values * config.batch_size * itemsize))
-
-    adapted(name, name, adapter_config(config, family.targets))
+    sample = {"height": side, "width": side, "tokens": family.text_tokens}
+    adapter = adapter_config(config, family.targets)
+    trained, work = trained_model(name, facts.parts[name], adapter, config, **sample)
+    trained += cache
     if config.training_adapter:
         size = config.training_adapter_path.stat().st_size
         trained.append(Item(name, "training adapter", size))
+    if _keeps_texts(config):
+        trained.append(texts)
     if config.train_text_encoder:
-        trained.append(texts)
         for part in facts.text_encoders:
-            adapted("text encoders", part, family.text_adapter(part, config))
-    elif config.cache == "off" or not config.caption_variants:
-        trained.append(texts)
+            found, adapter = facts.parts[part], family.text_adapter(part, config)
+            trained += adapter_items("text encoders", found.layers, adapter, config)
+            trained.append(activations("text encoders", found, adapter, config, **sample))
     if config.cache == "off" or config.sample_prompts:
         trained.append(vae)
-    return Estimate({"encoding": encoding, "training": _together(trained)}, config.on_gpu)
+    phases = {
+        "encoding captions": captions,
+        "encoding images": images,
+        "training": _together(trained),
+    }
+    return Estimate(phases, config.on_gpu, work)
+
+
+def _keeps_texts(config: TrainConfig) -> bool:
+    """Whether the text encoders stay in memory after the captions of the start are encoded."""
+    return config.train_text_encoder or config.cache == "off" or not config.caption_variants
 
 
 def _together(items: Sequence[Item]) -> list[Item]:
@@ -158,7 +155,7 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     """
     if not config.on_gpu:
         return 0
-    models = facts.bytes("f32", "vae") + _text_bytes(facts, config)
+    models = facts.bytes("f32", "vae") + (_text_bytes(facts, config) if _keeps_texts(config) else 0)
     room = (limit - RUNTIME_BYTES - models) / 2
     return max(0, int(min(_ENCODE_AREA, room // _working(facts))))
 
@@ -169,9 +166,21 @@ def _text_bytes(facts: Facts, config: TrainConfig) -> int:
     return facts.bytes(config.precision, *facts.text_encoders, quantize=wanted)
 
 
-def text_parts(config: TrainConfig) -> int:
-    """Rows of tokens that are encoded at once: one on the CPU, as with pictures."""
-    return _TEXT_PARTS if config.on_gpu else 1
+def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
+    """Rows of tokens that are encoded at once: one on the CPU, as with images.
+
+    On a GPU as many as take half of what the encoders leave free, up to sixteen.
+
+    Args:
+        family: the checkpoint.
+        config: the settings.
+        limit: bytes that there are before anything is loaded.
+    """
+    if not config.on_gpu:
+        return 1
+    room = (limit - RUNTIME_BYTES - _text_bytes(family.facts, config)) / 2
+    rows = room // (family.text_working_values * ITEM_BYTES[config.precision])
+    return int(max(1, min(_TEXT_PARTS, rows)))
 
 
 def _working(facts: Facts) -> int:

@@ -128,7 +128,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     def text_parts(self) -> int:
         """Rows of tokens that are encoded at once."""
-        return sizes.text_parts(self.config)
+        return sizes.text_parts(self, self.config, memory_limit(self.config))
 
     # Its models.
 

@@ -217,9 +217,9 @@ class LatentTask:
         if config.train_text_encoder:
             for name, model in family.text_models.items():
                 sets[name] = model.add_adapter(family.text_adapter(name, config))
-        if config.gradient_checkpointing != "none":
+        if config.checkpointing != "none":
             for name in sets:
-                self._part(name).enable_gradient_checkpointing(config.gradient_checkpointing)
+                self._part(name).enable_gradient_checkpointing(config.checkpointing)
         if config.training_adapter:
             self._training_adapter = family.model.add_training_adapter(config.training_adapter_path)
         self._adapted = tuple(sets)

@@ -138,7 +138,7 @@ class TextTask:
         limit: float = math.inf,  # noqa: ARG002
     ) -> Estimate:
         """As `Task.estimate`."""
-        return self.family.estimate(config, config.batch_size * self.sequence_length)
+        return self.family.estimate(config, self.sequence_length)
 
     def prepare(
         self, data: Split[TextDataset], report: Callable[[str], None], group: Group = ALONE
@@ -156,8 +156,8 @@ class TextTask:
         """As `Task.attach`."""
         family, config = self.family, self.family.config
         adapter = family.model.add_adapter(adapter_config(config, family.targets))
-        if config.gradient_checkpointing != "none":
-            family.model.enable_gradient_checkpointing(config.gradient_checkpointing)
+        if config.checkpointing != "none":
+            family.model.enable_gradient_checkpointing(config.checkpointing)
         self._adapters = Adapters({family.component: adapter})
         return self._adapters
 

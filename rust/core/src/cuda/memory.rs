@@ -38,8 +38,10 @@ fn out_of_memory(op: &'static str, gpu: &Gpu, bytes: usize, dims: &[usize]) -> E
             } else {
                 String::new()
             };
+            let limit = memory::limit(gpu.stream().context().cu_device());
+            let limit = limit.map_or_else(String::new, |limit| format!("; the limit is {:.2} GiB", gib(limit)));
             format!(
-                "; of the GPU's {:.2} GiB, {:.2} hold this process's tensors{graphs}, {:.2} are kept for later in pieces too small, \
+                "{limit}; of the GPU's {:.2} GiB, {:.2} hold this process's tensors{graphs}, {:.2} are kept for later in pieces too small, \
                  {:.2} are free, and the rest is used by CUDA and other processes",
                 gib(stats.total),
                 gib(stats.allocated),
@@ -90,6 +92,24 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     const OP: &str = "reset_peak_memory_stats";
     memory::reset_peaks(Gpu::of_device(OP, device)?.stream().context().cu_device());
     Ok(())
+}
+
+/// Let tensors and workspaces take no more than so many bytes of the device's memory; None: as much as there is.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub fn set_memory_limit(device: &Device, limit: Option<u64>) -> Result<()> {
+    memory::set_limit(Gpu::of_device("set_memory_limit", device)?.stream().context().cu_device(), limit);
+    Ok(())
+}
+
+/// What its maker calls the device: `NVIDIA H200`.
+///
+/// # Errors
+/// As [`memory_stats`].
+pub fn device_name(device: &Device) -> Result<String> {
+    const OP: &str = "device_name";
+    Gpu::of_device(OP, device)?.stream().context().name().map_err(|error| driver_error(OP, error))
 }
 
 /// Release the device's cached memory to other processes; returns its bytes.

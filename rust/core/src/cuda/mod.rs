@@ -42,7 +42,7 @@ pub use gemm_bias::product_with_bias;
 pub use gpu::{Gpu, devices, open};
 pub use graph::Captured;
 pub use low_rank::low_rank;
-pub use memory::{empty_cache, memory_stats, reset_peak_memory_stats, synchronize};
+pub use memory::{device_name, empty_cache, memory_stats, reset_peak_memory_stats, set_memory_limit, synchronize};
 pub use random::{normal, uniform};
 pub use reduce::{argmax, cumsum, max, mean, min, sum};
 

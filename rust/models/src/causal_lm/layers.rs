@@ -157,6 +157,8 @@ impl DecoderLayer {
         saved.block(stream, false, |saved| {
             saved.keep(stream);
             saved.remade_layers(&self.projections.layers(), (stream, tokens));
+            // Each token attends to those before it, half of them on average.
+            saved.attention(tokens, tokens / 2, self.out.in_features());
             saved.keep(2 * queries + 2 * keys);
             // What it reads is kept already.
             saved.linear(&self.out, (0, tokens));

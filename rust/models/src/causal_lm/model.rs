@@ -312,6 +312,7 @@ impl Model for CausalLM {
         for layer in self.layers.iter() {
             layer.saved(size.tokens, saved);
         }
+        saved.product(self.embedding.dims(), size.tokens);
     }
 
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout> {

@@ -60,6 +60,7 @@ impl EncoderLayer {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
+            saved.attention(tokens, tokens, width);
             saved.keep(4 * inside);
             saved.linear(&self.out_proj, (inside, tokens));
             saved.keep(inside);

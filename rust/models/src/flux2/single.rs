@@ -53,6 +53,7 @@ impl FusedBlock {
             saved.keep(inside);
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
             // The result of the first layer, and that of the attention.
+            saved.attention(tokens, tokens, self.sizes.dim());
             saved.keep((PROJECTED + 1) * inside);
             saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));
         });

@@ -88,6 +88,7 @@ impl Attention {
     pub fn saved(&self, area: usize, context_area: Option<usize>, saved: &mut Saved) {
         let width = self.to_out.weight.dims()[0];
         let inside = area * width;
+        saved.attention(area, context_area.unwrap_or(area), width);
         match &self.projections {
             Projections::Own(group) => saved.layers(&group.layers(), (inside, area), true),
             Projections::Context { to_q, others } => {

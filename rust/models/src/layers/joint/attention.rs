@@ -175,6 +175,7 @@ impl JointAttention {
         self.text.saved(length, saved);
         self.image.saved(area, saved);
         let dim = self.to_out.in_features();
+        saved.attention(area + length, area + length, dim);
         saved.keep((area + length) * dim);
         // The result lies with the other stream's, so a copy goes into the layer.
         saved.cheap_linear(&self.to_out, (area * dim, area));
@@ -221,6 +222,7 @@ impl SelfAttention {
     /// What the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         self.stream.saved(tokens, saved);
+        saved.attention(tokens, tokens, self.to_out.in_features());
         saved.keep(tokens * self.to_out.in_features());
         // Whose input is that result.
         saved.linear(&self.to_out, (0, tokens));

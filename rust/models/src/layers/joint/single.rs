@@ -78,6 +78,7 @@ impl SingleBlock {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
             // The result of the first layers, and that of the attention.
+            saved.attention(tokens, tokens, dim);
             saved.keep((3 + 1 + RATIO) * inside);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
             // What the gate multiplies, if it learns; no checkpoint computes it otherwise.

@@ -1,0 +1,69 @@
+"""Folders that say what published models are, without their weights: enough for estimates."""
+
+from __future__ import annotations
+
+import json
+import struct
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import full_flow
+import full_size
+from gpu_lm import CLASSES, LLAMA3, QWEN2
+from gpu_transformers import KLEIN
+
+Config = dict[str, Any]
+
+
+def _sdxl() -> dict[str, Config]:
+    shipped = Path(str(files("trainable_candle") / "assets" / "sdxl_tiny"))
+    return full_size.configurations(shipped)
+
+
+def _pipeline(name: str) -> dict[str, Config]:
+    _, _, parts = full_flow.PIPELINES[name]
+    return {part: config for part, (_, config) in parts.items()}
+
+
+def _klein_9b() -> dict[str, Config]:
+    parts = _pipeline("flux2")
+    transformer = KLEIN | {
+        "num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32,
+        "joint_attention_dim": 12288, "_class_name": "Flux2Transformer2DModel",
+    }  # fmt: skip
+    qwen3_8b = full_flow.QWEN3 | {
+        "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return parts | {"transformer": transformer, "text_encoder": qwen3_8b}
+
+
+def _text(config: Config) -> dict[str, Config]:
+    return {"": config | {"architectures": [CLASSES[config["model_type"]]]}}
+
+
+MODELS = {
+    "SDXL": ("sdxl", _sdxl),
+    "SD3.5-medium": ("sd3", lambda: _pipeline("sd3")),
+    "SD3.5-large": ("sd3", lambda: _pipeline("sd3-large")),
+    "Flux.1-dev": ("flux", lambda: _pipeline("flux")),
+    "FLUX.2-klein-4B": ("flux2", lambda: _pipeline("flux2")),
+    "FLUX.2-klein-9B": ("flux2", _klein_9b),
+    "Z-Image": ("zimage", lambda: _pipeline("zimage")),
+    "Qwen2-1.5B": ("causal-lm", lambda: _text(QWEN2)),
+    "Llama-3-8B": ("causal-lm", lambda: _text(LLAMA3)),
+}
+"""Published models by their names: the family, and what makes the configurations by folder."""
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """Write the configurations, each beside a file of weights that holds one number."""
+    for part, config in MODELS[name][1]().items():
+        where = folder / part
+        where.mkdir(parents=True, exist_ok=True)
+        (where / "config.json").write_text(json.dumps(config))
+        header = json.dumps({"x": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}})
+        weights = "diffusion_pytorch_model" if "_class_name" in config else "model"
+        path = where / f"{weights}.safetensors"
+        path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(2))
+    return folder

@@ -1,0 +1,140 @@
+"""What a run chooses on cards of several sizes, as the table of docs/memory.md.
+
+python benches/memory_table.py [--write]
+
+No GPU is needed: memory and time are predicted from the configurations of the published models.
+`--write` puts the table into the document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from facts_only import MODELS, write_model
+from PIL import Image
+
+from trainable_candle import families
+from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.budget import Budget, Plan, make_plan, step_seconds
+from trainable_candle.tasks.estimate import CONTEXT_BYTES, GIB
+from trainable_candle.tasks.speed import GPUS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+HOST = 24 * GIB
+# A card that has so much memory; the first of them stands for laptops.
+CARDS = {
+    6: "RTX 3060", 8: "RTX 4060 Ti", 12: "RTX 4070", 16: "RTX 4060 Ti", 24: "RTX 4090",
+    32: "RTX 5090",
+}  # fmt: skip
+RANK, SIDE, ROW = 16, 1024, 2048
+SHORT = {
+    "gradient_checkpointing": "checkpointing", "base_precision": "base",
+    "text_encoder_precision": "texts", "stream_modulation": "modulation streamed",
+    "stream_blocks": "blocks streamed",
+}  # fmt: skip
+
+
+def plans(model: str, folder: Path) -> Iterator[tuple[int, str, Plan | None, Budget]]:
+    """The plan for each card: GiB, GPU, plan if anything fits, budget."""
+    name, _ = MODELS[model]
+    family: Any = families.find(name)
+    weights = write_model(folder / model, model)
+    for gib, gpu in CARDS.items():
+        config = _config(family, folder)
+        budget = Budget(gib * GIB - CONTEXT_BYTES, HOST, GPUS[gpu], margin=0.05)
+        made = family(weights, "bf16", "cuda", config)
+        if name == "causal-lm":
+            estimate = partial(made.estimate, tokens=ROW)
+        else:
+            task = made.task()
+            data = task.read(lambda _: None)
+            estimate = partial(task.estimate, data=data, limit=budget.memory)
+        try:
+            plan = make_plan(config, family.groups, budget, estimate)
+        except OutOfMemoryError:
+            plan = None
+        yield gib, gpu, plan, budget
+
+
+def _config(family: Any, folder: Path) -> TrainConfig:
+    images = folder / "images"
+    if not images.exists():
+        images.mkdir()
+        Image.fromarray(np.zeros((SIDE, SIDE, 3), np.uint8)).save(images / "a.png")
+        (images / "a.txt").write_text("a square")
+    given = TrainConfig(
+        dataset=str(images), device="cuda", precision="bf16", rank=RANK,
+        resolution=None if family.name == "causal-lm" else SIDE,
+    )  # fmt: skip
+    missing = {k: v for k, v in family.defaults(given).items() if getattr(given, k) is None}
+    return given.with_(**missing)
+
+
+def table() -> list[str]:
+    """The lines of the table."""
+    lines = [
+        "| model | card | chosen | peak | while | host | a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for model in MODELS:
+            lines += [_line(model, *row) for row in plans(model, Path(folder))]
+    return lines
+
+
+def _line(model: str, gib: int, gpu: str, plan: Plan | None, budget: Budget) -> str:
+    card = f"{gib} GB ({gpu})"
+    if plan is None:
+        return f"| {model} | {card} | does not fit | | | | |"
+    work = plan.estimate.work
+    host = 0.0 if work is None else work.streamed + work.modulation
+    peak = plan.estimate.peak / GIB
+    phase = max(
+        plan.estimate.phases,
+        key=lambda name: sum(item.bytes for item in plan.estimate.phases[name]),
+    )
+    shown = f"{host / GIB:.1f} GiB" if host else ""
+    seconds = f"{step_seconds(plan, budget):.2g} s"
+    return (
+        f"| {model} | {card} | {_chosen(plan)} | {peak:.1f} GiB | {phase} | {shown} | {seconds} |"
+    )
+
+
+def _chosen(plan: Plan) -> str:
+    parts = []
+    for name, value in plan.chosen.items():
+        short = SHORT[name]
+        if value is True:
+            parts.append(short)
+        elif name == "stream_blocks":
+            blocks = plan.estimate.work.blocks if plan.estimate.work is not None else 0
+            parts.append(f"{value} of {blocks} {short}")
+        else:
+            parts.append(f"{short} {value}")
+    return ", ".join(parts) or "nothing: bf16, no checkpointing"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT.name}")
+    given = parser.parse_args()
+    lines = table()
+    print("\n".join(lines))
+    if given.write:
+        before, rest = DOCUMENT.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        DOCUMENT.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Which settings fit into the memory that a run may take, and which of them is the fastest."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
+
+import trainable_candle as tc
+from trainable_candle.placement import AUTO
+from trainable_candle.settings import flag
+from trainable_candle.settings.config import group_of
+from trainable_candle.settings.machine import SAME
+from trainable_candle.tasks.estimate import RUNTIME_BYTES, memory_limit, refuse, size
+from trainable_candle.tasks.speed import ANY_GPU, rates_of, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from trainable_candle.distributed.group import Group
+    from trainable_candle.settings import Group as Settings
+    from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.estimate import Estimate
+    from trainable_candle.tasks.speed import Rates, Work
+
+_PRECISION: Final = "base_precision"
+_CHECKPOINTING: Final = "gradient_checkpointing"
+_TEXTS: Final = "text_encoder_precision"
+_BLOCKS: Final = "stream_blocks"
+_MODULATION: Final = "stream_modulation"
+PLANNED: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS)
+"""The settings that are chosen where the user leaves them open."""
+_PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
+"""What they are where memory is plenty; the others stay open, and nothing is streamed."""
+_COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
+"""How many times as fast a step must be for a base of this format to be worth its rounding."""
+_FORMATS: Final = (SAME, "int8", "nf4")
+_POLICIES: Final = ("none", "selective", "full")
+_SHARES: Final = 8
+"""Blocks are streamed in eighths of all."""
+_MARGIN: Final = 0.05
+"""The share of a GPU's memory that a plan leaves free."""
+_LESS: Final = 0.9
+"""What a second plan may take of what the first one needed that ran out of memory."""
+_WORTH: Final = 0.95
+"""More memory is spoken of if a step would take at most this share of the chosen one's time."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may take up."""
+
+    memory: float
+    """Bytes of the memory that it computes in."""
+    host: float
+    """Bytes of the host's memory, for weights that are streamed from there."""
+    rates: Rates | None = None
+    """Of the GPU; None if they are not known."""
+    margin: float = 0.0
+    """The share of the memory that a plan leaves free, because it may be mistaken."""
+
+    @property
+    def planned(self) -> float:
+        """Bytes that a plan may fill."""
+        return self.memory * (1 - self.margin)
+
+    def below(self, bytes_held: float) -> Budget:
+        """As much as is certainly less than a plan that needs so many bytes, which did not fit."""
+        held = min(self.memory, bytes_held) - RUNTIME_BYTES
+        return replace(self, memory=_LESS * held + RUNTIME_BYTES, margin=0.0)
+
+
+def find_budget(group: Group, config: TrainConfig) -> Budget:
+    """What each of the processes that train together may take up, the same for all.
+
+    Raises:
+        CudaUnavailableError, DeviceError: there is no such device.
+    """
+    host = tc.memory.available_bytes() or math.inf
+    name = tc.cuda.get_device_name(config.device) if config.on_gpu else ""
+    mine = {"memory": memory_limit(config), "host": host / group.size, "name": name}
+    found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
+    known = [rates for facts in found if (rates := rates_of(facts["name"])) is not None]
+    return Budget(
+        min(facts["memory"] for facts in found),
+        min(facts["host"] for facts in found),
+        min(known, key=lambda rates: rates.products, default=None),
+        _MARGIN if config.on_gpu else 0.0,
+    )
+
+
+@contextmanager
+def kept_within(budget: Budget, config: TrainConfig) -> Iterator[None]:
+    """Within this context a GPU gives tensors no more than `vram` allows, if it was given."""
+    if config.vram is None or not config.on_gpu:
+        yield
+        return
+    tc.cuda.set_memory_limit(max(0, int(budget.memory) - RUNTIME_BYTES), config.device)
+    try:
+        yield
+    finally:
+        tc.cuda.set_memory_limit(None, config.device)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings of a run, complete."""
+
+    config: TrainConfig
+    estimate: Estimate
+    chosen: Mapping[str, Any]
+    """What is not as it would be if memory were plenty, of what was left open."""
+    nearest: Plan | None = None
+    """The faster choice that needs the least memory more."""
+
+    def lines(self, budget: Budget) -> list[str]:
+        """What was chosen, and what more memory would bring; nothing if all is as it would be."""
+        if not self.chosen:
+            return []
+        found = [f"plan: {self.described(budget)} fits in {size(budget.memory)}"]
+        if self.nearest is not None:
+            found.append(f"plan: faster with more memory: {self.nearest.described(budget)}")
+        return found
+
+    def described(self, budget: Budget) -> str:
+        """The flags that were chosen, the memory and, where it can be told, the time of a step."""
+        flags = " ".join(_as_flag(name, value) for name, value in self.chosen.items())
+        pace = ""
+        if budget.rates is not None and self.estimate.work is not None:
+            pace = f", {step_seconds(self, budget):.2g} s a step"
+        return f"{flags or 'nothing of this'} (about {size(self.estimate.peak)}{pace})"
+
+
+def is_open(config: TrainConfig, name: str) -> bool:
+    """Whether the user left a setting to the plan."""
+    return getattr(config, name) in {None, AUTO}
+
+
+def make_plan(
+    config: TrainConfig,
+    groups: Collection[type[Settings]],
+    budget: Budget,
+    estimate: Callable[[TrainConfig], Estimate],
+) -> Plan:
+    """Choose checkpointing, precision and streaming where they are left open: the fastest that fit.
+
+    A quantized base counts as slower than it is, by `_COST`: it is not the same model any more.
+    Modulation is streamed before blocks are, since each step reads it once. Text encoders are
+    quantized only if the run does not fit otherwise.
+
+    Args:
+        config: the settings.
+        groups: those that the model takes; others are not chosen.
+        budget: what there is.
+        estimate: what a run with other settings would hold.
+
+    Raises:
+        OutOfMemoryError: nothing fits; the message names settings that would.
+    """
+    names = [name for name in PLANNED if is_open(config, name) and group_of(name) in groups]
+
+    def plan(choice: Mapping[str, Any]) -> Plan:
+        values = {name: choice.get(name, _PLENTY.get(name)) for name in names}
+        chosen = {name: value for name, value in values.items() if value != _PLENTY.get(name)}
+        other = config.with_(**values)
+        return Plan(other, estimate(other), chosen)
+
+    first = plan({})
+    if _fits(first, budget):
+        return first
+    plans: list[Plan] = []
+    for texts in _FORMATS if _TEXTS in names else (SAME,):
+        plans = []
+        for ladder in _ladders(names, first.estimate.work, on_gpu=config.on_gpu):
+            *others, least = ({**choice, _TEXTS: texts} for choice in ladder)
+            plans.append(plan(least))
+            if plans[-1].estimate.peak <= budget.planned:
+                plans += _until_it_fits(map(plan, others), budget)
+        fitting = [found for found in plans if _fits(found, budget)]
+        if fitting:
+            best = min(fitting, key=lambda found: _cost(found, budget))
+            most = _WORTH * _cost(best, budget)
+            better = [found for found in plans if _cost(found, budget) <= most]
+            nearest = min(better, key=lambda found: found.estimate.peak, default=None)
+            return replace(best, nearest=nearest)
+    smallest = min(plans, key=lambda found: found.estimate.peak)
+    return refuse(first.estimate, smallest.config, budget.planned, estimate)
+
+
+def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
+    """Plans that take ever less memory and more time, up to the first that fits."""
+    for plan in plans:
+        yield plan
+        if _fits(plan, budget):
+            return
+
+
+def _ladders(
+    names: Sequence[str], work: Work | None, *, on_gpu: bool
+) -> list[list[dict[str, Any]]]:
+    """What the open settings can be: for each checkpointing and format, ever more streaming."""
+    formats = [SAME]
+    streams: list[tuple[bool | None, int | None]] = [(None, None)]
+    if work is not None and work.can_be_quantized and _PRECISION in names:
+        formats = list(_FORMATS)
+    if work is not None and on_gpu:
+        modulation = True if work.has_modulation and _MODULATION in names else None
+        shares = range(1, _SHARES + 1) if _BLOCKS in names else ()
+        blocks = sorted({max(1, work.blocks * share // _SHARES) for share in shares if work.blocks})
+        streams += [(modulation, None)] if modulation else []
+        streams += [(modulation, count) for count in blocks]
+    policies = _POLICIES if _CHECKPOINTING in names else (_POLICIES[0],)
+    return [
+        [
+            {_CHECKPOINTING: policy, _PRECISION: base, _MODULATION: modulation, _BLOCKS: blocks}
+            for modulation, blocks in streams
+        ]
+        for policy, base in product(policies, formats)
+    ]
+
+
+def _fits(plan: Plan, budget: Budget) -> bool:
+    work = plan.estimate.work
+    host = 0.0 if work is None else work.streamed + work.modulation
+    return plan.estimate.peak <= budget.planned and host <= budget.host
+
+
+def _cost(plan: Plan, budget: Budget) -> float:
+    """The time of a step, more for a base that is rounded."""
+    return step_seconds(plan, budget) * _COST[plan.config.base_format or SAME]
+
+
+def step_seconds(plan: Plan, budget: Budget) -> float:
+    """About how long a step takes; 0 if the task does not say what it computes."""
+    if plan.estimate.work is None:
+        return 0.0
+    pace = seconds(plan.estimate.work, budget.rates or ANY_GPU)
+    return pace * plan.config.gradient_accumulation
+
+
+def _as_flag(name: str, value: Any) -> str:
+    return flag(name) if value is True else f"{flag(name)} {value}"

@@ -1,0 +1,211 @@
+"""What is chosen for the memory that there is."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle import families
+from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.settings.machine import FORMATS, SAME
+from trainable_candle.tasks.budget import PLANNED, Budget, Plan, make_plan, step_seconds
+from trainable_candle.tasks.estimate import RUNTIME_BYTES, Estimate, Item
+from trainable_candle.tasks.speed import GPUS, Work
+from trainable_candle.train import TrainConfig
+
+from .full_size import MODELS, write_image, write_model
+
+GIB = 2**30
+CARDS = (6, 8, 12, 16, 24, 48)
+PLENTY = {"gradient_checkpointing": "none", "base_precision": SAME}
+OF_GPUS = pytest.mark.parametrize("gpu", ["RTX 3060", "RTX 4090", "H200"])
+
+
+class Model:
+    """A full-size model on a GPU, of which only the configurations are there."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.family = families.find(MODELS[name][0])
+        self.weights = write_model(folder / "weights", name)
+        self.dataset = write_image(folder / "images")
+
+    def config(self, **changes: Any) -> TrainConfig:
+        values: dict[str, Any] = {"device": "cuda", "precision": "bf16", "learning_rate": 1e-4}
+        if self.family.name != "causal-lm":
+            values |= {"resolution": 1024, "alpha": 16.0}
+        return TrainConfig(**{**values, "dataset": str(self.dataset), **changes})
+
+    def estimate(self, config: TrainConfig, limit: float) -> Callable[[TrainConfig], Estimate]:
+        made: Any = self.family(self.weights, "bf16", "cuda", config)
+        if self.family.name == "causal-lm":
+            return lambda other: made.estimate(other, 2048)
+        task = made.task()
+        return partial(task.estimate, data=task.read(lambda _: None), limit=limit)
+
+    def plan(self, budget: Budget, **changes: Any) -> Plan:
+        config = self.config(**changes)
+        estimate = self.estimate(config, budget.memory)
+        return make_plan(config, self.family.groups, budget, estimate)
+
+
+@pytest.fixture(scope="module", params=["Flux.1-dev", "SDXL", "Llama-3-8B"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("budget"), request.param)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("budget"), "Flux.1-dev")
+
+
+def budget(gib: float, gpu: str = "H200", host: float = 64 * GIB) -> Budget:
+    return Budget(gib * GIB, host, GPUS[gpu])
+
+
+@OF_GPUS
+def test_what_is_chosen_fits_and_more_memory_is_never_slower(model: Model, gpu: str) -> None:
+    steps = []
+    for card in CARDS:
+        plan = model.plan(budget(card, gpu))
+        assert plan.estimate.peak <= card * GIB
+        steps.append(step_seconds(plan, budget(card, gpu)))
+        assert all(getattr(plan.config, name) == value for name, value in plan.chosen.items())
+    # What a quantized base costs besides time lets a step be a little longer.
+    assert all(after <= 1.25 * before for before, after in pairwise(steps))
+    assert steps[-1] < steps[0]
+
+
+def test_nothing_is_chosen_where_memory_is_plenty(model: Model) -> None:
+    plan = model.plan(budget(80))
+    assert plan.chosen == {}
+    assert plan.lines(budget(80)) == []
+    assert {name: getattr(plan.config, name) for name in PLENTY} == PLENTY
+    assert (plan.config.stream_blocks, plan.config.stream_modulation) == (None, None)
+
+
+def test_nothing_else_that_fits_is_faster(flux: Model) -> None:
+    there = budget(16, "RTX 4090")
+    found = flux.plan(there)
+    estimate = flux.estimate(flux.config(), there.memory)
+    for policy, base, blocks in product(("none", "selective", "full"), (SAME, *FORMATS), (0, 57)):
+        by_hand = flux.config(
+            gradient_checkpointing=policy,
+            base_precision=base,
+            stream_blocks=blocks,
+            stream_modulation=blocks > 0,
+            text_encoder_precision=found.config.text_encoder_precision,
+        )
+        other = Plan(by_hand, estimate(by_hand), {})
+        if other.estimate.peak <= there.memory and base == found.config.base_precision:
+            assert step_seconds(found, there) <= step_seconds(other, there)
+
+
+def test_what_is_given_is_kept(flux: Model) -> None:
+    given = {
+        "gradient_checkpointing": "selective",
+        "base_precision": "fp8",
+        "stream_modulation": False,
+    }
+    plan = flux.plan(budget(16), **given)
+    assert {name: getattr(plan.config, name) for name in given} == given
+    assert set(plan.chosen) <= set(PLANNED) - set(given)
+    with pytest.raises(OutOfMemoryError, match="with the smallest settings it would be"):
+        flux.plan(budget(8), **given, stream_blocks=0)
+
+
+def test_what_is_streamed_must_fit_into_host_memory(flux: Model) -> None:
+    there = budget(12, "RTX 4090")
+    assert flux.plan(there).config.streaming["stream_blocks"] > 0
+    poor = Budget(there.memory, 1 * GIB, there.rates)
+    found = flux.plan(poor)
+    assert found.config.streaming == {"stream_blocks": 0, "stream_modulation": False}
+    assert step_seconds(found, poor) >= step_seconds(flux.plan(there), there)
+
+
+def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model) -> None:
+    there = budget(12)
+    plan = flux.plan(there)
+    chose, more = plan.lines(there)
+    assert chose.startswith("plan: --gradient-checkpointing full ")
+    assert chose.endswith(" s a step) fits in 12.00 GiB")
+    assert more.startswith("plan: faster with more memory: ")
+    assert plan.nearest is not None
+    assert plan.nearest.estimate.peak > 12 * GIB
+    assert step_seconds(plan.nearest, there) < step_seconds(plan, there)
+    # No time where the GPU is not known.
+    unknown = Budget(12 * GIB, 64 * GIB)
+    assert "s a step" not in " ".join(flux.plan(unknown).lines(unknown))
+
+
+def test_a_plan_leaves_a_margin_and_a_second_one_takes_less(flux: Model) -> None:
+    there = Budget(12 * GIB, 64 * GIB, GPUS["H200"], margin=0.05)
+    first = flux.plan(there)
+    assert first.estimate.peak <= 0.95 * 12 * GIB
+    second = flux.plan(there.below(first.estimate.peak))
+    assert second.estimate.peak - RUNTIME_BYTES <= 0.9 * (first.estimate.peak - RUNTIME_BYTES)
+
+
+def needs(activations: int) -> Callable[[TrainConfig], Estimate]:
+    """An estimate that full checkpointing divides by four and a batch multiplies."""
+
+    @cache
+    def of(policy: str, batch_size: int, rank: int) -> Estimate:
+        share = 4 if policy == "full" else 1
+        items = [
+            Item("unet", "activations", activations * batch_size // share),
+            Item("unet", "adapter", rank << 20),
+        ]
+        return Estimate({"training": items})
+
+    return lambda config: of(config.checkpointing, config.batch_size, config.rank)
+
+
+def plan_of(limit: float, activations: int, **changes: Any) -> Plan:
+    config = TrainConfig(device="cpu", precision="f32", **{"rank": 1, "batch_size": 4, **changes})
+    groups = families.find("digits").groups
+    return make_plan(config, groups, Budget(limit, 0), needs(activations))
+
+
+def test_checkpointing_is_chosen_on_the_cpu_too() -> None:
+    assert plan_of(9 * GIB, 2 * GIB).chosen == {}
+    assert plan_of(3 * GIB, 2 * GIB).chosen == {"gradient_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "changes", "message"),
+    [
+        (GIB, {}, r"with --batch-size 1 it would be 713\.0 MiB"),
+        (GIB, {"rank": 1000}, r"with --rank 128 --batch-size 1 it would be 840\.0 MiB"),
+        (1 << 20, {}, r"with the smallest settings it would be 713\.0 MiB"),
+        (
+            3 * GIB,
+            {"gradient_checkpointing": "none"},
+            r"with --batch-size 1 it would be 2\.20 GiB",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_fit_is_refused_with_what_would(
+    limit: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"the run needs about \d+\.\d\d GiB") as caught:
+        plan_of(limit, 2 * GIB, **changes)
+    caught.match(message)
+
+
+def test_models_without_such_blocks_stream_nothing() -> None:
+    work = Work(1e9, 1e8, 1e6, False, 0, 0, 0, 0, False, False)
+    estimates: list[TrainConfig] = []
+
+    def estimate(config: TrainConfig) -> Estimate:
+        estimates.append(config)
+        return Estimate({"training": [Item("model", "weights", GIB)]}, True, work)
+
+    config = TrainConfig(device="cuda", precision="bf16")
+    with pytest.raises(OutOfMemoryError):
+        make_plan(config, families.find("digits").groups, Budget(GIB // 2, GIB), estimate)
+    assert {c.stream_blocks for c in estimates} == {None}
+    assert not any(c.stream_modulation for c in estimates)
