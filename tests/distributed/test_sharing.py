@@ -26,6 +26,8 @@ from trainable_candle.data import (
     load_dataset,
     parse_sources,
 )
+from trainable_candle.data.entries import packed, unpacked
+from trainable_candle.distributed import dealing
 from trainable_candle.distributed.dealing import measured
 from trainable_candle.distributed.group import Alone, Group
 from trainable_candle.distributed.processes import Processes
@@ -112,17 +114,49 @@ def test_each_process_encodes_about_as_much(data: Dataset, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
-def test_what_a_process_cannot_see_it_makes_itself(
-    data: Dataset, tmp_path: Path, kind: str
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_a_process_cannot_see_it_is_sent(
+    data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of others, or a folder of another machine."""
-    found = together(
-        2,
-        lambda group: filled(
-            data, Encoder(), group, tmp_path / str(group.rank), options=CacheOptions(kind)
-        ),
-    )
+    monkeypatch.setattr(dealing, "_PIECE", 1000)  # Less than all entries together.
+    encoder = Encoder()
+
+    def work(group: Group) -> tuple[str, list[float]]:
+        folder = tmp_path / str(group.rank)
+        return filled(data, encoder, group, folder, options=CacheOptions(kind))
+
+    found = together(size, work)
+    assert sorted(encoder.seen) == list(range(11))
+    assert [told for told, _ in found] == ["0 found, 11 made"] * size
     assert all(sorted(values) == list(range(11)) for _, values in found)
+    files = [sorted(path.name for path in (tmp_path / str(rank)).rglob("*.*")) for rank in range(2)]
+    assert files[0] == files[1]
+
+
+def test_folders_of_machines_are_filled_up_from_each_other(data: Dataset, tmp_path: Path) -> None:
+    """Of one machine that has everything and one that has nothing."""
+    filled(data, Encoder(), Alone(), tmp_path / "0")
+    encoder = Encoder()
+    found = together(2, lambda group: filled(data, encoder, group, tmp_path / str(group.rank)))
+    assert all(sorted(values) == list(range(11)) for _, values in found)
+    # Rank 1 makes its part, and is sent the others.
+    assert len(encoder.seen) == 5
+
+
+def test_entries_that_are_sent_keep_every_bit() -> None:
+    values = np.random.default_rng(0).normal(size=(1, 3, 2))
+    tensors = {
+        name: tc.tensor(values, dtype="f64").to(name) for name in ("f64", "f32", "f16", "bf16")
+    } | {"i64": tc.tensor(np.arange(5)), "u8": tc.tensor(np.arange(5, dtype=np.uint8))}
+    found, facts = unpacked(packed(tensors, {"key": "a"}))
+    assert facts["key"] == "a"
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        np.testing.assert_array_equal(
+            found[name].to("f64").numpy(), tensor.to("f64").numpy(), strict=True
+        )
 
 
 def test_captions_are_dealt_out_too(tmp_path: Path) -> None:

@@ -134,8 +134,23 @@ class FeatureStore:
         Raises:
             FileError: it cannot be written; an existing entry does not change.
         """
+        self.put(key, packed(tensors, {**(facts or {}), "key": key}))
+
+    def content(self, key: str) -> bytes:
+        """The file of an entry, for `put` of another store.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return self._path(key).read_bytes()
+
+    def put(self, key: str, content: bytes) -> None:
+        """Add an entry, or replace it, with what `content` gave elsewhere.
+
+        Raises:
+            FileError: it cannot be written; an existing entry does not change.
+        """
         path = self._path(key)
-        content = packed(tensors, {**(facts or {}), "key": key})
         try:
             if path.is_dir():
                 shutil.rmtree(path)

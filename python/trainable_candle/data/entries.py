@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+import trainable_candle as tc
 from trainable_candle.files import parse_json
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _ALIGNMENT: Final = 8
 _DTYPES: Final = {
     "f64": "F64", "f32": "F32", "f16": "F16", "bf16": "BF16", "i64": "I64", "u32": "U32", "u8": "U8"
 }  # fmt: skip
+
+_NUMPY: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "U32": "<u4", "U8": "u1"}
 
 
 def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
@@ -53,6 +56,18 @@ def packed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
     content = bytearray(len(header).to_bytes(8, "little") + header + data)
     content[_PLACE] = _checksum(content)
     return bytes(content)
+
+
+def unpacked(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of an intact file of `packed`, and the text entries of its header."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:start])
+    facts = entries.pop(_METADATA)
+    tensors = {}
+    for name, entry in entries.items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        tensors[name] = _tensor(content[first:last], entry["dtype"]).reshape(entry["shape"])
+    return tensors, facts
 
 
 def facts_of(path: Path) -> dict[str, str]:
@@ -86,6 +101,13 @@ def _checksum(content: bytes | bytearray) -> bytes:
     """The checksum of a file except its own place; detects every change of up to 32 bits."""
     view = memoryview(content)
     return b"%08x" % zlib.crc32(view[_PLACE.stop :], zlib.crc32(view[: _PLACE.start]))
+
+
+def _tensor(values: bytes, dtype: str) -> Tensor:
+    if dtype == "BF16":
+        halves = np.frombuffer(values, "<u2").astype(np.uint32) << 16
+        return tc.tensor(halves.view(np.float32)).to("bf16")
+    return tc.tensor(np.frombuffer(values, _NUMPY[dtype]))
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.filling import Filled, Progress, groups_of
 from trainable_candle.data.kept import Entries
 from trainable_candle.data.pixels import in_parallel
-from trainable_candle.distributed.dealing import shares
+from trainable_candle.distributed.dealing import needed
 from trainable_candle.distributed.group import ALONE
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     EncodePixels = Callable[[npt.NDArray[np.uint8]], Mapping[str, Tensor]]
     EncodeTexts = Callable[[Sequence[str]], Mapping[str, Tensor]]
+
+_Task = TypeVar("_Task")
 
 
 class LatentCache:
@@ -87,7 +89,8 @@ class LatentCache:
             return Filled(0, 0, 0)
         dataset = self._dataset
         keys = {self._key(view): view for view in dataset.views()}
-        missing = self._entries.missing(keys)
+        missing = self._entries.missing(list(keys))
+        share, whole = _dealt(group, missing, keys)
 
         def bucket(view: View) -> Bucket:
             return dataset.items[view.item].fit.bucket
@@ -99,19 +102,19 @@ class LatentCache:
             picture = dataset.items[view.item].picture
             return self._key(view), {"source": str(picture.path), "digest": picture.digest}
 
-        for share in shares(group, missing, lambda: self._entries.missing(keys)):
-            batches = groups_of(share, bucket, at_once)
-            with (
-                closing(in_parallel(dataset.pixels, (v for b in batches for v in b))) as pixels,
-                Progress("latents", len(share), progress, report) as done,
-            ):
-                stacked = (np.stack(list(islice(pixels, len(batch)))) for batch in batches)
-                self._entries.fill(batches, stacked, self._encode, entry, done)
+        batches = groups_of(share, bucket, at_once)
+        with (
+            closing(in_parallel(dataset.pixels, (v for b in batches for v in b))) as pixels,
+            Progress("latents", len(share), progress, report) as done,
+        ):
+            stacked = (np.stack(list(islice(pixels, len(batch)))) for batch in batches)
+            self._entries.fill(batches, stacked, self._encode, entry, done)
+        self._entries.pass_on(group, whole)
         removed = 0
         if group.rank == 0:
             digests = {str(item.picture.path): item.picture.digest for item in dataset.items}
             removed = self._entries.remove_superseded(set(keys), digests)
-        return Filled(len(keys) - len(missing), len(missing), removed)
+        return Filled(len(keys) - len(whole), len(whole), removed)
 
     def batch(self, batch: Batch) -> dict[str, Tensor]:
         """The tensors of a batch, (B, ...) by name.
@@ -207,16 +210,17 @@ class TextCache:
         if not self._kept:
             return Filled(0, 0, 0)
         keys = {_text_key(caption): caption for caption in ("", *captions)}
-        missing = self._entries.missing(keys)
+        missing = self._entries.missing(list(keys))
+        share, whole = _dealt(group, missing, keys)
 
         def entry(caption: str) -> tuple[str, dict[str, str]]:
             return _text_key(caption), {"caption": caption}
 
-        for share in shares(group, missing, lambda: self._entries.missing(keys)):
-            batches = groups_of(share, self._parts, self._at_once)
-            with Progress("captions", len(share), progress, report) as done:
-                self._entries.fill(batches, batches, self._encode, entry, done)
-        return Filled(len(keys) - len(missing), len(missing), 0)
+        batches = groups_of(share, self._parts, self._at_once)
+        with Progress("captions", len(share), progress, report) as done:
+            self._entries.fill(batches, batches, self._encode, entry, done)
+        self._entries.pass_on(group, whole)
+        return Filled(len(keys) - len(whole), len(whole), 0)
 
     def _at_once(self, parts: int) -> int:
         return max(1, self._encode_parts // max(1, parts))
@@ -235,6 +239,16 @@ class TextCache:
             blank = self.batch([""])
             rows = [_continued(row, rows, blank) for row in rows]
         return _joined(rows)
+
+
+def _dealt(
+    group: Group, missing: Sequence[str], tasks: Mapping[str, _Task]
+) -> tuple[list[_Task], list[str]]:
+    """The tasks of this process, and the keys that some process misses."""
+    whole = needed(group, missing, tasks)
+    here = set(missing)
+    mine = whole[group.rank :: group.size]
+    return [tasks[key] for key in mine if key in here], whole
 
 
 def _joined(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from trainable_candle.background import BackgroundWriter
 from trainable_candle.data.cache import FeatureStore
+from trainable_candle.data.entries import packed, unpacked
 from trainable_candle.data.pixels import in_parallel
+from trainable_candle.distributed.dealing import needed, passed_on
 from trainable_candle.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from trainable_candle import Tensor
     from trainable_candle.data.options import CacheOptions
+    from trainable_candle.distributed.group import Group
 
 _Task = TypeVar("_Task")
 _Given = TypeVar("_Given")
@@ -50,10 +53,10 @@ class Entries:
         self._memory: dict[str, dict[str, Tensor]] = {}
         self._bytes = 0
 
-    def missing(self, tasks: Mapping[str, _Task]) -> list[_Task]:
-        """The tasks without entries, by key."""
-        held = in_parallel(self._holds, list(tasks))
-        return [task for task, there in zip(tasks.values(), held, strict=True) if not there]
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of some keys that have no entries."""
+        held = in_parallel(self._holds, keys)
+        return [key for key, there in zip(keys, held, strict=True) if not there]
 
     def _holds(self, key: str) -> bool:
         return key in self._memory or (self._store is not None and self._store.holds(key))
@@ -100,6 +103,39 @@ class Entries:
             if self._store is not None:
                 self._store.write(key, row, facts)
             self._remember(key, row)
+
+    def pass_on(self, group: Group, keys: Sequence[str]) -> None:
+        """Give other processes the entries that they do not see: in their memory, or on their disk.
+
+        Args:
+            group: the processes; all call this when they have made their part.
+            keys: what `needed` gave; this process has every `group.size`th, from its rank on.
+
+        Raises:
+            OSError: an entry cannot be read or written.
+            DistributedError: another process has failed.
+        """
+        if group.size == 1:
+            return
+        group.barrier()
+        mine = keys[group.rank :: group.size]
+        made = set(mine)
+        here = set(self.missing([key for key in keys if key not in made]))
+        wanted = set(needed(group, here, keys))
+        mine = [key for key in mine if key in wanted]
+        for content in passed_on(group, map(self._content, mine)):
+            tensors, facts = unpacked(content)
+            key = facts["key"]
+            if key in here:
+                if self._store is not None:
+                    self._store.put(key, content)
+                self._remember(key, tensors)
+
+    def _content(self, key: str) -> bytes:
+        if self._store is not None:
+            return self._store.content(key)
+        on_host = {name: tensor.to("cpu") for name, tensor in self._memory[key].items()}
+        return packed(on_host, {"key": key})
 
     def get(self, key: str) -> dict[str, Tensor]:
         """The tensors of an entry, on the device.

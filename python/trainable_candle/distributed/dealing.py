@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from trainable_candle.distributed.group import Group
 
 _Item = TypeVar("_Item")
 _Found = TypeVar("_Found", float, list[float])
+
+_PIECE: Final = 16 * 2**20
+"""Bytes of each process that are on their way at once; one content may be larger."""
+_LENGTH: Final = 8
+"""Bytes of a content's length."""
 
 
 def measured(
@@ -38,26 +43,50 @@ def measured(
     return [every[number % group.size][number // group.size] for number in range(len(items))]
 
 
-def shares(
-    group: Group, missing: Sequence[_Item], still: Callable[[], Sequence[_Item]]
-) -> Iterator[Sequence[_Item]]:
-    """What this process has to make of what is missing, a list after the other.
+def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
+    """What is missing in one of the processes, after all have looked; the same in all of them.
 
-    First comes its part. When all have made theirs comes what it still misses: what others have
-    made where it does not see it, in their memory or in a folder of another machine.
+    Of this list each process makes every `group.size`th, from its rank on.
 
     Args:
         group: the processes.
-        missing: the same in all of them where they share a folder.
-        still: finds what is missing after that.
+        missing: here.
+        order: all that may be missing, in the same order everywhere.
 
     Raises:
         DistributedError: another process has failed.
     """
-    if group.size == 1:
-        yield missing
-        return
-    group.barrier()  # All have looked before the first one writes.
-    yield missing[group.rank :: group.size]
-    group.barrier()
-    yield still()
+    messages = group.exchange(json.dumps(list(missing)).encode())
+    found = {name for message in messages for name in json.loads(message)}
+    return [name for name in order if name in found]
+
+
+def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
+    """The contents of all processes, a few of them at a time.
+
+    All processes call this, and take all that it gives.
+
+    Raises:
+        DistributedError: another process has failed.
+    """
+    mine = iter(contents)
+    while True:
+        parts, size = [], 0
+        for content in mine:
+            parts += [len(content).to_bytes(_LENGTH, "little"), content]
+            size += len(content)
+            if size >= _PIECE:
+                break
+        messages = group.exchange(b"".join(parts))
+        if not any(messages):
+            return
+        for message in messages:
+            yield from _split(message)
+
+
+def _split(message: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(message):
+        end = start + _LENGTH + int.from_bytes(message[start : start + _LENGTH], "little")
+        yield message[start + _LENGTH : end]
+        start = end
