@@ -75,10 +75,7 @@ def test_integers():
         np.testing.assert_array_equal(op(tc.tensor(a), 2).numpy(), op(a, 2))
         np.testing.assert_array_equal(op(2, tc.tensor(a)).numpy(), op(2, a))
     np.testing.assert_array_equal((tc.tensor(a) == 5).numpy(), a == 5)
-    with pytest.raises(
-        tc.DTypeError, match=r"add: the tensor is i64, the number 0\.5 is not an integer"
-    ):
-        tc.tensor(a) + 0.5
+    assert (tc.tensor(a) + 0.5).tolist() == [5.5, -1.5, 7.5]
 
 
 @pytest.mark.parametrize(
@@ -191,14 +188,9 @@ def test_equality_with_other_types_is_false():
             r"add: shapes \[2\] and \[3\] do not broadcast",
         ),
         (
-            lambda: tc.ones(2) + tc.ones(2, dtype="f64"),
+            lambda: tc.ones(2).maximum(tc.ones(2, dtype="f64")),
             tc.DTypeError,
-            r"add: dtypes f32 and f64 differ; convert one with to\(\)",
-        ),
-        (
-            lambda: tc.ones(2) < tc.ones(2, dtype="f16"),
-            tc.DTypeError,
-            "lt: dtypes f32 and f16 differ",
+            r"maximum: dtypes f32 and f64 differ; convert one with to\(\)",
         ),
         (lambda: tc.ones(2, 3) @ tc.ones(2, 3), tc.ShapeError, "matmul: .*2, 3"),
         (lambda: tc.ones(2) @ 3.0, tc.ShapeError, "matmul: a number is no matrix"),
@@ -212,7 +204,6 @@ def test_equality_with_other_types_is_false():
             tc.DTypeError,
             "exp: expected a floating point tensor, found i64",
         ),
-        (lambda: tc.tensor([1, 2]) / 2, tc.DTypeError, "div: expected floating point"),
         (lambda: pow(tc.ones(1), 2, 3), tc.ArgumentError, "pow: a third argument"),
     ],
 )
