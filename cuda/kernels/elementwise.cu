@@ -115,6 +115,23 @@ template <typename R> __device__ __forceinline__ R clamped(R x, R low, R high) {
     return x > high ? high : x;
 }
 
+// e4m3: the last place is that of the exponent, or of subnormal numbers.
+template <typename R> __device__ __forceinline__ R nearest_e4m3(R x) {
+    const R value = clamped(x, R(-448), R(448));
+    const R step = ldexp(R(1), max(value == R(0) ? -6 : ilogb(value), -6) - 3);
+    return rint(value / step) * step;
+}
+// The value of NF4 nearest to x, of two the lower; NaN stays.
+template <typename R> __device__ __forceinline__ R nearest_nf4(R x) {
+    constexpr float values[16] = {-1.0f, -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
+                                  -0.091050036f, 0.0f, 0.0795803f, 0.1609302f, 0.2461123f, 0.33791524f,
+                                  0.44070983f, 0.562617f, 0.72295684f, 1.0f};
+    R nearest = R(values[0]);
+#pragma unroll
+    for (int i = 0; i < 15; ++i) nearest = x > R((values[i] + values[i + 1]) / 2.0f) ? R(values[i + 1]) : nearest;
+    return x == x ? nearest : x;
+}
+
 // Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative. b is what the
 // forward pass saved: the result for exp, sqrt, recip, tanh and sigmoid, else the input.
 UNARY(affine, a * p + q)
@@ -179,6 +196,12 @@ BINARY(log_plus, log(a) + b)
 TERNARY(times_difference, a * (b - c))
 TERNARY(times_exp_difference, a * exp(b - (isinf(c) && c < R(0) ? R(0) : c)))
 TERNARY(share, a * b / c)
+// Fake quantization of values a with the scale b; of `_backward` (a: gradient) b and c. Codes of int4 are from -8 to 7.
+BINARY(fake_int8, rint(a / b) * b)
+BINARY(fake_int4, clamped(rint(a * (R(1) / b)), R(-8), R(7)) * b)
+TERNARY(fake_int4_backward, rint(b * (R(1) / c)) < R(-8) || rint(b * (R(1) / c)) > R(7) ? R(0) : a)
+BINARY(fake_e4m3, nearest_e4m3(a / b) * b)
+BINARY(fake_nf4, nearest_nf4(a * (R(1) / b)) * b)
 
 // Losses of the difference of a and b (p: threshold); `<name>_slope(a, b, c)`: gradient a times factor q, times the slope at b - c.
 BINARY(square, (a - b) * (a - b))

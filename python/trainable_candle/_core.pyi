@@ -173,10 +173,12 @@ class Adapter:
         alpha: the factor in front of it is alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
         rslora: make that factor alpha / sqrt(rank).
+        qat: round the adapted weight in every forward pass as `nn.functional.fake_quantize` does.
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
         ShapeError: if the weight is not a matrix or the bias does not fit it.
+        ConfigError: if the weight cannot be rounded as `qat` says.
     """
     def __new__(
         cls,
@@ -188,6 +190,7 @@ class Adapter:
         alpha: SupportsFloat | SupportsIndex,
         dropout: SupportsFloat | SupportsIndex = ...,
         rslora: bool = False,
+        qat: str | None = None,
     ) -> Adapter: ...
     def forward(self, /, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """
@@ -1386,6 +1389,8 @@ class LoraConfig:
         wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
         decompose_both: LoKr: whether the smaller factor may be low-rank, too.
         decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
+        qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
+            does, to "int8", "int4", "fp8" or "nf4".
 
     Raises:
         ConfigError: if a value is out of range.
@@ -1406,6 +1411,7 @@ class LoraConfig:
         wd_on_output: bool = True,
         decompose_both: bool = False,
         decompose_factor: SupportsIndex = -1,
+        qat: str | None = None,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1456,6 +1462,11 @@ class LoraConfig:
         Raises:
             ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
             ShapeError: if a shape is no layer's.
+        """
+    @property
+    def qat(self, /) -> str | None:
+        """
+        The grid that adapted weights are rounded to while training, if any.
         """
     @property
     def r(self, /) -> int:
@@ -3156,7 +3167,7 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
 
 def choices() -> dict[str, list[str]]:
     """
-    What there is to choose from, by names in options: "adapter", "format", "model", "optimizer". The values of "optimizer" are the names
+    What there is to choose from, by names in options: "adapter", "format", "model", "optimizer", "qat". The values of "optimizer" are the names
     of classes in small letters.
     """
 
@@ -3404,6 +3415,25 @@ def eye(
 
     Raises:
         OutOfMemoryError: if it does not fit.
+    """
+
+def fake_quantize(input: Tensor, format: str) -> Tensor:
+    """
+    A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
+    range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator).
+
+    Args:
+        input: floating point, (out_features, in_features).
+        format: "int8" or "fp8", as `quantize` followed by `dequantize` rounds; "nf4", likewise but with scales in f32;
+            "int4", torchao's symmetric weights: integers from -8 to 7 with a scale for each 32 elements of a row.
+
+    Returns:
+        the shape and dtype of the input.
+
+    Raises:
+        ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4".
+        DTypeError: if it is not floating point.
+        ArgumentError: if the format is unknown.
     """
 
 def from_dlpack(data: Any) -> Tensor:

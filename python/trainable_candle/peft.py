@@ -284,12 +284,17 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
     )
     how = (config.lora_dropout, config.use_rslora)
     if isinstance(layer, Conv2d):
+        if config.qat is not None:
+            raise ConfigError(
+                f"add_adapter: {name} is a convolution, and qat rounds weights of linear layers; "
+                "leave it out with exclude_modules"
+            )
         if config.adapter == "dora":
             raise ConfigError(f"add_adapter: {name} is a convolution, which can have LoRA only")
         return LoRAConv2d(layer, rank, alpha, *how)
     kind = DoRALinear if config.adapter == "dora" else LoRALinear
     assert isinstance(layer, Linear)
-    return kind(layer.weight, rank, alpha, layer.bias, *how)
+    return kind(layer.weight, rank, alpha, layer.bias, *how, config.qat)
 
 
 def _named(key: str) -> str:

@@ -157,7 +157,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 def test_every_setting_has_a_flag() -> None:
     # What contradicts others of these.
-    exclusive = {"validation_dataset", "objective"}
+    exclusive = {"validation_dataset", "objective", "qat"}
     assert SAMPLES.keys() | exclusive == settings().keys()
     default = TrainConfig()
     for name, value in SAMPLES.items():
@@ -165,6 +165,7 @@ def test_every_setting_has_a_flag() -> None:
     arguments = [part for item in SAMPLES.items() for part in as_arguments(*item)]
     assert parse(*arguments) == TrainConfig(**SAMPLES)
     assert parse("--validation-dataset", "v").validation_dataset == "v"
+    assert parse("--qat", "nf4").qat == "nf4"
     assert parse("--mixed-precision", "bf16").precision == "bf16"
     assert parse("--dtype", "bf16").precision == "bf16"
     assert parse("--batch-size", "auto").batch_size == 0

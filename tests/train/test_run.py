@@ -95,6 +95,7 @@ SETTINGS = [
     {"rslora": True},
     {"adapter": "dora"},
     {"lora_dropout": 0.5},
+    {"qat": "int8"},
     {"target_modules": ["to_q", "to_v"]},
     {"exclude_modules": ["to_k"]},
     {"steps": 4},

@@ -118,11 +118,14 @@ class _AdaptedLinear(Module):
         bias: Tensor | None = None,
         dropout: float = 0.0,
         rslora: bool = False,
+        qat: str | None = None,
     ) -> None:
         _check_tensors(type(self).__name__, base_weight, bias)
         self.weight = base_weight.detach()
         self.bias = None if bias is None else bias.detach()
-        self._adapter = Adapter(self._kind, self.weight, self.bias, rank, alpha, dropout, rslora)
+        self._adapter = Adapter(
+            self._kind, self.weight, self.bias, rank, alpha, dropout, rslora, qat
+        )
         self.enabled = True
         for name, var in zip(self._names, self._adapter.vars(), strict=True):
             setattr(self, name, var)
@@ -173,11 +176,13 @@ class LoRALinear(_AdaptedLinear):
         bias: b, (out_features,); frozen.
         dropout: Probability of dropping an element of the adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
+        qat: Compute with the adapted weight as `nn.functional.fake_quantize` rounds it to this.
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
-        ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
+        ArgumentError: If the rank is below 1 or the dropout not in [0, 1), or `qat` is unknown.
+        ConfigError: If there is dropout beside `qat`, or the weight is not of whole groups.
     """
 
     _kind = "lora"
@@ -200,11 +205,13 @@ class DoRALinear(_AdaptedLinear):
         bias: (out_features,); frozen.
         dropout: Probability of dropping an element of the adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead.
+        qat: Compute with the adapted weight as `nn.functional.fake_quantize` rounds it to this.
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
-        ArgumentError: If the rank is below 1 or the dropout not in [0, 1).
+        ArgumentError: If the rank is below 1 or the dropout not in [0, 1), or `qat` is unknown.
+        ConfigError: If there is dropout beside `qat`, or the weight is not of whole groups.
     """
 
     _kind = "dora"

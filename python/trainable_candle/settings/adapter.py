@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle._core import choices
 from trainable_candle.settings import sections
-from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
+from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS, SAME
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
+GRIDS: Final = tuple(choices()["qat"])
+
+
+def _qat_contradiction(config: Any) -> str | None:
+    """What `qat` cannot be used with."""
+    if config.qat is None:
+        return None
+    if config.lora_dropout:
+        return "--qat trains one rounded weight, which --lora-dropout has none of; leave one out"
+    base = getattr(config, "base_precision", SAME)
+    if base not in {SAME, config.qat}:
+        return (
+            f"--qat {config.qat} cannot start from --base-precision {base}, which has rounded the "
+            f"weights to another grid; leave --base-precision out"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -20,6 +36,7 @@ class Adapter(Group):
     """The adapters on the trained model, and the files that hold them."""
 
     section: ClassVar[str] = sections.ADAPTER
+    contradictions: ClassVar = (_qat_contradiction,)
 
     adapter: Annotated[str, Setting("kind", choices=ADAPTERS)] = "lora"
     rank: Annotated[
@@ -45,6 +62,10 @@ class Adapter(Group):
     lora_dropout: Annotated[
         float, Setting("dropout on the adapter's input", low=0, below=1, rare=True)
     ] = 0.0
+    qat: Annotated[
+        str | None,
+        Setting("quantization-aware: round adapted weights as this format does", GRIDS, rare=True),
+    ] = None
     initial_adapter: Annotated[
         str | None,
         Setting(

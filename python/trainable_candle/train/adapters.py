@@ -89,4 +89,5 @@ def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:
         lora_dropout=config.lora_dropout,
         adapter=config.adapter,
         use_rslora=config.rslora,
+        qat=config.qat,
     )

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use tc::{DType, Tensor as Inner};
 use trainable_candle_core as tc;
-use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS};
+use trainable_candle_nn::adapter::{self, AdapterSettings, KINDS, QuantizationAware};
 use trainable_candle_nn::{Base, Linear, Operation, init};
 
 use crate::argument::Argument;
@@ -25,10 +25,12 @@ use crate::var::Var;
 ///     alpha: the factor in front of it is alpha / rank.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
 ///     rslora: make that factor alpha / sqrt(rank).
+///     qat: round the adapted weight in every forward pass as `nn.functional.fake_quantize` does.
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or a number is out of range.
 ///     ShapeError: if the weight is not a matrix or the bias does not fit it.
+///     ConfigError: if the weight cannot be rounded as `qat` says.
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct Adapter {
     inner: Box<dyn adapter::Adapter>,
@@ -38,7 +40,7 @@ pub struct Adapter {
 #[pymethods]
 impl Adapter {
     #[new]
-    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Argument::of(0.0), rslora=false))]
+    #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Argument::of(0.0), rslora=false, qat=None))]
     #[allow(clippy::too_many_arguments)] // one for each property of a layer
     fn new(
         py: Python<'_>,
@@ -49,6 +51,7 @@ impl Adapter {
         alpha: Argument<f64>,
         dropout: Argument<f64>,
         rslora: bool,
+        qat: Option<&str>,
     ) -> Result<Self> {
         const OP: &str = "Adapter";
         let Some(kind) = KINDS.iter().find(|k| k.name == kind) else {
@@ -75,7 +78,10 @@ impl Adapter {
                 .map(|(name, value)| Ok((name, tc::Var::from_tensor(&value)?)))
                 .collect::<tc::Result<Vec<_>>>()
         })?;
-        let inner = (kind.build)(&parameters, &base.base(), &settings)?;
+        let mut inner = (kind.build)(&parameters, &base.base(), &settings)?;
+        if let Some(grid) = qat {
+            inner = Box::new(QuantizationAware::over(inner, &base.base(), &settings, grid.parse()?)?);
+        }
         let vars = parameters.into_iter().map(|(_, var)| Var::object(py, var)).collect::<PyResult<_>>()?;
         Ok(Self { inner, vars })
     }

@@ -38,6 +38,8 @@ use crate::var::Var;
 ///     wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
 ///     decompose_both: LoKr: whether the smaller factor may be low-rank, too.
 ///     decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
+///     qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
+///         does, to "int8", "int4", "fp8" or "nf4".
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -49,7 +51,7 @@ impl LoraConfig {
     #[new]
     #[pyo3(signature = (r=Integer::of(8), lora_alpha=Argument::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Argument::of(0.0),
         use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
-        decompose_both=false, decompose_factor=Integer::of(-1)))]
+        decompose_both=false, decompose_factor=Integer::of(-1), qat=None))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: Integer,
@@ -65,6 +67,7 @@ impl LoraConfig {
         wd_on_output: bool,
         decompose_both: bool,
         decompose_factor: Integer,
+        qat: Option<&str>,
     ) -> Result<Self> {
         const OP: &str = "LoraConfig";
         let rank =
@@ -85,6 +88,7 @@ impl LoraConfig {
             wd_on_output,
             decompose_both,
             decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
+            qat: qat.map(str::parse).transpose()?,
             rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
             alpha_pattern: alpha_pattern.get(OP, "alpha_pattern")?.unwrap_or_default(),
         };
@@ -181,6 +185,12 @@ impl LoraConfig {
     #[getter]
     fn decompose_factor(&self) -> i64 {
         self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
+    }
+
+    /// The grid that adapted weights are rounded to while training, if any.
+    #[getter]
+    fn qat(&self) -> Option<&'static str> {
+        self.0.qat.map(tc::ops::fake_quantize::Grid::name)
     }
 
     /// Other ranks for layers by name.

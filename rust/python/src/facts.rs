@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use pyo3::{type_hint_identifier, type_hint_subscript};
 use serde_json::{Map, Value};
+use trainable_candle_core::ops::fake_quantize::Grid;
 use trainable_candle_io::WeightFile;
 use trainable_candle_io::adapter_file::AdapterFormat;
 use trainable_candle_models::pipelines::{PIPELINES, Pipeline};
@@ -292,7 +293,7 @@ pub fn pipeline_parts(model: &str) -> Result<Vec<&'static str>> {
     Ok(Pipeline::find(model)?.parts.iter().map(|part| part.subfolder).collect())
 }
 
-/// What there is to choose from, by names in options: "adapter", "format", "model", "optimizer". The values of "optimizer" are the names
+/// What there is to choose from, by names in options: "adapter", "format", "model", "optimizer", "qat". The values of "optimizer" are the names
 /// of classes in small letters.
 #[pyfunction]
 pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
@@ -301,6 +302,7 @@ pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
         ("format", AdapterFormat::names().map(str::to_owned).collect()),
         ("model", PIPELINES.iter().map(|pipeline| pipeline.name.to_owned()).collect()),
         ("optimizer", OPTIMIZERS.iter().map(|kind| kind.option()).collect()),
+        ("qat", Grid::ALL.iter().map(|grid| grid.name().to_owned()).collect()),
     ])
 }
 

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use tc::ops::attention::{scaled_dot_product_attention as attention, varlen_attention as attention_of_segments};
 use tc::ops::conv::{self, Conv2dOptions};
-use tc::ops::{dropout as drop, gated, index, linear as lin, lora, rope as rotary, upsample};
+use tc::ops::{dropout as drop, fake_quantize as fake, gated, index, linear as lin, lora, rope as rotary, upsample};
 use trainable_candle_core as tc;
 
 use crate::argument::Argument;
@@ -36,6 +36,27 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
     let weight = weight.get();
     let work = input.0.elem_count().saturating_add(weight.dims().iter().product());
     compute(py, work, || lin::linear(&input.0, weight, inner(bias))).map(Tensor)
+}
+
+/// A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
+/// range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator).
+///
+/// Args:
+///     input: floating point, (out_features, in_features).
+///     format: "int8" or "fp8", as `quantize` followed by `dequantize` rounds; "nf4", likewise but with scales in f32;
+///         "int4", torchao's symmetric weights: integers from -8 to 7 with a scale for each 32 elements of a row.
+///
+/// Returns:
+///     the shape and dtype of the input.
+///
+/// Raises:
+///     ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4".
+///     DTypeError: if it is not floating point.
+///     ArgumentError: if the format is unknown.
+#[pyfunction]
+pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str) -> Result<Tensor> {
+    let grid = format.parse()?;
+    compute(py, input.0.elem_count(), || fake::fake_quantize(&input.0, grid)).map(Tensor)
 }
 
 /// The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.

@@ -62,7 +62,7 @@ mod _core {
     use crate::facts::{CheckpointFacts, PartFacts, adapted_parts, choices, gguf_facts, inspect, pipeline_parts};
     #[pymodule_export]
     use crate::functional::{
-        conv2d, dropout, embedding, geglu, linear, lora_backward, lora_backward_, quick_gelu, rope,
+        conv2d, dropout, embedding, fake_quantize, geglu, linear, lora_backward, lora_backward_, quick_gelu, rope,
         scaled_dot_product_attention, swiglu, upsample_nearest2d, varlen_attention,
     };
     #[pymodule_export]

@@ -15,6 +15,7 @@ pub mod compare;
 pub mod conv;
 pub mod dropout;
 pub mod elementwise;
+pub mod fake_quantize;
 pub mod gated;
 pub mod gated_add;
 pub mod index;
@@ -66,5 +67,6 @@ pub static REGISTRY: &[&[Entry]] = &[
     upsample::ENTRIES,
     rope::ENTRIES,
     dropout::ENTRIES,
+    fake_quantize::ENTRIES,
     loss::ENTRIES,
 ];

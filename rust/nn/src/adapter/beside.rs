@@ -145,8 +145,8 @@ impl Adapter for Beside {
         self.joined(dtype)
     }
 
-    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        self.inner.as_ref().map_or_else(|| base.weight.values(base.weight.dtype()), |inner| inner.merged_weight(base))
+    fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        self.inner.as_ref().map_or_else(|| base.weight.values(base.weight.dtype()), |inner| inner.adapted_weight(base))
     }
 
     fn replaces_weight(&self) -> Option<Tensor> {

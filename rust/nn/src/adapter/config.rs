@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use regex::Regex;
+use trainable_candle_core::ops::fake_quantize::Grid;
 use trainable_candle_core::{Error, Result};
 
 use super::{AdapterKind, AdapterSettings, KINDS};
@@ -34,6 +35,8 @@ pub struct LoraConfig {
     pub decompose_factor: Option<usize>,
     /// Scale alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
     pub use_rslora: bool,
+    /// Quantization-aware training: the grid that adapted weights are rounded to, in linear layers.
+    pub qat: Option<Grid>,
     /// Other ranks for layers by name (the rules of `target_modules`).
     pub rank_pattern: BTreeMap<String, usize>,
     /// Other alphas for layers by name.
@@ -54,6 +57,7 @@ impl Default for LoraConfig {
             decompose_both: false,
             decompose_factor: None,
             use_rslora: false,
+            qat: None,
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
         }
@@ -85,6 +89,13 @@ impl LoraConfig {
             return Err(Error::Config(format!(
                 "LoraConfig: lora_dropout is {}, expected a number in [0, 1)",
                 self.lora_dropout
+            )));
+        }
+        if let Some(grid) = self.qat.filter(|_| self.lora_dropout > 0.0) {
+            return Err(Error::Config(format!(
+                "LoraConfig: lora_dropout is {}, expected 0 with qat \"{}\", which trains one rounded weight",
+                self.lora_dropout,
+                grid.name()
             )));
         }
         self.kind()?;
@@ -323,6 +334,8 @@ mod tests {
     fn wrong_values_are_named() {
         let wrong = LoraConfig { lora_dropout: 1.0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("lora_dropout is 1"));
+        let wrong = LoraConfig { lora_dropout: 0.1, qat: Some(Grid::Int8), ..LoraConfig::default() };
+        assert!(wrong.validate().unwrap_err().to_string().contains("expected 0 with qat \"int8\""));
         let wrong = LoraConfig { r: 0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("rank"));
     }

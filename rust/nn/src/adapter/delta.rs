@@ -31,12 +31,6 @@ impl<D: Delta> Added<D> {
         let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         self.delta.delta(base, dtype)?.mul_scalar(self.scale)
     }
-
-    /// W + s Δ, summed in at least f32.
-    fn adapted(&self, base: &Base<'_>) -> Result<Tensor> {
-        let change = self.scaled(base)?;
-        base.weight.values(change.dtype())?.add(&change)?.to_dtype(base.weight.dtype())
-    }
 }
 
 impl<D: Delta> Adapter for Added<D> {
@@ -45,11 +39,13 @@ impl<D: Delta> Adapter for Added<D> {
             let change = self.scaled(base)?.to_dtype(x.dtype())?;
             return base.forward(x)?.add(&base.operation.apply(&dropout(x, self.dropout, true)?, &change, None)?);
         }
-        base.operation.apply(x, &self.adapted(base)?, base.bias)
+        base.operation.apply(x, &self.adapted_weight(base)?.to_dtype(base.weight.dtype())?, base.bias)
     }
 
-    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        Ok(self.adapted(base)?.detach())
+    /// W + s Δ.
+    fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        let change = self.scaled(base)?;
+        base.weight.values(change.dtype())?.add(&change)
     }
 
     fn scale(&self) -> f64 {

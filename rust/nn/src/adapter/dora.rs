@@ -8,7 +8,7 @@
 
 use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
-use trainable_candle_core::{DType, Error, Result, Tensor, Var};
+use trainable_candle_core::{DType, Error, Result, Tensor, Var, no_grad};
 
 use super::kind::{Parameters, Start, StartValues, find};
 use super::lora::{self, DOWN, Lora, UP};
@@ -127,7 +127,10 @@ impl Dora {
 
     /// y = (W + s B A) (m / ‖W + s B A‖ x) + b, the norm for each input.
     fn per_input(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
-        let norm = input_norm(&self.factors.adapted(base)?)?.squeeze(0)?;
+        let norm = {
+            let _constant = no_grad();
+            input_norm(&self.factors.adapted_weight(base)?)?.squeeze(0)?
+        };
         let ratio = magnitude.squeeze(0)?.to_dtype(norm.dtype())?.div(&norm)?.to_dtype(x.dtype())?;
         self.factors.forward(&x.mul(&ratio)?, base)
     }
@@ -141,19 +144,21 @@ impl Adapter for Dora {
         }
     }
 
-    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        let adapted = self.factors.adapted(base)?;
+    /// m (W + s B A) / ‖W + s B A‖, the norm a constant.
+    fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        let adapted = self.factors.adapted_weight(base)?;
+        let fixed = adapted.detach();
         let ratio = match &self.magnitude {
             Magnitude::PerOutput(magnitude) => {
-                let dims: Vec<usize> = (1..adapted.rank()).collect();
-                let norm = adapted.sqr()?.sum(&dims, true)?.sqrt()?;
-                magnitude.detach().to_dtype(adapted.dtype())?.reshape(norm.shape().clone())?.div(&norm)?
+                let dims: Vec<usize> = (1..fixed.rank()).collect();
+                let norm = fixed.sqr()?.sum(&dims, true)?.sqrt()?;
+                magnitude.to_dtype(fixed.dtype())?.reshape(norm.shape().clone())?.div(&norm)?
             }
             Magnitude::PerInput(magnitude) => {
-                magnitude.detach().to_dtype(adapted.dtype())?.div(&input_norm(&adapted)?)?.squeeze(0)?
+                magnitude.to_dtype(fixed.dtype())?.div(&input_norm(&fixed)?)?.squeeze(0)?
             }
         };
-        adapted.mul(&ratio)?.to_dtype(base.weight.dtype())
+        adapted.mul(&ratio)
     }
 
     fn scale(&self) -> f64 {

@@ -107,15 +107,6 @@ impl Lora {
     pub(super) fn active_dropout(&self) -> Option<f64> {
         (self.dropout > 0.0 && self.training.read()).then_some(self.dropout)
     }
-
-    /// W + s B A in f32 (f64 for an f64 weight), shaped as W.
-    pub(super) fn adapted(&self, base: &Base<'_>) -> Result<Tensor> {
-        let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-        let (down, up) = self.factors(dtype)?;
-        let down = down.detach().reshape((down.dims()[0], base.columns()))?;
-        let delta = up.detach().matmul(&down)?.mul_scalar(self.scale)?;
-        base.weight.values(dtype)?.add(&delta.reshape(base.weight.dims())?)
-    }
 }
 
 impl Adapter for Lora {
@@ -139,8 +130,13 @@ impl Adapter for Lora {
         Ok(Some(LowRank { down, up, scale: self.scale }))
     }
 
-    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        self.adapted(base)?.to_dtype(base.weight.dtype())
+    /// W + s B A.
+    fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        let dtype = if base.weight.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let (down, up) = self.factors(dtype)?;
+        let down = down.reshape((down.dims()[0], base.columns()))?;
+        let delta = up.matmul(&down)?.mul_scalar(self.scale)?;
+        base.weight.values(dtype)?.add(&delta.reshape(base.weight.dims())?)
     }
 
     fn scale(&self) -> f64 {

@@ -15,7 +15,7 @@ impl Adapter for Merged {
         base.operation.apply(x, &self.weight, base.bias)
     }
 
-    fn merged_weight(&self, _base: &Base<'_>) -> Result<Tensor> {
+    fn adapted_weight(&self, _base: &Base<'_>) -> Result<Tensor> {
         Ok(self.weight.clone())
     }
 

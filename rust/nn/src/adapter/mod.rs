@@ -14,6 +14,7 @@ mod loha;
 mod lokr;
 mod lora;
 mod merged;
+mod quantization_aware;
 mod set;
 
 pub use beside::TrainingAdapter;
@@ -24,10 +25,11 @@ pub use kind::{AdapterKind, Build, Parameters, Start, StartValues};
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
 pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};
+pub use quantization_aware::QuantizationAware;
 pub use set::{AdaptedLayer, AdapterSet, LayerValues};
 use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::linear_group::LowRank;
-use trainable_candle_core::{DType, Result, Tensor};
+use trainable_candle_core::{DType, Result, Tensor, no_grad};
 
 use crate::base::Base;
 
@@ -47,11 +49,21 @@ pub trait Adapter: Send + Sync {
         Ok(None)
     }
 
-    /// The weight that a plain layer would need to compute the same, in the dtype and layout of the base's.
+    /// The weight that a plain layer would need to compute the same, in at least f32 and the layout of the base's, with the gradients of
+    /// the adapter's parameters.
     ///
     /// # Errors
     /// Those of the arithmetic.
-    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor>;
+    fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor>;
+
+    /// The same in the dtype of the base's, cut from the tape.
+    ///
+    /// # Errors
+    /// Those of the arithmetic.
+    fn merged_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        let _constant = no_grad();
+        Ok(self.adapted_weight(base)?.to_dtype(base.weight.dtype())?.detach())
+    }
 
     /// The weight that this adapter computes with in place of the layer's own, if it does nothing else.
     fn replaces_weight(&self) -> Option<Tensor> {

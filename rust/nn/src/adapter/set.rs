@@ -7,7 +7,7 @@ use trainable_candle_core::{Error, FlatBuffer, Result, Tensor, Var, Weight};
 
 use super::kind::Parameters;
 use super::merged::Merged;
-use super::{Adapter, AdapterKind, AdapterSettings, KINDS, LoraConfig};
+use super::{Adapter, AdapterKind, AdapterSettings, KINDS, LoraConfig, QuantizationAware};
 use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
@@ -180,7 +180,11 @@ impl AdapterSet {
             let parameters: Parameters<Var> =
                 values.iter().map(|(name, _)| *name).zip(vars.by_ref().take(values.len())).collect();
             let base = layer.base();
-            let adapter = (kind.build)(&parameters, &base, &settings).map_err(|e| at_layer(name, e))?;
+            let mut adapter = (kind.build)(&parameters, &base, &settings).map_err(|e| at_layer(name, e))?;
+            if let Some(grid) = config.qat {
+                let aware = QuantizationAware::over(adapter, &base, &settings, grid);
+                adapter = Box::new(aware.map_err(|e| at_layer(name, e))?);
+            }
             members.push(Member {
                 name: name.to_string(),
                 kind,

@@ -1,0 +1,311 @@
+//! Fake quantization: values on the grid of a format in eight or four bits, gradients as if they were not rounded.
+//!
+//! The derivative of rounding is taken for 1 where a value is within the range of the codes, else for 0: the straight-through
+//! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants
+//! in the backward pass.
+
+use std::str::FromStr;
+
+use candle_core::DType;
+
+#[cfg(feature = "testing")]
+use super::case::{Case, Entry};
+use crate::cpu::{Binary, Real, Ternary};
+use crate::quantized::{self, Format};
+use crate::raw::is_float;
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor, compute};
+
+static FAKE_QUANTIZE: OpInfo = OpInfo::cheap("fake_quantize");
+
+/// Elements of a row that share a scale in [`Grid::Int4`], the group of torchao's configurations for int4 weights in training.
+const GROUP: usize = 32;
+/// Elements that share a scale in [`Grid::Nf4`].
+const BLOCK: usize = 64;
+const LARGEST_E4M3: f64 = 448.0;
+
+/// The numbers that a fake quantized matrix consists of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Grid {
+    /// Integers from -127 to 127 with a scale a row: [`Format::Int8`].
+    Int8,
+    /// Integers from -8 to 7 with a scale, the largest magnitude / 7.5, for each 32 elements of a row: torchao's symmetric int4 weights.
+    Int4,
+    /// e4m3 with a scale a row: [`Format::Fp8`].
+    Fp8,
+    /// The 16 values of `NormalFloat` with a scale for each 64 elements in row-major order: [`Format::Nf4`] with scales in f32.
+    Nf4,
+}
+
+impl Grid {
+    /// Every grid.
+    pub const ALL: [Self; 4] = [Self::Int8, Self::Int4, Self::Fp8, Self::Nf4];
+
+    /// Its name in settings and in Python.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Int8 => "int8",
+            Self::Int4 => "int4",
+            Self::Fp8 => "fp8",
+            Self::Nf4 => "nf4",
+        }
+    }
+
+    /// The format that a matrix on this grid is stored in; none has int4.
+    pub const fn format(self) -> Option<Format> {
+        match self {
+            Self::Int8 => Some(Format::Int8),
+            Self::Int4 => None,
+            Self::Fp8 => Some(Format::Fp8),
+            Self::Nf4 => Some(Format::Nf4),
+        }
+    }
+
+    /// Check that a matrix of these sizes consists of whole groups.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if it is no matrix, or does not.
+    pub fn check(self, dims: &[usize]) -> Result<()> {
+        let &[rows, columns] = dims else {
+            let text = format!("found shape {dims:?}, expected a matrix (out_features, in_features)");
+            return Err(Error::shape(FAKE_QUANTIZE.name, text));
+        };
+        let (found, group, what) = match self {
+            Self::Int8 | Self::Fp8 => return Ok(()),
+            Self::Int4 => (columns, GROUP, "in_features"),
+            Self::Nf4 => (rows * columns, BLOCK, "elements"),
+        };
+        if found.is_multiple_of(group) {
+            return Ok(());
+        }
+        let text =
+            format!("found {found} {what}, expected a multiple of {group}, which share a scale in {}", self.name());
+        Err(Error::shape(FAKE_QUANTIZE.name, text))
+    }
+
+    /// The sizes under which the elements of the last dimension share a scale.
+    fn groups(self, rows: usize, columns: usize) -> [usize; 2] {
+        match self {
+            Self::Int8 | Self::Fp8 => [rows, columns],
+            Self::Int4 => [rows * columns / GROUP, GROUP],
+            Self::Nf4 => [rows * columns / BLOCK, BLOCK],
+        }
+    }
+
+    /// What the largest magnitude of a group is divided by to be its scale.
+    const fn largest(self) -> f64 {
+        match self {
+            Self::Int8 => 127.0,
+            Self::Int4 => 7.5,
+            Self::Fp8 => LARGEST_E4M3,
+            Self::Nf4 => 1.0,
+        }
+    }
+}
+
+impl FromStr for Grid {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|grid| grid.name() == name).ok_or_else(|| {
+            let known = Self::ALL.map(Self::name).join(", ");
+            Error::argument(FAKE_QUANTIZE.name, format!("found the format \"{name}\", expected one of {known}"))
+        })
+    }
+}
+
+/// Integers times a scale, whose largest is that of the range.
+#[derive(Clone, Copy)]
+struct Int8;
+
+impl Binary for Int8 {
+    const KERNEL: &'static str = "fake_int8";
+
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R, scale: R) -> R {
+        round_to_even(x / scale) * scale
+    }
+}
+
+/// Integers from -8 to 7 times a scale; the gradient is that of clipping.
+#[derive(Clone, Copy)]
+struct Int4;
+
+impl Int4 {
+    const LOW: f64 = -8.0;
+    const HIGH: f64 = 7.0;
+
+    /// The code before it is clipped. torchao multiplies by the rounded reciprocal, which decides where the largest magnitude, 7.5
+    /// scales, goes.
+    #[inline(always)]
+    fn code<R: Real>(x: R, scale: R) -> R {
+        round_to_even(x * (R::ONE / scale))
+    }
+}
+
+impl Binary for Int4 {
+    const KERNEL: &'static str = "fake_int4";
+
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R, scale: R) -> R {
+        clamped(Self::code(x, scale), Self::LOW, Self::HIGH) * scale
+    }
+}
+
+impl Ternary for Int4 {
+    const KERNEL: &'static str = "fake_int4_backward";
+
+    #[inline(always)]
+    fn apply<R: Real>(&self, gradient: R, x: R, scale: R) -> R {
+        let code = Self::code(x, scale);
+        if code < R::from_f64(Self::LOW) || code > R::from_f64(Self::HIGH) { R::ZERO } else { gradient }
+    }
+}
+
+/// e4m3 numbers times a scale.
+#[derive(Clone, Copy)]
+struct E4m3;
+
+impl Binary for E4m3 {
+    const KERNEL: &'static str = "fake_e4m3";
+
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R, scale: R) -> R {
+        let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
+        // The last place of subnormal numbers, or that of the exponent.
+        let (mut step, mut power) = (0.001_953_125, 0.015_625);
+        let magnitude = x.abs();
+        let mut unit = R::from_f64(step);
+        for _ in 0..14 {
+            (step, power) = (step * 2.0, power * 2.0);
+            unit = if magnitude >= R::from_f64(power) { R::from_f64(step) } else { unit };
+        }
+        round_to_even(x / unit) * unit * scale
+    }
+}
+
+/// The nearest values of NF4 times a scale, of two the lower.
+#[derive(Clone, Copy)]
+struct Nf4;
+
+impl Binary for Nf4 {
+    const KERNEL: &'static str = "fake_nf4";
+
+    #[inline(always)]
+    fn apply<R: Real>(&self, x: R, scale: R) -> R {
+        let values = quantized::nf4_values();
+        // bitsandbytes multiplies by the rounded reciprocal.
+        let x = x * (R::ONE / scale);
+        let mut nearest = R::from_f64(f64::from(values[0]));
+        for pair in values.windows(2) {
+            let middle = R::from_f64(f64::from((pair[0] + pair[1]) / 2.0));
+            nearest = if x > middle { R::from_f64(f64::from(pair[1])) } else { nearest };
+        }
+        if x == x { nearest * scale } else { x }
+    }
+}
+
+/// The nearest whole number, ties to even: a sum of this size has no place for a fraction.
+#[inline(always)]
+fn round_to_even<R: Real>(x: R) -> R {
+    let large = R::from_f64(if size_of::<R>() == size_of::<f32>() { 12_582_912.0 } else { 6_755_399_441_055_744.0 });
+    (x + large) - large
+}
+
+/// As `x`, no lower than `low` and no higher than `high`; NaN stays.
+#[inline(always)]
+fn clamped<R: Real>(x: R, low: f64, high: f64) -> R {
+    let (low, high) = (R::from_f64(low), R::from_f64(high));
+    let x = if x < low { low } else { x };
+    if x > high { high } else { x }
+}
+
+/// Where a code would be out of range, the gradient is 0.
+struct Clipped {
+    x: Saved,
+    scale: Saved,
+}
+
+impl Backward for Clipped {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = compute::ternary(context.grad(), &self.x.get()?, &self.scale.get()?, Int4)?;
+        context.add(0, grad)
+    }
+}
+
+/// Every code is in range.
+struct Straight;
+
+impl Backward for Straight {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let grad = context.grad().clone();
+        context.add(0, grad)
+    }
+}
+
+/// A matrix (rows, columns) rounded to `grid`, in its own dtype; the gradient passes through where codes are in range. It is
+/// computed in f32, or f64 for f64.
+///
+/// Values are those of [`Quantized::new`](crate::Quantized::new), dequantized, with two exceptions: `Int4`, which is no format, and
+/// scales of `Nf4`, which are not quantized themselves. `Int8` and `Int4` are torchao's, symmetric with codes from -127 to 127 a row
+/// and from -8 to 7 in groups of 32:
+/// <https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py>.
+///
+/// # Errors
+/// [`Error::Shape`] if `x` is no matrix or not of whole groups, [`Error::DType`] if it is not floating point.
+pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
+    if !is_float(x.dtype()) {
+        let text = format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str());
+        return Err(Error::dtype(FAKE_QUANTIZE.name, text));
+    }
+    grid.check(x.dims())?;
+    if x.elem_count() == 0 {
+        return Ok(x.clone());
+    }
+    let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+    let grouped = x.to_dtype(wide)?.reshape(&grid.groups(x.dims()[0], x.dims()[1])[..])?;
+    let largest = grouped.detach().abs()?.max(&[1], true)?;
+    // Of a group of zeros any scale is right.
+    let smallest = f64::from(f32::MIN_POSITIVE);
+    let scale = largest.div(&Tensor::full(grid.largest(), (), wide, x.device())?)?.clamp(Some(smallest), None)?;
+    let rounded = match grid {
+        Grid::Int8 => straight(&grouped, &scale, Int8),
+        Grid::Int4 => clipped(&grouped, &scale),
+        Grid::Fp8 => straight(&grouped, &scale, E4m3),
+        Grid::Nf4 => straight(&grouped, &scale, Nf4),
+    };
+    rounded?.reshape(x.shape().clone())?.to_dtype(x.dtype())
+}
+
+fn straight(x: &Tensor, scale: &Tensor, grid: impl Binary + Sync) -> Result<Tensor> {
+    record(&FAKE_QUANTIZE, &[x], || compute::binary(&x.raw, &scale.raw, grid), |_, _| Straight)
+}
+
+fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
+    record(
+        &FAKE_QUANTIZE,
+        &[x],
+        || compute::binary(&x.raw, &scale.raw, Int4),
+        |saver, _| Clipped { x: saver.save(x), scale: saver.save_raw(&scale.raw) },
+    )
+}
+
+/// Registry entry of this operation. Finite differences are those of x itself, whose derivative is the one that is passed through.
+#[cfg(feature = "testing")]
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &FAKE_QUANTIZE,
+    cases: || {
+        let passed = |grid: Grid| {
+            move |x: &[Tensor]| {
+                let rounded = fake_quantize(&x[0], grid)?;
+                x[0].detach().add(&rounded)?.sub(&rounded.detach())
+            }
+        };
+        vec![
+            Case::new("int8", &[&[3, 7]], passed(Grid::Int8)),
+            Case::new("fp8", &[&[3, 7]], passed(Grid::Fp8)),
+            Case::new("nf4", &[&[6, 32]], passed(Grid::Nf4)),
+            Case::new("empty", &[&[0, 5]], passed(Grid::Int8)),
+        ]
+    },
+}];

@@ -1,0 +1,65 @@
+//! Quantization-aware training: a layer computes with its adapted weight as a quantized model would have it.
+//!
+//! The weight of a kind of adapter, W + s B A of LoRA, is made whole and rounded to a [`Grid`] in every forward pass, in training and
+//! beside it alike; gradients pass the rounding. What is trained is then merged and stored in the grid's format without a loss
+//! that the training did not know (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, of weights alone).
+
+use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize};
+use trainable_candle_core::{Error, Result, Tensor, WeightRef};
+
+use super::{Adapter, AdapterSettings};
+use crate::base::{Base, Operation};
+
+/// An adapter whose weight is rounded to a grid.
+pub struct QuantizationAware {
+    inner: Box<dyn Adapter>,
+    grid: Grid,
+}
+
+impl QuantizationAware {
+    /// Round the weight of `inner` on `base`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the layer is a convolution, its weight is quantized to another grid or is not of whole groups, or the
+    /// adapter drops elements of its input, which no single weight does.
+    pub fn over(inner: Box<dyn Adapter>, base: &Base<'_>, settings: &AdapterSettings, grid: Grid) -> Result<Self> {
+        let refuse = |text: String| Err(Error::Config(format!("qat {}: {text}", grid.name())));
+        if base.operation != Operation::Linear {
+            return refuse(
+                "it is a convolution, and linear layers alone are quantized; leave it out with exclude_modules".into(),
+            );
+        }
+        if settings.dropout > 0.0 {
+            return refuse(format!("lora_dropout is {}, expected 0: one weight is trained", settings.dropout));
+        }
+        if let WeightRef::Quantized(weight) = base.weight
+            && Some(weight.format()) != grid.format()
+        {
+            let found = weight.format().name();
+            return refuse(format!("the base is {found}; load it in its own precision, or in that of qat"));
+        }
+        if let Err(Error::Shape { message, .. }) = grid.check(base.weight.dims()) {
+            return refuse(format!("{message}; leave the layer out with exclude_modules"));
+        }
+        Ok(Self { inner, grid })
+    }
+}
+
+impl Adapter for QuantizationAware {
+    fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        let weight = self.adapted_weight(base)?.to_dtype(x.dtype())?;
+        base.operation.apply(x, &weight, base.bias)
+    }
+
+    fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        fake_quantize(&self.inner.adapted_weight(base)?, self.grid)
+    }
+
+    fn scale(&self) -> f64 {
+        self.inner.scale()
+    }
+
+    fn set_training(&self, training: bool) {
+        self.inner.set_training(training);
+    }
+}

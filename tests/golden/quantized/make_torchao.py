@@ -1,0 +1,61 @@
+"""What torchao makes of a small matrix in quantization-aware training.
+
+    pip install torch==2.11.0 torchao==0.18.0
+    python tests/golden/quantized/make_torchao.py
+
+Writes torchao.npz: of `matrix` and each format the fake quantized `values` and the `gradient` of
+their sum, scales held fixed. Integers are symmetric: int8 with codes from -127 to 127 and a scale a
+row, int4 as `IntxFakeQuantizeConfig(torch.int4, group_size=32)` has it.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from make_nf4 import matrix
+from torchao.quantization import PerRow
+from torchao.quantization.qat import Float8FakeQuantizeConfig, IntxFakeQuantizeConfig
+from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
+from torchao.quantization.quant_primitives import (
+    MappingType,
+    _fake_quantize_affine,
+    choose_qparams_affine,
+)
+
+HERE = Path(__file__).parent
+
+
+def fixed(x: torch.Tensor, group: int, low: int, high: int) -> torch.Tensor:
+    """Symmetric integers, scales without a gradient."""
+    block, kind = (1, group), MappingType.SYMMETRIC
+    scale, zero = choose_qparams_affine(x.detach(), kind, block, torch.int8, low, high)
+    return _fake_quantize_affine(x, block, scale, zero, torch.int8, low, high)
+
+
+def main() -> None:
+    """Write the file."""
+    found = {}
+    for name in ("int8", "int4", "fp8"):
+        x = matrix(6, 64)
+        x[2, :32] = 0
+        x.requires_grad_()
+        if name == "fp8":
+            config = Float8FakeQuantizeConfig(granularity=PerRow())
+            y = FakeQuantizerBase.from_config(config)(x)
+        elif name == "int4":
+            y = fixed(x, 32, -8, 7)
+            config = IntxFakeQuantizeConfig(torch.int4, group_size=32)
+            assert torch.equal(y, FakeQuantizerBase.from_config(config)(x))
+        else:
+            y = fixed(x, 64, -127, 127)
+        found[f"{name}.values"] = y.detach().numpy()
+        if name != "fp8":
+            y.sum().backward()
+            # Divided by the scale and multiplied again.
+            found[f"{name}.gradient"] = x.grad.numpy().round().astype(np.int8)
+            assert np.abs(x.grad.numpy() - found[f"{name}.gradient"]).max() < 1e-6
+    np.savez_compressed(HERE / "torchao.npz", **found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Models whose adapted weights are rounded while they are trained."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
+from trainable_candle.models import SDXLUNet
+from trainable_candle.nn.functional import fake_quantize, mse_loss
+
+from .test_transformers import FAMILIES, Family
+
+FLUX = FAMILIES["flux"]
+TARGETS = ["to_q", "to_k", "to_v"]
+
+
+def config(qat: str | None, **settings: object) -> tc.LoraConfig:
+    return tc.LoraConfig(r=4, lora_alpha=8.0, target_modules=TARGETS, qat=qat, **settings)
+
+
+def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
+    """Parameters that are not those of the start, the same for every set."""
+    random = np.random.default_rng(0)
+    for var in adapter.parameters():
+        change = random.standard_normal(var.shape).astype(np.float32) * 0.1
+        var.set(tc.tensor(var.detach().numpy() + change))
+    return {name: var.detach().numpy() for name, var in adapter.named_parameters().items()}
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_merged_model_computes_what_was_trained(name: str, kind: str) -> None:
+    family: Family = FAMILIES[name]
+    plain, aware = family.load(), family.load()
+    for model, qat in ((plain, None), (aware, "int8")):
+        tc.manual_seed(0)
+        moved(model.add_adapter(config(qat, adapter=kind)))
+    before = family.predict(aware).numpy()
+    assert (before != family.predict(plain).numpy()).any()
+    aware.merge_adapter()
+    np.testing.assert_allclose(family.predict(aware).numpy(), before, rtol=1e-4, atol=1e-5)
+    # The merged weights are those of a plain adapter, rounded.
+    plain.merge_adapter()
+    merged = plain.named_tensors()
+    adapted = 0
+    for key, weight in aware.named_tensors().items():
+        if (weight.numpy() != merged[key].numpy()).any():
+            expected = fake_quantize(merged[key], "int8").numpy()
+            np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-5, atol=1e-7)
+            adapted += 1
+    assert adapted >= 3
+
+
+def test_gradients_reach_every_parameter_with_and_without_checkpoints() -> None:
+    found = []
+    for policy in ("none", "full"):
+        model = FLUX.load()
+        tc.manual_seed(0)
+        adapter = model.add_adapter(config("int4"))
+        moved(adapter)
+        if policy != "none":
+            model.enable_gradient_checkpointing(policy)
+        y = FLUX.predict(model)
+        mse_loss(y, tc.ones(y.shape)).backward()
+        found.append({key: var.grad.numpy() for key, var in adapter.named_parameters().items()})
+    for key, gradient in found[0].items():
+        assert np.abs(gradient).max() > 0, key
+        np.testing.assert_array_equal(gradient, found[1][key], err_msg=key)
+
+
+def test_a_base_of_the_same_format_starts_where_it_is() -> None:
+    """Codes are the rounding of their own values."""
+    model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="int8")
+    before = FLUX.predict(model).numpy()
+    model.add_adapter(config("int8"))
+    np.testing.assert_allclose(FLUX.predict(model).numpy(), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_base_of_another_format_is_refused() -> None:
+    model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="nf4")
+    with pytest.raises(ConfigError, match=r"to_q: qat int8: the base is nf4; load it in its own"):
+        model.add_adapter(config("int8"))
+
+
+def test_convolutions_are_refused_by_name(sdxl: Path) -> None:
+    unet = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32")
+    with pytest.raises(ConfigError, match=r"qat int8: it is a convolution.*exclude_modules"):
+        unet.add_adapter(tc.LoraConfig(target_modules=["all-conv"], qat="int8"))
+    assert unet.add_adapter(tc.LoraConfig(target_modules=["all-linear"], qat="int8")).parameters()

@@ -1,0 +1,173 @@
+"""`nn.functional.fake_quantize` against torchao (tests/golden/quantized) and `quantize`."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError, DTypeError, ShapeError
+from trainable_candle.nn import functional as F
+
+GOLDEN = np.load(Path(__file__).parents[1] / "golden/quantized/torchao.npz")
+FORMATS = ["int8", "int4", "fp8", "nf4"]
+
+
+def matrix(rows: int, columns: int) -> np.ndarray:
+    """As in the script of the golden values."""
+    i = np.arange(rows * columns, dtype=np.float64)
+    values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
+    return values.astype(np.float32).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_values_and_gradients_are_those_of_torchao(format: str) -> None:
+    values = matrix(6, 64)
+    values[2, :32] = 0
+    x = tc.Var(tc.tensor(values))
+    y = F.fake_quantize(x, format)
+    np.testing.assert_allclose(y.numpy(), GOLDEN[f"{format}.values"], rtol=2e-7, atol=0)
+    y.sum().backward()
+    straight = np.ones_like(values)
+    expected = GOLDEN[f"{format}.gradient"] if format != "fp8" else straight
+    np.testing.assert_array_equal(x.grad.numpy(), expected)
+    # int4 alone has values beyond its last code.
+    assert (expected == 0).any() == (format == "int4")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_values_are_those_of_the_format_bit_by_bit(format: str, dtype: str) -> None:
+    weight = tc.tensor(matrix(37, 91)).to(dtype)
+    expected = tc.quantize(weight, format).dequantize().to("f32").numpy()
+    np.testing.assert_array_equal(F.fake_quantize(weight, format).to("f32").numpy(), expected)
+
+
+def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
+    values = matrix(32, 64)
+    parts = tc.quantize(tc.tensor(values), "nf4").tensors()
+    packed = parts["codes"].numpy().reshape(-1, 1) >> np.array([4, 0]) & 15
+    # A scale for each block of 64, one row here; the values of the codes lie in a table.
+    table = np.zeros(16, np.float32)
+    scaled = F.fake_quantize(tc.tensor(values), "nf4").numpy()
+    largest = np.abs(values).max(1, keepdims=True)
+    codes = packed.reshape(values.shape)
+    for code in range(16):
+        if (codes == code).any():
+            table[code] = (scaled / largest)[codes == code][0]
+    np.testing.assert_allclose(scaled, table[codes] * largest, rtol=3e-7)
+    assert (np.diff(table[np.unique(codes)]) > 0).all()
+    assert (table.min(), table.max()) == (-1, 1)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rounded_matrix_is_its_own_rounding(format: str) -> None:
+    once = F.fake_quantize(tc.tensor(matrix(6, 64)), format)
+    if format == "int4":
+        # Its largest code is 7 of 7.5, so that a second scale is smaller.
+        assert len(np.unique(once.numpy()[0, :32] / np.abs(once.numpy()[0, :32]).max())) <= 16
+    else:
+        again = F.fake_quantize(once, format).numpy()
+        np.testing.assert_allclose(again, once.numpy(), rtol=3e-7)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_values_that_are_not_finite_stay_so(format: str) -> None:
+    values = matrix(6, 64)
+    values[1, 3] = np.nan
+    rounded = F.fake_quantize(tc.tensor(values), format).numpy()
+    assert np.isnan(rounded[1, 3])
+    assert np.isfinite(rounded[2:]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "format", "message"),
+    [
+        ((2, 3, 4), "int8", "expected a matrix"),
+        ((4, 40), "int4", "found 40 in_features, expected a multiple of 32"),
+        ((3, 20), "nf4", "found 60 elements, expected a multiple of 64"),
+    ],
+)
+def test_wrong_shapes_are_named(shape: tuple[int, ...], format: str, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        F.fake_quantize(tc.zeros(shape), format)
+
+
+def test_wrong_formats_and_dtypes_are_named() -> None:
+    with pytest.raises(ArgumentError, match="expected one of int8, int4, fp8, nf4"):
+        F.fake_quantize(tc.zeros((2, 2)), "q8_0")
+    with pytest.raises(DTypeError, match="expected a floating point tensor"):
+        F.fake_quantize(tc.zeros((2, 2), dtype="u8"), "int8")
+
+
+@pytest.mark.parametrize("layer", [tc.nn.LoRALinear, tc.nn.DoRALinear])
+@pytest.mark.parametrize("format", ["int8", "fp8", "nf4"])
+def test_an_adapted_layer_computes_with_its_rounded_weight(
+    layer: type[tc.nn.LoRALinear | tc.nn.DoRALinear], format: str
+) -> None:
+    """Gradients are those of a layer that is not rounded at the same upstream gradient."""
+    weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
+    tc.manual_seed(0)
+    aware = layer(weight, 4, 8.0, qat=format)
+    tc.manual_seed(0)
+    plain = layer(weight, 4, 8.0)
+    up = tc.tensor(matrix(32, 4) * 3)
+    for each in (aware, plain):
+        each.get_vars()[1].set(up)
+    merged = F.fake_quantize(plain.merge(), format)
+    np.testing.assert_array_equal(aware.merge().numpy(), merged.numpy())
+    y = aware(x)
+    np.testing.assert_allclose(y.numpy(), F.linear(x, merged).numpy(), rtol=1e-5, atol=1e-7)
+    y.sum().backward()
+    plain(x).sum().backward()
+    for var, other in zip(aware.get_vars(), plain.get_vars(), strict=True):
+        found, expected = var.grad.numpy(), other.grad.numpy()
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_clipped_elements_of_a_weight_train_no_factor() -> None:
+    weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
+    layer = tc.nn.LoRALinear(weight, 4, 8.0, qat="int4")
+    down, up = layer.get_vars()
+    up.set(tc.tensor(matrix(32, 4) * 3))
+    adapted = tc.Var(weight + layer.scale * (up.detach() @ down.detach()))
+    F.fake_quantize(adapted, "int4").sum().backward()
+    inside = adapted.grad.numpy()
+    assert 0 < (inside == 0).sum() < 80
+    layer(x).sum().backward()
+    change = layer.scale * inside * x.numpy().sum(0)
+    np.testing.assert_allclose(
+        up.grad.numpy(), change @ down.detach().numpy().T, rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        down.grad.numpy(), up.detach().numpy().T @ change, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_what_cannot_be_rounded_is_refused() -> None:
+    weight = tc.tensor(matrix(8, 40))
+    with pytest.raises(ConfigError, match=r"multiple of 32.*exclude_modules"):
+        tc.nn.LoRALinear(weight, 2, 2.0, qat="int4")
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.5"):
+        tc.nn.LoRALinear(weight, 2, 2.0, dropout=0.5, qat="int8")
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0\.5"):
+        tc.LoraConfig(lora_dropout=0.5, qat="int8")
+    with pytest.raises(ArgumentError, match="int16"):
+        tc.LoraConfig(qat="int16")
+
+
+class Small(tc.nn.Module):
+    def __init__(self) -> None:
+        self.conv = tc.nn.Conv2d(2, 4, 3)
+        self.fc = tc.nn.Linear.init(16, 8)
+
+
+def test_modules_of_python_have_it_on_linear_layers() -> None:
+    config = tc.LoraConfig(r=2, target_modules=["fc"], qat="int8")
+    model = Small()
+    before = model.fc.weight
+    adapter = model.add_adapter(config)
+    expected = F.fake_quantize(before.detach(), "int8").numpy()
+    np.testing.assert_array_equal(adapter.merge().fc.weight.numpy(), expected)
+    with pytest.raises(ConfigError, match=r"conv is a convolution.*exclude_modules"):
+        Small().add_adapter(tc.LoraConfig(target_modules=["conv"], qat="int8"))
