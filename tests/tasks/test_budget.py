@@ -215,6 +215,13 @@ def test_what_cannot_fit_is_refused_with_what_would(
     caught.match(message)
 
 
+def test_a_weight_that_is_rounded_in_training_is_not_rounded_otherwise(flux: Model) -> None:
+    with pytest.raises(OutOfMemoryError):
+        flux.plan(budget(16), qat="int8", stream_blocks=0, stream_modulation=False)
+    found = flux.plan(budget(20), qat="nf4", stream_blocks=0, stream_modulation=False)
+    assert found.config.base_precision == "nf4"
+
+
 def test_models_without_such_blocks_stream_nothing() -> None:
     work = Work(1e9, 1e8, 1e6, False, 0, 0, 0, 0, False, False)
     estimates: list[TrainConfig] = []

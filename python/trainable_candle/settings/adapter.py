@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from trainable_candle._core import choices
 from trainable_candle.settings import sections
-from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS, SAME
+from trainable_candle.settings.machine import PRECISION_SPELLINGS, PRECISIONS
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 ADAPTERS: Final = tuple(choices()["adapter"])
@@ -22,8 +22,8 @@ def _qat_contradiction(config: Any) -> str | None:
         return None
     if config.lora_dropout:
         return "--qat trains one rounded weight, which --lora-dropout has none of; leave one out"
-    base = getattr(config, "base_precision", SAME)
-    if base not in {SAME, config.qat}:
+    base = config.base_format
+    if base not in {None, config.qat}:
         return (
             f"--qat {config.qat} cannot start from --base-precision {base}, which has rounded the "
             f"weights to another grid; leave --base-precision out"

@@ -207,7 +207,7 @@ def _plan_batch(
     plans: list[Plan] = []
     for texts in _FORMATS if _TEXTS in names else (SAME,):
         plans = []
-        for ladder in _ladders(names, first.estimate.work, on_gpu=config.on_gpu):
+        for ladder in _ladders(config, names, first.estimate.work):
             *others, least = ({**choice, _TEXTS: texts} for choice in ladder)
             plans.append(plan(least))
             if plans[-1].estimate.peak <= budget.planned:
@@ -232,14 +232,15 @@ def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
 
 
 def _ladders(
-    names: Sequence[str], work: Work | None, *, on_gpu: bool
+    config: TrainConfig, names: Sequence[str], work: Work | None
 ) -> list[list[dict[str, Any]]]:
     """What the open settings can be: for each checkpointing and format, ever more streaming."""
     formats = [SAME]
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
     if work is not None and work.can_be_quantized and _PRECISION in names:
-        formats = list(_FORMATS)
-    if work is not None and on_gpu:
+        # A weight that is rounded in training comes from none that is rounded otherwise.
+        formats = [form for form in _FORMATS if config.qat in {None, form} or form == SAME]
+    if work is not None and config.on_gpu:
         modulation = True if work.has_modulation and _MODULATION in names else None
         shares = range(1, _SHARES + 1) if _BLOCKS in names else ()
         blocks = sorted({max(1, work.blocks * share // _SHARES) for share in shares if work.blocks})
