@@ -47,6 +47,7 @@ MODELS = {
     "SD3.5-medium": ("sd3", lambda: _pipeline("sd3")),
     "SD3.5-large": ("sd3", lambda: _pipeline("sd3-large")),
     "Flux.1-dev": ("flux", lambda: _pipeline("flux")),
+    "Chroma": ("chroma", lambda: _pipeline("chroma")),
     "FLUX.2-klein-4B": ("flux2", lambda: _pipeline("flux2")),
     "FLUX.2-klein-9B": ("flux2", _klein_9b),
     "Z-Image": ("zimage", lambda: _pipeline("zimage")),

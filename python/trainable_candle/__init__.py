@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _functions, _methods
+from trainable_candle import _functions, _methods, _missing
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     from trainable_candle.peft import PeftModel, get_peft_model
 
 _methods.attach()
+_missing.attach()
 
 float32 = DType("f32")
 float16 = DType("f16")
