@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _functions, _methods, _promotion
+from trainable_candle import _core, _functions, _methods, _promotion
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
@@ -24,7 +24,6 @@ from trainable_candle._core import (
     empty_like,
     eye,
     from_dlpack,
-    full,
     get_float32_matmul_precision,
     get_num_threads,
     get_rng_state,
@@ -36,13 +35,9 @@ from trainable_candle._core import (
     lora_backward,
     lora_backward_,
     manual_seed,
-    ones,
     ones_like,
     prepare_adapters,
     quantize,
-    rand,
-    randint,
-    randn,
     save_adapters,
     save_file,
     set_float32_matmul_precision,
@@ -50,12 +45,11 @@ from trainable_candle._core import (
     set_rng_state,
     snapshot,
     stack,
-    tensor,
     verify_adapter,
     where,
-    zeros,
     zeros_like,
 )
+from trainable_candle._device import device
 from trainable_candle._functions import (
     allclose,
     concat,
@@ -66,7 +60,8 @@ from trainable_candle._functions import (
     normal,
     randperm,
 )
-from trainable_candle._grad_mode import enable_grad, no_grad
+from trainable_candle._generator import Generator, creation
+from trainable_candle._grad_mode import enable_grad, inference_mode, no_grad, set_grad_enabled
 from trainable_candle._info import info
 from trainable_candle.errors import (
     ArgumentError,
@@ -102,11 +97,20 @@ if TYPE_CHECKING:
         peft,
         testing,
         train,
+        utils,
     )
     from trainable_candle.peft import PeftModel, get_peft_model
 
 _methods.attach()
 _promotion.attach()
+
+full = creation(_core.full)
+ones = creation(_core.ones)
+rand = creation(_core.rand, draws=True)
+randint = creation(_core.randint, draws=True)
+randn = creation(_core.randn, draws=True)
+tensor = creation(_core.tensor)
+zeros = creation(_core.zeros)
 
 float32 = DType("f32")
 float16 = DType("f16")
@@ -133,6 +137,7 @@ __all__ = [
     "DistributedError",
     "Error",
     "FileError",
+    "Generator",
     "IndexOutOfRangeError",
     "InternalError",
     "LoraConfig",
@@ -156,6 +161,7 @@ __all__ = [
     "checkpoint",
     "concat",
     "cuda",
+    "device",
     "distributed",
     "einsum",
     "empty_like",
@@ -174,6 +180,7 @@ __all__ = [
     "get_rng_state",
     "grad",
     "gradcheck",
+    "inference_mode",
     "info",
     "inspect",
     "int64",
@@ -203,6 +210,7 @@ __all__ = [
     "save_adapters",
     "save_file",
     "set_float32_matmul_precision",
+    "set_grad_enabled",
     "set_num_threads",
     "set_rng_state",
     "snapshot",
@@ -212,6 +220,7 @@ __all__ = [
     "train",
     "uint8",
     "uint32",
+    "utils",
     "verify_adapter",
     "where",
     "zeros",
@@ -220,7 +229,18 @@ __all__ = [
 
 # Imported at first use, so that `import trainable_candle` stays fast.
 _LAZY = frozenset(
-    {"distributed", "families", "memory", "models", "nn", "optim", "peft", "testing", "train"}
+    {
+        "distributed",
+        "families",
+        "memory",
+        "models",
+        "nn",
+        "optim",
+        "peft",
+        "testing",
+        "train",
+        "utils",
+    }
 )
 _DTYPES = {
     "float": "f32",
@@ -237,11 +257,6 @@ _INSTEAD = {
     "autocast": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
     "amp": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
     "int32": "use tc.int64; indices may be uint32 too",
-    "device": 'a device is a text: "cpu", "cuda" or "cuda:1"',
-    "Generator": "use tc.manual_seed, tc.get_rng_state and tc.set_rng_state",
-    "inference_mode": "use tc.no_grad",
-    "set_grad_enabled": "use tc.no_grad and tc.enable_grad",
-    "utils": "tc.checkpoint is torch.utils.checkpoint's; any list of batches is a data loader",
 }
 """What to use where torch has something that is not here."""
 _FROM_PEFT = frozenset({"PeftModel", "get_peft_model"})

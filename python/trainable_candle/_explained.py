@@ -20,6 +20,8 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     A value of another type is a `TypeError`, any other that cannot be used an `ArgumentError`.
     """
     name = function.__name__
+    if name == "__init__":
+        name = function.__qualname__.split(".")[-2]
     name = name[2:-2] if name.startswith("__") else name
 
     @wraps(function)

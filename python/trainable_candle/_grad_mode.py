@@ -1,11 +1,15 @@
 """Turn the recording of operations on and off."""
 
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
+from typing import Any, TypeVar
 
-from trainable_candle._core import set_grad_enabled
+from trainable_candle._core import set_grad_enabled as _switch
 
-__all__ = ["enable_grad", "no_grad"]
+__all__ = ["enable_grad", "inference_mode", "no_grad", "set_grad_enabled"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _GradMode(ContextDecorator):
@@ -21,7 +25,7 @@ class _GradMode(ContextDecorator):
         return type(self)()
 
     def __enter__(self) -> None:
-        self._earlier.append(set_grad_enabled(self._enabled))
+        self._earlier.append(_switch(self._enabled))
 
     def __exit__(
         self,
@@ -29,7 +33,7 @@ class _GradMode(ContextDecorator):
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        set_grad_enabled(self._earlier.pop())
+        _switch(self._earlier.pop())
 
 
 class no_grad(_GradMode):  # noqa: N801 - torch's name
@@ -51,3 +55,55 @@ class enable_grad(_GradMode):  # noqa: N801 - torch's name
     """Record operations of this thread, also inside `no_grad`."""
 
     _enabled = True
+
+
+class inference_mode(_GradMode):  # noqa: N801 - torch's name
+    """Torch's name of `no_grad`.
+
+    Args:
+        mode: False to leave recording on.
+
+        with tc.inference_mode():
+            prediction = model(x)
+    """
+
+    def __init__(self, mode: bool = True) -> None:
+        super().__init__()
+        self._enabled = not mode
+
+    def _recreate_cm(self) -> "inference_mode":
+        return type(self)(mode=not self._enabled)
+
+
+class set_grad_enabled(ContextDecorator):  # noqa: N801 - torch's name
+    """Record operations of this thread, or not: at once, or inside a `with`, or of a function.
+
+    Args:
+        mode: Whether operations are recorded.
+
+        with tc.set_grad_enabled(training):
+            loss = model(x)
+    """
+
+    def __init__(self, mode: bool) -> None:
+        self._mode = bool(mode)
+        self._earlier = _switch(self._mode)
+
+    def _recreate_cm(self) -> "set_grad_enabled":
+        return type(self)(self._mode)
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function; the mode is for its calls alone."""
+        _switch(self._earlier)
+        return super().__call__(function)
+
+    def __enter__(self) -> None:
+        _switch(self._mode)
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _switch(self._earlier)

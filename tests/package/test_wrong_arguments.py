@@ -24,8 +24,10 @@ MODULES = [
     "trainable_candle.models",
     "trainable_candle.nn",
     "trainable_candle.nn.functional",
+    "trainable_candle.nn.init",
     "trainable_candle.optim",
     "trainable_candle.optim.lr_scheduler",
+    "trainable_candle.utils.data",
 ]
 WRONG = {
     "negative": -1,

@@ -1,7 +1,8 @@
 """Layers."""
 
 from trainable_candle._core import Var
-from trainable_candle.nn import functional
+from trainable_candle.nn import functional, init
+from trainable_candle.nn.attention import MultiheadAttention
 from trainable_candle.nn.containers import ModuleList, Sequential
 from trainable_candle.nn.conv_adapter import LoRAConv2d
 from trainable_candle.nn.layers import (
@@ -42,6 +43,7 @@ __all__ = [
     "LoadResult",
     "Module",
     "ModuleList",
+    "MultiheadAttention",
     "Parameter",
     "RMSNorm",
     "ReLU",
@@ -51,4 +53,5 @@ __all__ = [
     "Softmax",
     "Tanh",
     "functional",
+    "init",
 ]

@@ -6,7 +6,7 @@ from trainable_candle._core import Tensor, Var, init_linear, zeros
 from trainable_candle._core import conv2d as _conv2d
 from trainable_candle._core import dropout as _dropout
 from trainable_candle.errors import ArgumentError
-from trainable_candle.nn.layers import Conv2d, _whole
+from trainable_candle.nn.layers import Conv2d, whole
 from trainable_candle.nn.module import Module
 
 __all__ = ["LoRAConv2d"]
@@ -42,7 +42,7 @@ class LoRAConv2d(Module):
             raise TypeError(f"LoRAConv2d: base is {type(base).__name__}, expected a Conv2d")
         if base.groups != 1:
             raise ArgumentError(f"LoRAConv2d: the convolution has {base.groups} groups, expected 1")
-        rank = _whole("LoRAConv2d", "rank", rank)
+        rank = whole("LoRAConv2d", "rank", rank)
         if not 0 <= dropout < 1:
             raise ArgumentError(
                 f"LoRAConv2d: dropout is {dropout}, expected a number from 0 to below 1"

@@ -54,8 +54,8 @@ class Embedding(Module):
         device: str = "cpu",
     ) -> None:
         shape = (
-            _whole("Embedding", "num_embeddings", num_embeddings),
-            _whole("Embedding", "embedding_dim", embedding_dim),
+            whole("Embedding", "num_embeddings", num_embeddings),
+            whole("Embedding", "embedding_dim", embedding_dim),
         )
         self.weight: Tensor = Var(randn(shape, dtype=dtype, device=device))
 
@@ -110,9 +110,9 @@ class Conv2d(Module):
         self.stride = _pair("Conv2d", "stride", stride, 1)
         self.padding = _pair("Conv2d", "padding", padding, 0)
         self.dilation = _pair("Conv2d", "dilation", dilation, 1)
-        self.groups = _whole("Conv2d", "groups", groups)
-        inputs, rest = divmod(_whole("Conv2d", "in_channels", in_channels), self.groups)
-        if rest or _whole("Conv2d", "out_channels", out_channels) % self.groups:
+        self.groups = whole("Conv2d", "groups", groups)
+        inputs, rest = divmod(whole("Conv2d", "in_channels", in_channels), self.groups)
+        if rest or whole("Conv2d", "out_channels", out_channels) % self.groups:
             raise ArgumentError(
                 f"Conv2d: groups is {groups}, expected a divisor of in_channels, {in_channels}, "
                 f"and of out_channels, {out_channels}"
@@ -241,8 +241,8 @@ class GroupNorm(Module):
         dtype: str | None = None,
         device: str = "cpu",
     ) -> None:
-        channels = _whole("GroupNorm", "num_channels", num_channels)
-        if channels % _whole("GroupNorm", "num_groups", num_groups):
+        channels = whole("GroupNorm", "num_channels", num_channels)
+        if channels % whole("GroupNorm", "num_groups", num_groups):
             raise ArgumentError(
                 f"GroupNorm: num_groups is {num_groups}, expected a divisor of num_channels, "
                 f"{num_channels}"
@@ -389,7 +389,7 @@ class Softmax(Module):
         return f"dim={self.dim}"
 
 
-def _whole(layer: str, name: str, value: object, least: int = 1) -> int:
+def whole(layer: str, name: str, value: object, least: int = 1) -> int:
     try:
         number = index(value)  # type: ignore[arg-type]  # what is none raises
     except TypeError:
@@ -401,14 +401,14 @@ def _whole(layer: str, name: str, value: object, least: int = 1) -> int:
 
 def _shape(layer: str, value: object) -> tuple[int, ...]:
     values = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(_whole(layer, "normalized_shape", number) for number in values)
+    return tuple(whole(layer, "normalized_shape", number) for number in values)
 
 
 def _pair(layer: str, name: str, value: object, least: int) -> tuple[int, int]:
     values = value if isinstance(value, (list, tuple)) else (value, value)
     if len(values) != 2:
         raise ArgumentError(f"{layer}: {name} is {value!r}, expected one or two numbers")
-    return _whole(layer, name, values[0], least), _whole(layer, name, values[1], least)
+    return whole(layer, name, values[0], least), whole(layer, name, values[1], least)
 
 
 def _ones(shape: tuple[int, ...], dtype: str | None, device: str) -> Var:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from trainable_candle._explained import explained
 from trainable_candle.errors import ArgumentError
 from trainable_candle.optim.groups import GroupedOptimizer
 
@@ -39,6 +40,7 @@ class ChainableScheduler:
         optimizer: The optimizer.
     """
 
+    @explained
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = _checked(optimizer)
         groups = self.optimizer.param_groups
@@ -89,6 +91,7 @@ class ChainableScheduler:
 class _ByFunctions(ChainableScheduler):
     """Takes a function, or one for each group."""
 
+    @explained
     def __init__(self, optimizer: Optimizer, lr_lambda: Any) -> None:
         groups = len(_checked(optimizer).group_lrs)
         each = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * groups
@@ -145,6 +148,7 @@ class StepLR(ChainableScheduler):
         ArgumentError: If `step_size` is below 1.
     """
 
+    @explained
     def __init__(self, optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> None:
         self.step_size, self.gamma = _at_least_one("StepLR", "step_size", step_size), gamma
         super().__init__(optimizer)
@@ -156,6 +160,7 @@ class StepLR(ChainableScheduler):
 class MultiStepLR(ChainableScheduler):
     """Multiplies by `gamma` at each epoch of `milestones`."""
 
+    @explained
     def __init__(self, optimizer: Optimizer, milestones: Sequence[int], gamma: float = 0.1) -> None:
         self.milestones, self.gamma = dict(Counter(milestones)), gamma
         super().__init__(optimizer)
@@ -167,6 +172,7 @@ class MultiStepLR(ChainableScheduler):
 class ExponentialLR(ChainableScheduler):
     """Multiplies by `gamma` every epoch."""
 
+    @explained
     def __init__(self, optimizer: Optimizer, gamma: float) -> None:
         self.gamma = gamma
         super().__init__(optimizer)
@@ -182,6 +188,7 @@ class ConstantLR(ChainableScheduler):
         ArgumentError: If `factor` is not in (0, 1], or `total_iters` is below 1.
     """
 
+    @explained
     def __init__(self, optimizer: Optimizer, factor: float = 1 / 3, total_iters: int = 5) -> None:
         self.factor = _fraction("ConstantLR", "factor", factor)
         self.total_iters = _at_least_one("ConstantLR", "total_iters", total_iters)
@@ -202,6 +209,7 @@ class LinearLR(ChainableScheduler):
             `total_iters` below 1.
     """
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,
@@ -233,6 +241,7 @@ class PolynomialLR(ChainableScheduler):
         ArgumentError: If `total_iters` is below 1.
     """
 
+    @explained
     def __init__(self, optimizer: Optimizer, total_iters: int = 5, power: float = 1.0) -> None:
         self.total_iters = _at_least_one("PolynomialLR", "total_iters", total_iters)
         self.power = power
@@ -252,6 +261,7 @@ class CosineAnnealingLR(ChainableScheduler):
         ArgumentError: If `T_max` is below 1.
     """
 
+    @explained
     def __init__(self, optimizer: Optimizer, T_max: int, eta_min: float = 0.0) -> None:  # noqa: N803 - torch's name
         self.T_max, self.eta_min = _at_least_one("CosineAnnealingLR", "T_max", T_max), eta_min
         super().__init__(optimizer)
@@ -278,6 +288,7 @@ class CosineAnnealingWarmRestarts(ChainableScheduler):
         ArgumentError: If `T_0` or `T_mult` is below 1.
     """
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
+from trainable_candle._explained import explained
 from trainable_candle.errors import ArgumentError
 from trainable_candle.optim.chainable import ChainableScheduler
 
@@ -20,6 +21,7 @@ __all__ = ["ChainedScheduler", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"
 class _Several(ChainableScheduler):
     """Holds schedulers of one optimizer, and their states."""
 
+    @explained
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[object]) -> None:
         self._schedulers: list[ChainableScheduler] = []
         name = type(self).__name__
@@ -59,6 +61,7 @@ class _Several(ChainableScheduler):
 class ChainedScheduler(_Several):
     """Steps several schedulers one after the other; their changes multiply."""
 
+    @explained
     def __init__(
         self, schedulers: Sequence[ChainableScheduler], optimizer: Optimizer | None = None
     ) -> None:
@@ -84,6 +87,7 @@ class SequentialLR(_Several):
         ArgumentError: If the numbers do not fit, or a scheduler is of another optimizer.
     """
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,
@@ -132,6 +136,7 @@ class OneCycleLR(ChainableScheduler):
         ArgumentError: If a number is out of range, or a step is after the last.
     """
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,
@@ -193,6 +198,7 @@ class ReduceLROnPlateau:
         ArgumentError: If an argument is none of these.
     """
 
+    @explained
     def __init__(
         self,
         optimizer: Optimizer,

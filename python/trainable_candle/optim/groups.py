@@ -8,7 +8,7 @@ from typing import Any
 from trainable_candle._core import Optimizer, Tensor
 from trainable_candle.errors import ArgumentError
 
-__all__ = ["GroupedOptimizer", "ParamGroup", "listed"]
+__all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
 
 
 class ParamGroup(MutableMapping[str, Any]):
@@ -73,15 +73,18 @@ class ParamGroup(MutableMapping[str, Any]):
 class GroupedOptimizer(Optimizer):
     """An optimizer that knows the variables of its groups."""
 
-    def set_groups(self, params: Any, settings: Mapping[str, Any]) -> None:
-        """Take the parameters and hyper-parameters that the optimizer was made of."""
-        # Plain data: a cycle with the optimizer would keep its states until a collection.
-        self._groups = _settings_of(params, settings)
+    # Plain data: a cycle with the optimizer would keep its states until a collection.
+    _groups: list[dict[str, Any]]
 
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The groups: their variables and hyper-parameters, of which `lr` can be set."""
         return [ParamGroup(self, index, group) for index, group in enumerate(self._groups)]
+
+
+def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, Any]) -> None:
+    """Let an optimizer know what it was made of."""
+    optimizer._groups = _settings_of(params, settings)  # noqa: SLF001 - the class is of this file
 
 
 def listed(params: Any) -> Any:

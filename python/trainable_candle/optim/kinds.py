@@ -5,7 +5,7 @@ from types import NoneType
 from typing import Any
 
 from trainable_candle._core import Optimizer, optimizer_kinds
-from trainable_candle.optim.groups import GroupedOptimizer, listed
+from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
 _ALWAYS = ("fused", "foreach")
 """Torch's choices of an implementation: every step here is fused, over all variables at once."""
@@ -29,7 +29,7 @@ def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> ty
             raise TypeError(f"{name}: {error}") from None
         params = listed(settings.pop("params"))
         optimizer = GroupedOptimizer.__new__(cls, name, params, settings)
-        optimizer.set_groups(params, {**defaults, **settings})
+        set_groups(optimizer, params, {**defaults, **settings})
         return optimizer
 
     members = {"__new__": new, "__doc__": doc, "__signature__": signature}

@@ -1,0 +1,187 @@
+"""Multi-head attention with torch's constructor, masks and parameter names."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from trainable_candle._core import Tensor, Var, full, tensor, where, zeros, zeros_like
+from trainable_candle._explained import explained
+from trainable_candle.errors import ArgumentError, ShapeError
+from trainable_candle.nn import functional, init
+from trainable_candle.nn.layers import whole
+from trainable_candle.nn.linear import Linear
+from trainable_candle.nn.module import Module
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["MultiheadAttention"]
+
+
+class MultiheadAttention(Module):
+    """Attention of several heads (Vaswani et al. 2017, arXiv:1706.03762) with its projections.
+
+    Without `need_weights` and dropout, the matrix of scores is never made.
+
+    Args:
+        embed_dim: Features of queries, keys, values and results.
+        num_heads: Heads; divides `embed_dim`.
+        dropout: Probability of leaving out a weight in training.
+        bias: Whether the projections have biases.
+        batch_first: Whether tensors are (B, S, E), instead of (S, B, E).
+        dtype: A floating point dtype; default f32.
+        device: The device.
+
+    Raises:
+        ArgumentError: If the heads do not divide the features, or the probability is out of range.
+    """
+
+    @explained
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = False,
+        dtype: str | None = None,
+        device: str = "cpu",
+    ) -> None:
+        embed_dim = whole("MultiheadAttention", "embed_dim", embed_dim)
+        if embed_dim % whole("MultiheadAttention", "num_heads", num_heads):
+            raise ArgumentError(
+                f"MultiheadAttention: num_heads is {num_heads}, expected a divisor of embed_dim, "
+                f"{embed_dim}"
+            )
+        if not 0 <= dropout < 1:
+            raise ArgumentError(f"MultiheadAttention: dropout is {dropout}, expected 0 to below 1")
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.dropout, self.batch_first = dropout, batch_first
+        shape = (3 * embed_dim, embed_dim)
+        self.in_proj_weight: Tensor = Var(zeros(shape, dtype=dtype, device=device))
+        init.xavier_uniform_(self.in_proj_weight)
+        self.in_proj_bias: Tensor | None = None
+        self.out_proj = Linear(embed_dim, embed_dim, bias=bias, dtype=dtype, device=device)
+        if bias:
+            self.in_proj_bias = Var(zeros(shape[0], dtype=dtype, device=device))
+            self.out_proj.bias = Var(zeros(embed_dim, dtype=dtype, device=device))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from queries to keys.
+
+        Masks are torch's: a u8 mask is 1 where attention is forbidden; a floating point mask is
+        added to the scores.
+
+        Args:
+            query: (S, B, E), or (B, S, E) with `batch_first`, or (S, E) without batch.
+            key: (L, B, E), alike.
+            value: (L, B, E), alike.
+            key_padding_mask: (B, L), or (L,) without batch.
+            need_weights: Whether the weights are returned.
+            attn_mask: (S, L), or (B * num_heads, S, L).
+            average_attn_weights: Whether these are averaged over the heads.
+            is_causal: Whether position i attends only to positions up to i; without `attn_mask`.
+
+        Returns:
+            The result in the form of the query, and the weights: (B, S, L), (B, heads, S, L) if not
+            averaged, without B if there is no batch, or None.
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: If the tensors do not fit.
+        """
+        if query.ndim not in {2, 3} or {key.ndim, value.ndim} != {query.ndim}:
+            raise ShapeError(
+                f"MultiheadAttention: found shapes {query.shape}, {key.shape} and {value.shape}, "
+                "expected three tensors of two or of three dimensions"
+            )
+        batched = query.ndim == 3
+        flip = batched and not self.batch_first
+        inputs = [x.transpose(0, 1) if flip else x for x in (query, key, value)]
+        if not batched:
+            inputs = [x.unsqueeze(0) for x in inputs]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        q, k, v = self._projected(inputs)
+        mask = self._mask(q, k, key_padding_mask, attn_mask, is_causal=is_causal)
+        chance = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights or chance:
+            scores = q.matmul(k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]))
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            mixed = functional.dropout(weights, chance, self.training).matmul(v)
+        else:
+            mixed = functional.scaled_dot_product_attention(q, k, v, mask)
+        batch, heads, length, width = mixed.shape
+        result = self.out_proj(mixed.transpose(1, 2).reshape((batch, length, heads * width)))
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            result = result.squeeze(0)
+            weights = None if weights is None else weights.squeeze(0)
+        result = result.transpose(0, 1) if flip else result
+        return result, weights if need_weights else None
+
+    def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Queries, keys and values, each (B, heads, length, width)."""
+        size, heads = self.embed_dim, self.num_heads
+        found = []
+        for place, x in enumerate(inputs):
+            weight = self.in_proj_weight.narrow(0, place * size, size)
+            bias = self.in_proj_bias
+            bias = None if bias is None else bias.narrow(0, place * size, size)
+            y = functional.linear(x, weight, bias)
+            y = y.reshape((*y.shape[:2], heads, size // heads))
+            found.append(y.transpose(1, 2).contiguous())
+        return found
+
+    def _mask(
+        self,
+        q: Tensor,
+        k: Tensor,
+        padding: Tensor | None,
+        given: Tensor | None,
+        *,
+        is_causal: bool,
+    ) -> Tensor | None:
+        """What is added to the scores: (1 or B, 1 or heads, 1 or S, L)."""
+        batch, heads, length, keys = (*q.shape[:3], k.shape[2])
+        if given is None and is_causal:
+            later = [[column > row for column in range(keys)] for row in range(length)]
+            given = tensor(later, device=q.device)
+        total = None
+        for mask in (given, padding):
+            if mask is None:
+                continue
+            if mask.dtype == "u8":
+                nothing = zeros_like(mask, dtype=q.dtype)
+                low = full((), -math.inf, dtype=q.dtype, device=q.device)
+                added = where(mask, low, nothing)
+            else:
+                added = mask.to(q.dtype)
+            if mask is padding:
+                shape: tuple[int, ...] = (batch, 1, 1, keys)
+            elif mask.ndim == 3:
+                shape = (batch, heads, length, keys)
+            else:
+                shape = (1, 1, length, keys)
+            if math.prod(mask.shape) != math.prod(shape):
+                raise ShapeError(
+                    f"MultiheadAttention: a mask has shape {mask.shape}, expected {shape} without "
+                    "the dimensions of size 1"
+                )
+            added = added.reshape(shape)
+            total = added if total is None else total + added
+        return total
+
+    def _facts(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"

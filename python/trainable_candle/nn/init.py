@@ -1,0 +1,201 @@
+"""Initial values of variables, which the functions set and return: torch's `nn.init`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainable_candle import _core
+from trainable_candle._explained import explained
+from trainable_candle.errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from trainable_candle._core import Tensor, Var
+
+__all__ = [
+    "calculate_gain",
+    "constant_",
+    "eye_",
+    "kaiming_normal_",
+    "kaiming_uniform_",
+    "normal_",
+    "ones_",
+    "orthogonal_",
+    "trunc_normal_",
+    "uniform_",
+    "xavier_normal_",
+    "xavier_uniform_",
+    "zeros_",
+]
+
+
+@explained
+def uniform_(tensor: Var, a: float = 0.0, b: float = 1.0) -> Var:
+    """Draw values from [a, b)."""
+    return _set("uniform_", tensor, _core.rand(tensor.shape, dtype="f32") * (b - a) + a)
+
+
+@explained
+def normal_(tensor: Var, mean: float = 0.0, std: float = 1.0) -> Var:
+    """Draw normal values."""
+    return _set("normal_", tensor, _core.randn(tensor.shape, dtype="f32") * std + mean)
+
+
+@explained
+def trunc_normal_(
+    tensor: Var, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> Var:
+    """Draw normal values that lie in [a, b]; others are drawn again.
+
+    Raises:
+        ArgumentError: If the range has less than one in a thousand of the values.
+    """
+    low, high = (0.5 * (1 + math.erf((end - mean) / (std * math.sqrt(2)))) for end in (a, b))
+    if high - low < 1e-3:
+        raise ArgumentError(f"trunc_normal_: [{a}, {b}] is too far from the mean {mean}")
+    values = np.full(tensor.shape, np.nan)
+    while (missing := ~((values >= a) & (values <= b))).any():
+        count = int(missing.sum())
+        values[missing] = _core.randn((count,), dtype="f64").numpy() * std + mean
+    return _set("trunc_normal_", tensor, _core.tensor(values, dtype="f32"))
+
+
+@explained
+def constant_(tensor: Var, val: float) -> Var:
+    """Set every element to a number."""
+    return _set("constant_", tensor, _core.full(tensor.shape, float(val), dtype="f32"))
+
+
+@explained
+def ones_(tensor: Var) -> Var:
+    """Set every element to 1."""
+    return constant_(tensor, 1.0)
+
+
+@explained
+def zeros_(tensor: Var) -> Var:
+    """Set every element to 0."""
+    return constant_(tensor, 0.0)
+
+
+@explained
+def eye_(tensor: Var) -> Var:
+    """Set a matrix to the identity.
+
+    Raises:
+        ShapeError: If it is no matrix.
+    """
+    rows, columns = _matrix("eye_", tensor)
+    return _set("eye_", tensor, _core.tensor(np.eye(rows, columns), dtype="f32"))
+
+
+@explained
+def xavier_uniform_(tensor: Var, gain: float = 1.0) -> Var:
+    """Draw values of variance gain^2 * 2 / (fan_in + fan_out), uniform (Glorot & Bengio 2010)."""
+    bound = gain * math.sqrt(6 / sum(_fans("xavier_uniform_", tensor)))
+    return uniform_(tensor, -bound, bound)
+
+
+@explained
+def xavier_normal_(tensor: Var, gain: float = 1.0) -> Var:
+    """Draw values of variance gain^2 * 2 / (fan_in + fan_out), normal (Glorot & Bengio 2010)."""
+    return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(_fans("xavier_normal_", tensor))))
+
+
+@explained
+def kaiming_uniform_(
+    tensor: Var, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+) -> Var:
+    """Draw uniform values of variance gain^2 / fan (He et al. 2015, arXiv:1502.01852).
+
+    Args:
+        tensor: The variable, of at least two dimensions.
+        a: The slope of a leaky ReLU below 0.
+        mode: "fan_in" or "fan_out".
+        nonlinearity: What `calculate_gain` takes.
+
+    Raises:
+        ArgumentError: If the mode or the function is unknown.
+        ShapeError: If there are fewer than two dimensions.
+    """
+    bound = math.sqrt(3) * _kaiming("kaiming_uniform_", tensor, a, mode, nonlinearity)
+    return uniform_(tensor, -bound, bound)
+
+
+@explained
+def kaiming_normal_(
+    tensor: Var, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+) -> Var:
+    """Draw normal values of variance gain^2 / fan; takes what `kaiming_uniform_` takes."""
+    return normal_(tensor, 0.0, _kaiming("kaiming_normal_", tensor, a, mode, nonlinearity))
+
+
+@explained
+def orthogonal_(tensor: Var, gain: float = 1.0) -> Var:
+    """Set rows, or columns, of random directions that are orthogonal (arXiv:1312.6120).
+
+    Dimensions after the first count as one.
+
+    Raises:
+        ShapeError: If there are fewer than two dimensions.
+    """
+    if tensor.ndim < 2:
+        raise ShapeError(f"orthogonal_: the shape is {tensor.shape}, expected two dimensions")
+    rows = tensor.shape[0]
+    columns = math.prod(tensor.shape[1:])
+    drawn = _core.randn((max(rows, columns), min(rows, columns)), dtype="f64").numpy()
+    q, r = np.linalg.qr(drawn)
+    q *= np.sign(np.diag(r))  # makes the directions uniform
+    values = (q if rows >= columns else q.T).reshape(tensor.shape) * gain
+    return _set("orthogonal_", tensor, _core.tensor(values, dtype="f32"))
+
+
+@explained
+def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
+    """Return the factor that keeps the variance through a function.
+
+    Args:
+        nonlinearity: "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu" or
+            "selu".
+        param: The slope of a leaky ReLU; default 0.01.
+
+    Raises:
+        ArgumentError: If the function is unknown.
+    """
+    slope = 0.01 if param is None else param
+    gains = {"linear": 1.0, "conv1d": 1.0, "conv2d": 1.0, "sigmoid": 1.0, "tanh": 5 / 3}
+    gains |= {"relu": math.sqrt(2), "leaky_relu": math.sqrt(2 / (1 + slope**2)), "selu": 0.75}
+    if nonlinearity not in gains:
+        raise ArgumentError(
+            f"calculate_gain: nonlinearity is {nonlinearity!r}, expected one of {', '.join(gains)}"
+        )
+    return gains[nonlinearity]
+
+
+def _set(name: str, tensor: object, values: Tensor) -> Var:
+    if not isinstance(tensor, _core.Var):
+        raise TypeError(f"{name}: found {type(tensor).__name__}, expected a Var, which can change")
+    tensor.set(values.to(tensor.dtype).to(tensor.device))
+    return tensor
+
+
+def _matrix(name: str, tensor: Var) -> tuple[int, int]:
+    if tensor.ndim != 2:
+        raise ShapeError(f"{name}: the shape is {tensor.shape}, expected a matrix")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _fans(name: str, tensor: Var) -> tuple[int, int]:
+    if tensor.ndim < 2:
+        raise ShapeError(f"{name}: the shape is {tensor.shape}, expected at least two dimensions")
+    area = math.prod(tensor.shape[2:])
+    return tensor.shape[1] * area, tensor.shape[0] * area
+
+
+def _kaiming(name: str, tensor: Var, a: float, mode: str, nonlinearity: str) -> float:
+    if mode not in {"fan_in", "fan_out"}:
+        raise ArgumentError(f'{name}: mode is {mode!r}, expected "fan_in" or "fan_out"')
+    fan = _fans(name, tensor)[mode == "fan_out"]
+    return calculate_gain(nonlinearity, a) / math.sqrt(fan)
