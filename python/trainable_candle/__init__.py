@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _core, _functions, _methods, _promotion
+from trainable_candle import _functions, _methods, _promotion
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
@@ -49,6 +49,7 @@ from trainable_candle._core import (
     where,
     zeros_like,
 )
+from trainable_candle._creation import full, ones, rand, randint, randn, tensor, zeros
 from trainable_candle._device import device
 from trainable_candle._functions import (
     allclose,
@@ -60,7 +61,7 @@ from trainable_candle._functions import (
     normal,
     randperm,
 )
-from trainable_candle._generator import Generator, creation
+from trainable_candle._generator import Generator
 from trainable_candle._grad_mode import enable_grad, inference_mode, no_grad, set_grad_enabled
 from trainable_candle._info import info
 from trainable_candle.errors import (
@@ -103,14 +104,6 @@ if TYPE_CHECKING:
 
 _methods.attach()
 _promotion.attach()
-
-full = creation(_core.full)
-ones = creation(_core.ones)
-rand = creation(_core.rand, draws=True)
-randint = creation(_core.randint, draws=True)
-randn = creation(_core.randn, draws=True)
-tensor = creation(_core.tensor)
-zeros = creation(_core.zeros)
 
 float32 = DType("f32")
 float16 = DType("f16")

@@ -1,21 +1,17 @@
-"""Random numbers of a generator of one's own, and leaves that need a gradient."""
+"""Random numbers of a generator of one's own."""
 
 from __future__ import annotations
 
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainable_candle import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
 
-    from trainable_candle._core import Tensor
-
-__all__ = ["Generator", "creation"]
+__all__ = ["Generator"]
 
 
 class Generator:
@@ -72,23 +68,3 @@ class Generator:
         """Let the library's generator go on where it was."""
         self._state = _core.get_rng_state()
         _core.set_rng_state(self._outside.pop())
-
-
-def creation(function: Callable[..., Tensor], *, draws: bool = False) -> Callable[..., Tensor]:
-    """Let a function that makes tensors take `requires_grad`, and `generator` if it draws."""
-    name = function.__name__
-
-    @wraps(function)
-    def make(*args: Any, requires_grad: bool = False, **kwargs: Any) -> Tensor:
-        generator = kwargs.pop("generator", None) if draws else None
-        if generator is None:
-            made = function(*args, **kwargs)
-        elif isinstance(generator, Generator):
-            with generator:
-                made = function(*args, **kwargs)
-        else:
-            kind = type(generator).__name__
-            raise TypeError(f"{name}: generator is {kind}, expected a tc.Generator or None")
-        return _core.Var(made) if requires_grad else made
-
-    return make
