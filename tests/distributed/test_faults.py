@@ -12,7 +12,6 @@ from trainable_candle.train.state import checkpoints, read_state
 FULL_DISK = """
 import resource
 import sys
-import tempfile
 
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.run import train_adapter
