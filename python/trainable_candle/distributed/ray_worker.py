@@ -78,8 +78,9 @@ class Worker:
         """Where this process is."""
         import ray  # noqa: PLC0415 - of the cluster
 
+        util: Any = ray.util  # has no types
         node = ray.get_runtime_context().get_node_id()
-        return Place(node, ray.util.get_node_ip_address(), os.getpid())
+        return Place(node, util.get_node_ip_address(), os.getpid())
 
     def free_port(self, address: str) -> int:
         """A port of this machine at which nobody listens."""

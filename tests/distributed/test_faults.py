@@ -1,0 +1,58 @@
+"""A process that cannot go on ends all with its reason; the last checkpoint is whole."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.train.state import checkpoints, read_state
+
+# The processes may write no byte more after the first checkpoint, as on a full disk.
+FULL_DISK = """
+import resource
+import sys
+
+from trainable_candle.distributed.world import from_environment
+from trainable_candle.run import train_adapter
+from trainable_candle.train import Callback, TrainConfig
+from trainable_candle.train.state import checkpoints
+
+
+class Full(Callback):
+    def on_step_end(self, trainer, report):
+        if checkpoints(trainer.output):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+model, dataset, output = sys.argv[1:]
+config = TrainConfig(
+    model="digits", weights=model, dataset=dataset, output=output, device="cpu",
+    steps=1_000_000, save_every=4, log_every=1_000_000,
+)
+train_adapter(config, callbacks=[Full()], progress=False, world=from_environment())
+"""
+
+
+def test_a_full_disk_ends_all(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    places = [str(digits_base), str(digits_folder), str(output)]
+    with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", FULL_DISK, *places],
+                env=gpu_environment(Path(meeting), rank, 2),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        first, second = (process.communicate(timeout=60)[1] for process in processes)
+    assert all(process.returncode for process in processes)
+    assert "File too large" in first
+    assert "DistributedError: distributed: rank 0: " in second
+    assert "File too large" in second
+    steps = [read_state(folder).step for folder in checkpoints(output)]
+    assert steps
+    assert all(step % 4 == 0 for step in steps)
