@@ -25,8 +25,8 @@ def loftq(
 
     Alternates Q = quantize(W - B A) and B A = the nearest product to W - Q, from B A = 0 on, as
     peft's `loftq_init` does, which keeps the scales of Q in f32:
-    <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/utils/loftq_utils.py>. After one
-    iteration Q is the rounding of W itself.
+    <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/utils/loftq_utils.py>.
+    After one iteration Q is the rounding of W itself.
 
     Args:
         weight: W, (out, in), floating point.
