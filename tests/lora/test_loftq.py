@@ -1,14 +1,17 @@
 """LoRAs that start as what quantization took from the base."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError
+from trainable_candle.families import find
 from trainable_candle.lora import loftq, start_from_rounding
 from trainable_candle.models import CausalLM
+from trainable_candle.settings import TrainConfig
 
 LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama"
 
@@ -80,6 +83,41 @@ def test_a_quantized_model_starts_nearer_to_the_original() -> None:
     np.testing.assert_allclose(np.linalg.norm(base(ids).numpy() - expected), plain, rtol=1e-5)
     start_from_rounding(adapter, original)
     assert np.linalg.norm(base(ids).numpy() - expected) < 0.9 * plain
+
+
+@pytest.mark.parametrize("model", ["causal-lm", "digits"])
+def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
+    kind = find(model)
+    weights, lost = kind.default_weights(), {}
+    assert weights is not None
+    exact = kind(weights, "f32", "cpu", TrainConfig()).model.named_tensors()
+    for init in ("default", "loftq"):
+        config = TrainConfig(model=model, base_precision="nf4", init=init, rank=8)
+        family = kind(weights, "f32", "cpu", config)
+        adapted = family.task().attach()
+        family.model.merge_adapter()
+        merged, layers = family.model.named_tensors(), next(iter(adapted.sets.values()))
+        names = {name.partition(".lora_")[0] for name in layers.named_parameters()}
+        keys = [f"{name}.weight" for name in names]
+        lost[init] = sum(np.square((merged[k] - exact[k]).numpy()).sum() for k in keys) ** 0.5
+    assert 0 < lost["loftq"] < 0.9 * lost["default"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give --base-precision"),
+        ({"base_precision": "nf4", "adapter": "dora"}, "--adapter is dora"),
+        ({"base_precision": "nf4", "initial_adapter": "a"}, "--initial-adapter both say"),
+        ({"base_precision": "nf4", "init": "default", "qat": "int8"}, "--qat int8 cannot start"),
+        ({"init": "default", "qat": "int8", "lora_dropout": 0.1}, "one rounded weight"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**({"init": "loftq"} | settings))
 
 
 def test_wrong_arguments_are_named() -> None:
