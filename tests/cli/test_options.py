@@ -157,7 +157,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 def test_every_setting_has_a_flag() -> None:
     # What contradicts others of these.
-    exclusive = {"validation_dataset", "objective", "qat"}
+    exclusive = {"validation_dataset", "objective", "qat", "init"}
     assert SAMPLES.keys() | exclusive == settings().keys()
     default = TrainConfig()
     for name, value in SAMPLES.items():
@@ -166,6 +166,7 @@ def test_every_setting_has_a_flag() -> None:
     assert parse(*arguments) == TrainConfig(**SAMPLES)
     assert parse("--validation-dataset", "v").validation_dataset == "v"
     assert parse("--qat", "nf4").qat == "nf4"
+    assert parse("--init", "loftq", "--base-precision", "nf4").init == "loftq"
     assert parse("--mixed-precision", "bf16").precision == "bf16"
     assert parse("--dtype", "bf16").precision == "bf16"
     assert parse("--batch-size", "auto").batch_size == 0

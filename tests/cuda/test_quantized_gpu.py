@@ -29,6 +29,40 @@ def test_values_are_those_of_the_cpu(gpu: str, shape: tuple[int, int], format: s
         np.testing.assert_array_equal(found, expected, err_msg=dtype)
 
 
+@pytest.mark.parametrize("format", [*FORMATS, "int4"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64"])
+def test_fake_quantized_values_and_gradients_are_those_of_the_cpu(
+    gpu: str, dtype: str, format: str
+) -> None:
+    tc.manual_seed(0)
+    weight, upstream = (tc.randn((66, 416)) * 0.02).to(dtype), tc.randn((66, 416)).to(dtype)
+    found = []
+    for device in ("cpu", gpu):
+        x = tc.Var(weight.to(device))
+        y = F.fake_quantize(x, format)
+        (y * upstream.to(device)).sum().backward()
+        found.append([t.to("cpu").to("f64").numpy() for t in (y.detach(), x.grad)])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_layer_trained_with_rounding_is_near_the_cpu(gpu: str) -> None:
+    path = GOLDEN / "flux" / "transformer"
+    case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
+    found = []
+    for device in ("cpu", gpu):
+        model = FluxTransformer.from_pretrained(path, dtype="f32", device=device)
+        tc.manual_seed(0)
+        adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_k"], qat="int8"))
+        inputs = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
+        names = (*inputs, "img_ids", "txt_ids", "guidance")
+        y = model(**{name: case[name].to(device) for name in names})
+        F.mse_loss(y, tc.ones(y.shape, device=device)).backward()
+        found.append([v.grad.to("cpu").numpy() for v in adapter.parameters()])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert np.linalg.norm(ours - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"])
 @pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (2050, 17)])
 def test_blocks_of_ggml_have_the_values_of_the_cpu(

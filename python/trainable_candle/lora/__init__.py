@@ -3,5 +3,16 @@
 from trainable_candle.lora.extract import extract
 from trainable_candle.lora.factors import Factors, approximate, truncate
 from trainable_candle.lora.files import LoraFile, combine, resize
+from trainable_candle.lora.loftq import loftq, start_from_rounding
 
-__all__ = ["Factors", "LoraFile", "approximate", "combine", "extract", "resize", "truncate"]
+__all__ = [
+    "Factors",
+    "LoraFile",
+    "approximate",
+    "combine",
+    "extract",
+    "loftq",
+    "resize",
+    "start_from_rounding",
+    "truncate",
+]

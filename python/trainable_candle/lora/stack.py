@@ -48,14 +48,19 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
                 continue
             up = values[layer + _UP]
             rank = down.shape[0]
-            alpha = config.alpha_pattern.get(layer, config.lora_alpha)
-            factor = alpha / (rank**0.5 if config.use_rslora else rank)
+            factor = scale_of(config, layer, rank)
             flat = Factors(up.numpy().reshape(-1, rank), down.numpy().reshape(rank, -1)).scaled(
                 factor
             )
             parts.setdefault(layer, []).append(flat)
         model.remove_adapter()
     return _attached(model, parts)
+
+
+def scale_of(config: tc.LoraConfig, layer: str, rank: int) -> float:
+    """The factor on the product of a layer, which `alpha_pattern` may name in full."""
+    alpha = config.alpha_pattern.get(layer, config.lora_alpha)
+    return alpha / (rank**0.5 if config.use_rslora else rank)
 
 
 def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:

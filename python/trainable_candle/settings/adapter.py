@@ -14,6 +14,14 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
+LOFTQ: Final = "loftq"
+INITS: Final = ("default", LOFTQ)
+"""How adapters start: without an effect, or as what quantization took from the base."""
+
+
+def _quantization_contradiction(config: Any) -> str | None:
+    """What `qat` and `init` cannot be used with."""
+    return _qat_contradiction(config) or _loftq_contradiction(config)
 
 
 def _qat_contradiction(config: Any) -> str | None:
@@ -31,12 +39,25 @@ def _qat_contradiction(config: Any) -> str | None:
     return None
 
 
+def _loftq_contradiction(config: Any) -> str | None:
+    """What `init` cannot be used with."""
+    if config.init != LOFTQ:
+        return None
+    if config.adapter != "lora":
+        return f"--init loftq sets a product that is added, and --adapter is {config.adapter}"
+    if config.initial_adapter:
+        return "--init loftq and --initial-adapter both say how the adapter starts; give one"
+    if getattr(config, "base_precision", SAME) == SAME:
+        return "--init loftq makes up for a quantized base; give --base-precision, nf4 for example"
+    return None
+
+
 @dataclass(frozen=True)
 class Adapter(Group):
     """The adapters on the trained model, and the files that hold them."""
 
     section: ClassVar[str] = sections.ADAPTER
-    contradictions: ClassVar = (_qat_contradiction,)
+    contradictions: ClassVar = (_quantization_contradiction,)
 
     adapter: Annotated[str, Setting("kind", choices=ADAPTERS)] = "lora"
     rank: Annotated[
@@ -66,6 +87,9 @@ class Adapter(Group):
         str | None,
         Setting("quantization-aware: round adapted weights as this format does", GRIDS, rare=True),
     ] = None
+    init: Annotated[
+        str, Setting("of LoRAs; loftq: what --base-precision takes from the base", INITS, rare=True)
+    ] = INITS[0]
     initial_adapter: Annotated[
         str | None,
         Setting(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
+from trainable_candle.lora import start_from_rounding
+from trainable_candle.settings.adapter import INITS, LOFTQ
+from trainable_candle.settings.machine import SAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,6 +81,25 @@ class Adapters:
         """
         for adapter in self.sets.values():
             adapter.load(path)
+
+
+def start_adapter(adapter: AdapterSet, family: Any) -> None:
+    """Give the adapters on a family's model the values that the settings want them to start with.
+
+    LoftQ loads the model a second time, not quantized, into the memory of the host.
+
+    Args:
+        adapter: as it was attached.
+        family: of texts or images.
+    """
+    config: TrainConfig = family.config
+    if config.init != LOFTQ:
+        return
+    plain = replace(
+        config, init=INITS[0], base_precision=SAME, stream_blocks=0, stream_modulation=False
+    )
+    original = type(family)(family.weights, family.dtype, "cpu", plain).model
+    start_from_rounding(adapter, original, config.base_precision)
 
 
 def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:

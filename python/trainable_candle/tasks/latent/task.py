@@ -32,7 +32,7 @@ from trainable_candle.tasks.latent.prepared import PreparedLatents
 from trainable_candle.tasks.latent.prompts import Place, Prompt, infotext, parse_prompt
 from trainable_candle.tasks.latent.texts import prepare_texts
 from trainable_candle.tasks.task import Split
-from trainable_candle.train.adapters import Adapters, adapter_config
+from trainable_candle.train.adapters import Adapters, adapter_config, start_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -214,6 +214,7 @@ class LatentTask:
         """
         family, config = self.family, self.family.config
         sets = {family.component: family.model.add_adapter(adapter_config(config, family.targets))}
+        start_adapter(sets[family.component], family)
         if config.train_text_encoder:
             for name, model in family.text_models.items():
                 sets[name] = model.add_adapter(family.text_adapter(name, config))

@@ -25,7 +25,7 @@ from trainable_candle.tasks.task import Split, held_out_items
 from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
 from trainable_candle.tasks.text.writing import WritingOptions, streamed
-from trainable_candle.train.adapters import Adapters, adapter_config
+from trainable_candle.train.adapters import Adapters, adapter_config, start_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -156,6 +156,7 @@ class TextTask:
         """As `Task.attach`."""
         family, config = self.family, self.family.config
         adapter = family.model.add_adapter(adapter_config(config, family.targets))
+        start_adapter(adapter, family)
         if config.checkpointing != "none":
             family.model.enable_gradient_checkpointing(config.checkpointing)
         self._adapters = Adapters({family.component: adapter})

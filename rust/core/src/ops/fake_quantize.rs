@@ -201,7 +201,7 @@ impl Binary for Nf4 {
             let middle = R::from_f64(f64::from((pair[0] + pair[1]) / 2.0));
             nearest = if x > middle { R::from_f64(f64::from(pair[1])) } else { nearest };
         }
-        if x == x { nearest * scale } else { x }
+        if x >= R::NEG_INFINITY { nearest * scale } else { x }
     }
 }
 

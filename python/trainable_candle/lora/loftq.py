@@ -1,0 +1,88 @@
+"""LoRAs that start as what quantization took from the base (Li et al. 2023, arXiv:2310.08659)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError
+from trainable_candle.lora.factors import approximate
+from trainable_candle.lora.stack import scale_of
+
+if TYPE_CHECKING:
+    from trainable_candle import AdapterSet, QuantizedTensor, Tensor
+    from trainable_candle.lora.factors import Factors
+    from trainable_candle.models import Model
+
+_DOWN = ".lora_A.weight"
+_UP = ".lora_B.weight"
+
+
+def loftq(
+    weight: Tensor, rank: int, format: str = "nf4", iterations: int = 1
+) -> tuple[QuantizedTensor, Factors]:
+    """Find a quantized matrix Q and a product B A whose sum is near a weight W.
+
+    Alternates Q = quantize(W - B A) and B A = the nearest product to W - Q, from B A = 0 on, as
+    peft's `loftq_init` does, which keeps the scales of Q in f32:
+    <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/utils/loftq_utils.py>.
+    After one iteration Q is the rounding of W itself.
+
+    Args:
+        weight: W, (out, in), floating point.
+        rank: of the product, at least 1.
+        format: of Q, as `quantize` takes it.
+        iterations: at least 1; the paper takes 5.
+
+    Raises:
+        ArgumentError: the rank, the number of iterations or the format is none.
+        ShapeError, DTypeError: the weight is no matrix of floating point numbers.
+        NonFiniteError: a value is no finite number.
+    """
+    for name, number in (("rank", rank), ("iterations", iterations)):
+        if number < 1:
+            raise ArgumentError(f"loftq: {name} is {number}, expected at least 1")
+    exact = weight.detach().to("cpu").to("f32")
+    rest, size = exact, min(rank, *exact.shape)
+    for _ in range(iterations):
+        quantized = tc.quantize(rest, format)
+        factors = approximate((exact - quantized.dequantize()).numpy(), size)
+        rest = exact - tc.tensor(factors.up) @ tc.tensor(factors.down)
+    return quantized, factors
+
+
+def start_from_rounding(adapter: AdapterSet, original: Model, format: str = "nf4") -> None:
+    """Set the LoRAs on a quantized base to what the base lost, as far as their ranks allow.
+
+    The base stays as it is, so this is `loftq` with one iteration, as peft's
+    `replace_lora_weights_loftq`.
+
+    Args:
+        adapter: LoRAs on the base, whose values are replaced.
+        original: the same model before it was quantized; it may be on another device.
+        format: what the base was quantized to.
+
+    Raises:
+        ConfigError: these are no LoRAs, or `original` has no such layer.
+        NonFiniteError: a weight has a value that is no finite number.
+    """
+    parameters, weights = adapter.named_parameters(), original.named_tensors()
+    if adapter.config.adapter != "lora" or adapter.config.use_dora:
+        raise ConfigError(
+            f"start_from_rounding: the adapter is {adapter.config.adapter}, expected lora, whose "
+            "product is added to the weight"
+        )
+    for name, down in parameters.items():
+        layer = name.removesuffix(_DOWN)
+        if layer == name:
+            continue
+        up, weight = parameters[layer + _UP], weights.get(f"{layer}.weight")
+        if weight is None or weight.shape != (up.shape[0], down.shape[1]):
+            raise ConfigError(
+                f"start_from_rounding: the original model has no linear layer {layer} of "
+                f"{up.shape[0]} x {down.shape[1]}; is it the same model?"
+            )
+        _, factors = loftq(weight, down.shape[0], format)
+        down.set(tc.tensor(factors.down).to(down.dtype).to(down.device))
+        scale = scale_of(adapter.config, layer, down.shape[0])
+        up.set(tc.tensor(factors.scaled(1 / scale).up).to(up.dtype).to(up.device))

@@ -1,0 +1,122 @@
+"""`merge --to nf4`: folders that bitsandbytes' readers and this package load, and their loss."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.demo import words
+from trainable_candle.families.causal_lm import BUILT_IN
+from trainable_candle.models import CausalLM
+from trainable_candle.nn.functional import fake_quantize
+
+from .test_export import into_shards, make_adapter, scores, weights  # noqa: F401 - a fixture
+
+LINEAR = ("_proj.weight",)
+
+
+def merged(base: Path, adapter: Path, output: Path, *flags: str) -> int:
+    given = ["merge", "--model", "causal-lm", "--weights", str(base), "--adapter", str(adapter)]
+    return main([*given, "--output", str(output), *flags])
+
+
+def rounded(folder: Path) -> dict[str, np.ndarray]:
+    """The weights of a merged folder, its linear layers rounded."""
+    return {
+        key: (fake_quantize(weight, "nf4") if key.endswith(LINEAR) else weight).numpy()
+        for key, weight in CausalLM.from_pretrained(folder, dtype="f32").named_tensors().items()
+    }
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_folder_holds_the_rounded_merged_weights(
+    weights: Path,  # noqa: F811
+    tmp_path: Path,
+    sharded: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if sharded:
+        into_shards(weights)
+    make_adapter(weights, adapter := tmp_path / "a.safetensors")
+    assert merged(weights, adapter, tmp_path / "plain", "--dtype", "f32") == 0
+    assert merged(weights, adapter, tmp_path / "nf4", "--dtype", "f32", "--to", "nf4") == 0
+    assert "layers in nf4: relative error of their weights" in capsys.readouterr().out
+    expected = rounded(tmp_path / "plain")
+    model = CausalLM.from_pretrained(tmp_path / "nf4", dtype="f32")
+    model.save_pretrained(tmp_path / "read")
+    found = CausalLM.from_pretrained(tmp_path / "read", dtype="f32").named_tensors()
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key].numpy(), value, rtol=1e-6, err_msg=key)
+
+
+def test_transformers_loads_it_with_bitsandbytes(weights: Path, tmp_path: Path) -> None:  # noqa: F811
+    transformers = pytest.importorskip("transformers")
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    make_adapter(weights, adapter := tmp_path / "a.safetensors")
+    assert merged(weights, adapter, tmp_path / "nf4", "--dtype", "f32", "--to", "nf4") == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", device_map="cpu")
+    assert merged(weights, adapter, tmp_path / "plain", "--dtype", "f32") == 0
+    expected, compared = rounded(tmp_path / "plain"), 0
+    for name, layer in theirs.named_modules():
+        if type(layer).__name__ == "Linear4bit":
+            state = layer.weight.quant_state
+            values = bitsandbytes.functional.dequantize_4bit(layer.weight.data, state).float()
+            np.testing.assert_allclose(values.numpy(), expected[f"{name}.weight"], rtol=1e-6)
+            compared += 1
+    assert compared == sum(key.endswith(LINEAR) for key in expected)
+
+
+def test_what_was_trained_with_qat_is_what_is_stored(tmp_path: Path) -> None:
+    """The codes of an adapter that was trained over NF4 give the results of its training."""
+    model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapter = model.add_adapter(
+        tc.LoraConfig(r=2, lora_alpha=4.0, target_modules=targets, qat="nf4")
+    )
+    tc.manual_seed(1)
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.05)
+    adapter.save(tmp_path / "a.safetensors", format="peft")
+    assert (
+        merged(
+            BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", "--to", "nf4", "--dtype", "f32"
+        )
+        == 0
+    )
+    found, expected = scores(CausalLM.from_pretrained(tmp_path / "o", dtype="f32")), scores(model)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_loss_before_and_after_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_adapter(BUILT_IN, tmp_path / "a.safetensors", r=1, lora_alpha=0.1)
+    data = tmp_path / "chats.jsonl"
+    rows = [{"messages": words.chat("upper", word)} for word in ("clavo", "drenda", "spok")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--to", "nf4", "--dataset", str(data))
+    assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 0
+    told = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
+    apart, after = (float(part.split()[-1]) for part in told.split(","))
+    assert apart < after < apart + 5
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--to", "int8"], "--to is int8, expected nf4"),
+        (["--dataset", "d"], "--dataset has no effect without --to"),
+    ],
+)
+def test_wrong_flags_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    make_adapter(BUILT_IN, tmp_path / "a.safetensors")
+    assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "o", *flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()

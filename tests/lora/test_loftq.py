@@ -1,0 +1,132 @@
+"""LoRAs that start as what quantization took from the base."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError
+from trainable_candle.families import find
+from trainable_candle.lora import loftq, start_from_rounding
+from trainable_candle.models import CausalLM
+from trainable_candle.settings import TrainConfig
+
+LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama"
+
+
+def weight(rows: int = 96, columns: int = 128) -> np.ndarray:
+    """Normal, with a few large columns as trained layers have."""
+    random = np.random.default_rng(0)
+    values = random.standard_normal((rows, columns)) * 0.02
+    values[:, :4] *= 8
+    return values.astype(np.float32)
+
+
+def errors(rank: int, iterations: int) -> float:
+    exact = weight()
+    quantized, factors = loftq(tc.tensor(exact), rank, iterations=iterations)
+    found = quantized.dequantize().numpy() + factors.up @ factors.down
+    return float(np.linalg.norm(exact - found))
+
+
+def test_the_error_falls_with_the_rank_and_the_iterations() -> None:
+    exact = weight()
+    plain = np.linalg.norm(exact - tc.quantize(tc.tensor(exact), "nf4").dequantize().numpy())
+    by_rank = [float(plain), *(errors(rank, 1) for rank in (4, 16, 64))]
+    assert by_rank == sorted(by_rank, reverse=True)
+    by_iterations = [errors(16, iterations) for iterations in (1, 2, 5)]
+    assert by_iterations == sorted(by_iterations, reverse=True)
+    assert by_iterations[-1] < 0.9 * plain
+
+
+def test_one_iteration_keeps_the_rounding_of_the_weight_and_takes_the_nearest_product() -> None:
+    exact = weight()
+    quantized, factors = loftq(tc.tensor(exact), 8)
+    rounded = tc.quantize(tc.tensor(exact), "nf4").dequantize().numpy()
+    np.testing.assert_array_equal(quantized.dequantize().numpy(), rounded)
+    # Eckart and Young: nothing of this rank is nearer.
+    lost = np.linalg.svd((exact - rounded).astype(np.float64), compute_uv=False)[8:]
+    error = np.linalg.norm(exact - rounded - factors.up @ factors.down)
+    np.testing.assert_allclose(error, np.sqrt((lost**2).sum()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_the_product_is_that_of_peft(iterations: int) -> None:
+    """The steps of its `loftq_init`, which runs on a GPU alone, with its decomposition."""
+    torch = pytest.importorskip("torch")
+    utils = pytest.importorskip("peft.utils.loftq_utils")
+    exact = weight()
+    quantized, factors = loftq(tc.tensor(exact), 24, iterations=iterations)
+
+    rest, size = torch.tensor(exact), 24
+    for _ in range(iterations):
+        rounded = torch.tensor(tc.quantize(tc.tensor(rest.numpy()), "nf4").dequantize().numpy())
+        found = utils._low_rank_decomposition(torch.tensor(exact) - rounded, size)
+        rest = torch.tensor(exact) - found["L"] @ found["R"]
+    expected = (found["L"] @ found["R"]).numpy()
+    difference = np.linalg.norm(factors.up @ factors.down - expected)
+    assert difference < 1e-3 * np.linalg.norm(expected)
+    codes = quantized.dequantize().numpy()
+    assert (np.abs(codes - rounded.numpy()) > 1e-6).mean() < 1e-3
+
+
+def test_a_quantized_model_starts_nearer_to_the_original() -> None:
+    original = CausalLM.from_pretrained(LLAMA, dtype="f32")
+    base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
+    ids = tc.tensor(np.arange(12, dtype=np.int64).reshape(1, 12) + 3)
+    expected = original(ids).numpy()
+    plain = np.linalg.norm(base(ids).numpy() - expected)
+    config = tc.LoraConfig(r=16, lora_alpha=8.0, target_modules=["q_proj", "up_proj", "down_proj"])
+    adapter = base.add_adapter(config)
+    np.testing.assert_allclose(np.linalg.norm(base(ids).numpy() - expected), plain, rtol=1e-5)
+    start_from_rounding(adapter, original)
+    assert np.linalg.norm(base(ids).numpy() - expected) < 0.9 * plain
+
+
+@pytest.mark.parametrize("model", ["causal-lm", "digits"])
+def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
+    kind = find(model)
+    weights, lost = kind.default_weights(), {}
+    assert weights is not None
+    exact = kind(weights, "f32", "cpu", TrainConfig()).model.named_tensors()
+    for init in ("default", "loftq"):
+        config = TrainConfig(model=model, base_precision="nf4", init=init, rank=8)
+        family = kind(weights, "f32", "cpu", config)
+        adapted = family.task().attach()
+        family.model.merge_adapter()
+        merged, layers = family.model.named_tensors(), next(iter(adapted.sets.values()))
+        names = {name.partition(".lora_")[0] for name in layers.named_parameters()}
+        keys = [f"{name}.weight" for name in names]
+        lost[init] = sum(np.square((merged[k] - exact[k]).numpy()).sum() for k in keys) ** 0.5
+    assert 0 < lost["loftq"] < 0.9 * lost["default"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "give --base-precision"),
+        ({"base_precision": "nf4", "adapter": "dora"}, "--adapter is dora"),
+        ({"base_precision": "nf4", "initial_adapter": "a"}, "--initial-adapter both say"),
+        ({"base_precision": "nf4", "init": "default", "qat": "int8"}, "--qat int8 cannot start"),
+        ({"init": "default", "qat": "int8", "lora_dropout": 0.1}, "one rounded weight"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**({"init": "loftq"} | settings))
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ArgumentError, match="rank is 0, expected at least 1"):
+        loftq(tc.tensor(weight()), 0)
+    with pytest.raises(ArgumentError, match="iterations is 0"):
+        loftq(tc.tensor(weight()), 2, iterations=0)
+    original = CausalLM.from_pretrained(LLAMA, dtype="f32")
+    base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
+    adapter = base.add_adapter(tc.LoraConfig(r=2, adapter="loha"))
+    with pytest.raises(ConfigError, match="the adapter is loha, expected lora"):
+        start_from_rounding(adapter, original)
