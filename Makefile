@@ -30,7 +30,7 @@ PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -t
 
 STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda
 
-.PHONY: help setup demo check docs stubs wheel-cuda release release-check release-notes clean $(STEPS)
+.PHONY: help setup demo check docs stubs wheel-cuda release release-check release-notes test-ray clean $(STEPS)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -125,6 +125,11 @@ cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a sim
 	.ci/check_cuda.py $(DIST)/cuda/*.whl
 	eval "$$(tests/cuda/simulate.py $(CARGO_TARGET_DIR)/simulated $(CARGO_TARGET_DIR)/release/lib_core.so)" && \
 		PATH=$(CUDA_HOME)/bin:$$PATH cargo test $(CARGO_SCOPE) $(CUDA) --test cuda -- --ignored registry_runs_on_cuda
+
+# Apart from `check`: Ray takes 240 MB, and needs ports and processes that not every sandbox gives.
+test-ray: $(VENV)/.tools ## Run the tests of Ray on a cluster of two machines that it plays on this one
+	pip install --quiet "$$(sed -n 's/^ray = \["\(.*\)"\]/\1/p' pyproject.toml)"
+	pytest tests/distributed/test_ray.py
 
 # What .github/workflows/release.yml runs; with TAG=vX.Y.Z the tag is checked too.
 release-check: ## Check that version, changelog and tag agree
