@@ -82,6 +82,7 @@ __all__ = [
     "embedding",
     "empty_like",
     "eye",
+    "fake_quantize",
     "from_dlpack",
     "full",
     "geglu",
@@ -2605,7 +2606,12 @@ class Tensor(ComposedMethods):
             DTypeError: if the tensor is not floating point.
         """
     def logsumexp(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+        self,
+        /,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        keepdim: bool = False,
+        *,
+        axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
         The logarithm of the sum of exponentials, without overflow.
@@ -2613,6 +2619,7 @@ class Tensor(ComposedMethods):
         Args:
             dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
+            axis: another name of `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -2637,7 +2644,12 @@ class Tensor(ComposedMethods):
             DTypeError: if the dtypes differ or are not floating point.
         """
     def max(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+        self,
+        /,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        keepdim: bool = False,
+        *,
+        axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
         The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
@@ -2646,6 +2658,7 @@ class Tensor(ComposedMethods):
         Args:
             dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
+            axis: another name of `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -2658,10 +2671,14 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if the dtypes differ.
         """
     def mean(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+        self,
+        /,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        keepdim: bool = False,
+        *,
+        axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
         The mean.
@@ -2669,13 +2686,19 @@ class Tensor(ComposedMethods):
         Args:
             dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
+            axis: another name of `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
            DTypeError: if the tensor is not floating point.
         """
     def min(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+        self,
+        /,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        keepdim: bool = False,
+        *,
+        axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
         The smallest element, with gradients as in `max`.
@@ -2683,6 +2706,7 @@ class Tensor(ComposedMethods):
         Args:
             dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
+            axis: another name of `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -2695,7 +2719,6 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if the dtypes differ.
         """
     def narrow(self, /, dim: SupportsIndex, start: SupportsIndex, length: SupportsIndex) -> Tensor:
         """
@@ -2852,7 +2875,12 @@ class Tensor(ComposedMethods):
             IndexOutOfRangeError: if a dimension is out of range.
         """
     def sum(
-        self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None, keepdim: bool = False
+        self,
+        /,
+        dim: SupportsIndex | Sequence[SupportsIndex] | None = None,
+        keepdim: bool = False,
+        *,
+        axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
         The sum. Integers and masks sum to i64.
@@ -2860,6 +2888,7 @@ class Tensor(ComposedMethods):
         Args:
             dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
+            axis: another name of `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -2919,6 +2948,8 @@ class Tensor(ComposedMethods):
         keepdim: bool = False,
         *,
         correction: SupportsFloat | SupportsIndex = ...,
+        unbiased: bool | None = None,
+        axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
         The variance: squared deviations from the mean, summed and divided by `n - correction`.
@@ -2927,6 +2958,8 @@ class Tensor(ComposedMethods):
             dim: a dimension or several; default all.
             keepdim: whether reduced dimensions stay, with size 1.
             correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
+            unbiased: True for a correction of 1, False for 0.
+            axis: another name of `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.

@@ -1,14 +1,39 @@
 """Optimizers, gradient clipping, loss scaling and learning-rate schedules."""
 
-from typing import Final
+from typing import Any, Final
 
 from trainable_candle._core import EMA, GradScaler, Optimizer, choices, clip_grad_norm_
 from trainable_candle.optim import kinds, lr_scheduler
+from trainable_candle.optim.averages import VariableEMA
 from trainable_candle.optim.kinds import *  # noqa: F403 - the registry's
 
 _CLASSES: Final = {name.lower(): getattr(kinds, name) for name in kinds.__all__}
 KINDS: Final[dict[str, type[Optimizer]]] = {name: _CLASSES[name] for name in choices()["optimizer"]}
 """The optimizers of the library's registry by the names that `--optimizer` takes."""
 
-__all__ = ["EMA", "KINDS", "GradScaler", "Optimizer", "clip_grad_norm_", "lr_scheduler"]
+__all__ = [
+    "EMA",
+    "KINDS",
+    "GradScaler",
+    "Optimizer",
+    "VariableEMA",
+    "clip_grad_norm_",
+    "lr_scheduler",
+]
 __all__ += kinds.__all__
+
+_INSTEAD: Final = {
+    "RMSprop": "use Adam, with betas=(0.0, alpha) for its mean of squares",
+    "Adagrad": "use Adafactor or Adam",
+    "NAdam": "use Adam",
+    "RAdam": "use Adam with lr_scheduler.LinearLR as a warm-up",
+    "LBFGS": "use Adam; all optimizers here take first gradients alone",
+    "SparseAdam": "use Adam; gradients are dense",
+    "swa_utils": "VariableEMA averages variables",
+}
+"""What to use where torch has something that is not here."""
+
+
+def __getattr__(name: str) -> Any:
+    advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")

@@ -47,7 +47,7 @@ def _loftq_contradiction(config: Any) -> str | None:
         return f"--init loftq sets a product that is added, and --adapter is {config.adapter}"
     if config.initial_adapter:
         return "--init loftq and --initial-adapter both say how the adapter starts; give one"
-    if getattr(config, "base_precision", SAME) == SAME:
+    if config.base_format is None:
         return "--init loftq makes up for a quantized base; give --base-precision, nf4 for example"
     return None
 

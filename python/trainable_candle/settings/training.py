@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable  # noqa: TC003 - get_type_hints reads it
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from trainable_candle._core import Var, zeros
 from trainable_candle.errors import Error
@@ -14,6 +13,9 @@ from trainable_candle.placement import AUTO
 from trainable_candle.settings import sections
 from trainable_candle.settings.arguments import check_names, parsed
 from trainable_candle.settings.setting import Condition, Group, Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
@@ -61,10 +63,7 @@ class Training(Group):
             "--epochs and --steps both say how long to train; give one of the two",
         ),
     )
-    contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = (
-        _long_warmup,
-        _wrong_arguments,
-    )
+    contradictions: ClassVar = (_long_warmup, _wrong_arguments)
 
     steps: Annotated[
         int,

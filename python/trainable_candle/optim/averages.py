@@ -1,0 +1,146 @@
+"""The moving average of any variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from trainable_candle import _core
+from trainable_candle._explained import explained
+from trainable_candle._grad_mode import no_grad
+from trainable_candle.errors import ArgumentError, ConfigError, ShapeError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from trainable_candle._core import Tensor, Var
+
+__all__ = ["VariableEMA"]
+
+
+class VariableEMA:
+    """The exponential moving average of variables, in f32; `EMA` is that of an adapter.
+
+    Call `update` after each step of the optimizer. Inside `with` the variables have the averages.
+
+        ema = tc.optim.VariableEMA(model.parameters(), decay=0.999)
+        loss.backward()
+        optimizer.step()
+        ema.update()
+        with ema:
+            prediction = model(x)
+
+    Args:
+        variables: The variables, or a mapping of names to them.
+        decay: Weight of the old average in each update, in [0, 1).
+        warmup: Use min(decay, (1 + n) / (10 + n)) after n updates, so that the initial values soon
+            lose their weight.
+
+    Raises:
+        ArgumentError: If the decay is out of range, or there is no variable.
+        TypeError: If one is not a variable.
+    """
+
+    @explained
+    def __init__(
+        self,
+        variables: Iterable[Var] | Mapping[str, Var],
+        decay: float = 0.999,
+        warmup: bool = True,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ArgumentError(f"VariableEMA: decay is {decay}, expected at least 0 and below 1")
+        given = variables.values() if isinstance(variables, Mapping) else variables
+        self._variables: list[Var] = []
+        for place, variable in enumerate(cast("Iterable[object]", given)):
+            if not isinstance(variable, _core.Var):
+                kind = type(variable).__name__
+                raise TypeError(f"VariableEMA: variable {place} is {kind}, expected a Var")
+            self._variables.append(variable)
+        if not self._variables:
+            raise ArgumentError("VariableEMA: expected at least one variable")
+        self.decay, self.warmup, self.updates = decay, warmup, 0
+        self._averages = [_copy(v).to("f32") for v in self._variables]
+        self._trained: list[Tensor] | None = None
+
+    @property
+    def averages(self) -> list[Tensor]:
+        """The averages, in the order of the variables."""
+        return list(self._averages)
+
+    def update(self) -> None:
+        """Take in the variables' values.
+
+        Raises:
+            ArgumentError: If the averages are swapped in.
+        """
+        if self._trained is not None:
+            raise ArgumentError("VariableEMA: the variables have the averages; leave the `with`")
+        early = (1 + self.updates) / (10 + self.updates)
+        kept = min(self.decay, early) if self.warmup else self.decay
+        self.updates += 1
+        with no_grad():
+            self._averages = [
+                average * kept + variable.detach().to("f32") * (1 - kept)
+                for average, variable in zip(self._averages, self._variables, strict=True)
+            ]
+
+    def __enter__(self) -> Self:
+        """Give the variables the averages.
+
+        Raises:
+            ArgumentError: If they have them.
+        """
+        if self._trained is not None:
+            raise ArgumentError("VariableEMA: the variables have the averages already")
+        self._trained = [_copy(v) for v in self._variables]
+        self._give(self._averages)
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give the variables their own values."""
+        trained, self._trained = self._trained, None
+        self._give(trained or [])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return `INDEX.average` for each variable, and `updates` (i64), on the CPU."""
+        state = {f"{n}.average": a.to("cpu") for n, a in enumerate(self._averages)}
+        return {**state, "updates": _core.tensor(self.updates)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from the averages of variables of the same shapes.
+
+        Raises:
+            ConfigError: If an entry is missing or not expected. Nothing is changed then.
+            ShapeError: If one has another shape. Nothing is changed then.
+        """
+        expected = self.state_dict()
+        if state.keys() != expected.keys():
+            wrong = sorted(state.keys() ^ expected.keys())
+            raise ConfigError(f"VariableEMA: entries {wrong} are missing or not expected")
+        for name, value in expected.items():
+            if state[name].shape != value.shape:
+                raise ShapeError(
+                    f"VariableEMA: {name} has shape {state[name].shape}, expected {value.shape}"
+                )
+        self.updates = int(state["updates"].item())
+        self._averages = [
+            state[f"{n}.average"].to("f32").to(average.device)
+            for n, average in enumerate(self._averages)
+        ]
+
+    def _give(self, values: list[Any]) -> None:
+        for variable, value in zip(self._variables, values, strict=True):
+            variable.set(value.to(variable.dtype))
+
+
+def _copy(variable: Var) -> Tensor:
+    """The value, which the variable's next one does not replace."""
+    return variable.detach() * 1
