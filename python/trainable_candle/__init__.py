@@ -1,9 +1,10 @@
 """Fine-tune large models with LoRA and DoRA, without PyTorch."""
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from trainable_candle import _functions, _methods, _missing
+from trainable_candle import _functions, _methods
 from trainable_candle._core import (
     AdapterFile,
     AdapterModule,
@@ -49,17 +50,8 @@ from trainable_candle._core import (
     where,
     zeros_like,
 )
-from trainable_candle._create import (
-    Generator,
-    device,
-    full,
-    ones,
-    rand,
-    randint,
-    randn,
-    tensor,
-    zeros,
-)
+from trainable_candle._creation import full, ones, rand, randint, randn, tensor, zeros
+from trainable_candle._device import device
 from trainable_candle._functions import (
     allclose,
     concat,
@@ -70,6 +62,7 @@ from trainable_candle._functions import (
     normal,
     randperm,
 )
+from trainable_candle._generator import Generator
 from trainable_candle._grad_mode import enable_grad, inference_mode, no_grad, set_grad_enabled
 from trainable_candle._info import info
 from trainable_candle.errors import (
@@ -99,6 +92,7 @@ if TYPE_CHECKING:
         distributed,
         errors,
         families,
+        loader,
         memory,
         models,
         nn,
@@ -106,12 +100,10 @@ if TYPE_CHECKING:
         peft,
         testing,
         train,
-        utils,
     )
     from trainable_candle.peft import PeftModel, get_peft_model
 
 _methods.attach()
-_missing.attach()
 
 float32 = DType("f32")
 float16 = DType("f16")
@@ -189,6 +181,7 @@ __all__ = [
     "is_tensor",
     "linspace",
     "load_file",
+    "loader",
     "lora_backward",
     "lora_backward_",
     "manual_seed",
@@ -221,7 +214,6 @@ __all__ = [
     "train",
     "uint8",
     "uint32",
-    "utils",
     "verify_adapter",
     "where",
     "zeros",
@@ -233,6 +225,7 @@ _LAZY = frozenset(
     {
         "distributed",
         "families",
+        "loader",
         "memory",
         "models",
         "nn",
@@ -240,7 +233,6 @@ _LAZY = frozenset(
         "peft",
         "testing",
         "train",
-        "utils",
     }
 )
 _DTYPES = {
@@ -274,6 +266,10 @@ def __getattr__(name: str) -> Any:
         return DType(_DTYPES[name])
     if name in _INSTEAD:
         raise AttributeError(f"module {__name__!r} has no {name!r}: {_INSTEAD[name]}")
+    if name == "utils":
+        # Torch's places; the module has a name that says what it is.
+        data = import_module(f"{__name__}.loader")
+        return SimpleNamespace(data=data, checkpoint=SimpleNamespace(checkpoint=checkpoint))
     if name in _FROM_PEFT:
         return getattr(import_module(f"{__name__}.peft"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -42,19 +42,31 @@ def function(name: str) -> Callable[..., Any]:
 
 @explained
 def is_tensor(value: object) -> bool:
-    """Return whether a value is a tensor."""
+    """Return whether a value is a tensor.
+
+    ```python
+    assert tc.is_tensor(tc.zeros(2)) and not tc.is_tensor([0.0])
+    ```
+    """
     return isinstance(value, _core.Tensor)
 
 
 @explained
 def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Join tensors along a dimension; the same as `cat`."""
+    """Join tensors along a dimension; the same as `cat`.
+
+    ```python
+    assert tc.concat([tc.zeros(2), tc.ones(1)]).tolist() == [0.0, 0.0, 1.0]
+    ```
+    """
     return _core.cat(tensors, dim)
 
 
 @explained
 def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8) -> bool:
     """Return whether all elements differ by at most atol + rtol * |other|; NaN is close to nothing.
+
+        assert tc.allclose(tc.ones(2), tc.ones(2) + 1e-9)
 
     Raises:
         TypeError: If one is not a tensor.
@@ -72,6 +84,8 @@ def linspace(
 ) -> Tensor:
     """Return evenly spaced numbers, both ends included.
 
+        assert tc.linspace(0, 1, 5).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+
     Raises:
         ArgumentError: If there are fewer than none.
     """
@@ -83,6 +97,8 @@ def linspace(
 @explained
 def randperm(n: int, device: str = "cpu") -> Tensor:
     """Return the numbers from 0 to below n in random order, i64, by the library's generator.
+
+        assert sorted(tc.randperm(3).tolist()) == [0, 1, 2]
 
     Raises:
         ArgumentError: If n is negative.
@@ -96,6 +112,8 @@ def randperm(n: int, device: str = "cpu") -> Tensor:
 def normal(mean: float, std: float, size: Sequence[int], device: str = "cpu") -> Tensor:
     """Return normal random numbers of a mean and a standard deviation.
 
+        assert tc.normal(5.0, 0.1, (2, 3)).shape == (2, 3)
+
     Raises:
         ArgumentError: If the deviation is negative.
     """
@@ -108,6 +126,9 @@ def normal(mean: float, std: float, size: Sequence[int], device: str = "cpu") ->
 @explained
 def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
     """Draw indices with probabilities in proportion to weights, on the host.
+
+        weights = tc.tensor([0.0, 1.0, 3.0])
+        assert 0 not in tc.multinomial(weights, 5, replacement=True).tolist()
 
     Args:
         input: Weights of at least 0: (n,), or (rows, n).
@@ -153,6 +174,9 @@ def einsum(equation: str, *operands: Tensor) -> Tensor:
 
     Two operands become one matrix product; more are taken from left to right. A label may occur
     once in an operand.
+
+        x = tc.einsum("bij,bkj->bik", tc.ones(2, 3, 4), tc.ones(2, 5, 4))
+        assert x.shape == (2, 3, 5)
 
     Raises:
         TypeError: If an operand is not a tensor.

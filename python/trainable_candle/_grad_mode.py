@@ -1,11 +1,15 @@
 """Turn the recording of operations on and off."""
 
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
+from typing import Any, TypeVar
 
-from trainable_candle._core import set_grad_enabled as _core_set_grad_enabled
+from trainable_candle._core import set_grad_enabled as _switch
 
 __all__ = ["enable_grad", "inference_mode", "no_grad", "set_grad_enabled"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _GradMode(ContextDecorator):
@@ -21,7 +25,7 @@ class _GradMode(ContextDecorator):
         return type(self)()
 
     def __enter__(self) -> None:
-        self._earlier.append(_core_set_grad_enabled(self._enabled))
+        self._earlier.append(_switch(self._enabled))
 
     def __exit__(
         self,
@@ -29,7 +33,7 @@ class _GradMode(ContextDecorator):
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _core_set_grad_enabled(self._earlier.pop())
+        _switch(self._earlier.pop())
 
 
 class no_grad(_GradMode):  # noqa: N801 - torch's name
@@ -41,25 +45,33 @@ class no_grad(_GradMode):  # noqa: N801 - torch's name
             prediction = model(x)
 
         @tc.no_grad()
-        def evaluate(model): ...
+        def evaluate(model):
+            return model(x)
     """
 
     _enabled = False
 
 
 class enable_grad(_GradMode):  # noqa: N801 - torch's name
-    """Record operations of this thread, also inside `no_grad`."""
+    """Record operations of this thread, also inside `no_grad`.
+
+    ```python
+    with tc.no_grad(), tc.enable_grad():
+        assert model(x).requires_grad
+    ```
+    """
 
     _enabled = True
 
 
 class inference_mode(_GradMode):  # noqa: N801 - torch's name
-    """As `no_grad`, or with False as `enable_grad`.
+    """Torch's name of `no_grad`.
 
-    Tensors that are made within it are ordinary ones.
+        with tc.inference_mode():
+            assert not model(x).requires_grad
 
     Args:
-        mode: Whether operations are not recorded.
+        mode: False to leave recording on.
     """
 
     def __init__(self, mode: bool = True) -> None:
@@ -67,21 +79,33 @@ class inference_mode(_GradMode):  # noqa: N801 - torch's name
         self._enabled = not mode
 
     def _recreate_cm(self) -> "inference_mode":
-        return inference_mode(not self._enabled)
+        return type(self)(mode=not self._enabled)
 
 
-class set_grad_enabled:  # noqa: N801 - torch's name
-    """Record operations of this thread or not, from now on; as a context manager until its end.
+class set_grad_enabled(ContextDecorator):  # noqa: N801 - torch's name
+    """Record operations of this thread, or not: at once, or inside a `with`, or of a function.
+
+        with tc.set_grad_enabled(False):
+            assert not model(x).requires_grad
 
     Args:
         mode: Whether operations are recorded.
     """
 
     def __init__(self, mode: bool) -> None:
-        self._earlier = _core_set_grad_enabled(bool(mode))
+        self._mode = bool(mode)
+        self._earlier = _switch(self._mode)
+
+    def _recreate_cm(self) -> "set_grad_enabled":
+        return type(self)(self._mode)
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function; the mode is for its calls alone."""
+        _switch(self._earlier)
+        return super().__call__(function)
 
     def __enter__(self) -> None:
-        """Nothing: the mode is set already."""
+        _switch(self._mode)
 
     def __exit__(
         self,
@@ -89,5 +113,4 @@ class set_grad_enabled:  # noqa: N801 - torch's name
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Go back to the earlier mode."""
-        _core_set_grad_enabled(self._earlier)
+        _switch(self._earlier)

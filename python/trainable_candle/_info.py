@@ -11,6 +11,8 @@ __all__ = ["info"]
 def info() -> dict[str, Any]:
     """Return versions, the backend picked and why, devices and threads.
 
+        assert tc.info()["backend"] in {"cpu", "cuda"}
+
     Returns:
         A dictionary with `version`, `python`, `platform`, `backend` ("cpu" or "cuda"), `reason`
         (why it is not CUDA, or None), `devices`, `threads`.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainable_candle import _core
+from trainable_candle import _arguments, _core
 from trainable_candle._explained import explained
 from trainable_candle._parts import (
     as_f64,
@@ -53,11 +53,6 @@ class ComposedMethods:
     """See the module."""
 
     # Kinds and places.
-
-    @property
-    def grad(self) -> Tensor | None:
-        """None: variables (`tc.Var`) keep gradients, other tensors have none."""
-        return None
 
     def half(self) -> Tensor:
         """Convert to f16."""
@@ -419,6 +414,11 @@ class ComposedMethods:
             new[place] = value.detach().to("f32").numpy() if is_tensor(value) else value
             tensor.set(_core.tensor(new, dtype=tensor.dtype, device=tensor.device))
 
+    @property
+    def grad(self) -> Tensor | None:
+        """None, except for variables: `backward` fills theirs alone."""
+        return None
+
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         """Return a variable of this value, or the value of a variable; use the result."""
         tensor = own(self)
@@ -462,6 +462,7 @@ class VarMethods:
 
 def attach() -> None:
     """Put the methods on `Tensor` and `Var`."""
+    _arguments.attach()
     for source, target in ((ComposedMethods, _core.Tensor), (VarMethods, _core.Var)):
         for name, member in vars(source).items():
             plain = name.startswith("__") and name in {"__module__", "__dict__", "__weakref__"}

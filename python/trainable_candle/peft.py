@@ -188,6 +188,9 @@ class PeftModel(Module):
     """A module with adapters, as peft's class of this name; `get_peft_model` makes it.
 
     Calls go to the module; `parameters` are those of the adapters.
+
+        model = tc.get_peft_model(model, tc.LoraConfig(r=2, target_modules=["0"]))
+        model.save_pretrained("adapters")
     """
 
     def __init__(self, module: Module, adapter: ModuleAdapter) -> None:
@@ -241,7 +244,8 @@ class PeftModel(Module):
 def get_peft_model(module: Module, config: LoraConfig) -> PeftModel:
     """Freeze a module written in Python and put adapters on it, as peft's function of this name.
 
-        model = tc.get_peft_model(MyModel(), tc.LoraConfig(r=8, target_modules=["fc1", "fc2"]))
+        model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
+        model = tc.get_peft_model(model, tc.LoraConfig(r=8, target_modules=["0", "2"]))
         optimizer = tc.optim.AdamW(model.parameters(), lr=1e-3)
 
     Raises:

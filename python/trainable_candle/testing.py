@@ -30,6 +30,8 @@ def assert_close(
 ) -> None:
     """Assert that a tensor has the shape and, within tolerance, the values of `expected`.
 
+        tc.testing.assert_close(tc.ones(2) * 3, [3.0, 3.0])
+
     Args:
         actual: The tensor.
         expected: A tensor of the same dtype, or an array or nested lists.

@@ -27,7 +27,7 @@ MODULES = [
     "trainable_candle.nn.init",
     "trainable_candle.optim",
     "trainable_candle.optim.lr_scheduler",
-    "trainable_candle.utils.data",
+    "trainable_candle.loader",
 ]
 WRONG = {
     "negative": -1,

@@ -50,8 +50,6 @@ HISTORY = re.compile(
 )
 # ... and a concept has a home: these name none.
 NO_HOME = {"common", "helper", "helpers", "misc", "shared", "stuff", "util", "utils"}
-TORCHS = {"utils"}
-"""Names that users of torch look for."""
 MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:home|root|Users|work|mnt|srv|scratch)/[\w.-]+")
 MAX_LINES = 500
 
@@ -62,7 +60,6 @@ def test_the_root_holds_only_what_belongs_there() -> None:
 
 def test_names_say_what_files_are() -> None:
     names = {part for path in FILES for part in (*path.parts[:-1], path.stem)}
-    names -= TORCHS
     assert [name for name in sorted(names) if HISTORY.search(plain(name))] == []
     assert [name for name in sorted(names) if plain(name) in NO_HOME] == []
 

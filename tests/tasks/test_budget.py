@@ -216,10 +216,12 @@ def test_what_cannot_fit_is_refused_with_what_would(
 
 
 def test_a_weight_that_is_rounded_in_training_is_not_rounded_otherwise(flux: Model) -> None:
+    resident = {"stream_blocks": 0, "stream_modulation": False}
+    for grid in ("int8", "nf4"):
+        found = flux.plan(budget(16), qat=grid, **resident)
+        assert found.config.base_precision == grid
     with pytest.raises(OutOfMemoryError):
-        flux.plan(budget(16), qat="int8", stream_blocks=0, stream_modulation=False)
-    found = flux.plan(budget(20), qat="nf4", stream_blocks=0, stream_modulation=False)
-    assert found.config.base_precision == "nf4"
+        flux.plan(budget(16), qat="int4", **resident)
 
 
 def test_models_without_such_blocks_stream_nothing() -> None:

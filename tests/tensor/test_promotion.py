@@ -31,7 +31,7 @@ def made(dtype: str, *shape: int) -> tc.Tensor:
     return tc.ones(*shape, dtype=dtype) * 2
 
 
-@pytest.mark.parametrize(("a", "b"), product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("a", "b"), list(product(DTYPES, DTYPES)))
 def test_sums_have_torchs_dtypes(a: str, b: str) -> None:
     found = made(a, 3) + made(b, 3)
     assert str(found.dtype) == TABLE[a, b]
@@ -40,7 +40,7 @@ def test_sums_have_torchs_dtypes(a: str, b: str) -> None:
     assert (made(a, 3) <= made(b, 3)).tolist() == [1] * 3
 
 
-@pytest.mark.parametrize(("a", "b"), product(DTYPES, DTYPES))
+@pytest.mark.parametrize(("a", "b"), list(product(DTYPES, DTYPES)))
 def test_the_table_is_torchs(a: str, b: str) -> None:
     torch = pytest.importorskip("torch")
     x, y = (torch.ones(3, dtype=getattr(torch, TORCH[name])) for name in (a, b))

@@ -255,7 +255,7 @@ def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
             train_adapter(settings, callbacks=[failing], progress=False)
 
 
-def test_a_batch_of_auto_is_a_number_in_the_end(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_batch_of_auto_is_a_number_in_the_end(config: TrainConfig) -> None:
     settings = {**asdict(config), "batch_size": "auto", "steps": 3}
     lines: list[str] = []
     train_adapter(TrainConfig.from_mapping(settings), progress=False, report=lines.append)

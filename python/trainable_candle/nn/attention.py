@@ -1,13 +1,15 @@
-"""Attention over several heads, with torch's constructor, parameters and masks."""
+"""Multi-head attention with torch's constructor, masks and parameter names."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from trainable_candle._core import Tensor, Var, zeros
+from trainable_candle._core import Tensor, Var, full, tensor, where, zeros, zeros_like
+from trainable_candle._explained import explained
 from trainable_candle.errors import ArgumentError, ShapeError
 from trainable_candle.nn import functional, init
+from trainable_candle.nn.layers import whole
 from trainable_candle.nn.linear import Linear
 from trainable_candle.nn.module import Module
 
@@ -18,29 +20,29 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(Module):
-    """Queries attend to keys in several heads (Vaswani et al. 2017, arXiv:1706.03762).
+    """Attention of several heads (Vaswani et al. 2017, arXiv:1706.03762) with its projections.
 
-    Initial values are torch's: Xavier for the projections in, zero for biases.
+    Without `need_weights` and dropout, the matrix of scores is never made.
+
+        attention = tc.nn.MultiheadAttention(8, 2, batch_first=True)
+        x = tc.randn(4, 5, 8)
+        result, weights = attention(x, x, x)
+        assert weights.shape == (4, 5, 5)
 
     Args:
-        embed_dim: Width of queries, keys and values.
-        num_heads: Number of heads, which share the width equally.
-        dropout: Probability with which weights of attention are dropped in training.
+        embed_dim: Features of queries, keys, values and results.
+        num_heads: Heads; divides `embed_dim`.
+        dropout: Probability of leaving out a weight in training.
         bias: Whether the projections have biases.
-        batch_first: Whether tensors are (B, S, E) rather than (S, B, E).
+        batch_first: Whether tensors are (B, S, E), instead of (S, B, E).
         dtype: A floating point dtype; default f32.
         device: The device.
 
     Raises:
-        ArgumentError: If the heads do not share the width equally.
-
-    Example:
-        >>> attention = tc.nn.MultiheadAttention(8, 2, batch_first=True)
-        >>> x = tc.randn(1, 5, 8)
-        >>> attention(x, x, x, need_weights=False)[0].shape
-        (1, 5, 8)
+        ArgumentError: If the heads do not divide the features, or the probability is out of range.
     """
 
+    @explained
     def __init__(
         self,
         embed_dim: int,
@@ -51,24 +53,24 @@ class MultiheadAttention(Module):
         dtype: str | None = None,
         device: str = "cpu",
     ) -> None:
-        if num_heads < 1 or embed_dim < 1 or embed_dim % num_heads:
+        embed_dim = whole("MultiheadAttention", "embed_dim", embed_dim)
+        if embed_dim % whole("MultiheadAttention", "num_heads", num_heads):
             raise ArgumentError(
-                f"MultiheadAttention: {num_heads} heads cannot share {embed_dim} features; "
-                "expected a divisor"
+                f"MultiheadAttention: num_heads is {num_heads}, expected a divisor of embed_dim, "
+                f"{embed_dim}"
             )
-        self.num_heads = num_heads
-        self.dropout = dropout
-        self.batch_first = batch_first
-        self.in_proj_weight: Tensor = Var(
-            zeros(3 * embed_dim, embed_dim, dtype=dtype, device=device)
-        )
+        if not 0 <= dropout < 1:
+            raise ArgumentError(f"MultiheadAttention: dropout is {dropout}, expected 0 to below 1")
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.dropout, self.batch_first = dropout, batch_first
+        shape = (3 * embed_dim, embed_dim)
+        self.in_proj_weight: Tensor = Var(zeros(shape, dtype=dtype, device=device))
         init.xavier_uniform_(self.in_proj_weight)
         self.in_proj_bias: Tensor | None = None
         self.out_proj = Linear(embed_dim, embed_dim, bias=bias, dtype=dtype, device=device)
         if bias:
-            self.in_proj_bias = Var(zeros(3 * embed_dim, dtype=dtype, device=device))
-            if self.out_proj.bias is not None:
-                init.zeros_(self.out_proj.bias)
+            self.in_proj_bias = Var(zeros(shape[0], dtype=dtype, device=device))
+            self.out_proj.bias = Var(zeros(embed_dim, dtype=dtype, device=device))
 
     def forward(
         self,
@@ -81,87 +83,110 @@ class MultiheadAttention(Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Attend from queries to keys.
+
+        Masks are torch's: a u8 mask is 1 where attention is forbidden; a floating point mask is
+        added to the scores.
 
         Args:
-            query: (S, B, E), with `batch_first` (B, S, E).
-            key: (L, B, E) or (B, L, E).
-            value: As the keys.
-            key_padding_mask: (B, L): 1 (u8) where a key is not seen, or numbers that are added to
-                the scores.
-            need_weights: Whether the weights are returned, which takes a matrix of scores.
-            attn_mask: (S, L), or (B heads, S, L): likewise for each query.
-            average_attn_weights: Whether the weights are the mean over the heads.
-            is_causal: Whether position i sees positions up to i alone.
+            query: (S, B, E), or (B, S, E) with `batch_first`, or (S, E) without batch.
+            key: (L, B, E), alike.
+            value: (L, B, E), alike.
+            key_padding_mask: (B, L), or (L,) without batch.
+            need_weights: Whether the weights are returned.
+            attn_mask: (S, L), or (B * num_heads, S, L).
+            average_attn_weights: Whether these are averaged over the heads.
+            is_causal: Whether position i attends only to positions up to i; without `attn_mask`.
 
         Returns:
-            The result in the form of the queries, and the weights (B, S, L) or (B, heads, S, L), if
-            they are asked for.
+            The result in the form of the query, and the weights: (B, S, L), (B, heads, S, L) if not
+            averaged, without B if there is no batch, or None.
 
         Raises:
-            ShapeError, DTypeError: If the operands do not fit.
+            ShapeError, DTypeError, DeviceError: If the tensors do not fit.
         """
-        if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
+        if query.ndim not in {2, 3} or {key.ndim, value.ndim} != {query.ndim}:
             raise ShapeError(
-                f"MultiheadAttention: found {query.ndim} dimensions of the queries, expected 3"
+                f"MultiheadAttention: found shapes {query.shape}, {key.shape} and {value.shape}, "
+                "expected three tensors of two or of three dimensions"
             )
-        if not self.batch_first:
-            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        q, k, v = self._projected((query, key, value))
-        mask = self._mask(key_padding_mask, attn_mask, q.shape[0])
-        drops = self.dropout > 0 and self.training
+        batched = query.ndim == 3
+        flip = batched and not self.batch_first
+        inputs = [x.transpose(0, 1) if flip else x for x in (query, key, value)]
+        if not batched:
+            inputs = [x.unsqueeze(0) for x in inputs]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        q, k, v = self._projected(inputs)
+        mask = self._mask(q, k, key_padding_mask, attn_mask, is_causal=is_causal)
+        chance = self.dropout if self.training else 0.0
         weights = None
-        if need_weights or drops:
-            weights = self._weights(q, k, mask, is_causal)
-            used = functional.dropout(weights, self.dropout) if drops else weights
-            mixed = used @ v
+        if need_weights or chance:
+            scores = q.matmul(k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]))
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            mixed = functional.dropout(weights, chance, self.training).matmul(v)
         else:
-            mixed = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal)
-        batch, _, length, _ = mixed.shape
-        result = self.out_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
-        if not self.batch_first:
-            result = result.transpose(0, 1)
-        if not need_weights or weights is None:
-            return result, None
-        return result, weights.mean(1) if average_attn_weights else weights
+            mixed = functional.scaled_dot_product_attention(q, k, v, mask)
+        batch, heads, length, width = mixed.shape
+        result = self.out_proj(mixed.transpose(1, 2).reshape((batch, length, heads * width)))
+        if weights is not None:
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            result = result.squeeze(0)
+            weights = None if weights is None else weights.squeeze(0)
+        result = result.transpose(0, 1) if flip else result
+        return result, weights if need_weights else None
 
     def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Queries, keys and values as (B, heads, S, E / heads)."""
-        width = self.in_proj_weight.shape[1]
-        parts = []
-        for index, x in enumerate(inputs):
-            rows = slice(index * width, (index + 1) * width)
-            bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
-            projected = functional.linear(x, self.in_proj_weight[rows], bias)
-            batch, length, _ = projected.shape
-            parts.append(projected.reshape(batch, length, self.num_heads, -1).transpose(1, 2))
-        return parts
-
-    def _mask(self, padding: Tensor | None, mask: Tensor | None, batch: int) -> Tensor | None:
-        """Both masks as numbers that are added to the scores, (B or 1, heads or 1, S or 1, L)."""
-        found = None
-        if padding is not None:
-            found = self._added(padding.reshape(batch, 1, 1, -1))
-        if mask is not None:
-            shape = mask.shape
-            whole = (batch, self.num_heads, *shape[1:]) if mask.ndim == 3 else (1, 1, *shape)
-            added = self._added(mask.reshape(whole))
-            found = added if found is None else found + added
+        """Queries, keys and values, each (B, heads, length, width)."""
+        size, heads = self.embed_dim, self.num_heads
+        found = []
+        for place, x in enumerate(inputs):
+            weight = self.in_proj_weight.narrow(0, place * size, size)
+            bias = self.in_proj_bias
+            bias = None if bias is None else bias.narrow(0, place * size, size)
+            y = functional.linear(x, weight, bias)
+            y = y.reshape((*y.shape[:2], heads, size // heads))
+            found.append(y.transpose(1, 2).contiguous())
         return found
 
-    def _added(self, mask: Tensor) -> Tensor:
-        """A mask as numbers: minus infinity where u8 is 1."""
-        dtype = self.in_proj_weight.dtype
-        if str(mask.dtype) != "u8":
-            return mask.to(dtype)
-        return zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+    def _mask(
+        self,
+        q: Tensor,
+        k: Tensor,
+        padding: Tensor | None,
+        given: Tensor | None,
+        *,
+        is_causal: bool,
+    ) -> Tensor | None:
+        """What is added to the scores: (1 or B, 1 or heads, 1 or S, L)."""
+        batch, heads, length, keys = (*q.shape[:3], k.shape[2])
+        if given is None and is_causal:
+            later = [[column > row for column in range(keys)] for row in range(length)]
+            given = tensor(later, device=q.device)
+        total = None
+        for mask in (given, padding):
+            if mask is None:
+                continue
+            if mask.dtype == "u8":
+                nothing = zeros_like(mask, dtype=q.dtype)
+                low = full((), -math.inf, dtype=q.dtype, device=q.device)
+                added = where(mask, low, nothing)
+            else:
+                added = mask.to(q.dtype)
+            if mask is padding:
+                shape: tuple[int, ...] = (batch, 1, 1, keys)
+            elif mask.ndim == 3:
+                shape = (batch, heads, length, keys)
+            else:
+                shape = (1, 1, length, keys)
+            if math.prod(mask.shape) != math.prod(shape):
+                raise ShapeError(
+                    f"MultiheadAttention: a mask has shape {mask.shape}, expected {shape} without "
+                    "the dimensions of size 1"
+                )
+            added = added.reshape(shape)
+            total = added if total is None else total + added
+        return total
 
-    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-        if mask is not None:
-            scores = scores + mask
-        if is_causal:
-            length, keys = scores.shape[-2:]
-            later = zeros(length, keys, dtype="f32", device=scores.device) + 1.0
-            scores = scores.masked_fill(later.tril() == 0, -math.inf)
-        return functional.softmax(scores, -1)
+    def _facts(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"

@@ -18,6 +18,10 @@ __all__ = ["ModuleList", "Sequential"]
 class ModuleList(Module):
     """A list of modules; a plain list in an attribute does as well.
 
+        layers = tc.nn.ModuleList(tc.nn.Linear(4, 4) for _ in range(3))
+        for layer in layers:
+            x = layer(x)
+
     Args:
         modules: Its items.
 
@@ -87,6 +91,9 @@ class ModuleList(Module):
 
 class Sequential(ModuleList):
     """Modules one after the other.
+
+        model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
+        assert model(x).shape == (3, 2)
 
     Args:
         *modules: In order.

@@ -6,7 +6,7 @@ from trainable_candle._core import Tensor, Var, init_linear, zeros
 from trainable_candle._core import conv2d as _conv2d
 from trainable_candle._core import dropout as _dropout
 from trainable_candle.errors import ArgumentError
-from trainable_candle.nn.layers import Conv2d, _whole
+from trainable_candle.nn.layers import Conv2d, whole
 from trainable_candle.nn.module import Module
 
 __all__ = ["LoRAConv2d"]
@@ -18,6 +18,9 @@ class LoRAConv2d(Module):
     y = conv(x, W) + b + scale * conv_1x1(conv(x, lora_down), lora_up). `lora_down` (rank, in,
     height, width) has the convolution's stride, padding and dilation, and torch's initial values;
     `lora_up` (out, rank, 1, 1) is zero; both are f32 variables.
+
+        layer = tc.nn.LoRAConv2d(tc.nn.Conv2d(3, 8, 3), rank=4, alpha=4)
+        assert layer(tc.randn(1, 3, 6, 6)).shape == (1, 8, 4, 4)
 
     Args:
         base: The layer; its groups are 1.
@@ -42,7 +45,7 @@ class LoRAConv2d(Module):
             raise TypeError(f"LoRAConv2d: base is {type(base).__name__}, expected a Conv2d")
         if base.groups != 1:
             raise ArgumentError(f"LoRAConv2d: the convolution has {base.groups} groups, expected 1")
-        rank = _whole("LoRAConv2d", "rank", rank)
+        rank = whole("LoRAConv2d", "rank", rank)
         if not 0 <= dropout < 1:
             raise ArgumentError(
                 f"LoRAConv2d: dropout is {dropout}, expected a number from 0 to below 1"

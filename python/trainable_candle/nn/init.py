@@ -1,19 +1,18 @@
-"""Initial values of variables, with torch's names; each changes its argument and returns it.
-
-tc.nn.init.xavier_uniform_(layer.weight)
-"""
+"""Initial values of variables, which the functions set and return: torch's `nn.init`."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from trainable_candle import _create
-from trainable_candle._core import Tensor, Var, eye
+import numpy as np
+
+from trainable_candle import _core
+from trainable_candle._explained import explained
 from trainable_candle.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
-    from trainable_candle._create import Generator
+    from trainable_candle._core import Tensor, Var
 
 __all__ = [
     "calculate_gain",
@@ -23,6 +22,7 @@ __all__ = [
     "kaiming_uniform_",
     "normal_",
     "ones_",
+    "orthogonal_",
     "trunc_normal_",
     "uniform_",
     "xavier_normal_",
@@ -30,228 +30,222 @@ __all__ = [
     "zeros_",
 ]
 
-_GAINS = {
-    "linear": 1.0,
-    "conv1d": 1.0,
-    "conv2d": 1.0,
-    "sigmoid": 1.0,
-    "tanh": 5 / 3,
-    "relu": math.sqrt(2),
-    "selu": 3 / 4,
-}
 
-
-def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """Return by what a layer before `nonlinearity` should be scaled.
-
-    Args:
-        nonlinearity: "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu", "selu".
-        param: The slope of a leaky ReLU; default 0.01.
-
-    Raises:
-        ArgumentError: If it is another function.
-    """
-    if nonlinearity == "leaky_relu":
-        slope = 0.01 if param is None else param
-        return math.sqrt(2 / (1 + slope**2))
-    if nonlinearity not in _GAINS:
-        known = ", ".join([*_GAINS, "leaky_relu"])
-        raise ArgumentError(f"init: nonlinearity is {nonlinearity!r}, expected one of {known}")
-    return _GAINS[nonlinearity]
-
-
-def uniform_(
-    tensor: Tensor, a: float = 0.0, b: float = 1.0, generator: Generator | None = None
-) -> Tensor:
+@explained
+def uniform_(tensor: Var, a: float = 0.0, b: float = 1.0) -> Var:
     """Draw values from [a, b).
 
-    Raises:
-        TypeError: If it is not a variable.
-        ArgumentError: If b is below a.
+    ```python
+    tc.nn.init.uniform_(model[0].weight, -0.1, 0.1)
+    ```
     """
-    if b < a:
-        raise ArgumentError(f"init: found the range {a} to {b}, expected the smaller bound first")
-    return _set(tensor, _drawn(tensor, generator, normal=False) * (b - a) + a)
+    return _set("uniform_", tensor, _core.rand(tensor.shape, dtype="f32") * (b - a) + a)
 
 
-def normal_(
-    tensor: Tensor, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None
-) -> Tensor:
+@explained
+def normal_(tensor: Var, mean: float = 0.0, std: float = 1.0) -> Var:
     """Draw normal values.
 
-    Raises:
-        TypeError: If it is not a variable.
-        ArgumentError: If the deviation is negative.
+    ```python
+    tc.nn.init.normal_(model[0].weight, std=0.02)
+    ```
     """
-    if std < 0:
-        raise ArgumentError(f"init: std is {std}, expected at least 0")
-    return _set(tensor, _drawn(tensor, generator, normal=True) * std + mean)
+    return _set("normal_", tensor, _core.randn(tensor.shape, dtype="f32") * std + mean)
 
 
+@explained
 def trunc_normal_(
-    tensor: Tensor,
-    mean: float = 0.0,
-    std: float = 1.0,
-    a: float = -2.0,
-    b: float = 2.0,
-    generator: Generator | None = None,
-) -> Tensor:
-    """Draw normal values between a and b: those outside are drawn again.
+    tensor: Var, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> Var:
+    """Draw normal values that lie in [a, b]; others are drawn again.
+
+        tc.nn.init.trunc_normal_(model[0].weight, std=0.02)
 
     Raises:
-        TypeError: If it is not a variable.
-        ArgumentError: If nearly all values lie outside, four deviations or more from the mean.
+        ArgumentError: If the range has less than one in a thousand of the values.
     """
-    far = 4 * std
-    if not a < b or mean + far < a or mean - far > b or std <= 0:
-        raise ArgumentError(f"init: nearly no value of mean {mean} and std {std} is in {a} to {b}")
-    values = _drawn(tensor, generator, normal=True) * std + mean
-    while True:
-        outside = (values < a) + (values > b)
-        if not bool((outside > 0).any()):
-            return _set(tensor, values)
-        again = _drawn(tensor, generator, normal=True) * std + mean
-        values = values.masked_fill(outside > 0, 0.0) + again.masked_fill(outside == 0, 0.0)
+    low, high = (0.5 * (1 + math.erf((end - mean) / (std * math.sqrt(2)))) for end in (a, b))
+    if high - low < 1e-3:
+        raise ArgumentError(f"trunc_normal_: [{a}, {b}] is too far from the mean {mean}")
+    values = np.full(tensor.shape, np.nan)
+    while (missing := ~((values >= a) & (values <= b))).any():
+        count = int(missing.sum())
+        values[missing] = _core.randn((count,), dtype="f64").numpy() * std + mean
+    return _set("trunc_normal_", tensor, _core.tensor(values, dtype="f32"))
 
 
-def constant_(tensor: Tensor, val: float) -> Tensor:
-    """Set all values to one.
+@explained
+def constant_(tensor: Var, val: float) -> Var:
+    """Set every element to a number.
 
-    Raises:
-        TypeError: If it is not a variable.
+    ```python
+    tc.nn.init.constant_(model[0].bias, 0.5)
+    ```
     """
-    return _set(tensor, tensor.detach() * 0.0 + val)
+    return _set("constant_", tensor, _core.full(tensor.shape, float(val), dtype="f32"))
 
 
-def zeros_(tensor: Tensor) -> Tensor:
-    """Set all values to 0.
+@explained
+def ones_(tensor: Var) -> Var:
+    """Set every element to 1.
 
-    Raises:
-        TypeError: If it is not a variable.
-    """
-    return constant_(tensor, 0.0)
-
-
-def ones_(tensor: Tensor) -> Tensor:
-    """Set all values to 1.
-
-    Raises:
-        TypeError: If it is not a variable.
+    ```python
+    tc.nn.init.ones_(model[0].bias)
+    ```
     """
     return constant_(tensor, 1.0)
 
 
-def eye_(tensor: Tensor) -> Tensor:
-    """Set a matrix to ones on its diagonal and zeros elsewhere.
+@explained
+def zeros_(tensor: Var) -> Var:
+    """Set every element to 0.
+
+    ```python
+    tc.nn.init.zeros_(model[0].bias)
+    ```
+    """
+    return constant_(tensor, 0.0)
+
+
+@explained
+def eye_(tensor: Var) -> Var:
+    """Set a matrix to the identity.
+
+        tc.nn.init.eye_(model[0].weight)
 
     Raises:
-        TypeError: If it is not a variable.
-        ShapeError: If it is not a matrix.
+        ShapeError: If it is no matrix.
     """
-    if tensor.ndim != 2:
-        raise ShapeError(f"init: eye_ of a tensor of shape {tensor.shape}, expected a matrix")
-    rows, columns = tensor.shape
-    square = eye(max(rows, columns), dtype=str(tensor.dtype), device=str(tensor.device))
-    return _set(tensor, square[:rows, :columns])
+    rows, columns = _matrix("eye_", tensor)
+    return _set("eye_", tensor, _core.tensor(np.eye(rows, columns), dtype="f32"))
 
 
-def xavier_uniform_(
-    tensor: Tensor, gain: float = 1.0, generator: Generator | None = None
-) -> Tensor:
-    """Draw uniform values of variance 2 gain² / (fan_in + fan_out) (Glorot and Bengio, 2010).
+@explained
+def xavier_uniform_(tensor: Var, gain: float = 1.0) -> Var:
+    """Draw values of variance gain^2 * 2 / (fan_in + fan_out), uniform (Glorot & Bengio 2010).
 
-    Raises:
-        TypeError: If it is not a variable.
-        ShapeError: If it has fewer than two dimensions.
+    ```python
+    tc.nn.init.xavier_uniform_(model[0].weight)
+    ```
     """
-    bound = gain * math.sqrt(6 / sum(_fans(tensor)))
-    return uniform_(tensor, -bound, bound, generator)
+    bound = gain * math.sqrt(6 / sum(_fans("xavier_uniform_", tensor)))
+    return uniform_(tensor, -bound, bound)
 
 
-def xavier_normal_(tensor: Tensor, gain: float = 1.0, generator: Generator | None = None) -> Tensor:
-    """Draw normal values of variance 2 gain² / (fan_in + fan_out) (Glorot and Bengio, 2010).
+@explained
+def xavier_normal_(tensor: Var, gain: float = 1.0) -> Var:
+    """Draw values of variance gain^2 * 2 / (fan_in + fan_out), normal (Glorot & Bengio 2010).
 
-    Raises:
-        TypeError: If it is not a variable.
-        ShapeError: If it has fewer than two dimensions.
+    ```python
+    tc.nn.init.xavier_normal_(model[0].weight)
+    ```
     """
-    return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(_fans(tensor))), generator)
+    return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(_fans("xavier_normal_", tensor))))
 
 
+@explained
 def kaiming_uniform_(
-    tensor: Tensor,
-    a: float = 0.0,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: Generator | None = None,
-) -> Tensor:
-    """Draw uniform values of variance gain² / fan (arXiv:1502.01852).
+    tensor: Var, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+) -> Var:
+    """Draw uniform values of variance gain^2 / fan (He et al. 2015, arXiv:1502.01852).
+
+        tc.nn.init.kaiming_uniform_(model[0].weight, nonlinearity="relu")
 
     Args:
-        tensor: The variable.
-        a: The slope of the leaky ReLU that follows.
+        tensor: The variable, of at least two dimensions.
+        a: The slope of a leaky ReLU below 0.
         mode: "fan_in" or "fan_out".
-        nonlinearity: What follows; as for `calculate_gain`.
-        generator: What is drawn from.
+        nonlinearity: What `calculate_gain` takes.
 
     Raises:
-        TypeError: If it is not a variable.
-        ShapeError: If it has fewer than two dimensions.
-        ArgumentError: If the mode or the nonlinearity is unknown.
+        ArgumentError: If the mode or the function is unknown.
+        ShapeError: If there are fewer than two dimensions.
     """
-    bound = math.sqrt(3) * _deviation(tensor, a, mode, nonlinearity)
-    return uniform_(tensor, -bound, bound, generator)
+    bound = math.sqrt(3) * _kaiming("kaiming_uniform_", tensor, a, mode, nonlinearity)
+    return uniform_(tensor, -bound, bound)
 
 
+@explained
 def kaiming_normal_(
-    tensor: Tensor,
-    a: float = 0.0,
-    mode: str = "fan_in",
-    nonlinearity: str = "leaky_relu",
-    generator: Generator | None = None,
-) -> Tensor:
-    """Draw normal values of variance gain² / fan (arXiv:1502.01852).
+    tensor: Var, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+) -> Var:
+    """Draw normal values of variance gain^2 / fan; takes what `kaiming_uniform_` takes.
 
-    Args:
-        tensor: The variable.
-        a: The slope of the leaky ReLU that follows.
-        mode: "fan_in" or "fan_out".
-        nonlinearity: What follows; as for `calculate_gain`.
-        generator: What is drawn from.
+    ```python
+    tc.nn.init.kaiming_normal_(model[0].weight, mode="fan_out")
+    ```
+    """
+    return normal_(tensor, 0.0, _kaiming("kaiming_normal_", tensor, a, mode, nonlinearity))
+
+
+@explained
+def orthogonal_(tensor: Var, gain: float = 1.0) -> Var:
+    """Set rows, or columns, of random directions that are orthogonal (arXiv:1312.6120).
+
+    Dimensions after the first count as one.
+
+        tc.nn.init.orthogonal_(model[0].weight)
 
     Raises:
-        TypeError: If it is not a variable.
-        ShapeError: If it has fewer than two dimensions.
-        ArgumentError: If the mode or the nonlinearity is unknown.
+        ShapeError: If there are fewer than two dimensions.
     """
-    return normal_(tensor, 0.0, _deviation(tensor, a, mode, nonlinearity), generator)
-
-
-def _deviation(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> float:
-    fans = dict(zip(("fan_in", "fan_out"), _fans(tensor), strict=True))
-    if mode not in fans:
-        raise ArgumentError(f'init: mode is {mode!r}, expected "fan_in" or "fan_out"')
-    return calculate_gain(nonlinearity, a) / math.sqrt(fans[mode])
-
-
-def _fans(tensor: Tensor) -> tuple[int, int]:
-    """Inputs and outputs of each unit of a layer whose weight is `tensor`."""
     if tensor.ndim < 2:
-        raise ShapeError(f"init: shape {tensor.shape} has no fan, expected two dimensions or more")
-    kernel = math.prod(tensor.shape[2:])
-    return tensor.shape[1] * kernel, tensor.shape[0] * kernel
+        raise ShapeError(f"orthogonal_: the shape is {tensor.shape}, expected two dimensions")
+    rows = tensor.shape[0]
+    columns = math.prod(tensor.shape[1:])
+    drawn = _core.randn((max(rows, columns), min(rows, columns)), dtype="f64").numpy()
+    q, r = np.linalg.qr(drawn)
+    q *= np.sign(np.diag(r))  # makes the directions uniform
+    values = (q if rows >= columns else q.T).reshape(tensor.shape) * gain
+    return _set("orthogonal_", tensor, _core.tensor(values, dtype="f32"))
 
 
-def _drawn(tensor: Tensor, generator: Generator | None, *, normal: bool) -> Tensor:
-    draw = _create.randn if normal else _create.rand
-    dtype, device = str(tensor.dtype), str(tensor.device)
-    return draw(tensor.shape, dtype=dtype, device=device, generator=generator)
+@explained
+def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
+    """Return the factor that keeps the variance through a function.
 
+        assert tc.nn.init.calculate_gain("linear") == 1
 
-def _set(tensor: Tensor, values: Tensor) -> Tensor:
-    if not isinstance(tensor, Var):
-        raise TypeError(
-            f"init: found {type(tensor).__name__}, expected a Var; tensors do not change"
+    Args:
+        nonlinearity: "linear", "conv1d", "conv2d", "sigmoid", "tanh", "relu", "leaky_relu" or
+            "selu".
+        param: The slope of a leaky ReLU; default 0.01.
+
+    Raises:
+        ArgumentError: If the function is unknown.
+    """
+    slope = 0.01 if param is None else param
+    gains = {"linear": 1.0, "conv1d": 1.0, "conv2d": 1.0, "sigmoid": 1.0, "tanh": 5 / 3}
+    gains |= {"relu": math.sqrt(2), "leaky_relu": math.sqrt(2 / (1 + slope**2)), "selu": 0.75}
+    if nonlinearity not in gains:
+        raise ArgumentError(
+            f"calculate_gain: nonlinearity is {nonlinearity!r}, expected one of {', '.join(gains)}"
         )
-    tensor.set(values)
+    return gains[nonlinearity]
+
+
+def _set(name: str, tensor: object, values: Tensor) -> Var:
+    if not isinstance(tensor, _core.Var):
+        raise TypeError(f"{name}: found {type(tensor).__name__}, expected a Var, which can change")
+    tensor.set(values.to(tensor.dtype).to(tensor.device))
     return tensor
+
+
+def _matrix(name: str, tensor: Var) -> tuple[int, int]:
+    if tensor.ndim != 2:
+        raise ShapeError(f"{name}: the shape is {tensor.shape}, expected a matrix")
+    return tensor.shape[0], tensor.shape[1]
+
+
+def _fans(name: str, tensor: Var) -> tuple[int, int]:
+    if tensor.ndim < 2:
+        raise ShapeError(f"{name}: the shape is {tensor.shape}, expected at least two dimensions")
+    area = math.prod(tensor.shape[2:])
+    return tensor.shape[1] * area, tensor.shape[0] * area
+
+
+def _kaiming(name: str, tensor: Var, a: float, mode: str, nonlinearity: str) -> float:
+    if mode not in {"fan_in", "fan_out"}:
+        raise ArgumentError(f'{name}: mode is {mode!r}, expected "fan_in" or "fan_out"')
+    fan = _fans(name, tensor)[mode == "fan_out"]
+    return calculate_gain(nonlinearity, a) / math.sqrt(fan)

@@ -36,6 +36,9 @@ class Embedding(Module):
 
     The table's initial values are normal with a standard deviation of 1.
 
+        table = tc.nn.Embedding(10, 4)
+        assert table(tc.tensor([1, 2, 9])).shape == (3, 4)
+
     Args:
         num_embeddings: Entries of the table.
         embedding_dim: Features of an entry.
@@ -54,8 +57,8 @@ class Embedding(Module):
         device: str = "cpu",
     ) -> None:
         shape = (
-            _whole("Embedding", "num_embeddings", num_embeddings),
-            _whole("Embedding", "embedding_dim", embedding_dim),
+            whole("Embedding", "num_embeddings", num_embeddings),
+            whole("Embedding", "embedding_dim", embedding_dim),
         )
         self.weight: Tensor = Var(randn(shape, dtype=dtype, device=device))
 
@@ -76,6 +79,9 @@ class Conv2d(Module):
     """Two-dimensional convolution of (B, in_channels, height, width).
 
     Initial values are uniform in +-1 / sqrt(in_channels / groups * kernel area), as in torch.
+
+        layer = tc.nn.Conv2d(3, 8, kernel_size=3, padding=1)
+        assert layer(tc.randn(1, 3, 6, 6)).shape == (1, 8, 6, 6)
 
     Args:
         in_channels: Channels of the input.
@@ -110,9 +116,9 @@ class Conv2d(Module):
         self.stride = _pair("Conv2d", "stride", stride, 1)
         self.padding = _pair("Conv2d", "padding", padding, 0)
         self.dilation = _pair("Conv2d", "dilation", dilation, 1)
-        self.groups = _whole("Conv2d", "groups", groups)
-        inputs, rest = divmod(_whole("Conv2d", "in_channels", in_channels), self.groups)
-        if rest or _whole("Conv2d", "out_channels", out_channels) % self.groups:
+        self.groups = whole("Conv2d", "groups", groups)
+        inputs, rest = divmod(whole("Conv2d", "in_channels", in_channels), self.groups)
+        if rest or whole("Conv2d", "out_channels", out_channels) % self.groups:
             raise ArgumentError(
                 f"Conv2d: groups is {groups}, expected a divisor of in_channels, {in_channels}, "
                 f"and of out_channels, {out_channels}"
@@ -143,6 +149,8 @@ class Conv2d(Module):
 
 class LayerNorm(Module):
     """Layer normalisation over the trailing dimensions (Ba et al. 2016, arXiv:1607.06450).
+
+        assert tc.nn.LayerNorm(4)(tc.randn(2, 4)).shape == (2, 4)
 
     Args:
         normalized_shape: The sizes of the trailing dimensions, or the last one's.
@@ -184,6 +192,8 @@ class LayerNorm(Module):
 class RMSNorm(Module):
     """RMS normalisation of the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
 
+        assert tc.nn.RMSNorm(4)(tc.randn(2, 4)).shape == (2, 4)
+
     Args:
         normalized_shape: The last dimension's size.
         eps: Added to the mean square.
@@ -220,6 +230,8 @@ class RMSNorm(Module):
 class GroupNorm(Module):
     """Group normalisation of (B, num_channels, ...) (Wu & He 2018, arXiv:1803.08494).
 
+        assert tc.nn.GroupNorm(2, 4)(tc.randn(1, 4, 3, 3)).shape == (1, 4, 3, 3)
+
     Args:
         num_groups: Groups of channels; divides their number.
         num_channels: The second dimension of the input.
@@ -241,8 +253,8 @@ class GroupNorm(Module):
         dtype: str | None = None,
         device: str = "cpu",
     ) -> None:
-        channels = _whole("GroupNorm", "num_channels", num_channels)
-        if channels % _whole("GroupNorm", "num_groups", num_groups):
+        channels = whole("GroupNorm", "num_channels", num_channels)
+        if channels % whole("GroupNorm", "num_groups", num_groups):
             raise ArgumentError(
                 f"GroupNorm: num_groups is {num_groups}, expected a divisor of num_channels, "
                 f"{num_channels}"
@@ -265,6 +277,9 @@ class GroupNorm(Module):
 
 class Dropout(Module):
     """Zeros elements in training with a probability, and scales the others by 1 / (1 - p).
+
+        layer = tc.nn.Dropout(0.1).eval()
+        assert tc.allclose(layer(x), x)
 
     Args:
         p: The probability, in [0, 1].
@@ -291,6 +306,8 @@ class Dropout(Module):
 class Flatten(Module):
     """Joins dimensions.
 
+        assert tc.nn.Flatten()(tc.zeros(2, 3, 4)).shape == (2, 12)
+
     Args:
         start_dim: The first of them.
         end_dim: The last of them.
@@ -305,7 +322,12 @@ class Flatten(Module):
 
 
 class Identity(Module):
-    """Returns its input."""
+    """Returns its input.
+
+    ```python
+    assert tc.nn.Identity()(x) is x
+    ```
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
@@ -313,7 +335,12 @@ class Identity(Module):
 
 
 class ReLU(Module):
-    """max(input, 0)."""
+    """max(input, 0).
+
+    ```python
+    assert tc.nn.ReLU()(tc.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    ```
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""
@@ -321,7 +348,12 @@ class ReLU(Module):
 
 
 class SiLU(Module):
-    """input * sigmoid(input)."""
+    """input * sigmoid(input).
+
+    ```python
+    assert tc.nn.SiLU()(tc.zeros(2)).tolist() == [0.0, 0.0]
+    ```
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""
@@ -329,7 +361,12 @@ class SiLU(Module):
 
 
 class Sigmoid(Module):
-    """1 / (1 + exp(-input))."""
+    """1 / (1 + exp(-input)).
+
+    ```python
+    assert tc.nn.Sigmoid()(tc.zeros(2)).tolist() == [0.5, 0.5]
+    ```
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""
@@ -337,7 +374,12 @@ class Sigmoid(Module):
 
 
 class Tanh(Module):
-    """The hyperbolic tangent."""
+    """The hyperbolic tangent.
+
+    ```python
+    assert tc.nn.Tanh()(tc.zeros(2)).tolist() == [0.0, 0.0]
+    ```
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""
@@ -346,6 +388,8 @@ class Tanh(Module):
 
 class GELU(Module):
     """GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+
+        assert tc.nn.GELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
 
     Args:
         approximate: "none" for the exact function, "tanh" for its approximation.
@@ -370,6 +414,8 @@ class GELU(Module):
 class Softmax(Module):
     """exp(input) over its sum along a dimension.
 
+        assert tc.nn.Softmax()(tc.zeros(2)).tolist() == [0.5, 0.5]
+
     Args:
         dim: The dimension.
     """
@@ -389,7 +435,7 @@ class Softmax(Module):
         return f"dim={self.dim}"
 
 
-def _whole(layer: str, name: str, value: object, least: int = 1) -> int:
+def whole(layer: str, name: str, value: object, least: int = 1) -> int:
     try:
         number = index(value)  # type: ignore[arg-type]  # what is none raises
     except TypeError:
@@ -401,14 +447,14 @@ def _whole(layer: str, name: str, value: object, least: int = 1) -> int:
 
 def _shape(layer: str, value: object) -> tuple[int, ...]:
     values = value if isinstance(value, (list, tuple)) else (value,)
-    return tuple(_whole(layer, "normalized_shape", number) for number in values)
+    return tuple(whole(layer, "normalized_shape", number) for number in values)
 
 
 def _pair(layer: str, name: str, value: object, least: int) -> tuple[int, int]:
     values = value if isinstance(value, (list, tuple)) else (value, value)
     if len(values) != 2:
         raise ArgumentError(f"{layer}: {name} is {value!r}, expected one or two numbers")
-    return _whole(layer, name, values[0], least), _whole(layer, name, values[1], least)
+    return whole(layer, name, values[0], least), whole(layer, name, values[1], least)
 
 
 def _ones(shape: tuple[int, ...], dtype: str | None, device: str) -> Var:

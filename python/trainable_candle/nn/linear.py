@@ -29,6 +29,9 @@ class Linear(Module):
     `Linear(64, 32)` makes a trainable layer with torch's initial values, as `Linear.init` does.
     `Linear(weight, bias)` takes tensors: a `Tensor` is frozen, a `Var` is trained.
 
+        layer = tc.nn.Linear(64, 32)
+        assert layer(tc.randn(5, 64)).shape == (5, 32)
+
     Args:
         weight: (out_features, in_features), or the number of input features.
         shift: The bias, (out_features,), or the number of output features.
@@ -169,6 +172,9 @@ class LoRALinear(_AdaptedLinear):
     in_features) has torch's initial values of a linear layer, `lora_up` (out_features, rank) is
     zero; both are f32 variables.
 
+        layer = tc.nn.LoRALinear(tc.randn(32, 64), rank=4, alpha=4)
+        assert layer(tc.randn(5, 64)).shape == (5, 32)
+
     Args:
         base_weight: W, (out_features, in_features); frozen.
         rank: At least 1.
@@ -197,6 +203,9 @@ class DoRALinear(_AdaptedLinear):
     The weight has the rows of W + scale * lora_up @ lora_down, scaled to the norms in `magnitude`
     (out_features,), which starts with the norms of the rows of W. The norm is a constant in the
     backward, as in the paper and in peft.
+
+        layer = tc.nn.DoRALinear(tc.randn(32, 64), rank=4, alpha=4)
+        assert layer(tc.randn(5, 64)).shape == (5, 32)
 
     Args:
         base_weight: W, (out_features, in_features); frozen.

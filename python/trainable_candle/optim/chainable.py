@@ -110,6 +110,14 @@ class _ByFunctions(ChainableScheduler):
 class LambdaLR(_ByFunctions):
     """The initial learning rates times a function of the epoch.
 
+        warm_up = lambda step: min(1.0, (step + 1) / 100)
+        scheduler = tc.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+        for inputs, targets in batches:
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
     Args:
         optimizer: The optimizer.
         lr_lambda: A function of the epoch, or one for each group.
@@ -129,6 +137,9 @@ class LambdaLR(_ByFunctions):
 class MultiplicativeLR(_ByFunctions):
     """The learning rates times a function of the epoch, at each.
 
+        scheduler = tc.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.95)
+        scheduler.step()
+
     Args:
         optimizer: The optimizer.
         lr_lambda: A function of the epoch, or one for each group.
@@ -144,6 +155,13 @@ class MultiplicativeLR(_ByFunctions):
 class StepLR(ChainableScheduler):
     """Multiplies by `gamma` after every `step_size` epochs.
 
+        scheduler = tc.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+        for inputs, targets in batches:
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
     Raises:
         ArgumentError: If `step_size` is below 1.
     """
@@ -158,7 +176,13 @@ class StepLR(ChainableScheduler):
 
 
 class MultiStepLR(ChainableScheduler):
-    """Multiplies by `gamma` at each epoch of `milestones`."""
+    """Multiplies by `gamma` at each epoch of `milestones`.
+
+    ```python
+    scheduler = tc.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[30, 80])
+    scheduler.step()
+    ```
+    """
 
     @explained
     def __init__(self, optimizer: Optimizer, milestones: Sequence[int], gamma: float = 0.1) -> None:
@@ -170,7 +194,14 @@ class MultiStepLR(ChainableScheduler):
 
 
 class ExponentialLR(ChainableScheduler):
-    """Multiplies by `gamma` every epoch."""
+    """Multiplies by `gamma` every epoch.
+
+    ```python
+    scheduler = tc.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.005]
+    ```
+    """
 
     @explained
     def __init__(self, optimizer: Optimizer, gamma: float) -> None:
@@ -183,6 +214,9 @@ class ExponentialLR(ChainableScheduler):
 
 class ConstantLR(ChainableScheduler):
     """Multiplies by `factor` until epoch `total_iters`.
+
+        scheduler = tc.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=2)
+        scheduler.step()
 
     Raises:
         ArgumentError: If `factor` is not in (0, 1], or `total_iters` is below 1.
@@ -203,6 +237,13 @@ class ConstantLR(ChainableScheduler):
 
 class LinearLR(ChainableScheduler):
     """Multiplies by a factor that goes evenly from one to another, such as for a warm-up.
+
+        scheduler = tc.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
+        for inputs, targets in batches:
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
 
     Raises:
         ArgumentError: If `start_factor` is not in (0, 1], `end_factor` not in [0, 1], or
@@ -237,6 +278,9 @@ class LinearLR(ChainableScheduler):
 class PolynomialLR(ChainableScheduler):
     """Falls to 0 at epoch `total_iters`, as (1 - epoch / total_iters) ** power.
 
+        scheduler = tc.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=100, power=2.0)
+        scheduler.step()
+
     Raises:
         ArgumentError: If `total_iters` is below 1.
     """
@@ -256,6 +300,13 @@ class CosineAnnealingLR(ChainableScheduler):
     """Falls as a half cosine to `eta_min` at epoch `T_max`, and rises after it.
 
     Loshchilov & Hutter 2017, arXiv:1608.03983, without restarts.
+
+        scheduler = tc.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+        for inputs, targets in batches:
+            F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
 
     Raises:
         ArgumentError: If `T_max` is below 1.
@@ -283,6 +334,9 @@ class CosineAnnealingWarmRestarts(ChainableScheduler):
 
     Each cycle is `T_mult` times as long as the one before (Loshchilov & Hutter 2017,
     arXiv:1608.03983).
+
+        scheduler = tc.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=100)
+        scheduler.step()
 
     Raises:
         ArgumentError: If `T_0` or `T_mult` is below 1.

@@ -59,7 +59,15 @@ class _Several(ChainableScheduler):
 
 
 class ChainedScheduler(_Several):
-    """Steps several schedulers one after the other; their changes multiply."""
+    """Steps several schedulers one after the other; their changes multiply.
+
+    ```python
+    s = tc.optim.lr_scheduler
+    parts = [s.LinearLR(optimizer, 0.1), s.ExponentialLR(optimizer, 0.99)]
+    scheduler = s.ChainedScheduler(parts)
+    scheduler.step()
+    ```
+    """
 
     @explained
     def __init__(
@@ -77,6 +85,11 @@ class ChainedScheduler(_Several):
 
 class SequentialLR(_Several):
     """One scheduler until the first milestone, then the next from its own beginning.
+
+        s = tc.optim.lr_scheduler
+        parts = [s.LinearLR(optimizer, 0.1), s.CosineAnnealingLR(optimizer, 95)]
+        scheduler = s.SequentialLR(optimizer, parts, milestones=[5])
+        scheduler.step()
 
     Args:
         optimizer: The optimizer.
@@ -122,6 +135,9 @@ class OneCycleLR(ChainableScheduler):
     """Rises from `max_lr / div_factor` to `max_lr`, then falls far below (arXiv:1708.07120).
 
     The momentum stays as it is.
+
+        scheduler = tc.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
+        scheduler.step()
 
     Args:
         optimizer: The optimizer.
@@ -182,6 +198,9 @@ class OneCycleLR(ChainableScheduler):
 
 class ReduceLROnPlateau:
     """Multiplies by `factor` when a measured value has not improved for `patience` epochs.
+
+        scheduler = tc.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+        scheduler.step(loss)
 
     Args:
         optimizer: The optimizer.

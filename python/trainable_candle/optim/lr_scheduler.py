@@ -2,11 +2,13 @@
 
 Those in small letters have a warm-up; their definitions are transformers'. The classes are torch's.
 
-scheduler = tc.optim.lr_scheduler.cosine(opt, total_steps=1000, warmup_steps=50)
-for batch in batches:
-...
-opt.step()
-scheduler.step()
+```python
+scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=1000, warmup_steps=50)
+for inputs, targets in batches:
+    F.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    scheduler.step()
+```
 """
 
 from collections.abc import Callable
@@ -88,10 +90,6 @@ class LRScheduler:
         """The learning rates of the groups that the factor is applied to."""
         return list(self._base_lrs)
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rates of the groups."""
-        return self._optimizer.group_lrs
-
     def step(self) -> None:
         """Go to the next step; call it after the optimizer's."""
         self.set_step(self._step + 1)
@@ -121,6 +119,9 @@ def constant(
 ) -> LRScheduler:
     """Rise linearly from 0 over `warmup_steps`, then stay.
 
+        scheduler = tc.optim.lr_scheduler.constant(optimizer, total_steps=100, warmup_steps=5)
+        scheduler.step()
+
     Args:
         optimizer: The optimizer.
         total_steps: Ignored; for schedules that are chosen by name.
@@ -132,6 +133,9 @@ def constant(
 
 def linear(optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0) -> LRScheduler:
     """Rise linearly from 0 over `warmup_steps`, then fall linearly to 0 at `total_steps`.
+
+        scheduler = tc.optim.lr_scheduler.linear(optimizer, total_steps=100, warmup_steps=5)
+        scheduler.step()
 
     Args:
         optimizer: The optimizer.
@@ -145,6 +149,9 @@ def cosine(
     optimizer: Optimizer, *, total_steps: int, warmup_steps: int = 0, num_cycles: float = 0.5
 ) -> LRScheduler:
     """Rise linearly from 0 over `warmup_steps`, then follow a cosine.
+
+        scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=100, warmup_steps=5)
+        scheduler.step()
 
     Args:
         optimizer: The optimizer.
@@ -169,6 +176,9 @@ def polynomial(
     power: float = 1.0,
 ) -> LRScheduler:
     """Rise linearly from 0 over `warmup_steps`, then fall by a power to `lr_end` and stay.
+
+        scheduler = tc.optim.lr_scheduler.polynomial(optimizer, total_steps=100, warmup_steps=5)
+        scheduler.step()
 
     Args:
         optimizer: The optimizer.

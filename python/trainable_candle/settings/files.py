@@ -28,7 +28,7 @@ class Files(Group):
             "--save-every and --save-every-epochs both say when to save; give one of the two",
         ),
     )
-    contradictions = (_no_file_name,)
+    contradictions: ClassVar = (_no_file_name,)
 
     name: Annotated[
         str,

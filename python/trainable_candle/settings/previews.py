@@ -36,7 +36,7 @@ class Validation(Group):
             "--validation-split or --validation-dataset",
         ),
     )
-    contradictions = (_two_validations,)
+    contradictions: ClassVar = (_two_validations,)
 
     validation_dataset: Annotated[
         str | None, Setting("folder or file to validate on", rare=True, path=True)

@@ -34,7 +34,7 @@ class Texts(Group):
         Condition(("dpo_beta",), lambda c: c.objective == "dpo", "--objective dpo"),
         Condition(("train_on",), lambda c: c.objective == "sft", "--objective sft"),
     )
-    contradictions = (_answers_compared,)
+    contradictions: ClassVar = (_answers_compared,)
 
     objective: Annotated[
         str,

@@ -50,6 +50,10 @@ def _wrong_arguments(config: Any) -> str | None:
     return None
 
 
+def _contradiction(config: Any) -> str | None:
+    return _long_warmup(config) or _wrong_arguments(config)
+
+
 @dataclass(frozen=True)
 class Training(Group):
     """Steps, batches, and the rule that updates the parameters."""
@@ -63,7 +67,7 @@ class Training(Group):
             "--epochs and --steps both say how long to train; give one of the two",
         ),
     )
-    contradictions: ClassVar = (_long_warmup, _wrong_arguments)
+    contradictions: ClassVar = (_contradiction,)
 
     steps: Annotated[
         int,

@@ -155,9 +155,10 @@ def make_plan(
 ) -> Plan:
     """Choose checkpointing, precision and streaming where they are left open: the fastest that fit.
 
-    So is a batch of `auto`: doubled as long as that makes a sample faster. A quantized base counts as slower than it is, by `_COST`: it is not the same model any more.
-    Modulation is streamed before blocks are, since each step reads it once. Text encoders are
-    quantized only if the run does not fit otherwise.
+    So is a batch of `auto`: doubled as long as that makes a sample faster. A quantized base counts
+    as slower than it is, by `_COST`: it is not the same model any more. Modulation is streamed
+    before blocks are, since each step reads it once. Text encoders are quantized only if the run
+    does not fit otherwise.
 
     Args:
         config: the settings.

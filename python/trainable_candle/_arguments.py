@@ -1,0 +1,73 @@
+"""Torch's and numpy's other names of arguments, and what to use for methods that are not here."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+from trainable_candle import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_RENAMED: Final = ("argmax", "softmax", "cumsum")
+"""Methods with `axis` for `dim`; the extension's reductions know it."""
+_MISSING: Final = {
+    "register_hook": "use tc.grad(loss, [v]) and change the gradients it returns, or v.grad "
+    "between backward() and the optimizer's step",
+    "retain_grad": "use tc.grad(loss, [tensor]), which needs no preparation",
+    "is_leaf": "a leaf is a tc.Var: isinstance(tensor, tc.Var)",
+    "grad_fn": "tensor.requires_grad says whether there is a graph",
+    "is_cuda": 'use tensor.device != "cpu"',
+    "pin_memory": 'memory is not pinned by hand; move the tensor with to("cuda")',
+    "share_memory_": "threads share tensors as they are",
+    "data_ptr": "use tensor.__dlpack__(), which shares the memory",
+    "stride": "tensors are contiguous or made so; use contiguous()",
+}
+
+
+def attach() -> None:
+    """Put the arguments on the methods of `Tensor`."""
+    for name in _RENAMED:
+        setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
+    # Not in `ComposedMethods`, where a type checker would take every name for an attribute.
+    _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
+    reads = _core.Tensor.requires_grad
+    _core.Tensor.requires_grad = property(  # type: ignore[method-assign,assignment]
+        reads.__get__, _refused, doc=reads.__doc__
+    )
+
+
+def _refused(tensor: object, value: object) -> None:
+    raise AttributeError(
+        f"requires_grad: a {type(tensor).__name__} keeps it; use x = x.requires_grad_({value!r})"
+    )
+
+
+def _missing(tensor: Any, name: str) -> Any:
+    """Raise what `__getattr__` has to, with what to use instead."""
+    raise AttributeError(_advice(f"{type(tensor).__name__!r} object", name))
+
+
+def _advice(owner: str, name: str) -> str:
+    text = f"{owner} has no attribute {name!r}"
+    if name in _MISSING:
+        return f"{text}: {_MISSING[name]}"
+    if name.endswith("_") and not name.startswith("_"):
+        return f"{text}: a Tensor does not change; use {name[:-1]}, or a tc.Var and set()"
+    return text
+
+
+def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method with numpy's name of its dimension."""
+    name = function.__name__
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "axis" in kwargs:
+            if "dim" in kwargs:
+                raise TypeError(f"{name}: axis and dim are the same argument")
+            kwargs["dim"] = kwargs.pop("axis")
+        return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,219 @@
+"""Functions that make tensors, with torch's `requires_grad`, and `generator` where they draw."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle import _core
+from trainable_candle._generator import Generator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import SupportsIndex
+
+    from trainable_candle._core import DType, Tensor
+
+__all__ = ["full", "ones", "rand", "randint", "randn", "tensor", "zeros"]
+
+
+def tensor(
+    data: Any,
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    *,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Return a tensor with a copy of data.
+
+        x = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
+        assert x.shape == (2, 2)
+        v = tc.tensor([1.0, 2.0], requires_grad=True)
+        (v * v).sum().backward()
+        assert v.grad.tolist() == [2.0, 4.0]
+
+    Args:
+        data: A number, nested lists of numbers, a numpy array, or anything with `__dlpack__` or
+            `__array__`.
+        dtype: The dtype; by default an array keeps its own, Python floats become f32, integers i64,
+            bools u8. Narrower integers of arrays become i64 (u16: u32).
+        device: The device.
+        requires_grad: Whether the result is a `Var`.
+
+    Raises:
+        DTypeError: If the data are not numbers, or of a kind that no dtype holds (complex, uint64).
+        ShapeError: If nested lists are ragged.
+        DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
+    """
+    return _leaf(_core.tensor(data, dtype, device), requires_grad=requires_grad)
+
+
+def zeros(
+    *shape: int | tuple[int, ...] | list[int],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Return zeros.
+
+        assert tc.zeros(2, 3).sum() == 0
+
+    Args:
+        shape: The sizes, as arguments or one sequence.
+        dtype: The dtype; default f32.
+        device: The device.
+        requires_grad: Whether the result is a `Var`.
+
+    Raises:
+        ArgumentError: If a size is negative.
+        DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+    """
+    made = _core.zeros(*shape, dtype=dtype, device=device)
+    return _leaf(made, requires_grad=requires_grad)
+
+
+def ones(
+    *shape: int | tuple[int, ...] | list[int],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    requires_grad: bool = False,
+) -> Tensor:
+    """Return ones.
+
+        assert tc.ones((2, 3), dtype="i64").sum() == 6
+
+    Args:
+        shape: The sizes, as arguments or one sequence.
+        dtype: The dtype; default f32.
+        device: The device.
+        requires_grad: Whether the result is a `Var`.
+
+    Raises:
+        ArgumentError: If a size is negative.
+        DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+    """
+    made = _core.ones(*shape, dtype=dtype, device=device)
+    return _leaf(made, requires_grad=requires_grad)
+
+
+def full(
+    shape: SupportsIndex | Sequence[SupportsIndex],
+    value: Tensor | float,
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    *,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Return one value everywhere.
+
+        assert tc.full((2,), 0.5).tolist() == [0.5, 0.5]
+
+    Args:
+        shape: The sizes.
+        value: The value.
+        dtype: The dtype; by default a float becomes f32, an integer i64.
+        device: The device.
+        requires_grad: Whether the result is a `Var`.
+
+    Raises:
+        ArgumentError: If a size is negative, or the dtype does not hold the value.
+        DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+    """
+    return _leaf(_core.full(shape, value, dtype, device), requires_grad=requires_grad)
+
+
+def rand(
+    *shape: int | tuple[int, ...] | list[int],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    generator: Generator | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Return uniform values in [0, 1).
+
+        x = tc.rand(100)
+        assert 0 <= float(x.min()) and float(x.max()) < 1
+
+    Args:
+        shape: The sizes, as arguments or one sequence.
+        dtype: A floating point dtype; default f32.
+        device: The device.
+        generator: Where they are drawn; default the library's (`manual_seed`).
+        requires_grad: Whether the result is a `Var`.
+
+    Raises:
+        ArgumentError: If a size is negative.
+        DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+    """
+    with _drawing("rand", generator):
+        made = _core.rand(*shape, dtype=dtype, device=device)
+    return _leaf(made, requires_grad=requires_grad)
+
+
+def randn(
+    *shape: int | tuple[int, ...] | list[int],
+    dtype: DType | str | None = None,
+    device: str = "cpu",
+    generator: Generator | None = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """Return standard normal values.
+
+        noise = tc.randn(2, 3, generator=tc.Generator().manual_seed(0))
+        assert noise.shape == (2, 3)
+
+    Args:
+        shape: The sizes, as arguments or one sequence.
+        dtype: A floating point dtype; default f32.
+        device: The device.
+        generator: Where they are drawn; default the library's (`manual_seed`).
+        requires_grad: Whether the result is a `Var`.
+
+    Raises:
+        ArgumentError: If a size is negative.
+        DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
+    """
+    with _drawing("randn", generator):
+        made = _core.randn(*shape, dtype=dtype, device=device)
+    return _leaf(made, requires_grad=requires_grad)
+
+
+def randint(
+    low: SupportsIndex,
+    high: SupportsIndex,
+    shape: SupportsIndex | Sequence[SupportsIndex],
+    device: str = "cpu",
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
+    """Return integers in [low, high), i64.
+
+        steps = tc.randint(0, 1000, (4,))
+        assert 0 <= int(steps.min()) and int(steps.max()) < 1000
+
+    Args:
+        low: The least.
+        high: The one after the largest.
+        shape: The sizes.
+        device: The device.
+        generator: Where they are drawn; default the library's (`manual_seed`).
+
+    Raises:
+        ArgumentError: If the range is empty, or a size is negative.
+        DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
+    """
+    with _drawing("randint", generator):
+        return _core.randint(low, high, shape, device)
+
+
+def _drawing(name: str, generator: object) -> Any:
+    if generator is None:
+        return nullcontext()
+    if not isinstance(generator, Generator):
+        kind = type(generator).__name__
+        raise TypeError(f"{name}: generator is {kind}, expected a tc.Generator or None")
+    return generator
+
+
+def _leaf(made: Tensor, *, requires_grad: bool) -> Tensor:
+    return _core.Var(made) if requires_grad else made

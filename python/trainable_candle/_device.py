@@ -1,0 +1,50 @@
+"""Devices as values."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from trainable_candle.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["device"]
+
+_DEVICE = re.compile(r"(cpu|cuda)(?::(\d+))?")
+
+
+class device(str):  # noqa: N801 - torch's name
+    """The name of a device, which functions take as they take the text.
+
+        device = tc.device("cuda" if tc.cuda.is_available() else "cpu")
+        x = tc.zeros(2, 3, device=device)
+
+    Args:
+        name: "cpu", "cuda" or "cuda:1".
+        index: The number of a GPU, if the name has none.
+
+    Raises:
+        ArgumentError: If it is no name of a device.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str, index: int | None = None) -> Self:
+        """Check the name."""
+        text = str(name) if index is None else f"{name}:{index}"
+        if not _DEVICE.fullmatch(text):
+            raise ArgumentError(f'device: found {text!r}, expected "cpu", "cuda" or "cuda:1"')
+        return super().__new__(cls, text)
+
+    @property
+    def type(self) -> str:
+        """The kind: "cpu" or "cuda"."""
+        return self.partition(":")[0]
+
+    @property
+    def index(self) -> int | None:  # type: ignore[override]  # torch's, not the text's
+        """The number of the GPU, if there is one."""
+        number = self.partition(":")[2]
+        return int(number) if number else None

@@ -1,0 +1,303 @@
+"""Batches of any sequence, read ahead by threads: torch's `utils.data`, here `tc.utils.data` too.
+
+```python
+rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
+for inputs, targets in tc.loader.DataLoader(rows, 5, shuffle=True, num_workers=2):
+    F.mse_loss(model(inputs), targets).backward()
+```
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainable_candle import _core
+from trainable_candle._explained import explained
+from trainable_candle._functions import randperm
+from trainable_candle.errors import ArgumentError, ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from trainable_candle._core import Tensor
+
+__all__ = [
+    "DataLoader",
+    "Dataset",
+    "Subset",
+    "TensorDataset",
+    "default_collate",
+    "random_split",
+]
+
+
+class Dataset:
+    """The base of data sets, for those who like one: any sequence will do.
+
+    A subclass has `__len__` and `__getitem__`.
+
+        class Squares(tc.loader.Dataset):
+            def __len__(self):
+                return 10
+
+            def __getitem__(self, place):
+                return place**2
+
+        assert next(iter(tc.loader.DataLoader(Squares(), 3))).tolist() == [0, 1, 4]
+    """
+
+    def __getitem__(self, place: int) -> Any:
+        """Return an item."""
+        raise NotImplementedError(f"{type(self).__name__} has no __getitem__()")
+
+    def __len__(self) -> int:
+        """Return how many items there are."""
+        raise NotImplementedError(f"{type(self).__name__} has no __len__()")
+
+
+class TensorDataset(Dataset):
+    """The rows of tensors of the same length, as tuples.
+
+        rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.arange(10))
+        features, label = rows[3]
+
+    Raises:
+        ShapeError: If the lengths differ, or there is no tensor.
+    """
+
+    @explained
+    def __init__(self, *tensors: Tensor) -> None:
+        lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
+        if len(lengths) != 1:
+            raise ShapeError(
+                f"TensorDataset: found lengths {sorted(lengths)}, expected tensors of one length"
+            )
+        self.tensors = tensors
+
+    def __getitem__(self, place: int) -> tuple[Tensor, ...]:
+        """Return a row of each."""
+        return tuple(tensor[place] for tensor in self.tensors)
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return self.tensors[0].shape[0]
+
+
+class Subset(Dataset):
+    """Some items of a data set.
+
+        assert list(tc.loader.Subset("abc", [2, 0])) == ["c", "a"]
+
+    Args:
+        dataset: The data set.
+        indices: Their places, in order.
+    """
+
+    @explained
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __getitem__(self, place: int) -> Any:
+        """Return an item."""
+        return self.dataset[self.indices[place]]
+
+    def __len__(self) -> int:
+        """Return how many items there are."""
+        return len(self.indices)
+
+
+@explained
+def random_split(dataset: Any, lengths: Sequence[float]) -> list[Subset]:
+    """Divide a data set at random, by the library's generator.
+
+        train, validation = tc.loader.random_split(range(10), [0.8, 0.2])
+        assert len(train) == 8
+
+    Args:
+        dataset: The data set.
+        lengths: Numbers of items, or parts that sum to 1.
+
+    Raises:
+        ArgumentError: If the lengths do not sum to the number of items.
+    """
+    count, wanted = len(dataset), list(lengths)
+    if any(isinstance(length, float) for length in wanted) and abs(sum(wanted) - 1) < 1e-6:
+        whole = [int(count * part) for part in wanted]
+        for place in range(count - sum(whole)):
+            whole[place % len(whole)] += 1
+        wanted = [*whole]
+    if sum(wanted) != count:
+        raise ArgumentError(f"random_split: lengths sum to {sum(wanted)}, expected {count}")
+    order = randperm(count).tolist()
+    ends = np.cumsum([0, *(index(length) for length in wanted)]).tolist()  # type: ignore[arg-type]
+    return [Subset(dataset, order[a:b]) for a, b in pairwise(ends)]
+
+
+@explained
+def default_collate(items: Sequence[Any]) -> Any:
+    """Join items to a batch: tensors, arrays and numbers become tensors with a new dimension.
+
+    Tuples, lists and mappings are joined entry by entry; texts and bytes stay lists.
+
+        batch = tc.loader.default_collate([(tc.zeros(2), 1), (tc.ones(2), 2)])
+        assert batch[0].shape == (2, 2)
+
+    Raises:
+        TypeError: If an item is something else.
+    """
+    first = items[0]
+    if isinstance(first, _core.Tensor):
+        return _core.stack(list(items))
+    if isinstance(first, (np.ndarray, np.generic)):
+        return _core.tensor(np.stack(items))
+    if isinstance(first, (bool, int, float)):
+        return _core.tensor(list(items))
+    if isinstance(first, (str, bytes)):
+        return list(items)
+    if isinstance(first, Mapping):
+        return {name: default_collate([item[name] for item in items]) for name in first}
+    if isinstance(first, Sequence):
+        columns = [default_collate(column) for column in zip(*items, strict=True)]
+        if hasattr(first, "_fields"):
+            return type(first)(*columns)
+        return tuple(columns) if isinstance(first, tuple) else columns
+    raise TypeError(
+        f"default_collate: found {type(first).__name__}, expected tensors, arrays, numbers, texts, "
+        "or tuples or mappings of them; give a collate_fn"
+    )
+
+
+class DataLoader:
+    """Batches of a sequence, or of an iterable; each `for` is a new pass.
+
+    The workers are threads: reading files, decoding and numpy run beside the training. A batch
+    stays on the CPU unless items are elsewhere.
+
+        rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
+        for inputs, targets in tc.loader.DataLoader(rows, 5, shuffle=True, num_workers=2):
+            F.mse_loss(model(inputs), targets).backward()
+
+    Args:
+        dataset: Anything with `__len__` and `__getitem__`, or an iterable.
+        batch_size: Items of a batch; None for items as they are.
+        shuffle: Whether each pass has a new order, by the library's generator.
+        sampler: Places in the order to take; excludes `shuffle`.
+        batch_sampler: Lists of places; excludes the three above and `drop_last`.
+        num_workers: Threads that make batches ahead; 0 for none.
+        collate_fn: Makes a batch of a list of items.
+        drop_last: Whether a last batch that is not full is left out.
+        prefetch_factor: Batches that a worker is ahead.
+
+    Raises:
+        ArgumentError: If arguments exclude each other, or a number is out of range.
+    """
+
+    @explained
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool = False,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        prefetch_factor: int = 2,
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", prefetch_factor, 1),
+        ):
+            if value is not None and index(value) < least:
+                raise ArgumentError(f"DataLoader: {name} is {value}, expected at least {least}")
+        if shuffle and sampler is not None:
+            raise ArgumentError("DataLoader: a sampler has its order; leave out shuffle")
+        if batch_sampler is not None and (shuffle or sampler is not None or batch_size != 1):
+            raise ArgumentError(
+                "DataLoader: a batch_sampler has the batches; leave out batch_size, shuffle and "
+                "sampler"
+            )
+        self.is_sequence = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if not self.is_sequence and (shuffle or sampler is not None or batch_sampler is not None):
+            raise ArgumentError(
+                f"DataLoader: {type(dataset).__name__} has no __len__ and __getitem__, so it is "
+                "read in its own order; leave out shuffle and samplers"
+            )
+        self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
+        self.sampler, self.batch_sampler, self.drop_last = sampler, batch_sampler, drop_last
+        self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
+        self.collate_fn = collate_fn or default_collate
+
+    def __len__(self) -> int:
+        """Return how many batches a pass has."""
+        if self.batch_sampler is not None:
+            return len(self.batch_sampler)  # type: ignore[arg-type]  # a list, most often
+        count = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
+        if self.batch_size is None:
+            return count
+        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches of a pass."""
+        if not self.is_sequence:
+            return (self._joined(items) for items in self._batches(iter(self.dataset)))
+        if self.num_workers:
+            return self._ahead()
+        return (self._read(places) for places in self._places())
+
+    def _places(self) -> Iterator[Any]:
+        """The places of the items of each batch."""
+        if self.batch_sampler is not None:
+            return iter(self.batch_sampler)
+        if self.sampler is not None:
+            return self._batches(iter(self.sampler))
+        count = len(self.dataset)
+        return self._batches(iter(randperm(count).tolist() if self.shuffle else range(count)))
+
+    def _batches(self, items: Iterator[Any]) -> Iterator[Any]:
+        if self.batch_size is None:
+            yield from items
+            return
+        batch: list[Any] = []
+        for item in items:
+            batch.append(item)
+            if len(batch) == self.batch_size:
+                yield batch
+                batch = []
+        if batch and not self.drop_last:
+            yield batch
+
+    def _read(self, places: Any) -> Any:
+        if self.batch_size is None and self.batch_sampler is None:
+            return self._joined(self.dataset[places])
+        return self._joined([self.dataset[place] for place in places])
+
+    def _joined(self, items: Any) -> Any:
+        alone = self.batch_size is None and self.batch_sampler is None
+        if alone and self.collate_fn is default_collate:
+            return items
+        return self.collate_fn(items)
+
+    def _ahead(self) -> Iterator[Any]:
+        """Batches in order, of which the workers make the next ones."""
+        places, waiting = self._places(), deque[Any]()
+        with ThreadPoolExecutor(self.num_workers, "loader") as workers:
+            try:
+                for where in places:
+                    waiting.append(workers.submit(self._read, where))
+                    if len(waiting) >= self.num_workers * self.prefetch_factor:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()

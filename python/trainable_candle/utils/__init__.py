@@ -1,5 +1,0 @@
-"""What torch has under `torch.utils`."""
-
-from trainable_candle.utils import data
-
-__all__ = ["data"]

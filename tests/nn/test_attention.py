@@ -1,0 +1,98 @@
+"""Multi-head attention against its formula, and against torch where it is."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+RNG = np.random.default_rng(1)
+E, H, S, L, B = 8, 2, 3, 5, 4
+
+
+def made(**settings: Any) -> tc.nn.MultiheadAttention:
+    module = tc.nn.MultiheadAttention(E, H, dtype="f64", **settings)
+    for v in module.named_parameters().values():
+        v.set(tc.tensor(RNG.standard_normal(v.shape) * 0.5))
+    return module
+
+
+def test_it_is_the_formula() -> None:
+    module = made(batch_first=True)
+    x, y = RNG.standard_normal((B, S, E)), RNG.standard_normal((B, L, E))
+    w, b = module.in_proj_weight.numpy(), module.in_proj_bias
+    assert b is not None
+    q, k, v = (
+        (a @ w[n * E : (n + 1) * E].T + b.numpy()[n * E : (n + 1) * E])
+        .reshape(B, -1, H, E // H)
+        .swapaxes(1, 2)
+        for n, a in enumerate((x, y, y))
+    )
+    scores = np.exp(q @ k.swapaxes(-1, -2) / np.sqrt(E // H))
+    weights = scores / scores.sum(-1, keepdims=True)
+    out = module.out_proj
+    assert out.bias is not None
+    mixed = (weights @ v).swapaxes(1, 2).reshape(B, S, E)
+    expected = mixed @ out.weight.numpy().T + out.bias.numpy()
+    for need in (True, False):
+        found, shown = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), need_weights=need)
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9, atol=1e-9)
+        assert (shown is not None) == need
+    each = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), average_attn_weights=False)[1]
+    np.testing.assert_allclose(each.numpy(), weights, rtol=1e-9)
+
+
+def test_causal_positions_do_not_see_later_ones() -> None:
+    module = made()
+    x = RNG.standard_normal((S, E))
+    changed = x.copy()
+    changed[-1] += 1
+    one, two = (module(*[tc.tensor(a)] * 3, is_causal=True)[0].numpy() for a in (x, changed))
+    np.testing.assert_allclose(one[:-1], two[:-1])
+    assert np.abs(one[-1] - two[-1]).max() > 1e-3
+
+
+def test_gradients_reach_all_parameters() -> None:
+    module = made()
+    x = tc.randn(S, B, E, dtype="f64")
+    module(x, x, x, need_weights=False)[0].square().sum().backward()
+    for name, v in module.named_parameters().items():
+        assert v.grad is not None, name
+
+
+def test_wrong_shapes_are_named() -> None:
+    with pytest.raises(tc.ArgumentError, match="num_heads is 3, expected a divisor of embed_dim"):
+        tc.nn.MultiheadAttention(8, 3)
+    x = tc.ones(S, E, dtype="f64")
+    with pytest.raises(tc.ShapeError, match="a mask has shape"):
+        made()(x, x, x, attn_mask=tc.ones(2, 2))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("need", [False, True])
+def test_results_are_torchs(batch_first: bool, need: bool) -> None:
+    torch = pytest.importorskip("torch")
+    module = made(batch_first=batch_first)
+    theirs = torch.nn.MultiheadAttention(E, H, batch_first=batch_first, dtype=torch.float64)
+    names = module.named_parameters()
+    theirs.load_state_dict({n: torch.from_numpy(v.numpy()) for n, v in names.items()})
+    first = (B, S, E) if batch_first else (S, B, E)
+    second = (B, L, E) if batch_first else (L, B, E)
+    x, y = RNG.standard_normal(first), RNG.standard_normal(second)
+    padding = np.arange(L) >= np.array([[5], [3], [4], [1]])
+    later = np.triu(np.ones((S, L), bool), 2)
+    added = RNG.standard_normal((B * H, S, L))
+    for key_padding, attn in itertools.product((None, padding), (None, later, added)):
+        if key_padding is not None and attn is added:
+            continue  # torch warns of masks of two kinds
+        masks = {"key_padding_mask": key_padding, "attn_mask": attn}
+        ours = {n: None if m is None else tc.tensor(m) for n, m in masks.items()}
+        others = {n: None if m is None else torch.from_numpy(m) for n, m in masks.items()}
+        found = module(tc.tensor(x), tc.tensor(y), tc.tensor(y), need_weights=need, **ours)
+        a, b = torch.from_numpy(x), torch.from_numpy(y)
+        expected = theirs(a, b, b, need_weights=need, **others)
+        for one, two in zip(found, expected, strict=True):
+            if need or two is not None:
+                np.testing.assert_allclose(one.numpy(), two.detach().numpy(), rtol=1e-9, atol=1e-9)

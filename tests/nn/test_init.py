@@ -1,0 +1,61 @@
+"""Initial values: their moments, and the structure of those that have one."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.nn import init
+
+SHAPE = (128, 64, 3, 3)
+IN, OUT = 64 * 9, 128 * 9
+
+
+@pytest.mark.parametrize(
+    ("fill", "std", "bound"),
+    [
+        (lambda v: init.uniform_(v, -2, 2), 2 / math.sqrt(3), 2.0),
+        (lambda v: init.normal_(v, 0, 0.5), 0.5, None),
+        (init.xavier_uniform_, math.sqrt(2 / (IN + OUT)), math.sqrt(6 / (IN + OUT))),
+        (lambda v: init.xavier_normal_(v, 3), 3 * math.sqrt(2 / (IN + OUT)), None),
+        (init.kaiming_uniform_, math.sqrt(2 / IN), math.sqrt(6 / IN)),
+        (
+            lambda v: init.kaiming_normal_(v, mode="fan_out", nonlinearity="relu"),
+            math.sqrt(2 / OUT),
+            None,
+        ),
+        # The variance of a normal variable that is cut at two deviations.
+        (init.trunc_normal_, math.sqrt(0.7737), 2.0),
+    ],
+)
+def test_moments(fill: Callable[[tc.Var], tc.Var], std: float, bound: float | None) -> None:
+    v = tc.Var(tc.zeros(SHAPE))
+    tc.manual_seed(0)
+    assert fill(v) is v
+    values = v.numpy()
+    assert abs(values.mean()) < 5 * std / math.sqrt(values.size)
+    assert values.std() == pytest.approx(std, rel=0.01)
+    if bound is not None:
+        assert np.abs(values).max() <= bound
+
+
+def test_structures() -> None:
+    v = tc.Var(tc.zeros(4, 6, dtype="f64"))
+    q = init.orthogonal_(v, 2.0).numpy()
+    np.testing.assert_allclose(q @ q.T, 4 * np.eye(4), atol=1e-6)
+    assert init.eye_(v).numpy().tolist() == np.eye(4, 6).tolist()
+    assert init.constant_(v, 3).dtype == "f64"
+    assert v.tolist() == [[3.0] * 6] * 4
+    assert float(init.ones_(v).sum()) == 24
+    assert float(init.zeros_(v).sum()) == 0
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match="normal_: found Tensor, expected a Var"):
+        init.normal_(tc.zeros(2))  # type: ignore[arg-type]
+    with pytest.raises(tc.ShapeError, match=r"xavier_uniform_: the shape is .* two dimensions"):
+        init.xavier_uniform_(tc.Var(tc.zeros(2)))
+    with pytest.raises(tc.ArgumentError, match="nonlinearity is 'gelu', expected one of"):
+        init.calculate_gain("gelu")
