@@ -62,7 +62,6 @@ def test_the_table_is_torchs(a: str, b: str) -> None:
         (lambda: 1 / made("i64", 2), "f32"),
         (lambda: made("i64", 2) / made("u8", 2), "f32"),
         (lambda: made("f16", 2) / 2, "f16"),
-        (lambda: made("i64", 2) ** 2, "i64"),
     ],
 )
 def test_numbers_and_tensors_without_dimensions_count_less(found: Any, dtype: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import trainable_candle as tc
-from trainable_candle.errors import ArgumentError, OutOfMemoryError
+from trainable_candle.errors import ArgumentError, ConfigError, OutOfMemoryError
 from trainable_candle.settings import flag
 from trainable_candle.tasks.speed import work_of
 
@@ -172,7 +172,8 @@ def _what_fits(
     changes: dict[str, Any] = {}
     least = estimate(config).peak
     for name, value in _SMALLER:
-        with contextlib.suppress(ArgumentError):  # Some models cannot be quantized.
+        # Some models cannot be quantized, some settings exclude others.
+        with contextlib.suppress(ArgumentError, ConfigError):
             needed = estimate(config.with_(**{**changes, name: value})).peak
             if needed >= least:
                 continue
