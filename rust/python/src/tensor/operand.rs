@@ -1,4 +1,4 @@
-//! The other side of an operator: a tensor, a number, or a numpy array.
+//! The other side of an operator: a tensor, a number, a numpy array or a tensor of another library.
 
 use numpy::PyUntypedArray;
 use pyo3::exceptions::PyTypeError;
@@ -17,7 +17,7 @@ pub enum Operand<'a> {
     Tensor(&'a tc::Tensor),
     /// A Python or numpy number; it adopts the tensor's dtype.
     Number(Number),
-    /// A numpy array, with its own dtype.
+    /// A numpy array or a tensor of another library, with its own dtype.
     Array(tc::Tensor),
 }
 
@@ -192,7 +192,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
 
 #[cold]
 fn foreign(object: &Bound<'_, PyAny>) -> Result<Operand<'static>> {
-    if object.cast::<PyUntypedArray>().is_ok() {
+    if object.cast::<PyUntypedArray>().is_ok() || object.hasattr("__dlpack__")? {
         return Ok(Operand::Array(to_raw("tensor", object, None)?.into()));
     }
     if object.hasattr("__float__")? {
