@@ -65,6 +65,7 @@ SAMPLES: dict[str, Any] = {
     "sequence_length": 64,
     "train_on": "all",
     "adapter": "dora",
+    "dora_axis": "input",
     "rank": 3,
     "alpha": 2.5,
     "target_modules": ["to_q", "to_k"],

@@ -150,6 +150,24 @@ def test_every_setting_takes_effect(
     assert train(of_six_steps(digits_base, digits_folder, tmp_path, **change)) != reference
 
 
+@pytest.mark.parametrize("axis", ["output", "input"])
+def test_dora_has_a_magnitude_for_each_of_its_axis(
+    axis: str, train: Train, digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    config = of_six_steps(
+        digits_base, digits_folder, tmp_path, adapter="dora", format="kohya", dora_axis=axis
+    )
+    train(config)
+    file = tc.load_file(Path(config.output) / ADAPTER)
+    scales = {key: value.shape for key, value in file.items() if key.endswith(".dora_scale")}
+    assert scales
+    for key, shape in scales.items():
+        module = key.removesuffix(".dora_scale")
+        outputs = file[f"{module}.lora_up.weight"].shape[0]
+        inputs = file[f"{module}.lora_down.weight"].shape[1]
+        assert tuple(shape[:2]) == ((outputs, 1) if axis == "output" else (1, inputs))
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -14,6 +14,8 @@ from trainable_candle.settings.setting import Condition, Group, Setting
 ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
+DORA_AXES: Final = ("output", "input")
+"""What DoRA has one magnitude for: each output, as in the paper, or each input."""
 LOFTQ: Final = "loftq"
 INITS: Final = ("default", LOFTQ)
 """How adapters start: without an effect, or as what quantization took from the base."""
@@ -57,6 +59,9 @@ class Adapter(Group):
     """The adapters on the trained model, and the files that hold them."""
 
     section: ClassVar[str] = sections.ADAPTER
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(("dora_axis",), lambda c: c.adapter == "dora", "--adapter dora"),
+    )
     contradictions: ClassVar = (_quantization_contradiction,)
 
     adapter: Annotated[str, Setting("kind", choices=ADAPTERS)] = "lora"
@@ -80,6 +85,10 @@ class Adapter(Group):
         default_factory=list
     )
     rslora: Annotated[bool, Setting("scale by alpha / sqrt(rank)", rare=True)] = False
+    dora_axis: Annotated[
+        str,
+        Setting("a magnitude for each; A1111 reads input", choices=DORA_AXES, rare=True),
+    ] = DORA_AXES[0]
     lora_dropout: Annotated[
         float, Setting("dropout on the adapter's input", low=0, below=1, rare=True)
     ] = 0.0

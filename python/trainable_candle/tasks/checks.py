@@ -35,6 +35,10 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         )
     if form == "diffusers" and config.adapter not in {"lora", "dora"}:
         raise ConfigError(f"{start} --adapter {config.adapter}; {instead}")
+    if form in {"diffusers", "peft"} and (config.adapter, config.dora_axis) == ("dora", "input"):
+        able = next((other for other in formats if other in {"kohya", "comfyui"}), None)
+        instead = f"give --format {able}" if able else "leave it out"
+        raise ConfigError(f"{start} --dora-axis input; {instead}")
     if form == "peft" and parts > 1:
         raise ConfigError(
             f"{start} several parts of a model, and --train-text-encoder adapts them; {instead}"

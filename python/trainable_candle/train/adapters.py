@@ -112,5 +112,6 @@ def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:
         lora_dropout=config.lora_dropout,
         adapter=config.adapter,
         use_rslora=config.rslora,
+        wd_on_output=config.dora_axis == "output",
         qat=config.qat,
     )

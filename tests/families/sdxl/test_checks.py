@@ -34,6 +34,10 @@ def check(sdxl_base: Path) -> Check:
     [
         ({"adapter": "loha", "format": "diffusers"}, "--format diffusers has no place for --adap"),
         ({"train_text_encoder": True, "format": "peft"}, "--format peft has no place for several"),
+        (
+            {"adapter": "dora", "dora_axis": "input", "format": "peft"},
+            "--format peft has no place for --dora-axis input; give --format kohya",
+        ),
         ({"min_timestep": 1000}, "found timesteps from 1000"),
         ({"max_timestep": 1001}, "found timesteps from 0 up to but not including 1001"),
         ({"sample_prompts": ["a"], "sample_size": "33x32"}, "the size is 33x32 px, expected mult"),
@@ -73,6 +77,8 @@ def test_what_other_tools_leave_out_is_said(check: Check) -> None:
     assert check() == []
     assert "diffusers leaves DoRA's magnitude out; --format" in check(adapter="dora")[0]
     assert check(adapter="dora", format="diffusers") == []
+    (said,) = check(adapter="dora", dora_axis="input")
+    assert said.endswith("diffusers leaves DoRA's magnitude out; ComfyUI applies all")
     assert "diffusers loads LoRA only" in check(adapter="loha")[0]
 
 

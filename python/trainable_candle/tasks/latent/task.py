@@ -109,7 +109,8 @@ class LatentTask:
             leaves = (
                 "leaves DoRA's magnitude out" if config.adapter == "dora" else "loads LoRA only"
             )
-            instead = "; --format diffusers is for it" if config.adapter == "dora" else ""
+            fits = config.adapter == "dora" and config.dora_axis == "output"
+            instead = "; --format diffusers is for it" if fits else ""
             report(
                 f"note: of files under kohya's names diffusers {leaves}{instead}; "
                 "ComfyUI applies all"

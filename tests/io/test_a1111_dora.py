@@ -1,0 +1,55 @@
+"""What A1111's formula makes of DoRA in files with kohya's names."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
+Arrays = dict[str, np.ndarray]
+
+
+def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
+    """The weight of a layer with a DoRA, as A1111 computes it.
+
+    Whatever the shape of the magnitude, it divides by a norm for each input
+    (`extensions-builtin/Lora/network.py` of its versions from 1.10, `apply_weight_decompose`).
+    """
+    up, down = module["lora_up.weight"], module["lora_down.weight"]
+    change = (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(weight.shape)
+    summed = weight + change * (float(module["alpha"]) / len(down))
+    norms = np.linalg.norm(summed.swapaxes(0, 1).reshape(summed.shape[1], -1), axis=1)
+    return np.asarray(
+        summed * module["dora_scale"] / norms.reshape(1, -1, *[1] * (weight.ndim - 2))
+    )
+
+
+@pytest.mark.parametrize(("kind", "right"), [("dora", False), ("dora_input", True)])
+def test_a_magnitude_for_each_input_is_applied_as_trained(
+    sdxl: Path, unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, right: bool
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    base = {name: value.numpy() for name, value in unet.named_tensors().items()}
+    assert attach(unet, kind).save(path, format="kohya") == []
+    unet.merge_adapter()
+    merged = {name: value.numpy() for name, value in unet.named_tensors().items()}
+    modules: dict[str, Arrays] = {}
+    for key, value in tc.load_file(path).items():
+        module, _, parameter = key.partition(".")
+        modules.setdefault(module, {})[parameter] = value.numpy()
+    errors = []
+    for module in tc.verify_adapter(path, "sdxl", sdxl).modules:
+        assert module.layer is not None
+        name = f"{module.layer.removeprefix('unet.')}.weight"
+        found = applied(base[name], modules[module.module])
+        change = np.linalg.norm(merged[name] - base[name])
+        errors.append(float(np.linalg.norm(found - merged[name]) / change))
+    assert len(errors) == len(modules) > 200
+    if right:
+        assert max(errors) < 1e-4
+    else:
+        # As large as what was trained: hence `--dora-axis input`.
+        assert np.median(errors) > 0.1
