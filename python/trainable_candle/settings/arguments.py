@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,7 @@ from trainable_candle.settings.setting import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-_WORDS: Final = {"true": True, "false": False, "none": None}
+_WORDS: Final = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 
 def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
@@ -41,6 +42,9 @@ def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
 def _value(name: str, text: str, value: str) -> Any:
     if value.lower() in _WORDS:
         return _WORDS[value.lower()]
+    parts = value.strip("()[]").split(",")
+    if len(parts) > 1:
+        return tuple(_value(name, text, part.strip()) for part in parts)
     try:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""docs/settings.md, made from the settings that the command line, YAML files and Python share.
+
+.ci/settings_page.py [--write]
+
+Prints the page, or writes it.
+"""
+
+import argparse
+from collections.abc import Iterator
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from trainable_candle.optim import KINDS
+from trainable_candle.optim.lr_scheduler import SCHEDULES
+from trainable_candle.settings import Setting, TrainConfig, flag, group_of, settings
+from trainable_candle.settings.sections import SECTIONS
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
+# Settings of their own say these.
+ELSEWHERE = {"params", "lr", "weight_decay", "optimizer", "total_steps", "warmup_steps"}
+HEAD = """# Every setting
+
+Each is a flag, a line `name: value` of a YAML file (`--config`; hyphens are underscores there), and
+a field of `TrainConfig`. `trainable-candle train --help` shows those that a first run may need,
+`--help-all` those that the chosen model has. The column "also" has the names of other tools that
+mean the same. `.ci/settings_page.py --write` makes this page."""
+
+
+def page() -> str:
+    """The text of the document."""
+    parts = [HEAD]
+    defaults = TrainConfig()
+    for section in SECTIONS:
+        rows = [
+            row(name, hint, setting, getattr(defaults, name))
+            for name, (hint, setting) in settings().items()
+            if (setting.section or group_of(name).section) == section
+        ]
+        if rows:
+            head = ["| flag | value | default | | also |", "|---|---|---|---|---|"]
+            parts.append("\n".join([f"## {section.capitalize()}\n", *head, *rows]))
+    parts.append(arguments("--optimizer-args", "--optimizer", KINDS))
+    parts.append(arguments("--lr-scheduler-args", "--lr-scheduler", SCHEDULES))
+    return "\n\n".join(parts) + "\n"
+
+
+def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
+    """The line of a setting."""
+    shown = "" if default is None or default in ("", []) else code(text(default))
+    also = ", ".join(code(flag(synonym)) for synonym in setting.synonyms)
+    cells = (code(flag(name)), value(hint, setting), shown, setting.help, also)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def value(hint: Any, setting: Setting) -> str:
+    """What a setting can be."""
+    if setting.choices:
+        return ", ".join(code(choice) for choice in setting.choices)
+    if get_origin(hint) is list:
+        return "texts" if setting.texts else "names"
+    kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint)
+    named = {int: "whole number", float: "number", bool: f"on, or {code('--no-…')}", str: "text"}
+    limits = []
+    if setting.low is not None:
+        limits.append(f"{'above' if setting.above else 'from'} {setting.low:g}")
+    if setting.high is not None:
+        limits.append(f"to {setting.high:g}")
+    if setting.below is not None and setting.below < 2**63:
+        limits.append(f"below {setting.below:g}")
+    words = [code(word) for word in setting.words]
+    return ", ".join([" ".join([named[kind], *limits]), *words])
+
+
+def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
+    """What the choices of a setting take as `name=value`."""
+    lines = [f"## `{own}`\n", f"What `{own} name=value …` takes, with its defaults.\n"]
+    lines += [f"| `{chosen_by}` | |", "|---|---|"]
+    lines += [
+        f"| {code(name)} | {', '.join(named(kind)) or 'none'} |" for name, kind in kinds.items()
+    ]
+    return "\n".join(lines)
+
+
+def named(kind: Any) -> Iterator[str]:
+    """The arguments of an optimizer or a schedule."""
+    for name, parameter in signature(kind).parameters.items():
+        if name not in ELSEWHERE and parameter.default is not Parameter.empty:
+            given = (
+                parameter.default if isinstance(parameter.default, tuple) else (parameter.default,)
+            )
+            yield code(f"{name}={','.join(map(str, given)).lower()}")
+
+
+def text(default: Any) -> str:
+    """A default as it is written."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default)
+
+
+def code(part: str) -> str:
+    """As code."""
+    return f"`{part}`"
+
+
+def main() -> None:
+    """Print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        DOCUMENT.write_text(page())
+    else:
+        print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

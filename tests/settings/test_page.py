@@ -1,0 +1,30 @@
+"""docs/settings.md is what the settings are, and what it names can be given."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from trainable_candle.settings import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_made_from_the_settings() -> None:
+    spec = importlib.util.spec_from_file_location("page", ROOT / ".ci" / "settings_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = (ROOT / "docs" / "settings.md").read_text()
+    assert found == module.page(), "run: .ci/settings_page.py --write"
+
+
+def test_the_defaults_of_arguments_can_be_given() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    for own, chosen in (("optimizer", "optimizer"), ("lr-scheduler", "lr_scheduler")):
+        _, table = text.split(f"## `--{own}-args`")
+        rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table.split("\n## ")[0], re.MULTILINE)
+        assert len(rows) > 3
+        for name, cell in rows:
+            given = {chosen: name, f"{chosen}_args": re.findall(r"`(.*?)`", cell)}
+            TrainConfig(model="digits", **given)
