@@ -1,8 +1,11 @@
 """A process that cannot go on ends all with its reason; the last checkpoint is whole."""
 
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from trainable_candle.distributed.launch import gpu_environment
@@ -56,3 +59,52 @@ def test_a_full_disk_ends_all(digits_base: Path, digits_folder: Path, tmp_path: 
     steps = [read_state(folder).step for folder in checkpoints(output)]
     assert steps
     assert all(step % 4 == 0 for step in steps)
+
+
+# A short silence, and a step that says where it is.
+STOPPED = """
+import sys
+
+from trainable_candle.distributed import link
+from trainable_candle.distributed.world import from_environment
+from trainable_candle.run import train_adapter
+from trainable_candle.train import TrainConfig
+
+link.SILENCE = 4.0
+model, dataset, output = sys.argv[1:]
+config = TrainConfig(
+    model="digits", weights=model, dataset=dataset, output=output, device="cpu",
+    steps=1_000_000, save_every=4, log_every=1_000_000,
+)
+train_adapter(config, progress=False, world=from_environment())
+"""
+
+
+def test_a_process_that_is_stopped_ends_all(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    places = [str(digits_base), str(digits_folder), str(output)]
+    with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", STOPPED, *places],
+                env=gpu_environment(Path(meeting), rank, 2),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        until = time.monotonic() + 60
+        while not checkpoints(output) and time.monotonic() < until:
+            time.sleep(0.05)
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        try:
+            error = processes[0].communicate(timeout=60)[1]
+        finally:
+            processes[1].kill()
+            processes[1].communicate()
+    assert processes[0].returncode
+    assert "DistributedError: distributed: rank 1 has not been heard of for " in error
+    assert checkpoints(output)

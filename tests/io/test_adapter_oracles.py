@@ -4,6 +4,7 @@ diffusers' part needs torch, diffusers and peft; ComfyUI's a checkout whose fold
 environment variable COMFYUI. Without them the tests are skipped.
 """
 
+import gzip
 import json
 import logging
 import os
@@ -259,7 +260,9 @@ def test_comfyui_applies_every_key_and_merges_the_same(
 def comfyui_names(models: dict[str, tc.models.Model]) -> dict[str, tuple[str, str]]:
     """ComfyUI's name of every parameter: that of the original checkpoint, or of transformers."""
     names = {}
-    for key, sources in json.loads((SDXL / "original_names.json").read_text()).items():
+    for key, sources in json.loads(
+        gzip.decompress((SDXL / "original_names.json.gz").read_bytes())
+    ).items():
         part, name, _ = sources[0]
         if part == "unet":
             names[key.removeprefix("model.")] = (part, name)

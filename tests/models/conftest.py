@@ -1,5 +1,6 @@
 """The tiny SDXL in `tests/golden/sdxl`, and what diffusers, transformers and peft make of it."""
 
+import gzip
 import json
 import struct
 from pathlib import Path
@@ -29,7 +30,9 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original")
     stored = {name: weights_of(name) for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
     tensors = {}
-    for key, sources in json.loads((GOLDEN / "original_names.json").read_text()).items():
+    for key, sources in json.loads(
+        gzip.decompress((GOLDEN / "original_names.json.gz").read_bytes())
+    ).items():
         parts = [stored[component][name] for component, name, _ in sources]
         form = sources[0][2]
         if form.startswith("rows"):

@@ -14,8 +14,8 @@ import pytest
 from trainable_candle.errors import MissingFileError, WeightsFormatError
 from trainable_candle.text import PAD_OF_BIG_G, PAD_OF_CLIP_L, CLIPTokenizer
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "text" / "transformers.json"
-CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+GOLDEN = Path(__file__).parents[1] / "golden" / "text" / "transformers.json.gz"
+CASES: list[dict[str, Any]] = json.loads(gzip.decompress(GOLDEN.read_bytes()))["cases"]
 MERGES = files("trainable_candle.text") / "assets" / "clip_merges.txt.gz"
 
 

@@ -16,8 +16,8 @@ import pytest
 from trainable_candle.errors import ArgumentError, MissingFileError, WeightsFormatError
 from trainable_candle.text import T5Tokenizer, sentencepiece
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "text" / "t5.json"
-CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text(encoding="utf-8"))["cases"]
+GOLDEN = Path(__file__).parents[1] / "golden" / "text" / "t5.json.gz"
+CASES: list[dict[str, Any]] = json.loads(gzip.decompress(GOLDEN.read_bytes()))["cases"]
 SHIPPED = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
 LICENCE = files("trainable_candle.text") / "assets" / "t5_spiece.LICENSE.txt"
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 BEAT: Final = 1.0
 """Seconds between two signs of life."""
-SILENCE: Final = 120.0
-"""Seconds without one after which a process counts as failed."""
+SILENCE = 25.0
+"""Seconds without one after which a process counts as failed: one that is busy still gives them."""
 GRACE: Final = 10.0
 """Seconds beyond the limit of a phase."""
 _POLL: Final = 0.1
@@ -281,7 +281,7 @@ class Link:
                 limit = last["limit"]
                 if limit is not None and age > limit + GRACE:
                     self.fail(f"rank {rank} has been busy with {last['phase']} for {age:.0f} s")
-                elif silent > (SILENCE if limit is None else limit + GRACE):
+                elif silent > SILENCE:
                     self.fail(f"rank {rank} has not been heard of for {silent:.0f} s")
         except (OSError, EOFError, ValueError, TypeError):
             # A TypeError is that of a connection closed here at this moment.

@@ -90,6 +90,10 @@ class LRScheduler:
         """The learning rates of the groups that the factor is applied to."""
         return list(self._base_lrs)
 
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the groups."""
+        return self._optimizer.group_lrs
+
     def step(self) -> None:
         """Go to the next step; call it after the optimizer's."""
         self.set_step(self._step + 1)

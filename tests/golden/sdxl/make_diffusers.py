@@ -4,7 +4,7 @@ transformers and peft make of them.
 Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
 python make_diffusers.py
 
-`original_names.json` says where the tensors of a model of these numbers of layers are in an
+`original_names.json.gz` says where the tensors of a model of these numbers of layers are in an
 original checkpoint: key -> folder, parameter, and the form ("plain", "transposed", "pointwise", or
 which third of its rows), as found by comparing a model with what diffusers'
 convert_diffusers_to_original_sdxl.py made of it. `unet_shapes.json`: the names and shapes of SDXL's

@@ -1,6 +1,6 @@
 """Token numbers by transformers' T5 tokenizer, for tests/text; needs transformers 5.23.
 
-    python make_t5.py FOLDER > t5.json
+    python make_t5.py FOLDER | gzip -9n > t5.json.gz
 
 FOLDER holds T5's `spiece.model` as Google publishes it. Short rows are stored only of
 texts that they cut.

@@ -1,6 +1,6 @@
 """Token numbers by transformers' CLIPTokenizer, for tests/text; needs transformers 5.23.
 
-    python make_transformers.py MERGES.txt.gz > transformers.json
+    python make_transformers.py MERGES.txt.gz | gzip -9n > transformers.json.gz
 
 MERGES is bpe_simple_vocab_16e6.txt.gz as OpenAI publishes it; the vocabulary is built here the way
 CLIP's own code does.
