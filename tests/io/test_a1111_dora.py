@@ -16,7 +16,7 @@ def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
     """The weight of a layer with a DoRA, as A1111 computes it.
 
     Whatever the shape of the magnitude, it divides by a norm for each input
-    (`extensions-builtin/Lora/network.py` of its versions from 1.10, `apply_weight_decompose`).
+    (`NetworkModule.apply_weight_decompose` of its built-in extension Lora, as forks of it have it).
     """
     up, down = module["lora_up.weight"], module["lora_down.weight"]
     change = (up.reshape(len(up), -1) @ down.reshape(len(down), -1)).reshape(weight.shape)
@@ -51,5 +51,5 @@ def test_a_magnitude_for_each_input_is_applied_as_trained(
     if right:
         assert max(errors) < 1e-4
     else:
-        # As large as what was trained: hence `--dora-axis input`.
-        assert np.median(errors) > 0.1
+        # Nearly as large as what was trained: hence `--dora-axis input`.
+        assert np.median(errors) > 0.5
