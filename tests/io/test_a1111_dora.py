@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.cli import main
 
 Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
 Arrays = dict[str, np.ndarray]
@@ -29,7 +30,13 @@ def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
 
 @pytest.mark.parametrize(("kind", "right"), [("dora", False), ("dora_input", True)])
 def test_a_magnitude_for_each_input_is_applied_as_trained(
-    sdxl: Path, unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, right: bool
+    sdxl: Path,
+    unet: tc.models.SDXLUNet,
+    attach: Attach,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    right: bool,
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     base = {name: value.numpy() for name, value in unet.named_tensors().items()}
@@ -48,6 +55,11 @@ def test_a_magnitude_for_each_input_is_applied_as_trained(
         change = np.linalg.norm(merged[name] - base[name])
         errors.append(float(np.linalg.norm(found - merged[name]) / change))
     assert len(errors) == len(modules) > 200
+    assert main(["verify", str(path), "--weights", str(sdxl)]) == 0
+    said = "A1111 applies " + (f"{len(modules)}\n" if right else "0; ")
+    text = capsys.readouterr().out
+    assert said in text
+    assert ("it divides DoRA's weights by norms of inputs" in text) == (not right)
     if right:
         assert max(errors) < 1e-4
     else:

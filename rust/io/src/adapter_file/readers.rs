@@ -126,6 +126,8 @@ pub(super) struct Found<'a> {
     pub kind: &'a str,
     /// DoRA's magnitude, as the file calls it.
     pub magnitude: Option<&'a str>,
+    /// Whether that is one for each input.
+    pub per_input: bool,
     /// Whether the file has an alpha beside the parameters.
     pub has_alpha: bool,
     /// Where the file has an alpha that makes another scale than 1.
@@ -162,6 +164,10 @@ impl Reader {
                 Some("dora_scale") => "it knows DoRA's magnitude as dora_scale only",
                 _ => "it leaves DoRA's magnitude out",
             });
+        }
+        // `NetworkModule.apply_weight_decompose`, whatever the shape of the magnitude.
+        if self.tool == Tool::A1111 && found.magnitude.is_some() && !found.per_input {
+            return Outcome::Part("it divides DoRA's weights by norms of inputs; --dora-axis input is for it");
         }
         match found.scaled {
             AlphaAt::Beside if known.alpha == Alpha::LeftOut => {

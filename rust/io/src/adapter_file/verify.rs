@@ -123,6 +123,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                 style: place.style,
                 kind: report.kind.unwrap_or_default(),
                 magnitude: magnitude.into_iter().find(|name| stored.parameters.contains_key(name)),
+                per_input: stored.parameters.get("dora_scale").is_some_and(|scale| scale.dims().first() == Some(&1)),
                 has_alpha: stored.alpha.is_some(),
                 scaled,
             };
