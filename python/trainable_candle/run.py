@@ -166,7 +166,7 @@ def _train_in(
         _require_same_files(group, weights, data)
     report(str(placement))
     estimate = partial(task.estimate, data=data, limit=budget.memory)
-    plan = make_plan(config, family.groups, budget, estimate)
+    plan = make_plan(config, family.groups, budget, estimate, len(data.train))
     _tell(plan, budget, report)
     taken = _Taken()
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def _train_in(
                 raise
             report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
             budget = budget.below(plan.estimate.peak)
-            plan = make_plan(config, family.groups, budget, estimate)
+            plan = make_plan(config, family.groups, budget, estimate, len(data.train))
         _tell(plan, budget, report)
         # With the exception, what the models hold is gone.
         gc.collect()

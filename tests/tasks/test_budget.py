@@ -45,10 +45,10 @@ class Model:
         task = made.task()
         return partial(task.estimate, data=task.read(lambda _: None), limit=limit)
 
-    def plan(self, budget: Budget, **changes: Any) -> Plan:
+    def plan(self, budget: Budget, samples: int = 1000, **changes: Any) -> Plan:
         config = self.config(**changes)
         estimate = self.estimate(config, budget.memory)
-        return make_plan(config, self.family.groups, budget, estimate)
+        return make_plan(config, self.family.groups, budget, estimate, samples)
 
 
 @pytest.fixture(scope="module", params=["Flux.1-dev", "SDXL", "Llama-3-8B"])
@@ -165,6 +165,12 @@ def test_a_batch_of_auto_is_doubled_while_samples_get_faster(model: Model) -> No
             if by_hand.config.base_precision == found.config.base_precision:
                 faster = step_seconds(by_hand, there) / other
                 assert faster >= 0.96 * step_seconds(found, there) / count
+
+
+def test_a_batch_of_auto_is_no_larger_than_the_data(flux: Model) -> None:
+    there = budget(141)
+    assert flux.plan(there, samples=3, batch_size="auto").config.batch_size <= 2
+    assert flux.plan(there, samples=1, batch_size="auto").config.batch_size == 1
 
 
 def needs(activations: int) -> Callable[[TrainConfig], Estimate]:

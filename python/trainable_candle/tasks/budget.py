@@ -152,19 +152,21 @@ def make_plan(
     groups: Collection[type[Settings]],
     budget: Budget,
     estimate: Callable[[TrainConfig], Estimate],
+    samples: int = 1,
 ) -> Plan:
     """Choose checkpointing, precision and streaming where they are left open: the fastest that fit.
 
-    So is a batch of `auto`: doubled as long as that makes a sample faster. A quantized base counts
-    as slower than it is, by `_COST`: it is not the same model any more. Modulation is streamed
-    before blocks are, since each step reads it once. Text encoders are quantized only if the run
-    does not fit otherwise.
+    So is a batch of `auto`: on a GPU doubled as long as that makes a sample faster, on the CPU one
+    sample. A quantized base counts as slower than it is, by `_COST`: it is not the same model any
+    more. Modulation is streamed before blocks are, since each step reads it once. Text encoders are
+    quantized only if the run does not fit otherwise.
 
     Args:
         config: the settings.
         groups: those that the model takes; others are not chosen.
         budget: what there is.
         estimate: what a run with other settings would hold.
+        samples: of the data set, which `auto` makes no batch larger than.
 
     Raises:
         OutOfMemoryError: nothing fits; the message names settings that would.
@@ -173,6 +175,8 @@ def make_plan(
         return _plan_batch(config, groups, budget, estimate)
     best = _plan_batch(config.with_(batch_size=1), groups, budget, estimate)
     for count in _BATCHES:
+        if count > samples or not config.on_gpu:
+            break
         try:
             larger = _plan_batch(config.with_(batch_size=count), groups, budget, estimate)
         except OutOfMemoryError:
