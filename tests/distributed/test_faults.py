@@ -70,7 +70,7 @@ from trainable_candle.distributed.world import from_environment
 from trainable_candle.run import train_adapter
 from trainable_candle.train import TrainConfig
 
-link.SILENCE = 4.0
+link.SILENCE = 10.0
 model, dataset, output = sys.argv[1:]
 config = TrainConfig(
     model="digits", weights=model, dataset=dataset, output=output, device="cpu",
