@@ -64,6 +64,43 @@ def _none(base: Path, folder: Path, batch_size: int) -> int:
     return estimated_items(digits(base, folder, batch_size=batch_size))["model activations"]
 
 
+@pytest.mark.parametrize("grid", ["int8", "nf4", "fp8"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_rounded_weights_are_what_the_tape_holds_more(
+    digits_folder: Path, tmp_path: Path, checkpointing: str, grid: str
+) -> None:
+    base = tmp_path / "base"
+    DigitsTransformer(num_layers=6, num_attention_heads=2, attention_head_dim=64).save_pretrained(
+        base
+    )
+    settings = {"gradient_checkpointing": checkpointing, "batch_size": 4}
+
+    def held(**changes: Any) -> tuple[int, dict[str, int]]:
+        task = digits(base, digits_folder, **settings, **changes)
+        task.attach()
+        prepared = task.prepare(task.read(print), print).train
+        inputs = prepared.inputs(prepared.batches(4).batch(0))
+        before = tc.memory.saved_bytes()
+        loss = prepared.loss(inputs)
+        kept = tc.memory.saved_bytes() - before
+        assert loss.item() > 0
+        return kept, estimated_items(task)
+
+    plain, items = held()
+    assert "model rounded weights" not in items
+    rounded, items = held(qat=grid)
+    # Of one layer, of 128 x 128: its weight, the sum with the adapter, and the gradient.
+    found = items["model rounded weights"] - 3 * 4 * 128 * 128
+    # Of q, k, v and the output.
+    block = 4 * 4 * 128 * 128
+    if checkpointing == "full":
+        # Backward makes the weights of one block again, which the estimate adds.
+        assert (rounded - plain, found) == (0, block)
+    else:
+        # The first layers of the model need no gradient of their input, and keep none.
+        assert rounded - plain <= found == 6 * block < 1.3 * (rounded - plain)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_parameters_and_optimizer_states_are_exact(

@@ -244,6 +244,8 @@ def trained_model(
         *adapter_items(component, facts.layers, adapter, config),
         activations(component, facts, adapter, config, **sizes),
     ]
+    if config.qat is not None:
+        items.append(_rounded(component, facts, adapter, config))
     return items, work_of(facts, adapter, config, itemsize, **sizes)
 
 
@@ -253,6 +255,22 @@ def activations(
     """What the tape keeps of a micro-batch; the arguments are `trained_model`'s."""
     values = facts.saved_values(adapter, config.checkpointing, **sizes) * config.batch_size
     return Item(component, "activations", values * ITEM_BYTES[config.precision])
+
+
+def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig) -> Item:
+    """The whole weights that quantization-aware training makes of the adapted layers.
+
+    The tape keeps each in the precision of the computation, int4 also in f32; under full
+    checkpointing only those of one block at a time. Besides, there are the f32 weight of one layer,
+    its sum with the adapter, and the gradient.
+    """
+    layers: Mapping[str, Shape] = facts.layers
+    counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]
+    kept = sum(counts)
+    if config.checkpointing == "full":
+        kept //= max(1, facts.blocks)
+    bytes_each = ITEM_BYTES[config.precision] + (4 if config.qat == "int4" else 0)
+    return Item(component, "rounded weights", kept * bytes_each + 3 * 4 * max(counts, default=0))
 
 
 def _total(items: Iterable[Item]) -> int:
