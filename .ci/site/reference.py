@@ -56,8 +56,9 @@ def page(module: str) -> str:
             f"::: {full}\n    options:\n      members: []\n      show_root_heading: false\n"
         )
     for name in names(module):
-        if module == "" and name in MODULES:
-            parts.append(f"### {name}\n\nA module: [{full}.{name}]({name}.md).\n")
+        inside = f"{module}.{name}".lstrip(".")
+        if inside in MODULES:
+            parts.append(f"### {name}\n\nA module: [{full}.{name}]({inside}.md).\n")
         else:
             parts.append(f"::: {full}.{name}\n")
     return "\n".join(parts)
