@@ -185,7 +185,11 @@ def _train_in(
         try:
             return run(plan.config)
         except OutOfMemoryError as error:
-            if group.size > 1 or taken.steps >= _FIRST_STEPS:
+            # A checkpoint of this try would look newer than those of the next.
+            saved = any(
+                run_state.step_of(folder) > step for folder in run_state.checkpoints(output)
+            )
+            if group.size > 1 or taken.steps >= _FIRST_STEPS or saved:
                 raise
             report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
             budget = budget.below(plan.estimate.peak)
@@ -214,6 +218,8 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     run_state.refuse_later(output, step)
     earlier = state.settings if state else {}
     planned = {name: earlier[name] for name in PLANNED if earlier.get(name) is not None}
+    if not config.on_gpu:
+        planned = {name: v for name, v in planned.items() if not name.startswith("stream_")}
     known = {name: value for name, value in planned.items() if is_open(config, name)}
     return start, step, config.with_(**known)
 

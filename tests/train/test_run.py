@@ -267,8 +267,10 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
 
 def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
-    for settings in (by_hand, config.with_(steps=30)):
-        failing = OneOutOfMemory(1 if settings is by_hand else 25)
+    # By hand, after more steps than the first, after the checkpoint of step 5.
+    late = config.with_(steps=30, save_every=0)
+    for settings, step in ((by_hand, 1), (late, 25), (config, 7)):
+        failing = OneOutOfMemory(step)
         with pytest.raises(tc.OutOfMemoryError):
             train_adapter(settings, callbacks=[failing], progress=False)
 
@@ -282,6 +284,16 @@ def test_a_batch_of_auto_is_a_number_in_the_end(config: TrainConfig) -> None:
     assert any(line.startswith(f"plan: --batch-size {written.batch_size} ") for line in lines)
     with pytest.raises(ConfigError, match="give the --batch-size too"):
         train_adapter(TrainConfig.from_mapping({**settings, "effective_batch": 8}), progress=False)
+
+
+def test_what_a_gpu_streamed_stays_open_on_the_cpu(config: TrainConfig, train: Train) -> None:
+    train(config.with_(steps=5))
+    state = checkpoint_path(Path(config.output), 5) / "state.json"
+    text = state.read_text()
+    assert '"stream_blocks": null' in text
+    state.write_text(text.replace('"stream_blocks": null', '"stream_blocks": 1'))
+    train(config.with_(resume="latest"))
+    assert TrainConfig.from_yaml(Path(config.output) / CONFIG).stream_blocks is None
 
 
 def test_what_was_planned_is_kept_by_a_resumed_run(config: TrainConfig, train: Train) -> None:

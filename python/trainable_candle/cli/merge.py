@@ -46,7 +46,7 @@ def _quantized(task: object, given: Mapping[str, Any], output: Path) -> None:
     if not isinstance(task, TextTask):
         raise ConfigError(
             f"--to {given['to']} writes language models, and {given['model']} draws images; leave "
-            "it out, and load the merged model with --base-precision"
+            "it out"
         )
     apart = _loss(task, given)
     family = task.family
