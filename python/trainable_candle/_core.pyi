@@ -1628,6 +1628,13 @@ class Model:
                 quantize, or the model has fewer blocks than `stream_blocks`.
             OutOfMemoryError: if the model does not fit, or the system gives no more pinned memory.
         """
+    def get_tensor(self, /, name: str) -> Tensor:
+        """
+        One of `named_tensors`, by its name. Of a quantized weight only these values are made.
+
+        Raises:
+            ArgumentError: if the model has no parameter of this name.
+        """
     def load_adapter(
         self,
         /,

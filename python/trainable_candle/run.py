@@ -6,7 +6,7 @@ import errno
 import gc
 import math
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,9 @@ from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import Placement, choose
 from trainable_candle.session import Session, adapter_path
 from trainable_candle.settings.checks import check_groups, check_settings, differences
+from trainable_candle.settings.config import settings as known_settings
 from trainable_candle.settings.prompts import expanded
-from trainable_candle.tasks.budget import PLANNED, find_budget, is_open, kept_within, make_plan
+from trainable_candle.tasks.budget import KEPT, find_budget, is_open, kept_within, make_plan
 from trainable_candle.train import state as run_state
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog, read_json_log, read_log
@@ -32,7 +33,7 @@ from trainable_candle.train.wandb_log import WandbLog
 
 if TYPE_CHECKING:
     import signal
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from trainable_candle.distributed.world import World
     from trainable_candle.settings import TrainConfig
@@ -158,7 +159,7 @@ def _train_in(
             run_state.restore(output)
     group.barrier()
     start, step, config = _resumed(config, output)
-    logs = _logs(config, output) if is_first else []
+    before: list[Callback] = _logs(config, output) if is_first else []
     task = family(weights, config.precision, config.device, config).task()
     task.check(report)
     data = task.read(report)
@@ -166,34 +167,39 @@ def _train_in(
         _require_same_files(group, weights, data)
     report(str(placement))
     estimate = partial(task.estimate, data=data, limit=budget.memory)
-    plan = make_plan(config, family.groups, budget, estimate, len(data.train))
+    planned = partial(
+        make_plan,
+        config,
+        family.groups,
+        estimate=estimate,
+        samples=max(1, task.samples(data) // group.size),
+    )
+    plan = planned(budget)
     _tell(plan, budget, report)
     taken = _Taken()
     with ExitStack() as stack:
         stack.enter_context(kept_within(budget, config))
-        before: list[Callback] = [*logs, taken]
+        before.append(taken)
         if is_first:
-            _make_writable(output)
-            stack.enter_context(held(output / LOCK, f"output: {output} is in use"))
-            # Another run may have used the folder in the meantime.
-            run_state.refuse_later(output, step)
-            run_state.remove_leftovers(output)
+            stack.enter_context(_held_output(output, step))
         if progress:
             bar = ProgressBar(unit=task.counts)
             before, report = [*before, bar], bar.beside(report)
         run = partial(_train, group, family, weights, start, data, (before, callbacks), report)
+        tried = plan
         try:
-            return run(plan.config)
+            return run(tried.config)
         except OutOfMemoryError as error:
             # A checkpoint of this try would look newer than those of the next.
-            saved = any(
-                run_state.step_of(folder) > step for folder in run_state.checkpoints(output)
-            )
+            saved = any(run_state.step_of(kept) > step for kept in run_state.checkpoints(output))
             if group.size > 1 or taken.steps >= _FIRST_STEPS or saved:
                 raise
             report(f"plan: memory ran out after {counted(taken.steps, 'step')}: {error}")
             budget = budget.below(plan.estimate.peak)
-            plan = make_plan(config, family.groups, budget, estimate, len(data.train))
+            with suppress(OutOfMemoryError):
+                plan = planned(budget)
+            if plan.config == tried.config:
+                raise
         _tell(plan, budget, report)
         # With the exception, what the models hold is gone.
         gc.collect()
@@ -202,10 +208,22 @@ def _train_in(
         return run(plan.config)
 
 
+@contextmanager
+def _held_output(output: Path, step: int) -> Iterator[None]:
+    """Within this context the output is this run's alone; it continues from `step`."""
+    _make_writable(output)
+    with held(output / LOCK, f"output: {output} is in use"):
+        # Another run may have used the folder in the meantime.
+        run_state.refuse_later(output, step)
+        run_state.remove_leftovers(output)
+        yield
+
+
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
     """The checkpoint to continue from with its step, -1 for none, and the settings.
 
-    What was planned for the earlier run is kept where the settings leave it open.
+    What was planned for the earlier run and decides over its results is kept where the settings
+    leave it open.
 
     Raises:
         ConfigError: there is no such checkpoint, no step is left, or the folder has later ones.
@@ -217,11 +235,10 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
         _require_steps_left(config, step)
     run_state.refuse_later(output, step)
     earlier = state.settings if state else {}
-    planned = {name: earlier[name] for name in PLANNED if earlier.get(name) is not None}
-    if not config.on_gpu:
-        planned = {name: v for name, v in planned.items() if not name.startswith("stream_")}
+    planned = {name: earlier[name] for name in KEPT if earlier.get(name) is not None}
     known = {name: value for name, value in planned.items() if is_open(config, name)}
-    return start, step, config.with_(**known)
+    # What is checked and estimated of a start holds where `auto` finds no checkpoint.
+    return start, step, config.with_(**known, resume=config.resume if start else None)
 
 
 class _Taken(Callback):
@@ -272,7 +289,7 @@ def _train(
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # Training must not depend on how many random numbers the preparation drew.
     tc.manual_seed(config.seed)
-    adapters = task.attach()
+    adapters = task.attach(fresh=start is None)
     if config.initial_adapter and start is None:
         adapters.load(config.initial_adapter_path)
         report(f"adapter: starts as {config.initial_adapter}")
@@ -335,8 +352,13 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
 
 
 def _agreed(config: TrainConfig) -> dict[str, str]:
-    """The settings that must be equal in all processes."""
-    return {name: str(v) for name, v in asdict(config).items() if name not in {"device", "threads"}}
+    """The settings that must be equal in all processes.
+
+    Machines may keep their files in folders of their own; what is in those is compared.
+    """
+    own = {name for name, (_, setting) in known_settings().items() if setting.path}
+    own = (own - {"resume"}) | {"device", "threads"}
+    return {name: str(value) for name, value in asdict(config).items() if name not in own}
 
 
 def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
@@ -346,8 +368,13 @@ def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
         DistributedError: one has others.
     """
     files = sorted(weights.rglob("*")) if weights.is_dir() else [weights]
+    folder = weights if weights.is_dir() else weights.parent
     # Sizes alone: to hash the weights would take minutes.
-    sizes = {str(file): f"{file.stat().st_size} bytes" for file in files if file.is_file()}
+    sizes = {
+        file.relative_to(folder).as_posix(): f"{file.stat().st_size} bytes"
+        for file in files
+        if file.is_file()
+    }
     require_same(group, "weights", sizes)
     require_same(group, "data", data.train.listing())
     if data.validation is not None:
@@ -390,8 +417,7 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
         logs.append(TensorBoardLog(output / TENSORBOARD, config.log_every))
     if config.wandb is not None:
         name = config.name or output.resolve().name
-        settings = config.portable(output)
-        logs.append(WandbLog(config.wandb, name, output, settings, config.log_every))
+        logs.append(WandbLog(config.wandb, name, output, config.log_every))
     return logs
 
 

@@ -16,9 +16,7 @@ START_SECONDS = 30.0
 """Within which every process must have ended."""
 
 
-def started(
-    arguments: list[list[str]], folders: list[Path] | None = None
-) -> list[tuple[int, str, str]]:
+def started(arguments: list[list[str]]) -> list[tuple[int, str, str]]:
     """The exit status, output and errors of a process of this interpreter for each rank."""
     size = len(arguments)
     began = time.monotonic()
@@ -27,7 +25,6 @@ def started(
             subprocess.Popen(
                 [sys.executable, *arguments[rank]],
                 env=gpu_environment(Path(meeting), rank, size),
-                cwd=folders[rank] if folders else None,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -85,20 +82,24 @@ def test_another_version_is_named() -> None:
 def test_other_files_are_named(
     digits_base: Path, digits_folder: Path, tmp_path: Path, what: str
 ) -> None:
-    """Machines without a common file system: equal paths, and other files there."""
-    folders = [tmp_path / "machine 0", tmp_path / "machine 1"]
-    for folder in folders:
-        shutil.copytree(digits_folder, folder / "pictures")
-        shutil.copytree(digits_base, folder / "base")
+    """Machines without a common file system, with folders of their own."""
+    pictures = [tmp_path / "data" / "pictures", tmp_path / "pictures of 1"]
+    bases = [tmp_path / "base", tmp_path / "models" / "base of 1"]
+    for number in range(2):
+        shutil.copytree(digits_folder, pictures[number])
+        shutil.copytree(digits_base, bases[number])
     if what == "data":
-        (folders[1] / "pictures" / "3.txt").write_text("an eight")
-        expected = "pictures/3.png is "
+        (pictures[1] / "3.txt").write_text("an eight")
+        expected = "3.png is "
     else:
-        with (folders[1] / "base" / "config.json").open("a") as file:
+        with (bases[1] / "config.json").open("a") as file:
             file.write("\n")
-        expected = "base/config.json is "
-    arguments = [training(Path("base"), tmp_path / "run", "pictures") for _ in folders]
-    require_all_say(started(arguments, folders), f"rank 1 has other {what} than rank 0: {expected}")
+        expected = "config.json is "
+    arguments = [
+        training(base, tmp_path / "run", str(folder))
+        for base, folder in zip(bases, pictures, strict=True)
+    ]
+    require_all_say(started(arguments), f"rank 1 has other {what} than rank 0: {expected}")
 
 
 TRAINING = """

@@ -81,7 +81,7 @@ def test_a_quantized_model_starts_nearer_to_the_original() -> None:
     config = tc.LoraConfig(r=16, lora_alpha=8.0, target_modules=["q_proj", "up_proj", "down_proj"])
     adapter = base.add_adapter(config)
     np.testing.assert_allclose(np.linalg.norm(base(ids).numpy() - expected), plain, rtol=1e-5)
-    start_from_rounding(adapter, original)
+    start_from_rounding(adapter, base, original)
     assert np.linalg.norm(base(ids).numpy() - expected) < 0.9 * plain
 
 
@@ -129,4 +129,72 @@ def test_wrong_arguments_are_named() -> None:
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
     adapter = base.add_adapter(tc.LoraConfig(r=2, adapter="loha"))
     with pytest.raises(ConfigError, match="the adapter is loha, expected lora"):
-        start_from_rounding(adapter, original)
+        start_from_rounding(adapter, base, original)
+
+
+def test_layers_that_lost_nothing_and_ranks_above_a_side_stay_as_they_are() -> None:
+    """Ranks above a layer's smaller side are filled up; the embedding and the head lose nothing."""
+    original = CausalLM.from_pretrained(LLAMA, dtype="f32")
+    base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
+    adapter = base.add_adapter(tc.LoraConfig(r=100, target_modules=["k_proj", "up_proj"]))
+    start_from_rounding(adapter, base, original)
+    base.merge_adapter()
+    for name, exact in original.named_tensors().items():
+        if "k_proj" in name or "up_proj" in name:
+            assert min(exact.shape) < 100
+            # Of its whole rank nothing is lost but what f32 and the merge round.
+            np.testing.assert_allclose(base.get_tensor(name).numpy(), exact.numpy(), atol=1e-5)
+    base.remove_adapter()
+    kept = base.add_adapter(tc.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    before = {name: var.numpy().copy() for name, var in kept.named_parameters().items()}
+    start_from_rounding(kept, base, original)
+    changed = {
+        name.partition(".lora_")[0]
+        for name, var in kept.named_parameters().items()
+        if not np.array_equal(var.numpy(), before[name])
+    }
+    assert changed == {name.partition(".lora_")[0] for name in before if "q_proj" in name}
+
+
+def test_a_base_that_lost_nothing_is_refused() -> None:
+    original = CausalLM.from_pretrained(LLAMA, dtype="f32")
+    base = CausalLM.from_pretrained(LLAMA, dtype="f32")
+    adapter = base.add_adapter(tc.LoraConfig(r=2))
+    with pytest.raises(ConfigError, match="no layer lost anything"):
+        start_from_rounding(adapter, base, original)
+
+
+def test_convolutions_keep_the_values_that_they_have() -> None:
+    kind = find("sdxl")
+    weights = kind.default_weights()
+    assert weights is not None
+    config = TrainConfig(
+        model="sdxl",
+        base_precision="nf4",
+        init="loftq",
+        rank=4,
+        target_modules=["to_q", "conv1"],
+    )
+    adapted = kind(weights, "f32", "cpu", config).task().attach()
+    parameters = adapted.named_parameters()
+    ups = {name: var.numpy() for name, var in parameters.items() if ".lora_B." in name}
+    assert {name for name, up in ups.items() if up.any()} == {n for n in ups if "to_q" in n}
+    assert any("conv1" in name for name in ups)
+
+
+def test_a_resumed_run_does_not_load_the_original_model() -> None:
+    kind = find("causal-lm")
+    weights = kind.default_weights()
+    assert weights is not None
+    config = TrainConfig(model="causal-lm", base_precision="nf4", init="loftq", rank=2)
+    config = config.with_(precision="f32")
+    family = kind(weights, "f32", "cpu", config)
+    parameters = family.task().attach(fresh=False).named_parameters()
+    assert not any(var.numpy().any() for name, var in parameters.items() if ".lora_B." in name)
+    start = family.estimate(config, 64).phases["starting the adapter"]
+    assert {item.what for item in start} == {"weights", "adapter", "original weights"}
+    resumed = config.with_(resume="latest")
+    assert "starting the adapter" not in family.estimate(resumed, 64).phases
+    on_gpu = config.with_(device="cuda", precision="bf16", stream_blocks=0)
+    assert family.estimate(on_gpu, 64).host > 0
+    assert family.estimate(on_gpu.with_(resume="latest"), 64).host == 0

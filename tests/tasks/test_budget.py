@@ -4,14 +4,16 @@ from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.settings.machine import FORMATS, SAME
-from trainable_candle.tasks.budget import PLANNED, Budget, Plan, make_plan, step_seconds
+from trainable_candle.tasks.budget import Budget, Plan, find_budget, make_plan, step_seconds
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Estimate, Item
 from trainable_candle.tasks.speed import GPUS, Work
 from trainable_candle.train import TrainConfig
@@ -111,8 +113,9 @@ def test_what_is_given_is_kept(flux: Model) -> None:
     }
     plan = flux.plan(budget(16), **given)
     assert {name: getattr(plan.config, name) for name in given} == given
-    assert set(plan.chosen) <= set(PLANNED) - set(given)
-    with pytest.raises(OutOfMemoryError, match="with the smallest settings it would be"):
+    assert not plan.chosen.keys() & given.keys()
+    message = "with --gradient-checkpointing full --base-precision nf4 --stream-modulation it"
+    with pytest.raises(OutOfMemoryError, match=message):
         flux.plan(budget(8), **given, stream_blocks=0)
 
 
@@ -123,6 +126,26 @@ def test_what_is_streamed_must_fit_into_host_memory(flux: Model) -> None:
     found = flux.plan(poor)
     assert found.config.streaming == {"stream_blocks": 0, "stream_modulation": False}
     assert step_seconds(found, poor) >= step_seconds(flux.plan(there), there)
+
+
+def test_too_little_host_memory_is_said(flux: Model) -> None:
+    there = budget(6)
+    assert flux.plan(there).estimate.host > 0
+    message = (
+        r"memory of the host: .* which has 512\.0 MiB free; .* a smaller --resolution or another"
+    )
+    with pytest.raises(OutOfMemoryError, match=message) as caught:
+        flux.plan(Budget(there.memory, GIB // 2, there.rates))
+    assert "--sequence-length" not in str(caught.value)
+
+
+def test_processes_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = SimpleNamespace(size=8, local_size=2, exchange=lambda message: [message] * 8)
+    monkeypatch.setattr(tc.memory, "available_bytes", lambda: 16 * GIB)
+    found = find_budget(group, TrainConfig(device="cpu"))
+    assert (found.memory, found.host) == (8 * GIB, 8 * GIB)
+    given = find_budget(group, TrainConfig(device="cpu", vram=3.0))
+    assert given.memory == 3 * GIB
 
 
 def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model) -> None:

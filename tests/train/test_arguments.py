@@ -43,6 +43,8 @@ def test_arguments_reach_the_optimizer() -> None:
         other.step()
     assert found == v.tolist()
     assert found != stepped(TrainConfig(**settings))
+    # Quoted as one text.
+    assert found == stepped(TrainConfig(**settings, optimizer_args=["betas=0.5, 0.7 eps=0.1"]))
     # As kohya's users give it.
     by_text = TrainConfig(**settings, optimizer_args=["weight_decay=0.5"])
     assert stepped(by_text) == stepped(TrainConfig(**settings, weight_decay=0.5))
@@ -65,6 +67,10 @@ def test_arguments_reach_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
+        (
+            {"optimizer_args": ["weight_decay=0.5"], "weight_decay": 0.1},
+            "--weight-decay and optimizer_args both say the weight decay",
+        ),
         ({"optimizer_args": ["eps"]}, "found `eps`, expected name=value"),
         ({"optimizer_args": ["eps=small"]}, "found `eps=small`, expected a number"),
         ({"optimizer_args": ["eps=1", "eps=2"]}, "`eps` is given twice"),

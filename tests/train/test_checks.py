@@ -47,6 +47,7 @@ def test_a_setting_without_effect_is_refused(settings: dict[str, Any], message: 
     "settings",
     [
         {"random_crops": 9, "crop": "random"},
+        {"device": "cpu", "stream_blocks": 0, "stream_modulation": False},
         {"caption_separator": "|", "trigger": "sks"},
         {"caption_separator": "|", "dataset": "list.yaml"},
         {"caption_variants": 0, "caption_tag_dropout": 0.1},

@@ -296,9 +296,45 @@ def test_what_a_gpu_streamed_stays_open_on_the_cpu(config: TrainConfig, train: T
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG).stream_blocks is None
 
 
-def test_what_was_planned_is_kept_by_a_resumed_run(config: TrainConfig, train: Train) -> None:
-    train(config.with_(gradient_checkpointing="full", steps=5))
+def test_a_resumed_run_keeps_what_decides_its_results_and_plans_the_rest(
+    config: TrainConfig, train: Train
+) -> None:
+    train(config.with_(gradient_checkpointing="full", base_precision="nf4", steps=5))
     lines: list[str] = []
     train_adapter(config.with_(resume="latest"), progress=False, report=lines.append)
-    assert TrainConfig.from_yaml(Path(config.output) / CONFIG).gradient_checkpointing == "full"
+    written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
+    assert (written.base_precision, written.gradient_checkpointing) == ("nf4", "none")
     assert not [line for line in lines if line.startswith("resume: gradient_checkpointing")]
+
+
+def test_a_resumed_run_out_of_memory_is_planned_anew(
+    config: TrainConfig, train: Train, tmp_path: Path
+) -> None:
+    deep = tc.models.DigitsTransformer(num_layers=4, num_attention_heads=2, attention_head_dim=8)
+    deep.save_pretrained(tmp_path / "deep")
+    config = config.with_(weights=str(tmp_path / "deep"), batch_size=32)
+    again = config.with_(output=str(tmp_path / "again"))
+    for settings in (config, again):
+        train(settings.with_(steps=5))
+    expected = train(config.with_(resume="latest"))
+
+    class Once(OneOutOfMemory):
+        def on_train_begin(self, trainer: Trainer[Any]) -> None:
+            assert trainer.step == 5
+
+    run = train_adapter(
+        again.with_(resume="latest"), callbacks=[Once(7)], progress=False, report=lambda _: None
+    )
+    found = {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
+    assert found == expected
+    written = TrainConfig.from_yaml(tmp_path / "again" / CONFIG)
+    assert written.gradient_checkpointing in {"selective", "full"}
+
+
+def test_the_error_of_a_run_that_no_plan_fits_is_the_first(config: TrainConfig) -> None:
+    with pytest.raises(tc.OutOfMemoryError, match="matmul: there is too little"):
+        train_adapter(
+            config.with_(gradient_checkpointing="full", base_precision="same", rank=1),
+            callbacks=[OneOutOfMemory(1)],
+            progress=False,
+        )

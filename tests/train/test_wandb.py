@@ -44,6 +44,8 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
     (start,) = wandb.inits
     assert (start["project"], start["name"], start["id"]) == ("loras", "digit", None)
     assert start["config"]["rank"] == config.rank
+    # As planned, not as asked for.
+    assert start["config"]["gradient_checkpointing"] == "none"
     steps = [step for step, values in wandb.logged if "train/loss" in values]
     assert steps == list(range(1, config.steps + 1))
     assert {"train/lr", "train/grad_norm", "train/epoch", "train/per_second"} <= wandb.logged[-1][
@@ -54,10 +56,10 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
 
 
 def test_a_resumed_training_goes_on_with_its_run(tmp_path: Path, wandb: Wandb) -> None:
-    trainer: Any = SimpleNamespace(step=0)
+    trainer: Any = SimpleNamespace(step=0, settings={})
     for step in (0, 4):
         trainer.step = step
-        log = WandbLog("p", "n", tmp_path, {})
+        log = WandbLog("p", "n", tmp_path)
         log.on_train_begin(trainer)
         log.on_train_end(trainer)
     assert [(facts["id"], facts["resume"]) for facts in wandb.inits] == [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -118,13 +120,18 @@ class Dataset:
         return self._summary
 
     def listing(self) -> dict[str, str]:
-        """A hash of each image with its caption and its mask, by path."""
-        pictures = [item.picture for item in self.items]
+        """A hash of each image and what is done with it, by path below their common folder."""
+        folder = Path(os.path.commonpath([item.picture.path.parent for item in self.items]))
         return {
-            str(picture.path): fingerprint(
-                {"digest": picture.digest, "caption": picture.caption, "mask": str(picture.mask)}
+            item.picture.path.relative_to(folder).as_posix(): fingerprint(
+                {
+                    "digest": item.picture.digest,
+                    "caption": item.picture.caption,
+                    "mask": item.picture.mask and os.path.relpath(item.picture.mask, folder),
+                    "settings": [item.trigger, item.loss_weight, item.repeats, item.mask],
+                }
             )
-            for picture in pictures
+            for item in self.items
         }
 
     def metadata(self) -> dict[str, str]:

@@ -19,6 +19,8 @@ class Group(Protocol):
     rank: int
     """Which of them this is, from 0."""
     size: int
+    local_size: int
+    """Processes on this machine."""
 
     def sum_gradients(self, parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
         """Add up the gradients of all processes, in place; returns the sum of the tails."""
@@ -51,7 +53,7 @@ class Group(Protocol):
 class Alone:
     """The group of one process."""
 
-    rank, size = 0, 1
+    rank, size, local_size = 0, 1, 1
 
     def sum_gradients(self, _parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
         """The tail; there is nothing to add."""

@@ -56,7 +56,7 @@ class Processes:
         narrow: bool = False,
         step_seconds: float = STEP_SECONDS,
     ) -> None:
-        self.rank, self.size = world.rank, world.size
+        self.rank, self.size, self.local_size = world.rank, world.size, world.local_size
         self.device = device
         self._narrow = narrow
         self._step_seconds = step_seconds

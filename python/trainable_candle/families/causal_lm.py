@@ -142,8 +142,9 @@ class CausalLM:
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
         """Weights, adapters and what the tape keeps of rows of `tokens` tokens."""
         adapter = adapter_config(config, self.targets)
-        items, work = trained_model("model", self._facts, adapter, config, tokens=tokens)
-        return Estimate({"training": items}, config.on_gpu, work)
+        trained = trained_model("model", self._facts, adapter, config, tokens=tokens)
+        phases = {**trained.start, "training": trained.items}
+        return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     @cached_property
     def model(self) -> tc.models.CausalLM:

@@ -160,11 +160,13 @@ class Digits(LatentFamily):
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
         """Weights, adapters, activations and images."""
         adapter = adapter_config(config, self.targets)
-        items, work = trained_model("model", self._facts, adapter, config, height=SIDE, width=SIDE)
+        sizes = {"height": SIDE, "width": SIDE}
+        trained = trained_model("model", self._facts, adapter, config, **sizes)
         if not config.on_gpu:
             images = len(data.train) + len(data.validation or ())
-            items.append(Item("images", "", 4 * images * SIDE**2))
-        return Estimate({"training": items}, config.on_gpu, work)
+            trained.items.append(Item("images", "", 4 * images * SIDE**2))
+        phases = {**trained.start, "training": trained.items}
+        return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
         """The images; what predicts is small."""

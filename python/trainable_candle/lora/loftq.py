@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.lora.factors import approximate
 from trainable_candle.lora.stack import scale_of
 
 if TYPE_CHECKING:
-    from trainable_candle import AdapterSet, QuantizedTensor, Tensor
-    from trainable_candle.lora.factors import Factors
+    from trainable_candle import AdapterSet, QuantizedTensor, Tensor, Var
+    from trainable_candle.lora.factors import Factors, Matrix
     from trainable_candle.models import Model
 
 _DOWN = ".lora_A.weight"
@@ -51,38 +53,67 @@ def loftq(
     return quantized, factors
 
 
-def start_from_rounding(adapter: AdapterSet, original: Model, format: str = "nf4") -> None:
+def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> None:
     """Set the LoRAs on a quantized base to what the base lost, as far as their ranks allow.
 
     The base stays as it is, so this is `loftq` with one iteration, as peft's
-    `replace_lora_weights_loftq`.
+    `replace_lora_weights_loftq`. Layers that lost nothing, and convolutions, keep the values that
+    they have. Places of a rank that a layer's smaller side does not fill stay zero.
 
     Args:
         adapter: LoRAs on the base, whose values are replaced.
+        base: the model that they are on.
         original: the same model before it was quantized; it may be on another device.
-        format: what the base was quantized to.
 
     Raises:
-        ConfigError: these are no LoRAs, or `original` has no such layer.
+        ConfigError: these are no LoRAs, `original` has no such layer, or no layer lost anything.
         NonFiniteError: a weight has a value that is no finite number.
     """
-    parameters, weights = adapter.named_parameters(), original.named_tensors()
+    parameters = adapter.named_parameters()
     if adapter.config.adapter != "lora" or adapter.config.use_dora:
         raise ConfigError(
             f"start_from_rounding: the adapter is {adapter.config.adapter}, expected lora, whose "
             "product is added to the weight"
         )
+    count = 0
     for name, down in parameters.items():
         layer = name.removesuffix(_DOWN)
-        if layer == name:
+        if layer == name or len(down.shape) != 2:
             continue
-        up, weight = parameters[layer + _UP], weights.get(f"{layer}.weight")
-        if weight is None or weight.shape != (up.shape[0], down.shape[1]):
-            raise ConfigError(
-                f"start_from_rounding: the original model has no linear layer {layer} of "
-                f"{up.shape[0]} x {down.shape[1]}; is it the same model?"
-            )
-        _, factors = loftq(weight, down.shape[0], format)
-        down.set(tc.tensor(factors.down).to(down.dtype).to(down.device))
-        scale = scale_of(adapter.config, layer, down.shape[0])
-        up.set(tc.tensor(factors.scaled(1 / scale).up).to(up.dtype).to(up.device))
+        up = parameters[layer + _UP]
+        lost = _lost(layer, base, original)
+        if not lost.any():
+            continue
+        rank = down.shape[0]
+        scale = scale_of(adapter.config, layer, rank)
+        factors = approximate(lost, min(rank, *lost.shape)).scaled(1 / scale)
+        missing = rank - factors.rank
+        down.set(_like(down, np.pad(factors.down, ((0, missing), (0, 0)))))
+        up.set(_like(up, np.pad(factors.up, ((0, 0), (0, missing)))))
+        count += 1
+    if not count:
+        raise ConfigError(
+            "start_from_rounding: no layer lost anything: the base is not quantized, or its file "
+            "already was"
+        )
+
+
+def _lost(layer: str, base: Model, original: Model) -> Matrix:
+    """What the weight of a layer of the base lacks."""
+    held = base.get_tensor(f"{layer}.weight")
+    try:
+        exact = original.get_tensor(f"{layer}.weight")
+    except ArgumentError:
+        exact = None
+    if exact is None or exact.shape != held.shape:
+        sizes = " x ".join(map(str, held.shape))
+        raise ConfigError(
+            f"start_from_rounding: the original model has no linear layer {layer} of {sizes}; is "
+            "it the same model?"
+        )
+    lost = exact.to("cpu").to("f32") - held.to("cpu").to("f32")
+    return lost.numpy()
+
+
+def _like(var: Var, values: Matrix) -> Tensor:
+    return tc.tensor(values).to(var.dtype).to(var.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,8 @@ from trainable_candle.settings.setting import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+_BETWEEN: Final = re.compile(r"\s+(?=[A-Za-z_][\w-]*\s*=)")
+"""What lies between several in one text, as in quotes of a shell."""
 _WORDS: Final = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 
@@ -28,7 +31,7 @@ def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
         ConfigError: one is no such text, or a name comes twice.
     """
     found: dict[str, Any] = {}
-    for text in texts:
+    for text in [part for given in texts for part in _BETWEEN.split(given.strip())]:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or not key.isidentifier():

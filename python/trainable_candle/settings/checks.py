@@ -44,7 +44,12 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
 
 
 def _check_effects(config: TrainConfig) -> None:
-    changed = config.changed()
+    # What is turned off that is open otherwise needs nothing else.
+    changed = {
+        name: value
+        for name, value in config.changed().items()
+        if value or getattr(type(config), name, None) is not None
+    }
     idle: dict[str, list[str]] = {}
     for condition in (condition for group in GROUPS for condition in group.conditions):
         given = [flag(name) for name in condition.settings if name in changed]

@@ -21,7 +21,6 @@ IMAGES: Final[Mapping[str, Mapping[str, Any]]] = {
         "batch_size": 2,
         "lr_scheduler": "cosine",
         "warmup_steps": 50,
-        "gradient_checkpointing": "full",
     },
     "quality": {
         "rank": 32,
@@ -29,7 +28,6 @@ IMAGES: Final[Mapping[str, Mapping[str, Any]]] = {
         "batch_size": 4,
         "lr_scheduler": "cosine",
         "warmup_steps": 100,
-        "gradient_checkpointing": "full",
         "caption_dropout": 0.05,
         "ema_decay": 0.99,
     },
@@ -42,7 +40,6 @@ TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "epochs": 2,
         "batch_size": 2,
         "lr_scheduler": "cosine",
-        "gradient_checkpointing": "full",
     },
     "quality": {
         "rank": 64,
@@ -50,7 +47,6 @@ TEXTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "batch_size": 2,
         "gradient_accumulation": 4,
         "lr_scheduler": "cosine",
-        "gradient_checkpointing": "full",
         "lora_dropout": 0.05,
     },
 }

@@ -37,6 +37,10 @@ def _wrong_arguments(config: Any) -> str | None:
     values, course = config.optimizer_arguments, config.lr_scheduler_arguments
     kind: Callable[..., Any] = KINDS[config.optimizer]
     schedule = SCHEDULES[config.lr_scheduler]
+    if "weight_decay" in parsed("optimizer_args", config.optimizer_args) and (
+        config.weight_decay != Training.weight_decay
+    ):
+        return "--weight-decay and optimizer_args both say the weight decay; give one"
     check_names("optimizer_args", values, config.optimizer, kind, {"lr": "--learning-rate"})
     own = {"optimizer": "--optimizer", "total_steps": "--steps", "warmup_steps": "--warmup-steps"}
     check_names("lr_scheduler_args", course, config.lr_scheduler, schedule, own)

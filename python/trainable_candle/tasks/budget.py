@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 import trainable_candle as tc
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
-from trainable_candle.settings import flag
 from trainable_candle.settings.config import group_of
 from trainable_candle.settings.machine import SAME
-from trainable_candle.tasks.estimate import RUNTIME_BYTES, memory_limit, refuse, size
+from trainable_candle.tasks.estimate import RUNTIME_BYTES, memory_limit, size
+from trainable_candle.tasks.refusal import as_flag, refuse, refuse_for_the_host
 from trainable_candle.tasks.speed import ANY_GPU, rates_of, seconds
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _BATCH: Final = "batch_size"
 _CHOSEN: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS)
 PLANNED: Final = (*_CHOSEN, _BATCH)
 """The settings that are chosen where the user leaves them open."""
+KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
+"""Those that a resumed run keeps, because its results depend on them."""
 _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
 """What they are where memory is plenty; the others stay open, and nothing is streamed."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
@@ -86,9 +88,12 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
     """
-    host = tc.memory.available_bytes() or math.inf
+    host = (tc.memory.available_bytes() or math.inf) / group.local_size
     name = tc.cuda.get_device_name(config.device) if config.on_gpu else ""
-    mine = {"memory": memory_limit(config), "host": host / group.size, "name": name}
+    memory = memory_limit(config)
+    if not config.on_gpu and config.vram is None:
+        memory /= group.local_size
+    mine = {"memory": memory, "host": host, "name": name}
     found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
     known = [rates for facts in found if (rates := rates_of(facts["name"])) is not None]
     return Budget(
@@ -134,7 +139,7 @@ class Plan:
 
     def described(self, budget: Budget) -> str:
         """The flags that were chosen, the memory and, where it can be told, the time of a step."""
-        flags = " ".join(_as_flag(name, value) for name, value in self.chosen.items())
+        flags = " ".join(as_flag(name, value) for name, value in self.chosen.items())
         pace = ""
         if budget.rates is not None and self.estimate.work is not None:
             pace = f", {step_seconds(self, budget):.2g} s a step"
@@ -166,7 +171,7 @@ def make_plan(
         groups: those that the model takes; others are not chosen.
         budget: what there is.
         estimate: what a run with other settings would hold.
-        samples: of the data set, which `auto` makes no batch larger than.
+        samples: of a pass over the data in this process, which `auto` makes no batch larger than.
 
     Raises:
         OutOfMemoryError: nothing fits; the message names settings that would.
@@ -224,8 +229,12 @@ def _plan_batch(
             better = [found for found in plans if _cost(found, budget) <= most]
             nearest = min(better, key=lambda found: found.estimate.peak, default=None)
             return replace(best, nearest=nearest)
+    on_the_gpu = [found for found in plans if found.estimate.peak <= budget.planned]
+    if on_the_gpu:
+        least_host = min((found.estimate for found in on_the_gpu), key=lambda found: found.host)
+        return refuse_for_the_host(first.estimate, least_host, groups, budget.host)
     smallest = min(plans, key=lambda found: found.estimate.peak)
-    return refuse(first.estimate, smallest.config, budget.planned, estimate)
+    return refuse(first.estimate, smallest.config, groups, budget.planned, estimate)
 
 
 def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
@@ -262,9 +271,8 @@ def _ladders(
 
 
 def _fits(plan: Plan, budget: Budget) -> bool:
-    work = plan.estimate.work
-    host = 0.0 if work is None else work.streamed + work.modulation
-    return plan.estimate.peak <= budget.planned and host <= budget.host
+    found = plan.estimate
+    return found.peak <= budget.planned and found.host <= budget.host
 
 
 def _cost(plan: Plan, budget: Budget) -> float:
@@ -278,7 +286,3 @@ def step_seconds(plan: Plan, budget: Budget) -> float:
         return 0.0
     pace = seconds(plan.estimate.work, budget.rates or ANY_GPU)
     return pace * plan.config.gradient_accumulation
-
-
-def _as_flag(name: str, value: Any) -> str:
-    return flag(name) if value is True else f"{flag(name)} {value}"

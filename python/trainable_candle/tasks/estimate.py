@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import trainable_candle as tc
-from trainable_candle.errors import ArgumentError, ConfigError, OutOfMemoryError
-from trainable_candle.settings import flag
+from trainable_candle.errors import OutOfMemoryError
+from trainable_candle.settings.adapter import LOFTQ
 from trainable_candle.tasks.speed import work_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from trainable_candle import LoraConfig, PartFacts
     from trainable_candle.settings import TrainConfig
@@ -52,6 +51,8 @@ class Estimate:
     """Whether it is the memory of a GPU."""
     work: Work | None = None
     """What a micro-batch computes and moves, if the task says it."""
+    host: int = 0
+    """Bytes of the host's memory beside that of a GPU: streamed weights, the original of LoftQ."""
 
     @property
     def place(self) -> str:
@@ -75,34 +76,6 @@ class Estimate:
                 if item.bytes
             ]
         return lines
-
-
-def refuse(
-    found: Estimate,
-    smallest: TrainConfig,
-    limit: float,
-    estimate: Callable[[TrainConfig], Estimate],
-) -> NoReturn:
-    """Say that a run does not fit in memory, and what would.
-
-    Args:
-        found: what it would hold if memory were plenty.
-        smallest: its settings, with the smallest values of those that the plan may choose.
-        limit: bytes that there are.
-        estimate: what a run with other settings would hold.
-
-    Raises:
-        OutOfMemoryError: always; the message names settings that would fit.
-    """
-    changes, least = _what_fits(smallest, limit, estimate)
-    start = f"{found.place}: the run needs about {size(found.peak)}, and {size(limit)} are there"
-    if changes is None:
-        raise OutOfMemoryError(
-            f"{start}; with the smallest settings it would be {size(least)}: "
-            "use a smaller --resolution, a shorter --sequence-length or another machine"
-        )
-    flags = " ".join(f"{flag(name)} {value}" for name, value in changes.items())
-    raise OutOfMemoryError(f"{start}; with {flags} it would be {size(least)}")
 
 
 def available_bytes(device: str) -> float:
@@ -129,7 +102,7 @@ def memory_limit(config: TrainConfig) -> float:
     if config.vram is None:
         return available
     if config.on_gpu:
-        return min(available, config.vram * GIB - CONTEXT_BYTES)
+        return max(0.0, min(available, config.vram * GIB - CONTEXT_BYTES))
     return config.vram * GIB
 
 
@@ -149,38 +122,6 @@ def require_memory(what: str, needed: float, limit: float) -> None:
             f"sample: {what} need about {size(needed)} of memory, and {size(limit)} are there; "
             "draw fewer or smaller ones"
         )
-
-
-_SMALLER: Final[tuple[tuple[str, Any], ...]] = (
-    ("rank", 128),
-    ("batch_size", 1),
-    ("optimizer", "adamw8bit"),
-    ("gradient_checkpointing", "full"),
-    ("base_precision", "nf4"),
-    ("cache", "disk"),
-    ("train_text_encoder", False),
-    ("precision", "bf16"),
-    ("rank", 16),
-    ("rank", 4),
-)
-
-
-def _what_fits(
-    config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
-) -> tuple[dict[str, Any] | None, int]:
-    """The first of ever smaller settings that fit, as changes, and what they need."""
-    changes: dict[str, Any] = {}
-    least = estimate(config).peak
-    for name, value in _SMALLER:
-        # Some models cannot be quantized, some settings exclude others.
-        with contextlib.suppress(ArgumentError, ConfigError):
-            needed = estimate(config.with_(**{**changes, name: value})).peak
-            if needed >= least:
-                continue
-            changes[name], least = value, needed
-            if least <= limit:
-                return changes, least
-    return None, least
 
 
 def adapted_layers(
@@ -221,13 +162,27 @@ def adapter_items(
     ]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What the model that is trained holds, and what it computes."""
+
+    items: list[Item]
+    """While it is trained."""
+    work: Work
+    """Of a micro-batch."""
+    start: Mapping[str, list[Item]]
+    """Phases between encoding and training, by name."""
+    host: int
+    """As `Estimate.host`."""
+
+
 def trained_model(
     component: str,
     facts: PartFacts,
     adapter: LoraConfig,
     config: TrainConfig,
     **sizes: int,
-) -> tuple[list[Item], Work]:
+) -> Trained:
     """What the model holds that is trained, and what a micro-batch of it computes.
 
     Args:
@@ -238,15 +193,26 @@ def trained_model(
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
     """
     itemsize = ITEM_BYTES[config.precision]
-    weights = facts.weight_bytes(config.precision, config.base_format, **config.streaming)
-    items = [
-        Item(component, "weights", weights),
-        *adapter_items(component, facts.layers, adapter, config),
-        activations(component, facts, adapter, config, **sizes),
-    ]
+    weights = Item(
+        component,
+        "weights",
+        facts.weight_bytes(config.precision, config.base_format, **config.streaming),
+    )
+    adapters = adapter_items(component, facts.layers, adapter, config)
+    items = [weights, *adapters, activations(component, facts, adapter, config, **sizes)]
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
-    return items, work_of(facts, adapter, config, itemsize, **sizes)
+    work = work_of(facts, adapter, config, itemsize, **sizes)
+    host = int(work.streamed + work.modulation)
+    start: dict[str, list[Item]] = {}
+    if config.init == LOFTQ and not config.resume:
+        original = facts.weight_bytes(config.precision)
+        if config.on_gpu:
+            host += original
+        else:
+            second = Item(component, "original weights", original)
+            start["starting the adapter"] = [weights, adapters[0], second]
+    return Trained(items, work, start, host if config.on_gpu else 0)
 
 
 def activations(

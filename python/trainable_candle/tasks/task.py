@@ -133,6 +133,13 @@ class Task(Protocol):
             DatasetError: an example does not suit the model, or there is none.
         """
 
+    def samples(self, data: Split[Any]) -> int:
+        """How many samples a pass over the training data has, of which batches are made.
+
+        Args:
+            data: what `read` found.
+        """
+
     def estimate(self, config: TrainConfig, data: Split[Any], limit: float) -> Estimate:
         """What a run will hold in memory, from the headers of the files alone.
 
@@ -162,8 +169,12 @@ class Task(Protocol):
                 of another model.
         """
 
-    def attach(self) -> Adapters:
+    def attach(self, fresh: bool = True) -> Adapters:
         """Put trainable adapters on the model, and set its checkpointing, as the settings say.
+
+        Args:
+            fresh: whether they start as the settings say; they take the values of a checkpoint
+                otherwise.
 
         Raises:
             ConfigError: a target matches no layer.

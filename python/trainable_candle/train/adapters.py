@@ -99,7 +99,7 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
         config, init=INITS[0], base_precision=SAME, stream_blocks=0, stream_modulation=False
     )
     original = type(family)(family.weights, family.dtype, "cpu", plain).model
-    start_from_rounding(adapter, original, config.base_precision)
+    start_from_rounding(adapter, family.model, original)
 
 
 def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:

@@ -188,7 +188,8 @@ class Trainer(Generic[Batch]):
         self._saver = Saver()
         self._keep = keep_checkpoints
         self._callbacks = list(callbacks)
-        self._settings = dict(settings or {})
+        self.settings = dict(settings or {})
+        """What checkpoints say that the run was made with."""
         self._count = count
         self._epoch = epoch
         self._stop = False
@@ -462,7 +463,7 @@ class Trainer(Generic[Batch]):
             step=self.step,
             batches=self._batches,
             scaler=None if self._scaler is None else self._scaler.state_dict(),
-            settings=self._settings,
+            settings=self.settings,
         )
 
         def snapshot() -> run_state.Snapshot:

@@ -28,7 +28,6 @@ class WandbLog(Callback):
         project: its name.
         name: of the run.
         folder: of the output, for wandb's files and the id of the run.
-        settings: what the run is made with.
         every: steps between two points of a curve; the last step always has one.
 
     Raises:
@@ -40,7 +39,6 @@ class WandbLog(Callback):
         project: str,
         name: str,
         folder: Path,
-        settings: Mapping[str, Any],
         every: int = 1,
     ) -> None:
         try:
@@ -50,7 +48,7 @@ class WandbLog(Callback):
                 'wandb: it is not installed; run: pip install "trainable-candle[wandb]"',
                 name=error.name,
             ) from error
-        self._facts = {"project": project, "name": name, "config": dict(settings)}
+        self._facts = {"project": project, "name": name}
         self._folder = folder
         self._every = every
         self._run: Any = None
@@ -60,7 +58,11 @@ class WandbLog(Callback):
         path = self._folder / _ID
         known = path.read_text(encoding="utf-8").strip() if trainer.step and path.exists() else None
         self._run = self._wandb.init(
-            **self._facts, dir=str(self._folder), id=known, resume="allow" if known else None
+            **self._facts,
+            config=dict(trainer.settings),
+            dir=str(self._folder),
+            id=known,
+            resume="allow" if known else None,
         )
         write_atomically(path, f"{self._run.id}\n")
 

@@ -85,6 +85,29 @@ pub trait Module {
         self.named_weights().into_iter().filter_map(values).collect()
     }
 
+    /// One of [`named_tensors`](Self::named_tensors), by its name; None if there is none.
+    ///
+    /// # Errors
+    /// The values of a quantized one could not be made.
+    fn named_tensor(&self, name: &str) -> Result<Option<Tensor>> {
+        let mut found: Option<Weight> = None;
+        self.visit(&mut Visitor::new(&mut |part| {
+            let weight = match part {
+                Part::Layer(layer_name, layer) => match name.strip_prefix(&*layer_name) {
+                    Some(".weight") => Some(layer.file_weight()?),
+                    Some(".bias") => layer.base().bias.map(|bias| bias.clone().into()),
+                    _ => None,
+                },
+                Part::Tensor(own, tensor) if own == name => Some(tensor.clone().into()),
+                Part::Matrix(own, weight) if own == name => Some(weight.clone()),
+                Part::Tensor(..) | Part::Matrix(..) | Part::Blocks { .. } => None,
+            };
+            found = found.take().or(weight);
+            Ok(())
+        }))?;
+        found.map(|weight| WeightRef::from(&weight).values(weight.dtype())).transpose()
+    }
+
     /// As [`named_tensors`](Self::named_tensors), quantized ones as they are.
     fn named_weights(&self) -> Vec<(String, Weight)> {
         let mut tensors = Vec::new();

@@ -106,8 +106,8 @@ def estimate(
     side = int(area**0.5) // facts.factor
     sample = {"height": side, "width": side, "tokens": family.text_tokens}
     adapter = adapter_config(config, family.targets)
-    trained, work = trained_model(name, facts.parts[name], adapter, config, **sample)
-    trained += cache
+    model = trained_model(name, facts.parts[name], adapter, config, **sample)
+    trained = [*model.items, *cache]
     if config.training_adapter:
         size = config.training_adapter_path.stat().st_size
         trained.append(Item(name, "training adapter", size))
@@ -123,9 +123,10 @@ def estimate(
     phases = {
         "encoding captions": captions,
         "encoding images": images,
+        **{phase: [*items, *cache] for phase, items in model.start.items()},
         "training": _together(trained),
     }
-    return Estimate(phases, config.on_gpu, work)
+    return Estimate(phases, config.on_gpu, model.work, model.host)
 
 
 def _keeps_texts(config: TrainConfig) -> bool:

@@ -151,6 +151,10 @@ class LatentTask:
             report(f"validation: {counted(len(data.validation), 'image')}")
         return data
 
+    def samples(self, data: Split[Dataset]) -> int:
+        """Images; as `Task.samples`."""
+        return len(data.train)
+
     def estimate(
         self, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
     ) -> Estimate:
@@ -208,14 +212,15 @@ class LatentTask:
             report(f"latents of {images}: {cache.fill(progress=True, report=report, group=group)}")
         return cache
 
-    def attach(self) -> Adapters:
+    def attach(self, fresh: bool = True) -> Adapters:
         """Put adapters on the model, and on the text encoders if they are trained too.
 
         As `Task.attach`.
         """
         family, config = self.family, self.family.config
         sets = {family.component: family.model.add_adapter(adapter_config(config, family.targets))}
-        start_adapter(sets[family.component], family)
+        if fresh:
+            start_adapter(sets[family.component], family)
         if config.train_text_encoder:
             for name, model in family.text_models.items():
                 sets[name] = model.add_adapter(family.text_adapter(name, config))

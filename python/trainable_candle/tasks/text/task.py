@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from trainable_candle import hub
-from trainable_candle.data.chats import TextOptions, load_texts
+from trainable_candle.data.chats import TextOptions, best_fit, load_texts
 from trainable_candle.data.chats.reading import SUFFIXES
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed.group import ALONE
@@ -131,6 +131,10 @@ class TextTask:
                 )
         return train, validation
 
+    def samples(self, data: Split[TextDataset]) -> int:
+        """Packed rows; as `Task.samples`."""
+        return len(best_fit([len(text) for text in data.train.examples], self.sequence_length))
+
     def estimate(
         self,
         config: TrainConfig,
@@ -152,11 +156,12 @@ class TextTask:
         ]
         return Split(made[0], made[1] if len(made) > 1 else None)
 
-    def attach(self) -> Adapters:
+    def attach(self, fresh: bool = True) -> Adapters:
         """As `Task.attach`."""
         family, config = self.family, self.family.config
         adapter = family.model.add_adapter(adapter_config(config, family.targets))
-        start_adapter(adapter, family)
+        if fresh:
+            start_adapter(adapter, family)
         if config.checkpointing != "none":
             family.model.enable_gradient_checkpointing(config.checkpointing)
         self._adapters = Adapters({family.component: adapter})

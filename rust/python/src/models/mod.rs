@@ -236,6 +236,18 @@ impl Model {
         Ok(NamedTensors(dict))
     }
 
+    /// One of `named_tensors`, by its name. Of a quantized weight only these values are made.
+    ///
+    /// Raises:
+    ///     ArgumentError: if the model has no parameter of this name.
+    fn get_tensor(&self, name: &str) -> Result<Tensor> {
+        let missing = || {
+            let problem = format!("the model has no parameter `{name}`; named_tensors() lists them");
+            tc::Error::argument("get_tensor", problem)
+        };
+        Ok(Tensor(self.model.named_tensor(name)?.ok_or_else(missing)?.detach()))
+    }
+
     /// The trainable parameters of the model itself by name: none if it was loaded, all if it is fresh.
     fn named_parameters<'py>(&self, py: Python<'py>) -> Result<NamedVars<'py>> {
         let dict = PyDict::new(py);

@@ -1,0 +1,124 @@
+"""What is said of a run that does not fit in memory, and what to change."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from trainable_candle.errors import ArgumentError, ConfigError, OutOfMemoryError
+from trainable_candle.settings import flag
+from trainable_candle.settings.config import group_of
+from trainable_candle.tasks.estimate import size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from trainable_candle.settings import Group, TrainConfig
+    from trainable_candle.tasks.estimate import Estimate
+
+_SMALLER: Final[tuple[tuple[str, Any], ...]] = (
+    ("rank", 128),
+    ("batch_size", 1),
+    ("optimizer", "adamw8bit"),
+    ("gradient_checkpointing", "full"),
+    ("base_precision", "nf4"),
+    ("text_encoder_precision", "nf4"),
+    ("cache", "disk"),
+    ("train_text_encoder", False),
+    ("precision", "bf16"),
+)
+_LEAST: Final[tuple[tuple[str, Any], ...]] = (("rank", 16), ("rank", 4))
+_LAST: Final = {
+    "resolution": "a smaller --resolution",
+    "sequence_length": "a shorter --sequence-length",
+}
+"""What helps where nothing else does, by the setting that it is about."""
+
+
+def refuse(
+    found: Estimate,
+    smallest: TrainConfig,
+    groups: Collection[type[Group]],
+    limit: float,
+    estimate: Callable[[TrainConfig], Estimate],
+) -> NoReturn:
+    """Say that a run does not fit in memory, and what would.
+
+    Args:
+        found: what it would hold if memory were plenty.
+        smallest: its settings, with the smallest values of those that the plan may choose.
+        groups: those of the settings that the model takes.
+        limit: bytes that there are.
+        estimate: what a run with other settings would hold.
+
+    Raises:
+        OutOfMemoryError: always; the message names settings that would fit.
+    """
+    changes, least = _what_fits(smallest, limit, estimate)
+    start = f"{found.place}: the run needs about {size(found.peak)}, and {size(limit)} are there"
+    if changes is None:
+        raise OutOfMemoryError(
+            f"{start}; with the smallest settings it would be {size(least)}: use "
+            f"{_last(groups)}another machine"
+        )
+    flags = " ".join(as_flag(name, value) for name, value in changes.items())
+    raise OutOfMemoryError(f"{start}; with {flags} it would be {size(least)}")
+
+
+def refuse_for_the_host(
+    found: Estimate, fitting: Estimate, groups: Collection[type[Group]], host: float
+) -> NoReturn:
+    """Say that a run fits on the GPU only with more of the host's memory than there is.
+
+    Args:
+        found: what it would hold if memory were plenty.
+        fitting: what it would hold with settings that fit on the GPU.
+        groups: those of the settings that the model takes.
+        host: bytes that there are.
+
+    Raises:
+        OutOfMemoryError: always.
+    """
+    raise OutOfMemoryError(
+        f"memory of the host: the run needs about {size(found.peak)} on the GPU or, with a part of "
+        f"it in the memory of the host, {size(fitting.peak)} there and {size(fitting.host)} of the "
+        f"host, which has {size(host)} free; end other programs, or use {_last(groups)}another "
+        "machine"
+    )
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A setting as users give it."""
+    return flag(name) if value is True else f"{flag(name)} {value}"
+
+
+def _last(groups: Collection[type[Group]]) -> str:
+    return "".join(f"{text} or " for name, text in _LAST.items() if group_of(name) in groups)
+
+
+def _what_fits(
+    config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
+) -> tuple[dict[str, Any] | None, int]:
+    """The first of ever smaller settings that fit, as changes, and what they need."""
+    changes: dict[str, Any] = {}
+    least = estimate(config).peak
+    for name, value in _smaller(estimate(config)):
+        # Some models cannot be quantized, some settings exclude others.
+        with contextlib.suppress(ArgumentError, ConfigError):
+            needed = estimate(config.with_(**{**changes, name: value})).peak
+            if needed >= least:
+                continue
+            changes[name], least = value, needed
+            if least <= limit:
+                return changes, least
+    return None, least
+
+
+def _smaller(found: Estimate) -> Iterator[tuple[str, Any]]:
+    yield from _SMALLER
+    if found.on_gpu and found.work is not None:
+        if found.work.has_modulation:
+            yield "stream_modulation", True
+        if found.work.blocks:
+            yield "stream_blocks", found.work.blocks
+    yield from _LEAST
