@@ -169,11 +169,13 @@ def test_rows_of_llama_turn_with_their_neighbours() -> None:
 def test_a_gguf_file_byte_by_byte() -> None:
     file = BytesIO()
     entry = Entry("t", (1, 3), "f32", lambda: tc.tensor([[1.0, 2.0, 3.0]]))
-    write(file, {"a": "b", "c": 1.5}, [entry])
+    write(file, {"a": "b", "c": 1.5, "d": []}, [entry])
     content = file.getvalue()
-    header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x02" + bytes(7)
+    header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x03" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"
+    # An empty list of texts: merges of a tokenizer that has none.
+    facts += b"\x01" + bytes(7) + b"d\x09\0\0\0\x08\0\0\0" + bytes(8)
     tensor = b"\x01" + bytes(7) + b"t\x02\0\0\0\x03" + bytes(7) + b"\x01" + bytes(7) + bytes(12)
     start = header + facts + tensor
     assert content[: len(start)] == start

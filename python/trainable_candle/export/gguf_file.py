@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 _ALIGNMENT: Final = 32
 _U32, _I32, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 Fact = str | bool | int | float | list[Any]
-"""What a file may say: integers are u32, those of a list i32, floats f32."""
+"""What a file may say: integers are u32, those of a list i32, floats f32.
+
+An empty list is one of texts."""
 
 
 class Kind(NamedTuple):
@@ -131,7 +133,7 @@ def _fact(value: Fact) -> tuple[int, bytes]:
         return _FLOAT, struct.pack("<f", value)
     if isinstance(value, str):
         return _STRING, _string(value)
-    first = value[0] if value else 0
+    first = value[0] if value else ""
     count = struct.pack("<Q", len(value))
     if isinstance(first, str):
         return _ARRAY, struct.pack("<I", _STRING) + count + b"".join(map(_string, value))

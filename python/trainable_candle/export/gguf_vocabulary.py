@@ -74,7 +74,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
         facts[f"{_START}pre"] = _split(found, str(path))
         merges = model["merges"]
         facts[f"{_START}merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
-    return facts | _named(folder, numbers, str(found["post_processor"]))
+    return facts | _named(folder, numbers, str(found.get("post_processor")))
 
 
 def _named(folder: Path, numbers: Mapping[str, int], post_processor: str) -> dict[str, Fact]:

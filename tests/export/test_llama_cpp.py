@@ -1,0 +1,179 @@
+"""What llama.cpp computes from exported files; needs llama-cpp-python 0.3.36 or newer."""
+
+import ctypes
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.families.causal_lm import BUILT_IN
+from trainable_candle.models import CausalLM
+
+llama = pytest.importorskip("llama_cpp")
+
+TOKENIZER = Path(__file__).parents[1] / "golden" / "chats" / "tokenizer.json"
+IDS = [3, 5, 7, 11, 13, 17, 2, 9]
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+COMMON = {
+    "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "llama3": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_scaling": LLAMA3,
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True,
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "built in": {},
+}  # fmt: skip
+
+
+@pytest.fixture(params=CONFIGS)
+def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model of random weights with a tokenizer, or the one of the package."""
+    folder = tmp_path / "base"
+    if request.param == "built in":
+        shutil.copytree(BUILT_IN, folder)
+        return folder
+    folder.mkdir()
+    config = json.dumps(COMMON | CONFIGS[request.param])
+    (folder / "config.json").write_text(config)
+    CausalLM.from_config(folder / "config.json").save_pretrained(folder)
+    (folder / "config.json").write_text(config)
+    shutil.copyfile(TOKENIZER, folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return folder
+
+
+@pytest.fixture
+def adapter(weights: Path, tmp_path: Path) -> tuple[Path, npt.NDArray[np.float32]]:
+    """An adapter on every layer, and the scores with it."""
+    model = CausalLM.from_pretrained(weights, dtype="f32")
+    made = model.add_adapter(tc.LoraConfig(r=3, lora_alpha=7.0, target_modules=LAYERS))
+    tc.manual_seed(1)
+    for var in made.named_parameters().values():
+        var.set(tc.randn(var.shape) * 0.2)
+    made.save(tmp_path / "adapter.safetensors", format="peft")
+    return tmp_path / "adapter.safetensors", scores(model)
+
+
+def scores(model: CausalLM) -> npt.NDArray[np.float32]:
+    return np.asarray(model(tc.tensor([IDS])).numpy()[0])
+
+
+def exported(weights: Path, adapter: Path, output: Path, *flags: str) -> Path:
+    given = ["--weights", str(weights), "--adapter", str(adapter), "--output", str(output)]
+    assert main(["export", *given, *flags]) == 0
+    return output
+
+
+def relative(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+@contextmanager
+def loaded(path: Path) -> Iterator[Any]:
+    settings = llama.llama_model_default_params()
+    settings.n_gpu_layers = 0
+    model = llama.llama_model_load_from_file(str(path).encode(), settings)
+    assert model, f"llama.cpp refuses {path.name}"
+    try:
+        yield model
+    finally:
+        llama.llama_model_free(model)
+
+
+def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.float32]:
+    """Of each token of IDS, with keys and values in f32, which flash attention rounds."""
+    with loaded(path) as model:
+        settings = llama.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = 64
+        settings.type_k = settings.type_v = settings.flash_attn_type = 0
+        context = llama.llama_init_from_model(model, settings)
+        if adapter is not None:
+            lora = llama.llama_adapter_lora_init(model, str(adapter).encode())
+            assert lora, f"llama.cpp refuses {adapter.name}"
+            several, scales = (llama.llama_adapter_lora_p_ctypes * 1)(lora), (ctypes.c_float * 1)(1)
+            assert llama.llama_set_adapters_lora(context, several, 1, scales) == 0
+        batch = llama.llama_batch_init(len(IDS), 0, 1)
+        batch.n_tokens = len(IDS)
+        for place, token in enumerate(IDS):
+            batch.token[place], batch.pos[place] = token, place
+            batch.n_seq_id[place], batch.seq_id[place][0], batch.logits[place] = 1, 0, 1
+        assert llama.llama_decode(context, batch) == 0
+        size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        rows = [llama.llama_get_logits_ith(context, place) for place in range(len(IDS))]
+        found = np.stack([np.ctypeslib.as_array(row, (size,)).copy() for row in rows])
+        llama.llama_batch_free(batch)
+        llama.llama_free(context)
+        return found
+
+
+# llama.cpp rounds what it multiplies with to the weights' format, Q8_0 beside blocks.
+@pytest.mark.parametrize(
+    ("form", "tolerance"),
+    [("f32", 1e-5), ("f16", 1e-2), ("bf16", 1e-1), ("q8_0", 1e-1), ("q4_0", 1e-1)],
+)
+def test_a_merged_model_gives_the_same_scores(
+    weights: Path,
+    adapter: tuple[Path, npt.NDArray[np.float32]],
+    tmp_path: Path,
+    form: str,
+    tolerance: float,
+) -> None:
+    path, expected = adapter
+    flags = ["--for", "merged", "--gguf", form]
+    file = exported(weights, path, tmp_path / "merged", *flags) / "model.gguf"
+    found = their_scores(file)
+    assert relative(found, scores(CausalLM.from_pretrained(file, dtype="f32"))) < tolerance
+    if form == "f32":
+        assert relative(found, expected) < tolerance
+
+
+def test_an_adapter_gives_the_same_scores(
+    weights: Path, adapter: tuple[Path, npt.NDArray[np.float32]], tmp_path: Path
+) -> None:
+    path, expected = adapter
+    lora = exported(weights, path, tmp_path / "lora", "--for", "gguf") / "adapter.gguf"
+    nothing = tmp_path / "nothing.safetensors"
+    CausalLM.from_pretrained(weights, dtype="f32").add_adapter(tc.LoraConfig(r=1)).save(
+        nothing, format="peft"
+    )
+    flags = ["--for", "merged", "--gguf", "f32"]
+    base = exported(weights, nothing, tmp_path / "base alone", *flags) / "model.gguf"
+    assert relative(their_scores(base, lora), expected) < 1e-5
+    assert relative(their_scores(base), expected) > 1e-2
+
+
+def test_texts_have_the_same_tokens(
+    weights: Path, adapter: tuple[Path, npt.NDArray[np.float32]], tmp_path: Path
+) -> None:
+    flags = ["--for", "merged", "--gguf", "f16"]
+    file = exported(weights, adapter[0], tmp_path / "merged", *flags) / "model.gguf"
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(
+        str(weights / "tokenizer.json")
+    )
+    with loaded(file) as model:
+        vocabulary = llama.llama_model_get_vocab(model)
+        for text in ("hello world", "A  quick\n\nfox: 1234 times!", "une été naïve", "x\ty  "):
+            content, tokens = text.encode(), (llama.llama_token * 64)()
+            count = llama.llama_tokenize(vocabulary, content, len(content), tokens, 64, False, True)
+            assert list(tokens[:count]) == tokenizer.encode(text, add_special_tokens=False).ids
