@@ -126,18 +126,25 @@ def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
     class_name, scheduler, parts = PIPELINES[model]
     tc.manual_seed(0)
     for part, (kind, config) in parts.items():
-        path = folder / part / "config.json"
-        _write(path, config)
-        made = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
-        made.save_pretrained(folder / part)
-        del made
-        if device.startswith("cuda"):
-            tc.cuda.empty_cache()
+        write_part(folder / part, kind, config, device)
     flow = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
     _write(folder / "scheduler" / "scheduler_config.json", flow | scheduler)
     _write(folder / "model_index.json", {"_class_name": class_name})
     if any(kind == "CausalLM" for kind, _ in parts.values()):
-        _write_tokenizer(folder / "tokenizer")
+        write_tokenizer(folder / "tokenizer")
+
+
+def write_part(folder: Path, kind: str, config: Config, device: str) -> None:
+    """Write one model of a class of `tc.models`, its weights drawn on the device."""
+    path = folder / "config.json"
+    _write(path, config)
+    made = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
+    made.save_pretrained(folder)
+    # A model's own file may leave out what another program wrote into its configuration.
+    _write(path, config)
+    del made
+    if device.startswith("cuda"):
+        tc.cuda.empty_cache()
 
 
 def _write(path: Path, values: Config) -> None:
@@ -145,7 +152,8 @@ def _write(path: Path, values: Config) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose tokens are bytes, with the special ones of Qwen."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -101,17 +101,26 @@ def configurations(shipped: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def write_pictures(folder: Path, count: int = 24) -> None:
-    """Write smooth random pictures as PNG, with captions beside them."""
+def write_pictures(
+    folder: Path, count: int = 24, sizes: tuple[tuple[int, int], ...] = SIZES
+) -> None:
+    """Write smooth random pictures of these sizes in turn as PNG, with captions beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     for number in range(count):
         small = random.integers(0, 255, (12, 12, 3), dtype=np.uint8)
         picture = Image.fromarray(small).resize(
-            SIZES[number % len(SIZES)], Image.Resampling.BICUBIC
+            sizes[number % len(sizes)], Image.Resampling.BICUBIC
         )
         picture.save(folder / f"{number:02d}.png")
         (folder / f"{number:02d}.txt").write_text(f"a photo of a sks thing number {number}")
+
+
+def write_texts(path: Path, count: int = 64, length: int = 2000) -> None:
+    """Write lines of random letters, the data set of a language model."""
+    random = np.random.default_rng(0)
+    texts = ("".join(map(chr, random.integers(97, 123, length))) for _ in range(count))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def vae_shapes() -> Shapes:

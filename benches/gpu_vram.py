@@ -1,0 +1,108 @@
+"""Runs that have to fit into cards of several sizes: the plan's promises beside what was measured.
+
+python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR] [--steps 16]
+
+Each model has its full size and random weights (see `gpu_job.py` for the room that they need), and
+is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
+batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
+images and captions, the others find them. A line for each run says what the plan chose, the peak
+that it announced, the peak that tensors reached and that of the device (nvidia-smi, with CUDA's own
+share, which `--vram` counts too), and milliseconds a step, announced and measured: the median of
+the second half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import full_flow
+import full_size
+from gpu_job import RANK, Outcome, command
+from gpu_lm import CLASSES, LLAMA3, QWEN2
+
+import trainable_candle as tc
+
+TEXTS: dict[str, dict[str, Any]] = {"qwen2": QWEN2, "llama": LLAMA3}
+MODELS: tuple[str, ...] = ("sdxl", *full_flow.PIPELINES, *TEXTS)
+IMAGES = 2
+GIB = r"([\d.]+) GiB"
+ROW = "{:<10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}  {}"
+
+
+def prepare(model: str, folder: Path) -> list[str]:
+    """Write a model and what it is trained on; return the flags that name both."""
+    weights, data = folder / "weights", folder / "data"
+    if model in TEXTS:
+        config = TEXTS[model] | {"architectures": [CLASSES[TEXTS[model]["model_type"]]]}
+        full_flow.write_part(weights, "CausalLM", config, "cuda")
+        full_flow.write_tokenizer(weights)
+        (weights / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+        full_size.write_texts(data.with_suffix(".jsonl"))
+        flags = ["--model", "causal-lm", "--dataset", str(data.with_suffix(".jsonl"))]
+        return [*flags, "--sequence-length", "2048", "--weights", str(weights)]
+    if model == "sdxl":
+        full_size.write_pipeline(weights, "cuda")
+    else:
+        full_flow.write_pipeline(weights, model, "cuda")
+    full_size.write_pictures(data, IMAGES, sizes=((1024, 1024),))
+    name = model.partition("-")[0]
+    return ["--model", name, "--dataset", str(data), "--weights", str(weights)]
+
+
+def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
+    """What became of a run."""
+    if outcome.code:
+        return ROW.format(model, vram, "", "", "", "", "", outcome.errors.strip()[-300:])
+    text = "\n".join(line for _, line in outcome.lines)
+    plan = re.compile(rf"^plan: (.*?) \(about {GIB}(?:, ([\d.]+) s a step)?\) fits", re.MULTILINE)
+    chosen = plan.search(text)
+    phases = re.findall(rf"^GPU memory while .*: {GIB}", text, re.MULTILINE)
+    held = re.search(rf"at most {GIB} of GPU memory", text)
+    with (output / "train.csv").open() as file:
+        seconds = [float(step["seconds"]) for step in csv.DictReader(file)]
+    median = statistics.median(seconds[len(seconds) // 2 :])
+    announced = "" if chosen is None or chosen[3] is None else f"{float(chosen[3]) * 1e3:.0f}"
+    return ROW.format(
+        model, vram, f"{max(map(float, phases)):.2f}", "" if held is None else held[1],
+        f"{outcome.gpu:.2f}", announced, f"{median * 1e3:.0f}",
+        "nothing" if chosen is None else chosen[1],
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default="sdxl,flux,llama", help=", ".join(MODELS))
+    parser.add_argument("--vram", default="8,12,24", help="GiB, comma-separated")
+    parser.add_argument("--folder", type=Path, help="where to work; made anew and removed without")
+    parser.add_argument("--steps", type=int, default=16)
+    given = parser.parse_args()
+    reason = tc.cuda.unavailable_reason()
+    if reason is not None:
+        raise SystemExit(f"no CUDA: {reason}")
+    titles = ("announced", "tensors", "device", "ms, told", "measured", "chosen")
+    print(ROW.format("model", "vram", *titles), flush=True)
+    for model in given.models.split(","):
+        work = Path(tempfile.mkdtemp(prefix="gpu_vram_", dir=given.folder))
+        try:
+            flags = prepare(model, work)
+            tc.cuda.empty_cache()
+            for vram in given.vram.split(","):
+                outcome = command(
+                    "train", *flags, "--output", str(work / vram), "--device", "cuda",
+                    "--precision", "bf16", "--rank", str(RANK), "--steps", str(given.steps),
+                    "--vram", vram,
+                )  # fmt: skip
+                print(row(model, vram, outcome, work / vram), flush=True)
+        finally:
+            shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
