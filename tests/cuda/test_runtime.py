@@ -143,8 +143,8 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
             y = y @ x
         # Queued, not done: torch reads it on its own stream.
         with torch.cuda.stream(stream):
-            total = torch.from_dlpack(y).double().sum()
-        assert total.item() == pytest.approx(float(y.to("f64").sum().item()), rel=1e-9, abs=1e-12)
+            total = torch.from_dlpack(y).double().sum().item()
+        assert total == pytest.approx(float(y.to("f64").sum().item()), rel=1e-9, abs=1e-12)
         with torch.cuda.stream(stream):
             z = torch.zeros((2048, 2048), device="cuda")
             for i in range(200):
@@ -162,7 +162,9 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
                 del view
             del shared
             other = tc.full((2048, 2048), 9.0, device="cuda")
-            assert result.sum().item() == 21.0 * 2048 * 2048
+            # `item` reads on torch's current stream: it must be the one that the sum is queued on.
+            with torch.cuda.stream(stream):
+                assert result.sum().item() == 21.0 * 2048 * 2048
             del other
 
 
