@@ -106,6 +106,14 @@ structs! {
     /// Of kernels/gated_low_rank.cu.
     LowRankHalves { list: [LowRankHalf; 2], }
 
+    /// Of kernels/codes.cu.
+    #[derive(Default)]
+    CodePart { codes: Address, scales: Address, start: u32, rows: u32, scale_count: u32, unused: u32, }
+
+    /// Of kernels/codes.cu.
+    #[derive(Default)]
+    CodeParts { list: [CodePart; 8], }
+
     /// Of kernels/dequantize.cu.
     #[derive(Default)]
     QuantizedPart {
@@ -166,6 +174,8 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankTerms::layout("LowRankTerms"),
     LowRankHalf::layout("LowRankHalf"),
     LowRankHalves::layout("LowRankHalves"),
+    CodePart::layout("CodePart"),
+    CodeParts::layout("CodeParts"),
     QuantizedPart::layout("QuantizedPart"),
     QuantizedParts::layout("QuantizedParts"),
     Strided::<1>::layout("Strided<1>"),

@@ -89,6 +89,7 @@ __all__ = [
     "get_float32_matmul_precision",
     "get_num_threads",
     "get_rng_state",
+    "get_w8a8",
     "gguf_facts",
     "grad",
     "gradcheck",
@@ -137,6 +138,7 @@ __all__ = [
     "set_num_threads",
     "set_resolver",
     "set_rng_state",
+    "set_w8a8",
     "smooth_l1_loss",
     "snapshot",
     "stack",
@@ -3536,6 +3538,11 @@ def get_rng_state() -> tuple[int, int]:
     Seed and position of the generator; `set_rng_state` repeats the draws that followed.
     """
 
+def get_w8a8() -> bool:
+    """
+    Whether linear layers over int8 or fp8 multiply codes: see `set_w8a8`.
+    """
+
 def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
     """
     What a GGUF file says of its model, under the names of the format; None for a file of another kind.
@@ -4282,6 +4289,21 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
     """
     Continue from what `get_rng_state` returned.
+    """
+
+def set_w8a8(enabled: bool) -> None:
+    """
+    Choose whether linear layers over int8 or fp8 weights multiply codes, on GPUs several times as fast as values.
+
+    Activations and gradients are rounded to the format of the weight right before a product, each row with the scale its largest
+    magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does; weights whose scales lie along the sum are
+    multiplied into the gradient before. Sums of int8 are exact, those of fp8 in f32. Layers over other formats, and those whose
+    sides are no multiples of 16, multiply values. GPUs need compute capability 7.5 for int8 and 8.9 for fp8; older ones multiply
+    values.
+
+    Args:
+        enabled: whether they do, from now on. The default is that they multiply the values that codes stand for. Captured graphs
+            keep what they were recorded with.
     """
 
 def smooth_l1_loss(

@@ -4,7 +4,7 @@ use candle_core::{DType, Device};
 
 use crate::cpu::{self, Binary, Ternary, Unary};
 pub use crate::product::{
-    Destination, LowRankTerm, MatmulPrecision, Product, float32_matmul_precision, set_float32_matmul_precision,
+    Destination, LowRankTerm, MatmulPrecision, Product, float32_matmul_precision, set_float32_matmul_precision, set_w8a8, uses_w8a8,
     uses_pairs, with_bf16_pairs,
 };
 use crate::raw::is_float;

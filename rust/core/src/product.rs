@@ -78,6 +78,20 @@ pub fn float32_matmul_precision() -> MatmulPrecision {
     if TF32.load(Ordering::Relaxed) { MatmulPrecision::High } else { MatmulPrecision::Highest }
 }
 
+static W8A8: AtomicBool = AtomicBool::new(false);
+
+/// Choose whether linear layers over int8 or fp8 multiply codes (W8A8), from now on: see
+/// [`w8a8`](crate::quantized::w8a8). By default they multiply the values that the codes stand for. Captured graphs keep what they were
+/// recorded with.
+pub fn set_w8a8(enabled: bool) {
+    W8A8.store(enabled, Ordering::Relaxed);
+}
+
+/// Whether linear layers over int8 or fp8 multiply codes.
+pub fn uses_w8a8() -> bool {
+    W8A8.load(Ordering::Relaxed)
+}
+
 thread_local! {
     static PAIRS: Cell<bool> = const { Cell::new(false) };
 }

@@ -89,8 +89,8 @@ mod _core {
     use crate::rng::{draw_from, get_rng_state, manual_seed, normal_samples, set_rng_state, stream_seed};
     #[pymodule_export]
     use crate::runtime::{
-        available_bytes, get_float32_matmul_precision, get_num_threads, saved_bytes, set_float32_matmul_precision,
-        set_num_threads,
+        available_bytes, get_float32_matmul_precision, get_num_threads, get_w8a8, saved_bytes,
+        set_float32_matmul_precision, set_num_threads, set_w8a8,
     };
     #[pymodule_export]
     use crate::tensor::{

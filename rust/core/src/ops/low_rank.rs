@@ -258,7 +258,7 @@ impl LowRankBackward {
             }
         }
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            context.add_product(0, &self.x_shape, grad.dtype(), [grad, &weight.get(grad.dtype())?], 1.0)?;
+            weight.add_input_gradient(context, &self.x_shape, grad)?;
         }
         let grad_hidden = self.grad_hidden(context, grad)?;
         if let (Some(grad_hidden), Some(x)) = (&grad_hidden, &self.x) {

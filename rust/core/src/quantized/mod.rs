@@ -10,6 +10,7 @@ mod ggml;
 mod nf4;
 mod rows;
 mod rows_of;
+pub mod w8a8;
 pub mod weight;
 
 #[cfg(feature = "cuda")]

@@ -11,14 +11,9 @@ const LARGEST_INT8: f32 = 127.0;
 
 /// The codes and a scale for each row; None if a value is not finite.
 pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Format) -> Option<(Raw, Scales)> {
-    let largest_code = if format == Format::Int8 { LARGEST_INT8 } else { LARGEST_E4M3 };
     let (mut codes, mut scales) = (vec![0u8; rows * columns], vec![1f32; rows]);
     par_chunks_mut(&mut scales, 1, |row, scale| {
-        let values = &values[row * columns..(row + 1) * columns];
-        // NaN is lost in a maximum.
-        let largest = values.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
-        // A row of zeros has the scale 1.
-        scale[0] = if largest > 0.0 { largest / largest_code } else { 1.0 };
+        scale[0] = scale_of(&values[row * columns..(row + 1) * columns], format);
     });
     if scales.iter().any(|scale| scale.is_infinite()) {
         return None;
@@ -26,16 +21,41 @@ pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Form
     par_chunks_mut(&mut codes, columns, |row, codes| {
         let scale = scales[row];
         for (code, x) in codes.iter_mut().zip(&values[row * columns..]) {
-            let x = x / scale;
             *code = match format {
-                Format::Int8 => round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8 as u8,
-                _ => to_e4m3(x),
+                Format::Int8 => to_int8(x / scale) as u8,
+                _ => to_e4m3(x / scale),
             };
         }
     });
     let scales = from_vec(scales, rows);
     let scales = if format == Format::Int8 { Scales::Int8(scales) } else { Scales::Fp8(scales) };
     Some((from_vec(codes, rows * columns), scales))
+}
+
+/// The scale of a row: infinite if a value is not finite, 1 if all are zero.
+fn scale_of(values: &[f32], format: Format) -> f32 {
+    let largest_code = if format == Format::Int8 { LARGEST_INT8 } else { LARGEST_E4M3 };
+    // NaN is lost in a maximum.
+    let largest = values.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
+    if largest > 0.0 { largest / largest_code } else { 1.0 }
+}
+
+/// Round a row to the values that its codes would stand for; all are NaN if one is not finite.
+pub(super) fn round(row: &mut [f32], format: Format) {
+    let scale = scale_of(row, format);
+    let scale = if scale.is_finite() { scale } else { f32::NAN };
+    for x in row {
+        let number = match format {
+            Format::Int8 => f32::from(to_int8(*x / scale)),
+            _ => from_e4m3(to_e4m3(*x / scale)),
+        };
+        *x = number * scale;
+    }
+}
+
+/// The code nearest to a finite `x`, ties to even, at most 127 in magnitude.
+fn to_int8(x: f32) -> i8 {
+    round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8
 }
 
 /// The nearest whole number of one below 2^22 in magnitude, ties to even: a sum of this size has no place for a fraction.

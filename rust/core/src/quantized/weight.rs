@@ -1,10 +1,11 @@
 //! [`Weight`]: what a linear map multiplies with, values or codes.
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Shape};
 
 use super::Quantized;
 use crate::streaming::Streamed;
-use crate::tape::{Saved, Saver};
+use crate::tape::backward::Pending;
+use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint};
 
 /// The weight of a linear layer: a tensor, or a frozen quantized matrix; or a frozen one of them that comes to the device at times.
@@ -203,16 +204,30 @@ pub(crate) enum HeldWeight {
 }
 
 impl HeldWeight {
-    /// The values; a quantized one's are made in `dtype`.
-    pub(crate) fn get(&self, dtype: DType) -> Result<Raw> {
-        match self {
-            Self::Plain(saved) => saved.get(),
-            Self::Quantized(quantized) => quantized.values(dtype),
+    /// Add g W to the gradient of a node's first input, of this shape: `grad` g is a matrix.
+    pub(crate) fn add_input_gradient(&self, context: &mut BackwardContext<'_>, shape: &Shape, grad: &Raw) -> Result<()> {
+        if !context.needs(0) {
+            return Ok(());
+        }
+        let dtype = grad.dtype();
+        let values = match self {
+            Self::Plain(saved) => saved.get()?,
+            Self::Quantized(quantized) => return quantized.add_input_gradient(context, shape, grad),
             Self::Streamed(streamed) => match streamed.here()? {
-                Weight::Quantized(quantized) => quantized.values(dtype),
-                Weight::Plain(tensor) => Ok(tensor.raw),
+                Weight::Quantized(quantized) => return quantized.add_input_gradient(context, shape, grad),
+                Weight::Plain(tensor) => tensor.raw,
                 Weight::Streamed(_) => unreachable!("the views of a slot are not streamed themselves"),
             },
+        };
+        context.add_product(0, shape, dtype, [grad, &values], 1.0)
+    }
+}
+
+impl Quantized {
+    fn add_input_gradient(&self, context: &mut BackwardContext<'_>, shape: &Shape, grad: &Raw) -> Result<()> {
+        match self.input_gradient_of_codes(grad)? {
+            Some(product) => context.add_pending(0, Pending::new(product.reshape(shape)?, true)),
+            None => context.add_product(0, shape, grad.dtype(), [grad, &self.values(grad.dtype())?], 1.0),
         }
     }
 }

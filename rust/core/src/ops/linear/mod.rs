@@ -36,6 +36,11 @@ pub(super) fn with_last(x: &Raw, out: usize) -> Shape {
 
 /// x Wᵀ + b over matrices: (rows, in), (out, in), (out) → (rows, out).
 pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Result<Raw> {
+    if let WeightRef::Quantized(weight) = weight
+        && let Some(y) = weight.product_of_codes(x, bias)?
+    {
+        return Ok(y);
+    }
     match weight {
         WeightRef::Plain(weight) => forward_plain(x, &weight.raw, bias),
         // There the values are scratch of one product; on the CPU, and of the head of a language model, they are made in parts.
@@ -146,7 +151,7 @@ impl Backward for LinearBackward {
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let grad = as_matrix(context.grad())?;
         if let (true, Some(weight)) = (context.needs(0), &self.weight) {
-            context.add_product(0, &self.x_shape, grad.dtype(), [&grad, &weight.get(grad.dtype())?], 1.0)?;
+            weight.add_input_gradient(context, &self.x_shape, &grad)?;
         }
         if let (true, Some(x)) = (context.needs(1), &self.x) {
             let x = as_matrix(&x.get()?)?;

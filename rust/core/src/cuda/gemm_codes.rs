@@ -1,0 +1,43 @@
+//! Products of 8-bit codes by cuBLASLt.
+
+use super::gpu::Gpu;
+use super::launch::Address;
+use super::product_calls::{Arithmetic, Key, alignment};
+use crate::Result;
+
+/// The numbers that codes stand for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Codes {
+    /// Two's complement.
+    Int8,
+    /// e4m3.
+    E4m3,
+}
+
+/// y (m, n) = x (m, k) times wᵀ of w (n, k), all dense: the sums of products of codes, 32-bit integers of int8 and f32 of e4m3. False if
+/// the device has no such products.
+///
+/// # Safety
+/// `x`, `w` and `y` are addresses of matrices of these sizes on the device.
+///
+/// # Errors
+/// [`Error::Device`](crate::Error::Device) if the device reports one.
+pub unsafe fn product_of_codes(
+    op: &'static str,
+    gpu: &Gpu,
+    codes: Codes,
+    [x, w, y]: [Address; 3],
+    [m, n, k]: [usize; 3],
+) -> Result<bool> {
+    let key = Key {
+        arithmetic: match codes {
+            Codes::Int8 => Arithmetic::Int8,
+            Codes::E4m3 => Arithmetic::E4m3,
+        },
+        sizes: [n, m, k],
+        operands: [(true, k as i64), (false, k as i64)],
+        alignments: [w, x, y].map(alignment),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { gpu.product_calls().run(op, gpu, key, [w, x, y], None) }
+}

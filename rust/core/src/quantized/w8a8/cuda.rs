@@ -1,0 +1,176 @@
+//! The CUDA form: `kernels/codes.cu` around cuBLASLt's products of 8-bit numbers.
+
+use candle_core::DType;
+use trainable_candle_cuda::kernels::codes::{
+    QUANTIZE_ROWS, QuantizeRows, SCALE_SUMS, ScaleSums, TRANSPOSE_CODES, TransposeCodes,
+};
+use trainable_candle_cuda::kernels::{Const, Mut};
+use trainable_candle_cuda::structs::{CodePart, CodeParts};
+
+use super::{MOST_PARTS, MULTIPLE, Quantized};
+use crate::cuda::launch::{Shape, address, count32, element, empty, input, output, suffix};
+use crate::cuda::{Codes, Gpu, product_of_codes};
+use crate::quantized::Format;
+use crate::{Raw, Result, compute};
+
+const OP: &str = "linear";
+/// Bytes of sums that are made and scaled at a time: they stay in the second-level cache of large GPUs.
+const SUMS: usize = 24 << 20;
+/// Rows of a product that fill a GPU all the same.
+const FEWEST_ROWS: usize = 256;
+/// Side of the tiles of a transposition.
+const TILE: usize = 64;
+const BLOCK: u32 = 256;
+
+/// A matrix rounded by rows.
+struct Rounded {
+    /// u8, (rows rounded up to a multiple of 16, columns); those beyond the matrix are not set.
+    codes: Raw,
+    /// f32, (rows).
+    scales: Raw,
+    rows: usize,
+    columns: usize,
+}
+
+impl Quantized {
+    fn kind(&self) -> Codes {
+        if self.format() == Format::Int8 { Codes::Int8 } else { Codes::E4m3 }
+    }
+
+    fn code_parts(&self) -> Result<CodeParts> {
+        let (mut list, mut start) = ([CodePart::default(); MOST_PARTS], 0);
+        for (part, place) in self.parts.iter().zip(&mut list) {
+            let scales = part.row_scales();
+            *place = CodePart {
+                codes: address(OP, &part.codes)?,
+                scales: scales.map_or(Ok(0), |scales| address(OP, scales))?,
+                start,
+                rows: count32(OP, part.rows)?,
+                scale_count: count32(OP, scales.map_or(0, Raw::elem_count))?,
+                unused: 0,
+            };
+            start += place.rows;
+        }
+        Ok(CodeParts { list })
+    }
+}
+
+impl Rounded {
+    /// Round `x` (rows, columns), times the scales of the columns if there are any.
+    fn new(gpu: &Gpu, kind: Codes, x: &Raw, column_scales: Option<CodeParts>, parts: usize) -> Result<Self> {
+        let x = compute::contiguous(x)?;
+        let x = if address(OP, &x)?.is_multiple_of(16) { x } else { crate::raw::own_copy(&x)? };
+        let (rows, columns) = (x.dims()[0], x.dims()[1]);
+        let codes = empty(OP, gpu, &[rows.next_multiple_of(MULTIPLE), columns], DType::U8)?;
+        let scales = empty(OP, gpu, &[rows], DType::F32)?;
+        let arguments = QuantizeRows {
+            x: input(OP, &x)?,
+            column_scales: column_scales.unwrap_or_default(),
+            parts: count32(OP, column_scales.map_or(0, |_| parts))?,
+            rows: count32(OP, rows)?,
+            columns: count32(OP, columns)?,
+            is_int8: u32::from(kind == Codes::Int8),
+            codes: output(OP, &codes)?,
+            scales: output(OP, &scales)?,
+        };
+        let shape = Shape { grid: [count32(OP, rows)?, 1, 1], block: [BLOCK, 1, 1], shared: 0 };
+        // SAFETY: x is dense, codes and scales have its rows, and parts cover its columns.
+        unsafe { gpu.function(&QUANTIZE_ROWS, suffix(OP, x.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
+        Ok(Self { codes, scales, rows, columns })
+    }
+
+    /// Write its product with the transpose of the codes (n, columns) at `w` to the columns of `y` from `start` on, scaled. False if the
+    /// device has no such products.
+    fn product(&self, gpu: &Gpu, kind: Codes, (w, n): (u64, usize), to: &Columns<'_>) -> Result<bool> {
+        let at_once = (SUMS / (4 * n)).max(FEWEST_ROWS) / MULTIPLE * MULTIPLE;
+        let sums = empty(OP, gpu, &[at_once.min(self.codes.dims()[0]), n], DType::U32)?;
+        let (dtype, stride) = (to.y.dtype(), to.y.dims()[1]);
+        let size = dtype.size_in_bytes();
+        let codes = address(OP, &self.codes)?;
+        for first in (0..self.rows).step_by(at_once) {
+            let rows = at_once.min(self.rows - first);
+            let x = codes + (first * self.columns) as u64;
+            let sizes = [rows.next_multiple_of(MULTIPLE), n, self.columns];
+            // SAFETY: the codes have these rows, set or not, and the sums room for their products.
+            if !unsafe { product_of_codes(OP, gpu, kind, [x, w, address(OP, &sums)?], sizes) }? {
+                return Ok(false);
+            }
+            let moved = |raw: &Raw, elements: usize| -> Result<u64> {
+                Ok(address(OP, raw)? + (elements * raw.dtype().size_in_bytes()) as u64)
+            };
+            let arguments = ScaleSums {
+                sums: input(OP, &sums)?,
+                row_scales: Const::new(moved(&self.scales, first)?, element(DType::F32)),
+                column_scales: to.scales.map_or(Const::NULL, |(at, _)| Const::new(at, element(DType::F32))),
+                bias: match to.bias {
+                    Some(bias) => Const::new(moved(bias, to.start)?, element(dtype)),
+                    None => Const::NULL,
+                },
+                rows: count32(OP, rows)?,
+                columns: count32(OP, n)?,
+                scale_count: to.scales.map_or(0, |(_, count)| count),
+                stride: count32(OP, stride)?,
+                is_integer: u32::from(kind == Codes::Int8),
+                out: Mut::new(address(OP, to.y)? + ((first * stride + to.start) * size) as u64, element(dtype)),
+            };
+            let blocks = (rows * n / 8).div_ceil(BLOCK as usize).min(16 * gpu.multiprocessors());
+            let shape = Shape { grid: [count32(OP, blocks)?, 1, 1], block: [BLOCK, 1, 1], shared: 0 };
+            // SAFETY: the rows lie in y, scales and sums; the columns in y, the bias and the column scales.
+            unsafe { gpu.function(&SCALE_SUMS, suffix(OP, dtype)?)?.launch(OP, gpu, shape, arguments) }?;
+        }
+        Ok(true)
+    }
+}
+
+/// The destination of a product.
+struct Columns<'a> {
+    /// Dense.
+    y: &'a Raw,
+    /// The first column.
+    start: usize,
+    /// Address and number of the scales of columns.
+    scales: Option<(u64, u32)>,
+    /// Of all columns of y, dense.
+    bias: Option<&'a Raw>,
+}
+
+/// x Wᵀ + b; nothing if the device has no such products.
+pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+    let (gpu, kind) = (Gpu::of(OP, x)?, w.kind());
+    let bias = bias.map(compute::contiguous).transpose()?;
+    let dtype = x.dtype();
+    let x = Rounded::new(gpu, kind, x, None, 0)?;
+    let y = empty(OP, gpu, &[x.rows, w.dims[0]], dtype)?;
+    for part in w.code_parts()?.list.iter().take(w.parts.len()).filter(|part| part.rows > 0) {
+        let scales = Some((part.scales, part.scale_count));
+        let to = Columns { y: &y, start: part.start as usize, scales, bias: bias.as_ref() };
+        if !x.product(gpu, kind, (part.codes, part.rows as usize), &to)? {
+            return Ok(None);
+        }
+    }
+    Ok(Some(y))
+}
+
+/// g W; nothing if the device has no such products.
+pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
+    let (gpu, kind) = (Gpu::of(OP, g)?, w.kind());
+    let [rows, columns] = w.dims;
+    let (parts, dtype) = (w.code_parts()?, g.dtype());
+    let g = Rounded::new(gpu, kind, g, Some(parts), w.parts.len())?;
+    // Tensor cores multiply 8-bit matrices whose sums run along rows.
+    let turned = empty(OP, gpu, &[columns, rows], DType::U8)?;
+    let most = w.parts.iter().map(|part| part.rows).max().unwrap_or(0);
+    let grid = [columns.div_ceil(TILE), most.div_ceil(TILE), w.parts.len()];
+    let shape = Shape {
+        grid: [count32(OP, grid[0])?, count32(OP, grid[1])?, count32(OP, grid[2])?],
+        block: [BLOCK, 1, 1],
+        shared: 0,
+    };
+    let arguments =
+        TransposeCodes { parts, rows: count32(OP, rows)?, columns: count32(OP, columns)?, out: output(OP, &turned)? };
+    // SAFETY: the parts have these rows together, and the result their elements.
+    unsafe { gpu.function(&TRANSPOSE_CODES, &[])?.launch(OP, gpu, shape, arguments) }?;
+    let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
+    let to = Columns { y: &dx, start: 0, scales: None, bias: None };
+    Ok(g.product(gpu, kind, (address(OP, &turned)?, columns), &to)?.then_some(dx))
+}

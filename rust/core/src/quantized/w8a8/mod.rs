@@ -1,0 +1,117 @@
+//! W8A8: linear layers over 8-bit codes whose other factor is rounded to codes of the same format too, so that a GPU multiplies 8-bit
+//! numbers.
+//!
+//! A row of the other factor, the input or the gradient of the result, gets one scale: its largest magnitude / 127 (int8) or / 448
+//! (e4m3), as torchao's dynamic quantization of activations has it (`Int8DynamicActivationInt8WeightConfig`,
+//! `Float8DynamicActivationFloat8WeightConfig` by rows). With codes q and scales s:
+//!
+//! - y = s_x s_w (q_x q_wᵀ) + b,
+//! - dx = s_g (q_g q_w), where g = dy s_w is rounded, since the scales of the weight's rows lie along the sum.
+//!
+//! Sums of int8 are exact, those of e4m3 in f32; a result is rounded once. The gradient is that of the product over values: rounding
+//! passes it on as it is (a straight-through estimate).
+
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use candle_core::DType;
+
+use super::{Format, Part, Quantized, Scales, floats, rows};
+use crate::compute::{self, on_device};
+use crate::cpu::Add;
+use crate::cpu::pool::par_chunks_mut;
+use crate::product::uses_w8a8;
+use crate::raw::{Raw, from_vec, with_bytes};
+use crate::Result;
+
+/// Sides of matrices are multiples of it, those of parts too: 8-bit products on tensor cores ask for it.
+const MULTIPLE: usize = 16;
+/// Parts of a matrix, at most.
+const MOST_PARTS: usize = 8;
+
+impl Quantized {
+    /// Whether its products with a matrix of `dtype` multiply codes: if [`set_w8a8`](compute::set_w8a8) says so, all parts are int8 or all
+    /// are fp8, and the sides are multiples of 16.
+    fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
+        let format = self.format();
+        uses_w8a8()
+            && rows > 0
+            && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+            && matches!(format, Format::Int8 | Format::Fp8)
+            && self.dims[1].is_multiple_of(MULTIPLE)
+            && self.parts.len() <= MOST_PARTS
+            && self.parts.iter().all(|part| part.scales.format() == format && part.rows.is_multiple_of(MULTIPLE))
+    }
+
+    /// x Wᵀ + b over matrices, of codes; nothing if products are of values.
+    pub(crate) fn product_of_codes(&self, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
+        if !self.multiplies_codes(x.dtype(), x.dims()[0]) {
+            return Ok(None);
+        }
+        on_device!(x.device(), cuda => cuda::product(self, x, bias), cpu => self.product_on_cpu(x, bias).map(Some))
+    }
+
+    /// g W over matrices, of codes; nothing if products are of values.
+    pub(crate) fn input_gradient_of_codes(&self, g: &Raw) -> Result<Option<Raw>> {
+        if !self.multiplies_codes(g.dtype(), g.dims()[0]) {
+            return Ok(None);
+        }
+        on_device!(g.device(), cuda => cuda::input_gradient(self, g), cpu => self.input_gradient_on_cpu(g).map(Some))
+    }
+
+    fn product_on_cpu(&self, x: &Raw, bias: Option<&Raw>) -> Result<Raw> {
+        let x_rounded = self.rounded(x, None)?;
+        let y = compute::unset("linear", &x_rounded, &[x.dims()[0], self.dims[0]])?;
+        self.product(&y, &x_rounded, false)?;
+        let y = match bias {
+            Some(bias) => compute::binary(&y, &compute::cast(bias, DType::F32)?, Add)?,
+            None => y,
+        };
+        compute::cast(&y, x.dtype())
+    }
+
+    fn input_gradient_on_cpu(&self, g: &Raw) -> Result<Raw> {
+        let mut scales = Vec::with_capacity(self.dims[0]);
+        for part in self.parts.iter() {
+            let found = part.row_scales().map_or(Ok(Vec::new()), |raw| with_bytes(raw, |bytes| floats(bytes).to_vec()))?;
+            scales.extend((0..part.rows).map(|row| if let [scale] = found[..] { scale } else { found[row] }));
+        }
+        let g_rounded = self.rounded(g, Some(&scales))?;
+        compute::cast(&compute::matmul(&g_rounded, &self.numbers().values(DType::F32)?)?, g.dtype())
+    }
+
+    /// The rows of a matrix, times `column_scales`, rounded to the format: values in f32.
+    fn rounded(&self, matrix: &Raw, column_scales: Option<&[f32]>) -> Result<Raw> {
+        let dims = [matrix.dims()[0], matrix.dims()[1]];
+        let values = compute::contiguous(&compute::cast(matrix, DType::F32)?)?;
+        let mut values = with_bytes(&values, |bytes| floats(bytes).to_vec())?;
+        let format = self.format();
+        par_chunks_mut(&mut values, dims[1], |_, row| {
+            if let Some(scales) = column_scales {
+                row.iter_mut().zip(scales).for_each(|(x, scale)| *x *= scale);
+            }
+            rows::round(row, format);
+        });
+        Ok(from_vec(values, &dims[..]))
+    }
+
+    /// The same codes with scales of one.
+    fn numbers(&self) -> Self {
+        let one = || from_vec(vec![1f32], 1);
+        let of = |part: &Part| {
+            let scales = if matches!(part.scales, Scales::Int8(_)) { Scales::Int8(one()) } else { Scales::Fp8(one()) };
+            Part { rows: part.rows, codes: part.codes.clone(), scales }
+        };
+        Self { dims: self.dims, dtype: self.dtype, parts: self.parts.iter().map(of).collect() }
+    }
+}
+
+impl Part {
+    /// A scale for each row or one for all, of 8-bit codes.
+    const fn row_scales(&self) -> Option<&Raw> {
+        match &self.scales {
+            Scales::Int8(scales) | Scales::Fp8(scales) => Some(scales),
+            Scales::Nf4(_) | Scales::Nested { .. } | Scales::Ggml(_) => None,
+        }
+    }
+}

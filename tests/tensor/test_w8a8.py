@@ -1,0 +1,99 @@
+"""Linear layers that multiply 8-bit codes, against their definition in numpy."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.nn import functional as F
+
+Matrix = npt.NDArray[np.float64]
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+# The last place of a result: sums of f32, or the dtype's rounding.
+ROUNDING = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def codes() -> Iterator[None]:
+    tc.set_w8a8(True)
+    yield
+    tc.set_w8a8(False)
+
+
+def nearest(x: Matrix, format: str) -> Matrix:
+    """The number of the format nearest to x, ties to even."""
+    if format == "int8":
+        return np.rint(x)
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-20))), -6)
+    step = 2.0 ** (exponent - 3)
+    return np.rint(x / step) * step
+
+
+def rounded(x: Matrix, format: str) -> Matrix:
+    """Rows of x, each a scale (f32: it decides what lies halfway) times numbers of the format."""
+    single = x.astype(np.float32)
+    largest = np.abs(single).max(axis=1, keepdims=True)
+    scale = np.where(largest > 0, largest / np.float32(LARGEST[format]), np.float32(1))
+    numbers = nearest((single / scale).astype(np.float64), format)
+    return np.asarray(numbers * scale.astype(np.float64))
+
+
+def drawn(shape: tuple[int, ...], dtype: str) -> tc.Tensor:
+    return tc.randn(shape).to(dtype)
+
+
+def f64(x: tc.Tensor) -> Matrix:
+    return np.asarray(x.detach().to("cpu").to("f64").numpy())
+
+
+def check(found: tc.Tensor, expected: Matrix, dtype: str) -> None:
+    error = np.abs(f64(found) - expected).max() / np.abs(expected).max()
+    assert error < ROUNDING[dtype], error
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_both_passes_multiply_codes(format: str, dtype: str, rows: int) -> None:
+    tc.manual_seed(rows)
+    weight = tc.quantize(drawn((48, 64), dtype), format)
+    x, bias = tc.Var(drawn((rows, 64), dtype)), drawn((48,), dtype)
+    y = F.linear(x, weight, bias)
+    values = f64(weight.dequantize("f64"))
+    check(y, rounded(f64(x), format) @ values.T + f64(bias), dtype)
+    given = drawn((rows, 48), dtype)
+    gradient = tc.grad((y * given).to("f32").sum(), [x])[0]
+    row_scales = weight.tensors()["scales"].numpy()
+    check(
+        gradient, rounded(f64(given) * row_scales, format) @ (values / row_scales[:, None]), dtype
+    )
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_a_row_that_is_not_finite_gives_nan_alone(format: str) -> None:
+    weight = tc.quantize(tc.randn((16, 32)), format)
+    x = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
+    x[1, 3], x[2, 5] = np.nan, np.inf
+    y = F.linear(tc.tensor(x), weight, None).numpy()
+    assert np.isnan(y[1:3]).all()
+    assert np.isfinite(y[[0, 3]]).all()
+
+
+def test_rows_of_zeros_are_zero() -> None:
+    weight = tc.quantize(tc.randn((16, 32)), "int8")
+    np.testing.assert_array_equal(
+        F.linear(tc.zeros((3, 32)), weight, None).numpy(), np.zeros((3, 16))
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "format"), [((16, 24), "int8"), ((20, 32), "fp8"), ((16, 64), "nf4")]
+)
+def test_others_multiply_values(shape: tuple[int, int], format: str) -> None:
+    weight = tc.quantize(tc.randn(shape), format)
+    x = tc.randn((5, shape[1]))
+    found = F.linear(x, weight, None)
+    tc.set_w8a8(False)
+    np.testing.assert_array_equal(found.numpy(), F.linear(x, weight, None).numpy())
