@@ -54,6 +54,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=0.5, help="how long to time a case")
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
     parser.add_argument("--base-precision", choices=FORMATS, help="of our frozen layers")
+    parser.add_argument("--w8a8", action="store_true", help="multiply the codes of an 8-bit base")
     parser.add_argument("--profile", action="store_true", help="where our time goes, by kernel")
     return parser
 
@@ -74,12 +75,14 @@ def start(options: argparse.Namespace) -> Machine:
     rates = ", ".join(f"{dtype} {rate / 1e12:.0f} TFLOP/s" for dtype, rate in flops.items())
     print(f"rates: {rates}, {bandwidth / 1e9:.0f} GB/s", flush=True)
     fresh(device)
+    tc.set_w8a8(options.w8a8)
     return Machine(device, flops, bandwidth, torch, options.seconds, options.base_precision)
 
 
 def on(machine: Machine) -> str:
     """The base of a case, after its title."""
-    return f", {machine.base} base" if machine.base else ""
+    products = " and products" if tc.get_w8a8() else ""
+    return f", {machine.base} base{products}" if machine.base else ""
 
 
 def product_rate(device: str, dtype: str, size: int = 8192) -> float:

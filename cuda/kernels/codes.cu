@@ -4,27 +4,13 @@
 // at 16-byte boundaries.
 #include <cuda_fp8.h>
 
+#include "codes/parts.cuh"
 #include "rows.cuh"
 
 namespace {
 
-constexpr int MOST_PARTS = 8;
 constexpr int CHUNK = 16;
 constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
-
-// Rows `start` to `start + rows` of a matrix of codes, with a scale each or one for all.
-struct CodePart {
-    const void *codes, *scales;
-    uint32_t start, rows, scale_count, unused;
-};
-
-struct CodeParts {
-    CodePart list[MOST_PARTS];
-};
-
-__device__ __forceinline__ float scale_of(const CodePart &part, uint32_t row) {
-    return __ldg(static_cast<const float *>(part.scales) + (part.scale_count == 1 ? 0 : row));
-}
 
 // A chunk of a row of x in f32, each column multiplied by its scale if there are `parts`.
 template <typename T> __device__ __forceinline__ void load_chunk(const T *row, uint32_t column, uint32_t parts, const CodeParts &scales, float (&values)[CHUNK]) {

@@ -106,13 +106,16 @@ structs! {
     /// Of kernels/gated_low_rank.cu.
     LowRankHalves { list: [LowRankHalf; 2], }
 
-    /// Of kernels/codes.cu.
+    /// Of include/codes/parts.cuh.
     #[derive(Default)]
     CodePart { codes: Address, scales: Address, start: u32, rows: u32, scale_count: u32, unused: u32, }
 
-    /// Of kernels/codes.cu.
+    /// Of include/codes/parts.cuh.
     #[derive(Default)]
     CodeParts { list: [CodePart; 8], }
+
+    /// Of include/codes/hopper.cuh.
+    CodeMaps { x: TensorMap, w: [TensorMap; 8], }
 
     /// Of kernels/dequantize.cu.
     #[derive(Default)]
@@ -176,6 +179,7 @@ pub const LAYOUTS: &[Layout] = &[
     LowRankHalves::layout("LowRankHalves"),
     CodePart::layout("CodePart"),
     CodeParts::layout("CodeParts"),
+    CodeMaps::layout("CodeMaps"),
     QuantizedPart::layout("QuantizedPart"),
     QuantizedParts::layout("QuantizedParts"),
     Strided::<1>::layout("Strided<1>"),

@@ -31,20 +31,3 @@ template <bool BOTH> __device__ __forceinline__ void copy_windows(uint32_t to, c
                      : "memory");
     }
 }
-
-// Fetches a box of a tensor of three dimensions, the first of which lies densely.
-template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap &map, uint32_t barrier,
-                                                              int first, int second, int third) {
-    if constexpr (BOTH) {
-        asm volatile(
-            "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-            " [%0], [%1, {%2, %3, %4}], [%5], %6;\n" ::"r"(to),
-            "l"(&map), "r"(first), "r"(second), "r"(third), "r"(barrier), "h"(uint16_t(3))
-            : "memory");
-    } else {
-        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3, %4}], [%5];\n" ::"r"(to),
-                     "l"(&map), "r"(first), "r"(second), "r"(third), "r"(barrier)
-                     : "memory");
-    }
-}

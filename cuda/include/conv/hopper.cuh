@@ -4,10 +4,9 @@
 // weights that both need.
 #pragma once
 
+#include "../stages.cuh"
 #include "engine.cuh"
 #include "tensor.cuh"
-
-constexpr int WARPGROUP = 128;
 
 // Describes a tile to `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. Where the summed values stand across the
 // rows, the next 64 columns begin a tile later; along the rows that distance has no meaning.
@@ -70,42 +69,10 @@ __device__ __forceinline__ void multiply_async(float (&acc)[COUNT / 2], uint64_t
     }
 }
 
-__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void multiply_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
-}
-
-// The stages of a block and two barriers for each: its copies have come; its readers, of all blocks of the cluster, are
-// done.
-template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
-    static constexpr int WORKERS = 2 * WARPGROUP;
-    uint32_t stages, filled = stages + STAGES * STAGE_BYTES, emptied = filled + STAGES * 8;
-    int stage = 0;
-    uint32_t round = 0;
-
-    __device__ __forceinline__ void init() const {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < STAGES; ++i) {
-                barrier_init(filled + i * 8, 1);
-                barrier_init(emptied + i * 8, CLUSTER * WORKERS / WARPGROUP);
-            }
-            barriers_publish();
-        }
-        cluster_wait();
-    }
-
-    __device__ __forceinline__ uint32_t address() const { return stages + stage * STAGE_BYTES; }
-    __device__ __forceinline__ uint32_t barrier() const { return filled + stage * 8; }
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, ++round;
-    }
-
-    // The copying thread: waits until the stage may be overwritten, and announces what it will copy.
-    __device__ __forceinline__ void begin_copies() const {
-        if (round > 0) barrier_wait<true>(emptied + stage * 8, (round - 1) & 1);
-        barrier_expect(barrier(), STAGE_BYTES);
-    }
+// The stages of a block, with the products of a warpgroup.
+template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STAGES, STAGE_BYTES, CLUSTER> {
+    using Base = Stages<STAGES, STAGE_BYTES, CLUSTER>;
+    using Base::address, Base::advance, Base::barrier, Base::emptied, Base::round, Base::stage;
 
     // A warpgroup: adds the products of `steps` steps, of STRIPS * 64 rows that begin `left` bytes into a stage and
     // COUNT columns that begin at `right`.
@@ -113,7 +80,6 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
     __device__ __forceinline__ void multiply_steps(float (&acc)[STRIPS][COUNT / 2], int steps, int left, int right) {
         constexpr int LEFT_SLICE = LEFT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
         constexpr int RIGHT_SLICE = RIGHT == Summed::ALONG_ROWS ? 32 : 16 * ROW_BYTES;
-        const int in_group = int(threadIdx.x) % WARPGROUP;
         for (int step = 0; step < steps; ++step) {
             barrier_wait<true>(barrier(), round & 1);
             multiply_fence();
@@ -129,11 +95,15 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline {
             multiply_commit();
             // The products of the step before are done, so its stage is free.
             multiply_wait<1>();
-            if (step > 0 && in_group < CLUSTER)
-                barrier_arrive(emptied + (stage == 0 ? STAGES - 1 : stage - 1) * 8, in_group);
+            if (step > 0) this->leave_last();
             advance();
         }
         multiply_wait<0>();
+        // The compiler must not read sums before this point: it would make the products wait for one another.
+#pragma unroll
+        for (int i = 0; i < STRIPS; ++i)
+#pragma unroll
+            for (int j = 0; j < COUNT / 2; ++j) asm volatile("" : "+f"(acc[i][j])::"memory");
     }
 };
 
@@ -160,10 +130,10 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     static constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * RIGHT_TILE_BYTES;
     static constexpr int RIGHT_HALF = (FORWARD ? COUNT : STEP) / 2;
 
-    using Stages = Pipeline<STAGES, STAGE_BYTES, 2>;
+    using Ring = Pipeline<STAGES, STAGE_BYTES, 2>;
 
     static __device__ __forceinline__ void run(const Work<D, ROWS, COUNT, true> &work, const Conv2dShape &s,
-                                               const Conv2dMaps &maps, Stages pipeline) {
+                                               const Conv2dMaps &maps, Ring pipeline) {
         const Gather &gather = work.gather;
         const Window window(gather, work.row);
         // The engine counts taps upwards from the lowest coordinate.
@@ -197,12 +167,12 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
 template <typename T, Direction D, int ROWS, int COUNT, int STAGES> __device__ __forceinline__ void
 conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Conv2dMaps &maps) {
     using Loads = Copies<D, ROWS, COUNT, STAGES>;
-    constexpr int STRIPS = ROWS / 128, WORKERS = Loads::Stages::WORKERS;
+    constexpr int STRIPS = ROWS / 128, WORKERS = Loads::Ring::WORKERS;
     extern __shared__ __align__(1024) unsigned char shared[];
 
     const Work<D, ROWS, COUNT, true> work(s);
     if (work.is_empty()) return;
-    typename Loads::Stages pipeline{shared_address(shared)};
+    typename Loads::Ring pipeline{shared_address(shared)};
     pipeline.init();
     if (int(threadIdx.x) >= WORKERS) {
         registers_fewer<40>();

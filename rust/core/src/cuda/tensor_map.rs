@@ -32,22 +32,25 @@ pub const NO_MAP: TensorMap = TensorMap { opaque: [0; 16] };
 pub struct Encoder {
     op: &'static str,
     element: Element,
+    /// Bytes of an element.
+    size: u64,
 }
 
 impl Encoder {
-    /// For tensors of `dtype`, f16 or bf16.
+    /// For tensors of `dtype`: f16, bf16, or u8 for codes of 8 bits.
     pub fn new(op: &'static str, dtype: DType) -> Result<Self> {
         let element = match dtype {
             DType::F16 => Element::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             DType::BF16 => Element::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            DType::U8 => Element::CU_TENSOR_MAP_DATA_TYPE_UINT8,
             other => return Err(crate::cpu::elem::unsupported_dtype(op, other)),
         };
-        Ok(Self { op, element })
+        Ok(Self { op, element, size: dtype.size_in_bytes() as u64 })
     }
 
-    /// Distances in bytes of all dimensions but the first, of elements of 16 bits.
-    fn distances<const N: usize>(shape: &[u64; N]) -> [u64; N] {
-        let mut bytes = 2;
+    /// Distances in bytes of all dimensions but the first.
+    fn distances<const N: usize>(&self, shape: &[u64; N]) -> [u64; N] {
+        let mut bytes = self.size;
         shape.map(|size| {
             bytes *= size;
             bytes
@@ -67,7 +70,7 @@ impl Encoder {
 
     /// Boxes of a dense tensor.
     pub fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<TensorMap> {
-        let [first, second, _] = Self::distances(&shape);
+        let [first, second, _] = self.distances(&shape);
         self.strided(start, shape, &[first, second], extent)
     }
 
@@ -115,7 +118,7 @@ impl Encoder {
     ) -> Result<TensorMap> {
         let [batch, height, width, channels] = image.map(u64::from);
         let shape = [channels, width, height, batch];
-        let distances = Self::distances(&shape);
+        let distances = self.distances(&shape);
         // The driver takes (width, height).
         let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];
         let (lower, upper) = (corner(windows.lower), corner(windows.upper));

@@ -1,4 +1,7 @@
-//! The CUDA form: `kernels/codes.cu` around cuBLASLt's products of 8-bit numbers.
+//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers, on compute capability 9.0 by a kernel that scales what it sums,
+//! elsewhere by cuBLASLt.
+
+mod hopper;
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::codes::{
@@ -141,7 +144,11 @@ pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Opti
     let dtype = x.dtype();
     let x = Rounded::new(gpu, kind, x, None, 0)?;
     let y = empty(OP, gpu, &[x.rows, w.dims[0]], dtype)?;
-    for part in w.code_parts()?.list.iter().take(w.parts.len()).filter(|part| part.rows > 0) {
+    let parts = w.code_parts()?;
+    if hopper::product(gpu, kind, &x, (parts, w.parts.len()), &y, bias.as_ref())? {
+        return Ok(Some(y));
+    }
+    for part in parts.list.iter().take(w.parts.len()).filter(|part| part.rows > 0) {
         let scales = Some((part.scales, part.scale_count));
         let to = Columns { y: &y, start: part.start as usize, scales, bias: bias.as_ref() };
         if !x.product(gpu, kind, (part.codes, part.rows as usize), &to)? {
@@ -171,6 +178,11 @@ pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     // SAFETY: the parts have these rows together, and the result their elements.
     unsafe { gpu.function(&TRANSPOSE_CODES, &[])?.launch(OP, gpu, shape, arguments) }?;
     let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
+    let (w, mut whole) = (address(OP, &turned)?, CodeParts::default());
+    whole.list[0] = CodePart { codes: w, rows: count32(OP, columns)?, ..CodePart::default() };
+    if hopper::product(gpu, kind, &g, (whole, 1), &dx, None)? {
+        return Ok(Some(dx));
+    }
     let to = Columns { y: &dx, start: 0, scales: None, bias: None };
-    Ok(g.product(gpu, kind, (address(OP, &turned)?, columns), &to)?.then_some(dx))
+    Ok(g.product(gpu, kind, (w, columns), &to)?.then_some(dx))
 }

@@ -1,0 +1,20 @@
+// Matrices of 8-bit codes whose rows come from several matrices.
+#pragma once
+
+#include <cstdint>
+
+constexpr int MOST_PARTS = 8;
+
+// Rows `start` to `start + rows` of a matrix of codes, with a scale each or one for all.
+struct CodePart {
+    const void *codes, *scales;
+    uint32_t start, rows, scale_count, unused;
+};
+
+struct CodeParts {
+    CodePart list[MOST_PARTS];
+};
+
+__device__ __forceinline__ float scale_of(const CodePart &part, uint32_t row) {
+    return __ldg(static_cast<const float *>(part.scales) + (part.scale_count == 1 ? 0 : row));
+}
