@@ -25,7 +25,7 @@ from trainable_candle.data import (
 )
 from trainable_candle.data.buckets import Buckets
 from trainable_candle.data.cache import FeatureStore
-from trainable_candle.data.dataset import Item
+from trainable_candle.data.item import Item
 from trainable_candle.data.kept import PENDING
 from trainable_candle.data.pixels import AHEAD, in_parallel
 from trainable_candle.errors import DatasetError

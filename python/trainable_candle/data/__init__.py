@@ -31,11 +31,12 @@ from trainable_candle.data.batches import ShuffledBatches
 from trainable_candle.data.buckets import Bucket, Buckets, Fit, Frame
 from trainable_candle.data.cache import FeatureStore, cache_folder, fingerprint
 from trainable_candle.data.captions import CaptionMaker
-from trainable_candle.data.dataset import Batch, Dataset, DatasetBatches, Item, View
+from trainable_candle.data.dataset import Batch, Dataset, DatasetBatches, View
 from trainable_candle.data.features import LatentCache, TextCache
 from trainable_candle.data.filling import Filled
 from trainable_candle.data.folder import Folder, Picture, check_folder, read_folder, unusable
 from trainable_candle.data.identity import file_identity
+from trainable_candle.data.item import Item
 from trainable_candle.data.load import load_dataset
 from trainable_candle.data.options import (
     CacheOptions,

@@ -25,37 +25,11 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from trainable_candle.data.buckets import Bucket, Fit, Frame
-    from trainable_candle.data.folder import Picture
+    from trainable_candle.data.buckets import Bucket, Frame
+    from trainable_candle.data.item import Item
     from trainable_candle.data.options import CaptionOptions, DatasetOptions
 
 _MASKS_KEPT: Final = 4096
-
-
-@dataclass(frozen=True)
-class Item:
-    """An image with the settings of its folder."""
-
-    picture: Picture
-    fit: Fit
-    trigger: str
-    loss_weight: float
-    """Regularisation's factor included."""
-    repeats: float
-    mask: str
-    """`off`, `file` or `alpha`."""
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether the loss may weigh less in some places."""
-        if self.mask == "alpha":
-            return self.picture.transparent
-        return self.mask == "file" and self.picture.mask is not None
-
-    @property
-    def seed(self) -> int:
-        """Seed of the image's random choices, independent of the other images."""
-        return int(self.picture.digest[:8], 16)
 
 
 @dataclass(frozen=True)

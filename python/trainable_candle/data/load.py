@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainable_candle.data.buckets import Buckets
-from trainable_candle.data.dataset import Dataset, Item
+from trainable_candle.data.dataset import Dataset
 from trainable_candle.data.folder import SKIP_HINT, read_folder, unusable
+from trainable_candle.data.item import Item
 from trainable_candle.data.options import CaptionOptions
 from trainable_candle.data.summary import describe, nothing_left
 from trainable_candle.errors import ConfigError

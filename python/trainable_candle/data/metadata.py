@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainable_candle.data.dataset import Item
+    from trainable_candle.data.item import Item
 
 _FREQUENT: Final = 2
 """How often a tag occurs at least that stands for the adapter."""

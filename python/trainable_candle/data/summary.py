@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainable_candle.data.buckets import Bucket
-    from trainable_candle.data.dataset import Item
     from trainable_candle.data.folder import Folder
+    from trainable_candle.data.item import Item
     from trainable_candle.data.options import DatasetOptions
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
 from trainable_candle.data.cache import fingerprint
+from trainable_candle.distributed.link import differing
 from trainable_candle.errors import DistributedError
 from trainable_candle.train.callbacks import Callback
 from trainable_candle.train.epochs import is_due
@@ -24,17 +25,6 @@ _SHOWN: Final = 3
 """How many of the things that differ are named."""
 _TOLERANCE: Final = 1e-5
 """Relative: GPUs of other kinds add sums in another order, which moves the last bits."""
-
-
-def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """What another process has other than rank 0, whose facts are `ours`, as parts of a message."""
-    names = [*ours, *(name for name in theirs if name not in ours)]
-    missing = "missing"
-    return [
-        f"{name} is {theirs.get(name, missing)} there and {ours.get(name, missing)} on rank 0"
-        for name in names
-        if theirs.get(name) != ours.get(name)
-    ]
 
 
 def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:

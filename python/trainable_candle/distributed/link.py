@@ -16,13 +16,12 @@ from multiprocessing import AuthenticationError
 from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Final
 
-from trainable_candle.distributed.agreement import differing
 from trainable_candle.distributed.meeting import knock, listen, reach, shown
 from trainable_candle.distributed.world import JOIN
 from trainable_candle.errors import DistributedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
     from trainable_candle.distributed.world import World
@@ -34,6 +33,17 @@ SILENCE = 25.0
 GRACE: Final = 10.0
 """Seconds beyond the limit of a phase."""
 _POLL: Final = 0.1
+
+
+def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """What another process has other than rank 0, whose facts are `ours`, as parts of a message."""
+    names = [*ours, *(name for name in theirs if name not in ours)]
+    missing = "missing"
+    return [
+        f"{name} is {theirs.get(name, missing)} there and {ours.get(name, missing)} on rank 0"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
 
 
 class Link:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -13,13 +12,13 @@ from trainable_candle.export import gguf
 from trainable_candle.export.adapter import CONFIG, WEIGHTS, TextAdapter, short_names
 from trainable_candle.export.readers import vllm_rank
 from trainable_candle.files import write_atomically
-from trainable_candle.text.chat_tokenizer import FILES
+from trainable_candle.text.chat_tokenizer import copy_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainable_candle.tasks.text import TextFamily
+    from trainable_candle.tasks.text.family import TextFamily
 
     Writer = Callable[[TextAdapter, TextFamily, str, Path], list[str]]
     """(adapter, model, the base's name, an empty folder) -> how the result is used, in lines."""
@@ -99,13 +98,6 @@ def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> l
     }
     write_atomically(output / CONFIG, json.dumps(settings, indent=2) + "\n")
     return [f"mlx_lm.generate --model {base} --adapter-path {output} --prompt TEXT"]
-
-
-def copy_files(weights: Path, output: Path, *others: str) -> None:
-    """Copy what belongs to the tokenizer and to generation, byte for byte, and `others`."""
-    for name in (*FILES, *others):
-        if (weights / name).is_file():
-            shutil.copyfile(weights / name, output / name)
 
 
 WRITERS: Final[dict[str, Writer]] = {

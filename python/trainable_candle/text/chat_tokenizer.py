@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -25,6 +26,13 @@ FILES: Final = (
     "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 """What belongs to a tokenizer in a folder; a model that is written elsewhere keeps them."""
+
+
+def copy_files(weights: Path, output: Path, *others: str) -> None:
+    """Copy what belongs to the tokenizer and to generation, byte for byte, and `others`."""
+    for name in (*FILES, *others):
+        if (weights / name).is_file():
+            shutil.copyfile(weights / name, output / name)
 
 
 class Encoded(NamedTuple):

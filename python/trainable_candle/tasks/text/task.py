@@ -16,7 +16,6 @@ from trainable_candle.data.folder import counted
 from trainable_candle.distributed.group import ALONE
 from trainable_candle.errors import ConfigError, DatasetError
 from trainable_candle.export.adapter import short_names
-from trainable_candle.export.writers import copy_files
 from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.settings.checks import existing
 from trainable_candle.tasks.checks import check_format, check_targets
@@ -25,6 +24,7 @@ from trainable_candle.tasks.task import Split, held_out_items
 from trainable_candle.tasks.text.preferences import PreparedPreferences
 from trainable_candle.tasks.text.prepared import PreparedTexts
 from trainable_candle.tasks.text.writing import WritingOptions, streamed
+from trainable_candle.text.chat_tokenizer import copy_files
 from trainable_candle.train.adapters import Adapters, adapter_config, start_adapter
 
 if TYPE_CHECKING:

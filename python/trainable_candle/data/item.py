@@ -1,0 +1,36 @@
+"""An image of the dataset, before anything of it is encoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainable_candle.data.buckets import Fit
+    from trainable_candle.data.folder import Picture
+
+
+@dataclass(frozen=True)
+class Item:
+    """An image with the settings of its folder."""
+
+    picture: Picture
+    fit: Fit
+    trigger: str
+    loss_weight: float
+    """Regularisation's factor included."""
+    repeats: float
+    mask: str
+    """`off`, `file` or `alpha`."""
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the loss may weigh less in some places."""
+        if self.mask == "alpha":
+            return self.picture.transparent
+        return self.mask == "file" and self.picture.mask is not None
+
+    @property
+    def seed(self) -> int:
+        """Seed of the image's random choices, independent of the other images."""
+        return int(self.picture.digest[:8], 16)
