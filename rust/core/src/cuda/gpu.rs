@@ -12,11 +12,11 @@ use candle_core::{CudaDevice, Device, DeviceLocation};
 use trainable_candle_cuda::structs::Address;
 
 use super::board::Board;
+use super::copies::{Copies, Lazy};
 use super::error::{check_blas, driver_error};
 use super::loader::Loader;
 use super::product_calls::ProductCalls;
 use super::recorder;
-use super::streaming::{Copies, Lazy};
 use crate::{Error, Raw, Result};
 
 /// The size of cuBLAS' workspace that NVIDIA recommends for the Hopper generation.
@@ -175,12 +175,12 @@ impl Gpu {
 
     /// The stream of copies from the host beside the work, made when it is first asked for.
     pub(super) fn copies(&self) -> Result<&'static Copies> {
-        self.copies.get_or_make(self)
+        self.copies.get_or_make(&self.stream)
     }
 
     /// Let work and copies beside it meet, where a recording or a replay begins or ends.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
-        self.copies.get().map_or(Ok(()), |copies| copies.meet(self))
+        self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }
 
     /// Its kernels.

@@ -8,6 +8,7 @@
 
 mod board;
 pub mod communicator;
+mod copies;
 mod copy;
 mod download;
 mod elementwise;

@@ -1,20 +1,17 @@
 //! Copies from pinned memory of the host on a stream of their own, beside the work of the device's stream.
 //!
-//! Events order the two streams: a copy begins when all work queued before it is done, and work that needs it waits for its end. In a
-//! capture the same events fork the stream of copies off the captured one and join it again, and the copies become nodes of the graph.
-//! An event of eager work cannot be waited for in a capture, nor the other way round, so both streams meet where a recording or a
-//! replay begins and ends; from there on nobody knows what was copied, which is what [`Copier::epoch`] tells.
+//! Events order the two streams (see `copies.rs`): a copy begins when all work queued before it is done, and work that needs it waits
+//! for its end.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use candle_core::Device;
-use candle_core::cuda_backend::cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
-use candle_core::cuda_backend::cudarc::driver::{DriverError, result};
+use candle_core::cuda_backend::cudarc::driver::result;
 use trainable_candle_cuda::host::Pinned as Memory;
 use trainable_candle_cuda::upload;
 
+use super::copies::{Copies, Event};
 use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
 use super::launch::address;
@@ -22,79 +19,6 @@ use super::recorder;
 use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
-
-/// An event; it lives as long as the process.
-struct Event(CUevent);
-
-// SAFETY: the driver's events may be used from any thread.
-unsafe impl Send for Event {}
-// SAFETY: as above.
-unsafe impl Sync for Event {}
-
-impl Event {
-    fn new() -> std::result::Result<Self, DriverError> {
-        result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map(Self)
-    }
-
-    fn record(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
-        // SAFETY: event and stream live as long as the process.
-        unsafe { result::event::record(self.0, stream) }
-    }
-
-    fn before(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
-        // SAFETY: as above.
-        unsafe { result::stream::wait_event(stream, self.0, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
-    }
-}
-
-/// The stream of a device's copies. There is one, because copies share the bus; it lives as long as the process.
-pub(super) struct Copies {
-    stream: CUstream,
-    /// Recorded on the device's stream before a copy.
-    forked: Event,
-    /// Recorded on the stream of copies where the device's stream waits for all of them.
-    joined: Event,
-    is_ahead: AtomicBool,
-    epoch: AtomicU64,
-}
-
-// SAFETY: the driver's streams may be used from any thread.
-unsafe impl Send for Copies {}
-// SAFETY: as above.
-unsafe impl Sync for Copies {}
-
-impl Copies {
-    pub(super) fn new(gpu: &Gpu) -> Result<Self> {
-        let make = || {
-            gpu.stream().context().bind_to_thread()?;
-            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-            Ok(Self {
-                stream,
-                forked: Event::new()?,
-                joined: Event::new()?,
-                is_ahead: AtomicBool::new(false),
-                epoch: AtomicU64::new(0),
-            })
-        };
-        make().map_err(|error| driver_error(OP, error))
-    }
-
-    /// Let the device's stream wait for all copies.
-    fn join(&self, gpu: &Gpu) -> std::result::Result<(), DriverError> {
-        if self.is_ahead.swap(false, Ordering::AcqRel) {
-            gpu.stream().context().bind_to_thread()?;
-            self.joined.record(self.stream)?;
-            self.joined.before(gpu.stream().cu_stream())?;
-        }
-        Ok(())
-    }
-
-    /// As [`join`](Self::join), where a recording or a replay begins or ends: what was copied before counts no more.
-    pub(super) fn meet(&self, gpu: &Gpu) -> std::result::Result<(), DriverError> {
-        self.epoch.fetch_add(1, Ordering::AcqRel);
-        self.join(gpu)
-    }
-}
 
 /// Copies to some slots of a device.
 pub struct Copier {
@@ -119,7 +43,7 @@ impl Copier {
 
     /// What is in the slots is known while this number stays the same.
     pub fn epoch(&self) -> u64 {
-        self.copies.epoch.load(Ordering::Acquire)
+        self.copies.epoch()
     }
 
     /// Pinned memory of the host.
@@ -149,14 +73,7 @@ impl Copier {
     /// [`Error::Device`] if the driver refuses, or another thread captures.
     pub fn copy(&self, slot: usize, parts: &[(&Pinned, &Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
-        let (compute, copies) = (self.gpu.stream().cu_stream(), self.copies.stream);
-        let fork = || {
-            self.gpu.stream().context().bind_to_thread()?;
-            self.copies.forked.record(compute)?;
-            self.copies.forked.before(copies)
-        };
-        fork().map_err(|error| driver_error(OP, error))?;
-        self.copies.is_ahead.store(true, Ordering::Release);
+        let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
         for (from, to) in parts {
             let size = to.elem_count() * to.dtype().size_in_bytes();
             let bytes = from.bytes();
@@ -184,7 +101,7 @@ impl Copier {
 impl Drop for Copier {
     fn drop(&mut self) {
         // The slots are released in the order of the device's stream. If the driver cannot wait, nothing is released before it can.
-        let _ = self.copies.join(self.gpu);
+        let _ = self.copies.join(self.gpu.stream());
     }
 }
 
@@ -212,7 +129,7 @@ impl Drop for Pinned {
         let wait = || {
             self.gpu.stream().context().bind_to_thread()?;
             // SAFETY: the streams live as long as the process.
-            unsafe { result::stream::synchronize(self.copies.stream) }?;
+            unsafe { result::stream::synchronize(self.copies.stream()) }?;
             // SAFETY: as above. Graphs copy in the device's stream.
             unsafe { result::stream::synchronize(self.gpu.stream().cu_stream()) }
         };
@@ -220,27 +137,5 @@ impl Drop for Pinned {
         if recorder::is_capturing_anywhere() || wait().is_err() {
             self.memory.leak();
         }
-    }
-}
-
-/// The stream of copies of a device, made when it is first asked for.
-pub(super) struct Lazy(Mutex<Option<&'static Copies>>);
-
-impl Lazy {
-    pub(super) const fn new() -> Self {
-        Self(Mutex::new(None))
-    }
-
-    /// If it is there.
-    pub(super) fn get(&self) -> Option<&'static Copies> {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn get_or_make(&self, gpu: &Gpu) -> Result<&'static Copies> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(copies) = *known {
-            return Ok(copies);
-        }
-        Ok(known.insert(Box::leak(Box::new(Copies::new(gpu)?))))
     }
 }

@@ -41,6 +41,12 @@ fn cpu_len(storage: &CpuStorage) -> usize {
     }
 }
 
+/// Whether the heads of a position lie next to one another, as after splitting the last dimension.
+pub fn heads_lie_inside(raw: &Raw) -> bool {
+    let rank = raw.rank();
+    rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]
+}
+
 /// Whether gradients can flow through values of `dtype`.
 pub fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)

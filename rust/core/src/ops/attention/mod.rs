@@ -13,7 +13,6 @@ mod varlen;
 
 use candle_core::{D, DType};
 
-pub(crate) use cpu::heads_lie_inside;
 pub use normed::{HeadSizes, Stream, normed_attention};
 pub use packed::packed_attention;
 pub use rotary::{RotaryHeads, rotary_attention};

@@ -1,7 +1,5 @@
 //! The CUDA form: `kernels/gated.cu`.
 
-pub mod low_rank;
-
 use trainable_candle_cuda::kernels::gated::{GegluBackward, GegluForward};
 
 use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};

@@ -1,33 +1,9 @@
 //! Test cases of norms.
 
+use super::plain::{self, frozen};
 use super::{group, rms_norm_rope, row};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
-
-fn plain_layer_norm(x: &[Tensor], dims: &[usize], eps: f64) -> Result<Tensor> {
-    let centered = x[0].sub(&x[0].mean(dims, true)?)?;
-    let std = centered.sqr()?.mean(dims, true)?.add_scalar(eps)?.sqrt()?;
-    plain_affine(&centered.div(&std)?, x)
-}
-
-pub(super) fn plain_rms_norm(x: &[Tensor], eps: f64) -> Result<Tensor> {
-    let rms = x[0].sqr()?.mean(&[x[0].rank() - 1], true)?.add_scalar(eps)?.sqrt()?;
-    plain_affine(&x[0].div(&rms)?, x)
-}
-
-/// For `x (batch, length, channels)`.
-fn plain_group_norm(x: &[Tensor], groups: usize, eps: f64) -> Result<Tensor> {
-    let dims = x[0].dims();
-    let split = x[0].reshape((dims[0], dims[1], groups, dims[2] / groups))?;
-    let normal = plain_layer_norm(&[split], &[1, 3], eps)?.reshape(x[0].shape().clone())?;
-    plain_affine(&normal, x)
-}
-
-/// Scale and shift from the second and third input, if present.
-fn plain_affine(normal: &Tensor, x: &[Tensor]) -> Result<Tensor> {
-    let scaled = x.get(1).map_or_else(|| Ok(normal.clone()), |weight| normal.mul(weight))?;
-    x.get(2).map_or_else(|| Ok(scaled.clone()), |bias| scaled.add(bias))
-}
 
 /// Two results as one whose gradient reaches both.
 fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
@@ -44,22 +20,16 @@ fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<
     plus_input(x, norm)?.add(&x[0].sqr()?)
 }
 
-/// An input that needs no gradient, of the dtype and on the device of `like`.
-pub(super) fn frozen(dims: &[usize], like: &Tensor) -> Result<Tensor> {
-    let values = (0..dims.iter().product()).map(|i: usize| (i as f64 * 1.3).sin()).collect::<Vec<_>>();
-    Tensor::from_vec(values, dims, like.device())?.to_dtype(like.dtype())
-}
-
 fn layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
     let run = |x: &[Tensor]| super::layer_norm(&x[0], 1, x.get(1), x.get(2), EPS);
-    let plain = |x: &[Tensor]| plain_layer_norm(x, &[x[0].rank() - 1], EPS);
+    let plain = |x: &[Tensor]| plain::layer_norm(x, &[x[0].rank() - 1], EPS);
     vec![
         Case::new("scale and shift", &[&[2, 3, 7], &[7], &[7]], run).plain(plain),
         Case::new("scale", &[&[3, 7], &[7]], run).plain(plain),
         Case::new("plain", &[&[3, 7]], run).plain(plain),
         Case::new("shift", &[&[3, 7], &[7]], |x| super::layer_norm(&x[0], 1, None, Some(&x[1]), EPS))
-            .plain(|x| plain_layer_norm(&x[..1], &[1], EPS)?.add(&x[1])),
+            .plain(|x| plain::layer_norm(&x[..1], &[1], EPS)?.add(&x[1])),
         Case::new("frozen input", &[&[7], &[7]], |x| {
             let input = frozen(&[3, 7], &x[0])?;
             super::layer_norm(&input, 1, Some(&x[0]), Some(&x[1]), EPS)
@@ -67,7 +37,7 @@ fn layer_norm() -> Vec<Case> {
         Case::new("two dimensions", &[&[3, 5, 9], &[5, 9], &[5, 9]], |x| {
             super::layer_norm(&x[0], 2, x.get(1), x.get(2), EPS)
         })
-        .plain(|x| plain_layer_norm(x, &[1, 2], EPS)),
+        .plain(|x| plain::layer_norm(x, &[1, 2], EPS)),
         Case::new("wide rows", &[&[5, 96], &[96], &[96]], run).plain(plain),
         Case::new("plus x", &[&[3, 8], &[8], &[8]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
         Case::new("plus a sum", &[&[3, 7], &[7]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
@@ -81,7 +51,7 @@ fn add_layer_norm() -> Vec<Case> {
     let run = |x: &[Tensor]| joined(super::add_layer_norm(&x[0], &x[1], 1, x.get(2), x.get(3), EPS)?);
     let plain = |x: &[Tensor]| {
         let sum = x[0].add(&x[1])?;
-        let y = plain_layer_norm(&[std::slice::from_ref(&sum), &x[2..]].concat(), &[sum.rank() - 1], EPS)?;
+        let y = plain::layer_norm(&[std::slice::from_ref(&sum), &x[2..]].concat(), &[sum.rank() - 1], EPS)?;
         joined((sum, y))
     };
     vec![
@@ -104,7 +74,7 @@ fn modulated_layer_norm() -> Vec<Case> {
     let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
     // Of x (batch, length, features).
     let plain = |x: &[Tensor]| {
-        let normal = plain_layer_norm(&x[..1], &[2], EPS)?;
+        let normal = plain::layer_norm(&x[..1], &[2], EPS)?;
         normal.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)
     };
     vec![
@@ -133,7 +103,7 @@ fn modulated_layer_norm() -> Vec<Case> {
 fn rms_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::rms_norm(&x[0], x.get(1), EPS);
-    let plain = |x: &[Tensor]| plain_rms_norm(x, EPS);
+    let plain = |x: &[Tensor]| plain::rms_norm(x, EPS);
     vec![
         Case::new("scale", &[&[2, 3, 37], &[37]], run).plain(plain),
         Case::new("plain", &[&[3, 7]], run).plain(plain),
@@ -149,7 +119,7 @@ fn add_rms_norm() -> Vec<Case> {
     let run = |x: &[Tensor]| joined(super::add_rms_norm(&x[0], &x[1], x.get(2), EPS)?);
     let plain = |x: &[Tensor]| {
         let sum = x[0].add(&x[1])?;
-        let y = plain_rms_norm(&[std::slice::from_ref(&sum), &x[2..]].concat(), EPS)?;
+        let y = plain::rms_norm(&[std::slice::from_ref(&sum), &x[2..]].concat(), EPS)?;
         joined((sum, y))
     };
     vec![
@@ -162,7 +132,7 @@ fn add_rms_norm() -> Vec<Case> {
 fn group_norm() -> Vec<Case> {
     const EPS: f64 = 1e-5;
     let run = |x: &[Tensor]| super::group_norm(&x[0], 3, x.get(1), x.get(2), EPS);
-    let plain = |x: &[Tensor]| plain_group_norm(x, 3, EPS);
+    let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS);
     vec![
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
         Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
@@ -182,7 +152,7 @@ fn group_norm() -> Vec<Case> {
 fn group_norm_silu() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::group_norm_silu(&x[0], 3, x.get(1), x.get(2), EPS);
-    let plain = |x: &[Tensor]| plain_group_norm(x, 3, EPS)?.silu();
+    let plain = |x: &[Tensor]| plain::group_norm(x, 3, EPS)?.silu();
     vec![
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
         Case::new("plain", &[&[2, 5, 6]], run).plain(plain),

@@ -9,6 +9,8 @@ mod cases;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod group;
+#[cfg(feature = "testing")]
+mod plain;
 mod rms_norm_rope;
 mod row;
 

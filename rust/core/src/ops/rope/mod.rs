@@ -6,9 +6,8 @@ mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
 
-use super::attention::heads_lie_inside;
 use crate::compute::{contiguous, on_device};
-use crate::raw::{Raw, is_float};
+use crate::raw::{Raw, heads_lie_inside, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, is_grad_enabled, record};
 use crate::{Error, Result, Tensor, checkpoint};
 

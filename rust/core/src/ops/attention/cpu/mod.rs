@@ -16,7 +16,6 @@ use crate::raw::Raw;
 
 pub(super) use backward::{SavedValues, backward};
 pub(super) use forward::forward;
-pub(crate) use tile::heads_lie_inside;
 
 /// Queries in a block.
 const QUERIES: usize = 128;

@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 use crate::Result;
 use crate::cpu::pool::SharedMut;
 use crate::cpu::{self, Elem, MatRef, elements};
-use crate::raw::{Raw, from_vec};
+use crate::raw::{Raw, from_vec, heads_lie_inside};
 
 /// The last two dimensions of a tensor, for each index of the others.
 pub(super) struct Matrices<'a, T> {
@@ -89,12 +89,6 @@ impl<T: Elem> Output<T> {
         self.dims.swap(rank - 3, rank - 2);
         Ok(from_vec(self.buffer, self.dims.as_slice()).transpose(rank - 3, rank - 2)?)
     }
-}
-
-/// Whether the heads of a position lie next to one another, as after splitting the last dimension.
-pub(crate) fn heads_lie_inside(raw: &Raw) -> bool {
-    let rank = raw.rank();
-    rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]
 }
 
 /// The rows of an [`Output`].

@@ -20,11 +20,11 @@ use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
 /// Fewer queries or keys leave tiles empty: the general kernels serve them as well.
-pub(super) const FEWEST: u32 = 256;
+pub(in crate::ops::attention) const FEWEST: u32 = 256;
 /// Keys in a tile.
-pub(super) const KEYS: u32 = 128;
+pub(in crate::ops::attention) const KEYS: u32 = 128;
 /// Rows of results that are stored at once.
-pub(super) const STORED: u32 = 64;
+pub(in crate::ops::attention) const STORED: u32 = 64;
 /// How many steps the sum of split items costs.
 const SPLIT_COST: u64 = 5;
 /// Threads of the kernels beside the two passes.
@@ -90,7 +90,7 @@ fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Resul
 }
 
 /// Whether a map can describe the operand: none has dimensions that are repeated.
-pub(super) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
+pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
     let Strides { batch, head, row } = heads.strides;
     [(2, row), (sizes.heads, head), (sizes.batch, batch)]
         .iter()
@@ -98,7 +98,7 @@ pub(super) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
 }
 
 /// A map of the matrices of heads, of which so many rows are copied at once.
-pub(super) fn map(
+pub(in crate::ops::attention) fn map(
     encoder: &Encoder,
     heads: &Heads,
     sizes: &AttentionShape,

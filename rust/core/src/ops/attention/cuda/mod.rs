@@ -1,7 +1,6 @@
 //! The CUDA form: `kernels/attention.cu`, without a matrix of all scores: on tensor cores where the operands allow it, else a plain form.
 
-mod hopper;
-pub mod varlen;
+pub(super) mod hopper;
 mod wide;
 
 use candle_core::{DType, Layout};
@@ -14,13 +13,13 @@ use trainable_candle_cuda::kernels::attention::{
 use trainable_candle_cuda::structs::{AttentionShape, Mask, Strides};
 
 use super::ATTENTION;
-use super::cpu::{self, SavedValues, heads_lie_inside};
+use super::cpu::{self, SavedValues};
 use crate::cuda::launch::{
     Address, Const, Kernel, Mut, Shape, accumulator, address, count32, element, empty, input, optional_input,
     optional_output, output, suffix,
 };
 use crate::cuda::{Gpu, contiguous, fill};
-use crate::raw::storage_identity;
+use crate::raw::{heads_lie_inside, storage_identity};
 use crate::{Error, Raw, Result};
 
 /// An attention: the shape of the scores (..., queries, keys), their scale, and whether it is causal.
@@ -39,15 +38,15 @@ impl<'a> From<&'a cpu::Attention> for Attention<'a> {
 }
 
 /// A tensor (..., rows, width) as matrices of heads.
-struct Heads {
-    raw: Raw,
-    address: Address,
-    strides: Strides,
+pub(super) struct Heads {
+    pub(super) raw: Raw,
+    pub(super) address: Address,
+    pub(super) strides: Strides,
 }
 
 impl Heads {
     /// The tensor, copied if its elements do not lie side by side or its outer dimensions are not evenly spaced.
-    fn new(op: &'static str, raw: &Raw) -> Result<Self> {
+    pub(super) fn new(op: &'static str, raw: &Raw) -> Result<Self> {
         let is_dense = |raw: &Raw| raw.dims().last() == Some(&1) || raw.stride().last() == Some(&1);
         let strides = Some(raw).filter(|raw| is_dense(raw)).and_then(|raw| head_strides(raw.layout()));
         let (raw, strides) = match strides {
@@ -61,16 +60,16 @@ impl Heads {
         Ok(Self { address: address(op, &raw)?, raw, strides })
     }
 
-    fn input(&self) -> Const {
+    pub(super) fn input(&self) -> Const {
         Const::new(self.address, element(self.raw.dtype()))
     }
 
-    fn output(&self) -> Mut {
+    pub(super) fn output(&self) -> Mut {
         Mut::new(self.address, element(self.raw.dtype()))
     }
 
     /// Whether rows can be read 16 bytes at a time.
-    fn is_aligned(&self) -> bool {
+    pub(super) fn is_aligned(&self) -> bool {
         let Strides { batch, head, row } = self.strides;
         let wide = crate::cuda::launch::wide(self.raw.dtype()) as u64;
         self.address.is_multiple_of(16) && [batch, head, row].iter().all(|stride| stride.is_multiple_of(wide))
@@ -78,7 +77,7 @@ impl Heads {
 }
 
 /// Of a tensor that is not there.
-const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
+pub(super) const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
 
 /// The strides of batch, head and row; nothing if the dimensions before the heads do not follow one another.
 fn head_strides(layout: &Layout) -> Option<Strides> {
@@ -100,7 +99,7 @@ fn head_strides(layout: &Layout) -> Option<Strides> {
 }
 
 /// A new tensor that lies in memory as `like` does: heads next to one another where its are.
-fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<Raw> {
+pub(super) fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<Raw> {
     let mut dims = like.dims().to_vec();
     let rank = dims.len();
     dims[rank - 1] = width;
@@ -112,7 +111,7 @@ fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<R
 }
 
 impl Attention<'_> {
-    fn sizes(&self, width: usize, value_width: usize) -> Result<AttentionShape> {
+    pub(super) fn sizes(&self, width: usize, value_width: usize) -> Result<AttentionShape> {
         let rank = self.scores.len();
         let heads = rank.checked_sub(3).map_or(1, |i| self.scores[i]);
         let batch = self.scores[..rank.saturating_sub(3)].iter().product();
@@ -149,7 +148,12 @@ impl Attention<'_> {
     }
 
     /// The name of the form on tensor cores, if the operands are such that it takes them.
-    fn tensor_cores(&self, sizes: &AttentionShape, operands: &[&Heads], mask: Option<&Raw>) -> Option<Width> {
+    pub(super) fn tensor_cores(
+        &self,
+        sizes: &AttentionShape,
+        operands: &[&Heads],
+        mask: Option<&Raw>,
+    ) -> Option<Width> {
         let dtype = operands[0].raw.dtype();
         let fits = matches!(dtype, DType::F16 | DType::BF16)
             && mask.is_none()
@@ -358,7 +362,7 @@ impl Attention<'_> {
     }
 
     /// The sums over the rows of `o` times its gradient, one a query.
-    fn deltas(&self, gpu: &Gpu, sizes: &AttentionShape, o: &Heads, grad: &Heads) -> Result<Raw> {
+    pub(super) fn deltas(&self, gpu: &Gpu, sizes: &AttentionShape, o: &Heads, grad: &Heads) -> Result<Raw> {
         let (op, dtype) = (self.op, o.raw.dtype());
         let deltas = empty(op, gpu, &self.scores[..self.scores.len() - 1], accumulator(dtype))?;
         let shape = Shape::linear(op, deltas.elem_count().div_ceil(32), 256)?;
@@ -376,7 +380,7 @@ impl Attention<'_> {
     }
 
     /// Adds the parts of the gradients of keys and values that are wanted; `sizes` has the heads of the keys.
-    fn sum_parts(
+    pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,
         dtype: DType,
@@ -423,14 +427,14 @@ fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
 
 /// The widest head of a form on tensor cores.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Width {
+pub(super) enum Width {
     W64,
     W128,
 }
 
 impl Width {
     /// Bytes of shared memory.
-    const fn forward_shared(self, gpu: &Gpu) -> u32 {
+    pub(super) const fn forward_shared(self, gpu: &Gpu) -> u32 {
         match self {
             Self::W128 => 81_920,
             Self::W64 if gpu.is_hopper() => 73_728,
@@ -439,7 +443,7 @@ impl Width {
     }
 
     /// Bytes of shared memory.
-    const fn backward_shared(self) -> u32 {
+    pub(super) const fn backward_shared(self) -> u32 {
         match self {
             Self::W128 => 99_328,
             Self::W64 => 50_176,

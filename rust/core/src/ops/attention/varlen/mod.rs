@@ -6,6 +6,9 @@
 //! end of the queries that see its key. The kernels read spans alone. So nothing waits for the bounds, a CUDA graph can be replayed with
 //! others, and neither segments nor windows are known to the kernels.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::DType;
 
 use super::cpu::{self, SavedValues, Sight, Spans};
@@ -122,7 +125,7 @@ impl Varlen {
         let inputs = [&q?, &k?, &v?];
         let (o, log_sums) = on_device!(
             spans.device(),
-            cuda => super::cuda::varlen::forward(self, inputs, spans),
+            cuda => cuda::forward(self, inputs, spans),
             cpu => cpu::forward(&self.on_cpu(spans)?, inputs, None),
         )?;
         Ok((o.transpose(0, 1)?, log_sums))
@@ -132,7 +135,7 @@ impl Varlen {
     fn backward(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, wanted: [bool; 3]) -> Result<[Option<Raw>; 3]> {
         on_device!(
             spans.device(),
-            cuda => super::cuda::varlen::backward(self, saved, spans, grad, wanted),
+            cuda => cuda::backward(self, saved, spans, grad, wanted),
             cpu => cpu::backward(&self.on_cpu(spans)?, saved, grad, wanted),
         )
     }
@@ -152,7 +155,7 @@ impl Varlen {
         let places = [by_head(dq)?, by_head(dk)?, by_head(dv)?];
         on_device!(
             spans.device(),
-            cuda => super::cuda::varlen::backward_into(self, &saved, spans, &grad, places.each_ref().map(Some)),
+            cuda => cuda::backward_into(self, &saved, spans, &grad, places.each_ref().map(Some)),
             cpu => {
                 let grads = cpu::backward(&self.on_cpu(spans)?, &saved, &grad, [true; 3])?;
                 places.iter().zip(grads).try_for_each(|(place, grad)| match grad {
@@ -217,7 +220,7 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
 pub(super) fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),
-        cuda => super::cuda::varlen::spans(cu_seqlens, rows, window),
+        cuda => cuda::spans(cu_seqlens, rows, window),
         cpu => Ok(from_vec(spans_of(&bounds_of(cu_seqlens)?, rows, window)?, (2, rows))),
     )
 }

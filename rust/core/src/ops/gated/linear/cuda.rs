@@ -4,9 +4,9 @@ use candle_core::DType;
 use trainable_candle_cuda::kernels::gated_low_rank::{SwigluLowRank16Backward, SwigluLowRank16Forward};
 use trainable_candle_cuda::structs::{LowRankHalf, LowRankHalves};
 
+use super::{Late, SWIGLU_LINEAR_GROUP};
 use crate::cuda::Gpu;
 use crate::cuda::launch::{Shape, address, count32, empty, input, output, suffix};
-use crate::ops::gated::linear::{Late, SWIGLU_LINEAR_GROUP};
 use crate::ops::low_rank::LastProduct;
 use crate::{Raw, Result};
 

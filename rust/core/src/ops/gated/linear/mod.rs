@@ -1,6 +1,9 @@
 //! Gated units of adapted linear maps. On CUDA the maps' second low-rank products are made where the unit reads its input, so that
 //! they need no pass over it of their own.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::Shape;
 use smallvec::SmallVec;
 
@@ -39,7 +42,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
     let inputs: Vec<&Tensor> = std::iter::once(x).chain(low_ranks.factors()).collect();
     let are_late = on_device!(
         x.device(),
-        cuda => super::cuda::low_rank::takes(x.dtype(), features / 2, low_ranks.last_products()),
+        cuda => cuda::takes(x.dtype(), features / 2, low_ranks.last_products()),
         cpu => false,
     );
     let shape = with_last(&x.raw, features / 2);
@@ -104,7 +107,7 @@ fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     match late {
         Some(late) => on_device!(
             y.device(),
-            cuda => super::cuda::low_rank::forward(y, late),
+            cuda => cuda::forward(y, late),
             cpu => run(SWIGLU.name, &late.added_to(y)?, width, Silu),
         ),
         None => run(SWIGLU.name, y, width, Silu),
@@ -127,7 +130,7 @@ impl Backward for Gated {
                 let late = late.get()?;
                 on_device!(
                     y.device(),
-                    cuda => super::cuda::low_rank::backward(&y, &grad, &late)?,
+                    cuda => cuda::backward(&y, &grad, &late)?,
                     cpu => run_backward(SWIGLU.name, &late.added_to(&y)?, &grad, grad.dims()[1], Silu)?,
                 )
             }

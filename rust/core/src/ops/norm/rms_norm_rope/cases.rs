@@ -3,7 +3,7 @@
 use super::rms_norm_rope;
 use crate::Tensor;
 use crate::ops::case::Case;
-use crate::ops::norm::cases::{frozen, plain_rms_norm};
+use crate::ops::norm::plain::{frozen, rms_norm as plain_rms_norm};
 use crate::ops::rope::cases::{plain as plain_rope, tables};
 
 pub(in crate::ops::norm) fn cases() -> Vec<Case> {

@@ -2,20 +2,16 @@
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::rms_norm_rope::{
-    RMS_NORM_ROPE_BACKWARD, RMS_NORM_ROPE_FORWARD, RMS_NORM_ROPE_HEADS_BACKWARD, RMS_NORM_ROPE_HEADS_FORWARD,
-    RMS_NORM_ROPE_WEIGHT, RmsNormRopeBackward, RmsNormRopeForward, RmsNormRopeHeadsBackward, RmsNormRopeHeadsForward,
+    RMS_NORM_ROPE_BACKWARD, RMS_NORM_ROPE_FORWARD, RMS_NORM_ROPE_WEIGHT, RmsNormRopeBackward, RmsNormRopeForward,
     RmsNormRopeWeight,
 };
 
-use super::heads::{HeadNorms, HeadStatistics};
 use super::{RMS_NORM_ROPE, RmsNormRopeBackward as Norm, Rotation};
-use crate::cuda::launch::{
-    Const, Shape, accumulator, count32, empty, input, optional_input, optional_output, output, suffix, wide,
-};
+use crate::cuda::launch::{Const, Shape, accumulator, count32, empty, input, optional_input, output, suffix, wide};
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
 use crate::tape::BackwardContext;
-use crate::{Error, Raw, Result};
+use crate::{Raw, Result};
 
 /// What the kernels take beside the tensors; the tensors keep the addresses good.
 struct Arguments {
@@ -171,130 +167,4 @@ fn gradients(
         [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;
     }
     Ok(grads)
-}
-
-/// What the kernels for heads take beside the tensors; the tensors keep the addresses good.
-struct HeadArguments {
-    tables: Option<[Raw; 2]>,
-    weights: [Option<Raw>; 2],
-    positions: u32,
-    /// Heads of queries, of keys, and in a token of y.
-    heads: [u32; 3],
-    rows: usize,
-    /// Distances of tokens and of samples.
-    x_strides: [u64; 2],
-    y_strides: [u64; 2],
-    weight_f32: u32,
-    shape: Shape,
-}
-
-impl HeadArguments {
-    /// For dense `x (B, S, ...)` and `y (B, S, heads, width)`, whose tokens are dense.
-    fn new(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<Self> {
-        let op = norms.op;
-        let numbers = |table: &Raw| contiguous(&cast(table, accumulator(x.dtype()))?);
-        let tables = norms.tables.map(|[cos, sin]| Ok::<_, Error>([numbers(cos)?, numbers(sin)?])).transpose()?;
-        let is_mixed = norms.weights.iter().flatten().any(|weight| weight.dtype() != x.dtype());
-        let dtype = if is_mixed { DType::F32 } else { x.dtype() };
-        let weight = |weight: Option<&Raw>| weight.map(|weight| contiguous(&cast(weight, dtype)?)).transpose();
-        let positions = tables.as_ref().map_or(1, |[cos, _]| cos.dims()[0]);
-        let columns = x.dims()[2] as u64;
-        Ok(Self {
-            positions: count32(op, positions)?,
-            tables,
-            weights: [weight(norms.weights[0])?, weight(norms.weights[1])?],
-            heads: [count32(op, norms.heads[0])?, count32(op, norms.heads[1])?, count32(op, y.dims()[2])?],
-            rows: y.dims()[..3].iter().product(),
-            x_strides: [columns, columns * x.dims()[1] as u64],
-            y_strides: [y.stride()[1] as u64, y.stride()[0] as u64],
-            weight_f32: u32::from(is_mixed),
-            shape: Shape::flat(y.elem_count(), 2 * wide(x.dtype())),
-        })
-    }
-
-    /// Where the scales of queries and keys, cos and sin are.
-    fn places(&self, op: &'static str) -> Result<[Const; 4]> {
-        let table = |index: usize| optional_input(op, self.tables.as_ref().map(|tables| &tables[index]));
-        let weight = |index: usize| optional_input(op, self.weights[index].as_ref());
-        Ok([weight(0)?, weight(1)?, table(0)?, table(1)?])
-    }
-}
-
-/// [`HeadNorms::forward`].
-pub(super) fn heads_forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
-    let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
-    let arguments = HeadArguments::new(norms, x, y)?;
-    let rstd = norms.eps.map(|_| empty(op, gpu, &[arguments.rows], accumulator(x.dtype()))).transpose()?;
-    if y.elem_count() > 0 {
-        let [q_weight, k_weight, cos, sin] = arguments.places(op)?;
-        let &HeadArguments { x_strides, y_strides, positions, heads, rows, weight_f32, shape, .. } = &arguments;
-        let [heads, key_heads, all_heads] = heads;
-        let function = gpu.function(&RMS_NORM_ROPE_HEADS_FORWARD, suffix(op, x.dtype())?)?;
-        let arguments = RmsNormRopeHeadsForward {
-            x: input(op, x)?,
-            q_weight,
-            k_weight,
-            cos,
-            sin,
-            y: output(op, y)?,
-            rstd: optional_output(op, rstd.as_ref())?,
-            rows: rows as u64,
-            x_token: x_strides[0],
-            x_sample: x_strides[1],
-            y_token: y_strides[0],
-            y_sample: y_strides[1],
-            tokens: count32(op, x.dims()[1])?,
-            heads,
-            key_heads,
-            all_heads,
-            positions,
-            width: count32(op, norms.width)?,
-            eps: norms.eps.unwrap_or(0.0),
-            weight_f32,
-            interleaved: u32::from(norms.interleaved),
-        };
-        // SAFETY: the strides stay inside of the tensors, which are of these sizes.
-        unsafe { function.launch(op, gpu, shape, arguments) }?;
-    }
-    Ok(rstd.into_iter().collect())
-}
-
-/// [`HeadNorms::backward`].
-pub(super) fn heads_backward(norms: &HeadNorms<'_>, [x, grad]: [&Raw; 2], rstd: Option<&Raw>, dx: &Raw) -> Result<()> {
-    let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
-    if grad.elem_count() == 0 {
-        return Ok(());
-    }
-    let arguments = HeadArguments::new(norms, x, grad)?;
-    let [q_weight, k_weight, cos, sin] = arguments.places(op)?;
-    let &HeadArguments { x_strides, y_strides, positions, heads, rows, weight_f32, shape, .. } = &arguments;
-    let [heads, key_heads, all_heads] = heads;
-    let function = gpu.function(&RMS_NORM_ROPE_HEADS_BACKWARD, suffix(op, x.dtype())?)?;
-    let arguments = RmsNormRopeHeadsBackward {
-        x: optional_input(op, rstd.map(|_| x))?,
-        grad: input(op, grad)?,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        rstd: optional_input(op, rstd)?,
-        dx: output(op, dx)?,
-        rows: rows as u64,
-        x_token: x_strides[0],
-        x_sample: x_strides[1],
-        dx_token: dx.stride()[1] as u64,
-        dx_sample: dx.stride()[0] as u64,
-        y_token: y_strides[0],
-        y_sample: y_strides[1],
-        tokens: count32(op, x.dims()[1])?,
-        heads,
-        key_heads,
-        all_heads,
-        positions,
-        width: count32(op, norms.width)?,
-        weight_f32,
-        interleaved: u32::from(norms.interleaved),
-    };
-    // SAFETY: as above.
-    unsafe { function.launch(op, gpu, shape, arguments) }
 }

@@ -5,11 +5,12 @@ use trainable_candle_cuda::kernels::attention_varlen_hopper::{
 };
 use trainable_candle_cuda::structs::{AttentionForwardMaps, AttentionShape};
 
-use super::super::hopper::{FEWEST, KEYS, STORED, is_mapped, map};
-use super::{Heads, VARLEN, Width};
+use super::VARLEN;
 use crate::cuda::Gpu;
 use crate::cuda::launch::{Mut, Shape, input, output, suffix};
 use crate::cuda::tensor_map::Encoder;
+use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, is_mapped, map};
+use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
 /// The result and the logarithms of the sums, of operands for tensor cores, unless the general kernels serve them.

@@ -13,11 +13,11 @@ use trainable_candle_cuda::kernels::attention_varlen::{
 };
 use trainable_candle_cuda::structs::AttentionShape;
 
-use super::{Attention, Heads, NO_STRIDES, Width, empty_like};
+use super::{VARLEN, Varlen};
 use crate::cuda::launch::{Kernel, Mut, Shape, accumulator, count32, empty, input, optional_output, output, suffix};
 use crate::cuda::{Gpu, contiguous};
 use crate::ops::attention::cpu::SavedValues;
-use crate::ops::attention::varlen::{VARLEN, Varlen};
+use crate::ops::attention::cuda::{Attention, Heads, NO_STRIDES, Width, empty_like};
 use crate::ops::index::cuda::id_bytes;
 use crate::{Raw, Result};
 

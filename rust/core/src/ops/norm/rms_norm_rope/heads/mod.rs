@@ -1,11 +1,14 @@
 //! The norm and the rotation of queries and keys where they lie in a projection, or the rotation alone.
 
+#[cfg(feature = "cuda")]
+mod cuda;
+
 use candle_core::DType;
 use smallvec::SmallVec;
 
-use super::super::{Affine, check_eps};
 use super::{Rotation, cpu};
 use crate::compute::{self, contiguous, on_device};
+use crate::ops::norm::{Affine, check_eps};
 use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
@@ -75,7 +78,7 @@ impl HeadNorms<'_> {
     /// Writes normalised, turned queries and keys of a dense `x (B, S, ...)` to `y (B, S, heads of both, width)`, whose tokens are dense;
     /// values too, if `y` has heads for them.
     pub fn forward(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
-        on_device!(x.device(), cuda => super::cuda::heads_forward(self, x, y), cpu => self.forward_on_cpu(x, y))
+        on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
     /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, of that of its result,
@@ -83,7 +86,7 @@ impl HeadNorms<'_> {
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
-            cuda => super::cuda::heads_backward(self, [x, grad], statistics.first(), dx),
+            cuda => cuda::backward(self, [x, grad], statistics.first(), dx),
             cpu => self.backward_on_cpu([x, grad], statistics, dx),
         )
     }

@@ -1,0 +1,130 @@
+//! The stream of a device's copies from pinned memory, and the events that order it with the stream of the device's work.
+//!
+//! In a capture the same events fork the stream of copies off the captured one and join it again, and the copies become nodes of the
+//! graph. An event of eager work cannot be waited for in a capture, nor the other way round, so both streams meet where a recording or
+//! a replay begins and ends. What was copied before a meeting is unknown after it; [`Copies::epoch`] counts the meetings.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::cuda_backend::cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DriverError, result};
+
+use super::error::driver_error;
+use crate::Result;
+
+/// An event; it lives as long as the process.
+pub(super) struct Event(CUevent);
+
+// SAFETY: the driver's events may be used from any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    pub(super) fn new() -> std::result::Result<Self, DriverError> {
+        result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map(Self)
+    }
+
+    /// Complete when the work that is queued in `stream` now is done.
+    pub(super) fn record(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
+        // SAFETY: event and stream live as long as the process.
+        unsafe { result::event::record(self.0, stream) }
+    }
+
+    /// Let what `stream` gets from now on wait for it.
+    pub(super) fn before(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
+        // SAFETY: as above.
+        unsafe { result::stream::wait_event(stream, self.0, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
+    }
+}
+
+/// The stream of a device's copies. There is one, because copies share the bus; it lives as long as the process.
+pub(super) struct Copies {
+    stream: CUstream,
+    /// Recorded on the device's stream before a copy.
+    forked: Event,
+    /// Recorded on the stream of copies where the device's stream waits for all of them.
+    joined: Event,
+    is_ahead: AtomicBool,
+    epoch: AtomicU64,
+}
+
+// SAFETY: the driver's streams may be used from any thread.
+unsafe impl Send for Copies {}
+// SAFETY: as above.
+unsafe impl Sync for Copies {}
+
+impl Copies {
+    pub(super) fn new(compute: &CudaStream) -> Result<Self> {
+        let make = || {
+            compute.context().bind_to_thread()?;
+            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+            Ok(Self {
+                stream,
+                forked: Event::new()?,
+                joined: Event::new()?,
+                is_ahead: AtomicBool::new(false),
+                epoch: AtomicU64::new(0),
+            })
+        };
+        make().map_err(|error| driver_error("stream_blocks", error))
+    }
+
+    /// The stream itself.
+    pub(super) const fn stream(&self) -> CUstream {
+        self.stream
+    }
+
+    /// The number of meetings: what was copied is known while it stays the same.
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    /// Let copies that are queued from now on wait for the work of the device's stream. Returns the stream to queue them in.
+    pub(super) fn fork(&self, compute: &CudaStream) -> std::result::Result<CUstream, DriverError> {
+        compute.context().bind_to_thread()?;
+        self.forked.record(compute.cu_stream())?;
+        self.forked.before(self.stream)?;
+        self.is_ahead.store(true, Ordering::Release);
+        Ok(self.stream)
+    }
+
+    /// Let the device's stream wait for all copies.
+    pub(super) fn join(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
+        if self.is_ahead.swap(false, Ordering::AcqRel) {
+            compute.context().bind_to_thread()?;
+            self.joined.record(self.stream)?;
+            self.joined.before(compute.cu_stream())?;
+        }
+        Ok(())
+    }
+
+    /// As [`join`](Self::join), where a recording or a replay begins or ends: what was copied before counts no more.
+    pub(super) fn meet(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
+        self.epoch.fetch_add(1, Ordering::AcqRel);
+        self.join(compute)
+    }
+}
+
+/// The stream of copies of a device, made when it is first asked for.
+pub(super) struct Lazy(Mutex<Option<&'static Copies>>);
+
+impl Lazy {
+    pub(super) const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    /// If it is there.
+    pub(super) fn get(&self) -> Option<&'static Copies> {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn get_or_make(&self, compute: &CudaStream) -> Result<&'static Copies> {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(copies) = *known {
+            return Ok(copies);
+        }
+        Ok(known.insert(Box::leak(Box::new(Copies::new(compute)?))))
+    }
+}
