@@ -3,12 +3,12 @@
 use serde_json::{Map, Value, json};
 use trainable_candle_core::{Error, Result};
 
+use super::OP;
 use super::rope::Rope;
 use crate::fields::Fields;
 use crate::pretrained::{Configuration, class_of};
 
 /// The owner of the fields in messages.
-pub(super) const OP: &str = "CausalLM";
 
 /// The family of a decoder, which decides what its configuration leaves out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,8 +3,8 @@
 use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen_attention};
 use trainable_candle_core::{Device, Error, Result, Tensor, tape::no_grad};
 
+use super::OP;
 use super::cache::{Kept, KvCache, Text};
-use super::config::OP;
 use super::model::CausalLM;
 
 impl CausalLM {

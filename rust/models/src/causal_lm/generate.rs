@@ -4,8 +4,8 @@ use trainable_candle_core::interrupt::Interrupt;
 use trainable_candle_core::rng::{Purpose, uniform_samples};
 use trainable_candle_core::{DType, Device, Error, Result};
 
+use super::OP;
 use super::cache::KvCache;
-use super::config::OP;
 use super::{CausalLM, Sampling};
 
 /// How texts are continued.

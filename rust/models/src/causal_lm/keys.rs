@@ -1,10 +1,10 @@
-//! The names of a decoder's parameters in files: transformers', with or without the prefix of the model below the head, or llama.cpp's.
+//! The names of a decoder's parameters in files: transformers', with or without the prefix of the model below the head.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
-use super::{CausalLMConfig, gguf};
-use crate::pretrained::{Key, Layout, Naming, Original};
+use super::CausalLMConfig;
+use crate::pretrained::{Key, Layout, Original};
 
 pub(super) const EMBEDDING: &str = "model.embed_tokens";
 pub(super) const LAYERS: &str = "model.layers";
@@ -20,9 +20,6 @@ pub(super) fn weight_of(name: &str) -> String {
 
 /// The names in a folder, or behind the prefix of a file that holds other models too.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
-    if original.is_some_and(|original| original.naming == Naming::LlamaCpp) {
-        return gguf::layout(config);
-    }
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),
         layers: config.num_hidden_layers,
@@ -63,9 +60,6 @@ impl Layout for Transformers {
 /// # Errors
 /// [`Error::Config`] if there is none.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
-    if let Some(file) = files.gguf().filter(|_| original.naming == Naming::LlamaCpp) {
-        return gguf::config(file);
-    }
     let shape = |name: &str| {
         let places = std::iter::once(name).chain(name.strip_prefix(BODY));
         places.into_iter().find_map(|name| files.shape(&format!("{}{name}", original.prefix)))

@@ -27,10 +27,9 @@ pub use sampling::Sampling;
 
 use crate::registry::ModelKind;
 
+/// What errors call the model.
+const OP: &str = "CausalLM";
+
 /// The language models among the kinds of models.
-pub static KIND: ModelKind = ModelKind::of::<CausalLM>(
-    "CausalLM",
-    ("a language model", "model.layers."),
-    &config::CLASS_NAMES,
-    "model.safetensors",
-);
+pub static KIND: ModelKind =
+    ModelKind::of::<CausalLM>(OP, ("a language model", "model.layers."), &config::CLASS_NAMES, "model.safetensors");

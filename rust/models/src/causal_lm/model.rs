@@ -11,11 +11,10 @@ use trainable_candle_io::WeightFiles;
 use trainable_candle_io::adapter_file::Original as OriginalNames;
 use trainable_candle_nn::{Blocks, Init, Module, Quantizable, RmsNorm, Source, Visitor, Weights};
 
-use super::config::OP;
 use super::keys::weight_of;
 use super::layers::DecoderLayer;
-use super::{CausalLMConfig, PackedTexts, keys};
-use crate::pretrained::{Architecture, Configuration, Key, Layout, Original, Pretrained};
+use super::{CausalLMConfig, OP, PackedTexts, gguf, keys};
+use crate::pretrained::{Architecture, Configuration, Key, Layout, Naming, Original, Pretrained};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
@@ -254,6 +253,15 @@ impl Module for CausalLM {
     }
 }
 
+/// Whether a file has the names of llama.cpp.
+fn is_llama_cpp(original: Original) -> bool {
+    original.naming == Naming::LlamaCpp
+}
+
+fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
+    if original.is_some_and(is_llama_cpp) { gguf::layout(config) } else { keys::layout(config, original) }
+}
+
 impl Architecture for CausalLM {
     type Config = CausalLMConfig;
 
@@ -267,11 +275,14 @@ impl Architecture for CausalLM {
     }
 
     fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
-        keys::deduce(files, original, known)
+        match files.gguf().filter(|_| is_llama_cpp(original)) {
+            Some(file) => gguf::config(file),
+            None => keys::deduce(files, original, known),
+        }
     }
 
     fn names(config: &CausalLMConfig, original: Option<Original>, _files: Option<&WeightFiles>) -> Box<dyn Layout> {
-        keys::layout(config, original)
+        layout(config, original)
     }
 
     fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
@@ -280,7 +291,7 @@ impl Architecture for CausalLM {
             Some(count) => config.first_layers(count)?,
             None => config,
         };
-        let layout = |_: &WeightFiles| keys::layout(&config, files.original());
+        let layout = |_: &WeightFiles| layout(&config, files.original());
         let quantization = Self::quantization("from_pretrained", files.quantize())?;
         files.build(
             layout,

@@ -2,7 +2,7 @@
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-use super::config::OP;
+use super::OP;
 
 /// The texts of a batch (B, S) one after the other, without padding: N tokens in M segments.
 pub struct PackedTexts {

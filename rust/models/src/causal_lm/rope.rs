@@ -4,7 +4,7 @@ use std::f64::consts::PI;
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-use super::config::OP;
+use super::OP;
 use crate::fields::Fields;
 
 /// Rotary position embedding: pair i of a head's features turns by `position · θ^(-2i / width)` before scaling.

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use trainable_candle_core::{Error, Result};
 
-use super::config::OP;
+use super::OP;
 
 /// How the next token is chosen from the scores: the penalty, the temperature and then the limits, in transformers' order.
 #[derive(Clone, Debug, PartialEq)]

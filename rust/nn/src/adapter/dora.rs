@@ -10,7 +10,7 @@ use trainable_candle_core::ops::dropout::dropout;
 use trainable_candle_core::ops::lora::{LoraWeights, adapted_row_norm, dora_linear};
 use trainable_candle_core::{DType, Error, Result, Tensor, Var, no_grad};
 
-use super::kind::{Parameters, Start, StartValues, find};
+use super::kind::{Parameters, Start, StartValues, find, input_norm};
 use super::lora::{self, DOWN, Lora, UP};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::{Base, Operation};
@@ -44,18 +44,6 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
         (PER_INPUT, Start::new([1, base.inputs()], StartValues::InputNorm))
     });
     parameters
-}
-
-/// ‖W‖ for each output, (out).
-pub(super) fn output_norm(weight: &Tensor) -> Result<Tensor> {
-    let dims: Vec<usize> = (1..weight.rank()).collect();
-    weight.sqr()?.sum(&dims, false)?.sqrt()
-}
-
-/// ‖W‖ for each input, (1, in).
-pub(super) fn input_norm(weight: &Tensor) -> Result<Tensor> {
-    let dims: Vec<usize> = (0..weight.rank() - 1).collect();
-    weight.sqr()?.sum(&dims, false)?.sqrt()?.unsqueeze(0)
 }
 
 fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {

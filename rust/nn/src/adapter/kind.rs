@@ -2,7 +2,7 @@
 
 use trainable_candle_core::{DType, Result, Tensor, Var};
 
-use super::{Adapter, AdapterSettings, Layout, dora};
+use super::{Adapter, AdapterSettings, Layout};
 use crate::base::Base;
 use crate::init::kaiming_uniform;
 
@@ -62,10 +62,22 @@ impl Start {
             StartValues::Kaiming => kaiming_uniform(dims, DType::F32, device),
             StartValues::Normal(deviation) => Tensor::randn(0.0, deviation, dims, DType::F32, device),
             StartValues::Zero => Tensor::zeros(dims, DType::F32, device),
-            StartValues::OutputNorm => dora::output_norm(&base.weight.values(DType::F32)?),
-            StartValues::InputNorm => dora::input_norm(&base.weight.values(DType::F32)?),
+            StartValues::OutputNorm => output_norm(&base.weight.values(DType::F32)?),
+            StartValues::InputNorm => input_norm(&base.weight.values(DType::F32)?),
         }
     }
+}
+
+/// ‖W‖ for each output, (out).
+pub(super) fn output_norm(weight: &Tensor) -> Result<Tensor> {
+    let dims: Vec<usize> = (1..weight.rank()).collect();
+    weight.sqr()?.sum(&dims, false)?.sqrt()
+}
+
+/// ‖W‖ for each input, (1, in).
+pub(super) fn input_norm(weight: &Tensor) -> Result<Tensor> {
+    let dims: Vec<usize> = (0..weight.rank() - 1).collect();
+    weight.sqr()?.sum(&dims, false)?.sqrt()?.unsqueeze(0)
 }
 
 /// Makes an adapter of its parameters, whose shapes it checks.

@@ -5,7 +5,7 @@ use trainable_candle_core::compute::{copy_into, fill, lerp_in_place, zeros};
 use trainable_candle_core::raw::{Raw, check_allocation_on, host_copy, own_copy};
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor};
 
-use super::stepper::StateDict;
+use super::state::StateDict;
 
 const OP: &str = "EMA";
 const UPDATES: &str = "updates";

@@ -52,7 +52,8 @@ pub use kind::{Field, HyperParameters, NamedGroup, OptimizerKind, Registered, Va
 pub use rule::Rule;
 pub use scaler::{GradScaler, GradScalerConfig};
 pub use schedule::{Decay, Schedule};
-pub use stepper::{Guard, Optimizer, ParamGroup, StateDict, Stepper};
+pub use state::StateDict;
+pub use stepper::{Guard, Optimizer, ParamGroup, Stepper};
 
 /// The registry: declares each file with its optimizers, exports them and collects their [`OptimizerKind`]s.
 macro_rules! registry {

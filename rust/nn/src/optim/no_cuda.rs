@@ -2,11 +2,10 @@
 
 use std::convert::Infallible;
 
-use trainable_candle_core::{Device, Error, Raw, Result, Var};
+use trainable_candle_core::{Device, Error, Raw, Result, Tensor, Var};
 
 use super::rule::Rule;
-use super::state::Parameter;
-use super::stepper::{Group, Guard};
+use super::state::{Group, Parameter};
 
 fn unavailable<T>() -> Result<T> {
     Err(Error::CudaUnavailable("this build has no CUDA support".to_owned()))
@@ -91,7 +90,7 @@ impl OnDevice {
         &mut self,
         _groups: &[Group<R::Config>],
         _wanted: impl Fn(&Var) -> bool,
-        _guard: Guard<'_>,
+        _guard: (Option<&Tensor>, Option<&LossScale>),
         _zero: bool,
     ) -> Result<()> {
         match self.0 {}

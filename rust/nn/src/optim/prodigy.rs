@@ -10,7 +10,8 @@ use trainable_candle_core::{DType, Device, Error, GradStore, Result, Tensor, Var
 
 use super::kind::{Registered, hyper_parameters};
 use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
-use super::stepper::{Guard, Optimizer, ParamGroup, StateDict, Stepper};
+use super::state::StateDict;
+use super::stepper::{Guard, Optimizer, ParamGroup, Stepper};
 use super::update;
 
 const NAME: &str = "Prodigy";

@@ -5,7 +5,7 @@ use std::ops::Range;
 use rustc_hash::FxHashMap;
 use trainable_candle_core::Var;
 
-use super::stepper::Group;
+use super::state::Group;
 
 /// Which variables share settings: those in one group with the same number of steps.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -1,16 +1,29 @@
 //! The states of an optimizer for each variable: saving and loading.
 
+use std::collections::BTreeMap;
+
 use smallvec::SmallVec;
+use trainable_candle_core::capture::Fixed;
 use trainable_candle_core::cpu::Elem;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 
 use super::rule::{StateKind, StateSlice, StateSpec};
-use super::stepper::StateDict;
 
 const STEP: &str = "step";
 const LR: &str = "lr";
 const KIND: &str = "kind";
 const MASTER: &str = "master";
+
+/// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted through
+/// all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, `lr` (f64) with
+/// the learning rate of each group, and what the optimizer as a whole keeps. A snapshot on the CPU: later steps do not change it.
+pub type StateDict = BTreeMap<String, Tensor>;
+
+/// Variables that share hyper-parameters.
+pub(super) struct Group<C> {
+    pub(super) config: Fixed<C>,
+    pub(super) parameters: Vec<Parameter>,
+}
 
 /// A variable with its states.
 pub(super) struct Parameter {

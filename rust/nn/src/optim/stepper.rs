@@ -1,6 +1,5 @@
 //! [`Stepper`]: the common part of all optimizers, and [`Optimizer`], their interface.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashSet;
@@ -10,13 +9,8 @@ use trainable_candle_core::{Error, GradStore, Result, Tensor, Var};
 
 use super::cuda::{LossScale, OnDevice};
 use super::rule::Rule;
-use super::state::{self, Parameter};
+use super::state::{self, Group, Parameter, StateDict};
 use super::update::{self, Item};
-
-/// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted through
-/// all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, `lr` (f64) with
-/// the learning rate of each group, and what the optimizer as a whole keeps. A snapshot on the CPU: later steps do not change it.
-pub type StateDict = BTreeMap<String, Tensor>;
 
 /// Conditions of a step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -145,11 +139,6 @@ pub struct Stepper<R: Rule> {
     device: Option<OnDevice>,
 }
 
-pub(super) struct Group<C> {
-    pub(super) config: Fixed<C>,
-    pub(super) parameters: Vec<Parameter>,
-}
-
 impl<R: Rule> Stepper<R> {
     /// An optimizer of `params` with the same hyper-parameters for all.
     ///
@@ -245,7 +234,7 @@ impl<R: Rule> Stepper<R> {
                 Some(device) => device,
                 none => none.insert(OnDevice::new::<R>(&mut self.groups)?),
             };
-            return device.step::<R>(&self.groups, wanted, guard, zero);
+            return device.step::<R>(&self.groups, wanted, (guard.norm, guard.loss_scale), zero);
         }
         debug_assert!(guard.loss_scale.is_none(), "a scaler has divided gradients on the CPU before the step");
         if guard.allows()? {

@@ -16,8 +16,7 @@ use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 use super::quant::BLOCK_SIZE;
 use super::rule::{Kernels, Rule, Settings, StateKind, StateSpec};
 use super::slots::Slots;
-use super::state::{Master, Parameter, State, StateData};
-use super::stepper::{Group, Guard};
+use super::state::{Group, Master, Parameter, State, StateData};
 use step::{Groups, Member, STATE_BLOCK, Table};
 use transfer::{host_zeros, overwrite, place_in, to_device};
 
@@ -243,7 +242,7 @@ impl OnDevice {
         &mut self,
         groups: &[Group<R::Config>],
         wanted: impl Fn(&Var) -> bool,
-        guard: Guard<'_>,
+        (norm, loss_scale): (Option<&Tensor>, Option<&LossScale>),
         zero: bool,
     ) -> Result<()> {
         let vars: Vec<&Var> = parameters(groups).map(|parameter| &parameter.var).collect();
@@ -260,11 +259,11 @@ impl OnDevice {
         let slots = self.slots.read();
         let kernels = kernels::<R>()?;
         let device = vars[0].device();
-        let norm = match guard.norm {
+        let norm = match norm {
             Some(norm) if norm.device().same_device(device) => {
                 Some(Tensor::to_dtype(&norm.detach(), DType::F64)?.raw().clone())
             }
-            Some(_) if !guard.allows()? => return Ok(()),
+            Some(norm) if !norm.item()?.is_finite() => return Ok(()),
             _ => None,
         };
         let runs = slots.runs(found.iter().map(|(index, _)| *index));
@@ -273,7 +272,7 @@ impl OnDevice {
             launches.push((launch.layout, self.table(R::NAME, launch.layout, launch.members)?, launch.variables));
         }
         for run in runs {
-            self.settings.prepare(R::NAME, kernels.prepare, run, norm.as_ref(), guard.loss_scale)?;
+            self.settings.prepare(R::NAME, kernels.prepare, run, norm.as_ref(), loss_scale)?;
         }
         for (layout, table, variables) in launches {
             let layout = &self.layouts[layout];
