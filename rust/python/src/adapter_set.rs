@@ -15,7 +15,7 @@ use crate::arguments::{FilePath, Integer, Names};
 use crate::call::{detached, quick};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
-use crate::types::NamedVars;
+use crate::named::NamedVars;
 use crate::var::Var;
 
 /// Which layers get an adapter, and of what kind and size. The names are peft's.

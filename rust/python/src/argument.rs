@@ -10,7 +10,6 @@ use trainable_candle_core as tc;
 
 use crate::arguments::{found, wrong_type};
 use crate::error::Result;
-use crate::tensor::Tensor;
 
 /// The type of a parameter.
 pub trait Expected {
@@ -36,9 +35,7 @@ expected!(
     Vec<f64>: "a list of numbers",
     BTreeMap<String, f64>: "a dict of names and numbers",
     Option<BTreeMap<String, f64>>: "a dict of names and numbers, or None",
-    Option<BTreeMap<String, String>>: "a dict of texts, or None",
-    PyRef<'_, Tensor>: "a Tensor, which trainable_candle.tensor() makes",
-    BTreeMap<String, PyRef<'_, Tensor>>: "a dict of names and Tensors"
+    Option<BTreeMap<String, String>>: "a dict of texts, or None"
 );
 
 /// The argument for a parameter of type `T`.

@@ -11,8 +11,8 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::device;
 use crate::error::Result;
+use crate::named::NamedTensors;
 use crate::tensor::Tensor;
-use crate::types::NamedTensors;
 
 /// Write tensors to a safetensors file, complete or not at all.
 ///

@@ -20,6 +20,7 @@ mod functional;
 mod io;
 mod loss;
 mod models;
+mod named;
 mod norm;
 mod optim;
 mod quantized;

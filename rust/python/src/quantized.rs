@@ -10,8 +10,9 @@ use crate::call::{compute, reading};
 use crate::device::{self, DeviceArg};
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
+use crate::named::NamedTensors;
 use crate::tensor::Tensor;
-use crate::types::{NamedTensors, Sizes};
+use crate::types::Sizes;
 
 /// A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
 #[pyclass(frozen, module = "trainable_candle")]

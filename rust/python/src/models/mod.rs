@@ -15,8 +15,11 @@ mod vae;
 mod z_image;
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 
+use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
+use pyo3::type_hint_identifier;
 use pyo3::types::{PyDict, PyType};
 use tc::checkpoint::Policy;
 use trainable_candle_core as tc;
@@ -33,9 +36,9 @@ use crate::call::detached;
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
+use crate::named::{NamedTensors, NamedVars};
 use crate::tensor::Tensor;
 use crate::training_adapter::TrainingAdapter;
-use crate::types::{NamedTensors, NamedVars, Own};
 use crate::var::Var;
 
 pub use causal_lm::CausalLM;
@@ -389,4 +392,18 @@ pub fn save_checkpoint(
             models.iter().map(|(place, model)| (place.as_str(), &**model)).collect();
         models::save_checkpoint(&path, &models, base.as_deref(), dtype)
     })
+}
+
+/// An object of the class that a class method was called on.
+pub struct Own(pub Py<Model>);
+
+impl<'py> IntoPyObject<'py> for Own {
+    type Target = Model;
+    type Output = Bound<'py, Model>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr = type_hint_identifier!("typing_extensions", "Self");
+
+    fn into_pyobject(self, py: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0.into_bound(py))
+    }
 }

@@ -10,8 +10,8 @@ use crate::adapter_set::AdapterSet;
 use crate::argument::Argument;
 use crate::call::{detached, quick};
 use crate::error::Result;
+use crate::named::NamedTensors;
 use crate::tensor::Tensor;
-use crate::types::NamedTensors;
 
 /// The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside `with ema:` the
 /// adapter computes with the averages, and saving it writes them.

@@ -25,8 +25,8 @@ pub use schedule::Schedule;
 use crate::argument::Argument;
 use crate::call::{detached, quick};
 use crate::error::Result;
+use crate::named::NamedTensors;
 use crate::tensor::Tensor;
-use crate::types::NamedTensors;
 use crate::var::Var;
 
 /// The methods of all optimizers. Construct one of its subclasses, which the library's registry names.

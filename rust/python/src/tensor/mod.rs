@@ -12,8 +12,13 @@ mod reduce;
 mod shape;
 pub mod source;
 
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+
+use pyo3::inspect::PyStaticExpr;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyIterator, PyList};
+use pyo3::{PyTypeInfo, type_hint_identifier, type_hint_subscript};
 use trainable_candle_core as tc;
 
 pub use convert::to_raw;
@@ -24,11 +29,12 @@ pub use elementwise::where_;
 pub use operand::Operand;
 pub use shape::{cat, stack};
 
+use crate::argument::Expected;
 use crate::call::{compute, quick, reading};
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
-use crate::types::{Anything, NdArray, Sizes, TensorIterator};
+use crate::types::{Anything, NdArray, Sizes};
 use crate::var::Var;
 
 /// An immutable array of numbers on a device, and its place on the autograd tape.
@@ -298,7 +304,7 @@ pub enum Target {
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Target {
     type Error = PyErr;
-    const INPUT_TYPE: pyo3::inspect::PyStaticExpr = <DTypeArg as FromPyObject<'_, '_>>::INPUT_TYPE;
+    const INPUT_TYPE: PyStaticExpr = <DTypeArg as FromPyObject<'_, '_>>::INPUT_TYPE;
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         if let Ok(text) = object.cast::<pyo3::types::PyString>()
@@ -308,4 +314,27 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Target {
         }
         Ok(Self::DType(object.extract()?))
     }
+}
+
+/// An iterator over tensors.
+pub struct TensorIterator<'py>(pub Bound<'py, PyIterator>);
+
+impl<'py> IntoPyObject<'py> for TensorIterator<'py> {
+    type Target = PyIterator;
+    type Output = Bound<'py, PyIterator>;
+    type Error = Infallible;
+    const OUTPUT_TYPE: PyStaticExpr =
+        type_hint_subscript!(type_hint_identifier!("collections.abc", "Iterator"), Tensor::TYPE_HINT);
+
+    fn into_pyobject(self, _: Python<'py>) -> std::result::Result<Self::Output, Self::Error> {
+        Ok(self.0)
+    }
+}
+
+impl Expected for PyRef<'_, Tensor> {
+    const EXPECTED: &'static str = "a Tensor, which trainable_candle.tensor() makes";
+}
+
+impl Expected for BTreeMap<String, PyRef<'_, Tensor>> {
+    const EXPECTED: &'static str = "a dict of names and Tensors";
 }
