@@ -139,7 +139,7 @@ def child(steps: int, accumulation: int, *, with_sums: bool) -> None:
 
 
 def start(gpus: int, steps: int, accumulation: int, *, with_sums: bool) -> list[dict[str, Any]]:
-    """What each of so many processes found."""
+    """What each process found."""
     with tempfile.TemporaryDirectory(prefix="tc-") as folder:
         command = [sys.executable, __file__, "--child", "--steps", str(steps)]
         command += ["--accumulation", str(accumulation), *(["--sums"] if with_sums else [])]

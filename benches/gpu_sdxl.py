@@ -4,7 +4,7 @@ python benches/gpu_sdxl.py [--only "batch 1"] [--profile] [--steps 2000]
 
 A step is forward, mean squared error, backward, AdamW, with f32 LoRA of rank 16 on the attention.
 Ours is timed as it is and as a CUDA graph; torch runs it in eager mode under autocast. With
-`--steps` ours runs so many, and the time and memory of the first and the last tenth are compared.
+`--steps` ours runs this many, and the time and memory of the first and the last tenth are compared.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def run_long(case: Case, device: str, steps: int) -> None:
 def main() -> None:
     parser = gpu_timing.parser(__doc__)
     parser.set_defaults(seconds=2.0)
-    parser.add_argument("--steps", type=int, default=0, help="run so many, without torch")
+    parser.add_argument("--steps", type=int, default=0, help="run this many steps, without torch")
     parser.add_argument("--trace", action="store_true", help="kernels of a replay, by torch")
     options = parser.parse_args()
     machine = gpu_timing.start(options)

@@ -42,7 +42,7 @@ class Machine:
     """What the frozen model is quantized as."""
 
     def floor(self, dtype: str, flops: float, moved: float) -> float:
-        """The least seconds for so many operations, and bytes of memory read or written."""
+        """The least seconds for this many operations, and bytes of memory read or written."""
         return max(flops / self.flops[dtype], moved / self.bandwidth)
 
 

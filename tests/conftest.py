@@ -42,7 +42,7 @@ def read_metadata() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the library remembers for its user is not that of whoever runs the tests."""
+    """What the library remembers for its user is not that of the developer who runs the tests."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user cache"))
 
 

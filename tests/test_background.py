@@ -1,4 +1,4 @@
-"""Work in the background: in order, never lost, its errors raised where somebody looks."""
+"""Work in the background: in order, never lost, its errors raised in the calling thread."""
 
 import subprocess
 import sys

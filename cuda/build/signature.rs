@@ -25,7 +25,7 @@ pub enum Pointer {
     Mut,
 }
 
-/// The text between a kernel's linkage and its body, one kernel a line.
+/// The text between a kernel's linkage and its body, one kernel per line.
 pub fn heads(preprocessed: &str) -> Vec<String> {
     const LINKAGE: &str = "extern \"C\"";
     let code: String =

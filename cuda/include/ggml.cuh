@@ -73,7 +73,7 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
         const float least = HAS_LEAST<TYPE> ? scale(block + 2) : 0.0f;
         return {codes, HAS_LEAST<TYPE> ? 0 : HAS_FIFTH ? 16 : 8, scale(block), least};
     } else if constexpr (TYPE == Q6_K) {
-        // Of 128 elements, quarter r has one half of its bytes of four bits, and bits 2 r and 2 r + 1 of the others.
+        // Each quarter r of 128 elements has one half of its bytes of four bits, and bits 2 r and 2 r + 1 of the others.
         const uint32_t half = at / 128, quarter = at / 32 % 4, place = at % 32;
         const uint2 low = nibbles(eight(block + 64 * half + 32 * (quarter % 2) + place), quarter / 2 * 4);
         const uint2 high = eight(block + 128 + 32 * half + place);

@@ -3,7 +3,7 @@
 // q, o, d_o, dq (heads, rows, width), k, v, dk, dv (heads / group, rows, width): each with its `Strides`, in the order of the pointers;
 // head h of q sees head h / group of k and v. log_sums and delta (heads, rows), dense. `shape` has one batch, `heads` heads, as many keys as
 // queries, and is causal. spans (2, rows): for each position the first key that its query sees, then the end of the queries that see its
-// key; one number that a kernel counts with follows. Nothing else tells the segments, so that grids depend on sizes alone and a graph can
+// key; the counter of the forward kernel follows. Only these values depend on the segments, so grids depend on sizes alone and a graph can
 // be replayed with other segments.
 // delta is made by `attention_delta`, and parts are added by `attention_sum_parts`, of attention.cu.
 #include "../include/attention/forms.cuh"
@@ -14,8 +14,8 @@
 
 // attention_varlen_spans: spans of the segments that ascending bounds (count), ids of include/ids.cuh from 0 to `rows`, separate; and the
 // number behind the spans, zero, where the forward pass counts. A query sees `window` keys at most. A query behind the last bound sees the
-// keys from the next position on, of which there are none up to its own. For bounds that do not ascend the spans are of no meaning, but
-// still inside of the row.
+// keys from the next position on, of which there are none up to its own. For bounds that do not ascend the spans are undefined, but
+// within the row.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
 ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,

@@ -1,4 +1,4 @@
-// Cross-entropy of logits and class ids. Neither probabilities nor their logarithms are kept, only one log-sum-exp a row.
+// Cross-entropy of logits and class ids. Neither probabilities nor their logarithms are kept, only one log-sum-exp per row.
 //
 // With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
 // lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.

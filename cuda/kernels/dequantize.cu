@@ -1,8 +1,8 @@
 // Values of quantized matrices, right before a product: `out` is dense, and each part has its place in it.
 //
-// - int8: two's complement, a scale a row.
-// - e4m3: a scale a row, or one for the part.
-// - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes a byte, the first in the upper half, and a scale for each 64
+// - int8: two's complement, a scale per row.
+// - e4m3: a scale per row, or one for the part.
+// - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes per byte, the first in the upper half, and a scale for each 64
 //   elements, f32 or quantized again: a code in the signed dynamic map, a scale for each 256 of these, and an offset.
 //
 // - the block formats of ggml (ggml.cuh): blocks of a row with their scales among the codes.

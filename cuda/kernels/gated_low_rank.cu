@@ -1,5 +1,5 @@
 // Gated linear units (kernels/gated.cu) of x + s hidden up, where the low-rank products (include/low_rank.cuh) of both halves are
-// made on the way: added to x in memory they would cost another pass over it, which is most of the time at thousands of rows.
+// computed in registers: added to x in memory they would cost another pass over it, most of the time at thousands of rows.
 //
 // A row of x (rows, 2 width) is h, then the gate; y and grad (of y) are (rows, width), dx is as x and the gradient of the sum.
 // hidden (rows, RANK) and up (width, RANK) of a half lie `*_row` elements apart; hidden is null for a half without a product.
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int COLUMNS = 32;
 constexpr int WARPS = 8;
-// Rows that a thread's values of `up` serve.
+// Rows for which a thread keeps its values of `up`.
 constexpr uint32_t ROWS = 128;
 
 struct LowRankHalf {
@@ -26,14 +26,14 @@ struct LowRankHalves {
     LowRankHalf list[2];
 };
 
-// One half, with what a warp needs of `up` for its 32 columns.
+// One half, with the values of `up` for the 32 columns of a warp.
 template <typename T, int TILES> struct Half {
     const T *hidden;
     uint32_t row;
     float scale;
     uint32_t up[TILES][4][2];
 
-    // What a tile of sixteen rows needs of it: of two rows the thread's eight columns, and four of each sixteen ranks.
+    // The fragment for a tile of sixteen rows: two rows and eight columns per thread, and four of each sixteen ranks.
     struct Values {
         uint4 x[2];
         uint2 hidden[TILES][2];
@@ -97,7 +97,7 @@ template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     __device__ __forceinline__ void load(Tile &tile, uint32_t first) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            // Rows behind the last are computed as the last, and not written.
+            // Rows beyond the last repeat the last and are not written.
             const uint32_t row = first + threadIdx.x % WARP / 4 + 8 * i, at = row < end ? row : end - 1;
             const T *start = x + static_cast<uint64_t>(at) * 2 * width + column;
             half.load(tile.half, i, start, at);

@@ -1,7 +1,7 @@
 // Layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) and modulated layer norm
 // (Peebles & Xie 2022, arXiv:2212.09748) of rows.
 //
-// x, y, grad (of y) and dx are (rows, len); mean and rstd = 1/√(var + eps) are one value a row, f32 (f64 for f64). RMS norm is
+// x, y, grad (of y) and dx are (rows, len); mean and rstd = 1/√(var + eps) are one value per row, f32 (f64 for f64). RMS norm is
 // layer norm without mean and shift: its pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
 
 #include "affine.cuh"

@@ -1,7 +1,7 @@
-// Random numbers in f32, four a block of the generator, at the places where the CPU draws them.
+// Random numbers in f32, four per block of the generator, at the same positions as on the CPU.
 //
 // Seed and offset are state[0] and state[1] + offset if `state` is not null, else the arguments.
-// Launch of uniform and normal: a thread a block of four numbers (ceil(n / 4) threads), block 256, no shared memory.
+// Launch of uniform and normal: a thread per block of four numbers (ceil(n / 4) threads), block 256, no shared memory.
 #include "element.cuh"
 #include "philox.cuh"
 
@@ -46,7 +46,7 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
     write(y, n, block * 4, values);
 }
 
-// `set_generator(state, seed, offset)`: the place that draws of a graph start from. Launch: one thread.
+// `set_generator(state, seed, offset)`: the position that draws of a graph start from. Launch: one thread.
 extern "C" __global__ void set_generator(uint64_t *state, uint64_t seed, uint64_t offset) {
     state[0] = seed;
     state[1] = offset;

@@ -116,7 +116,7 @@ template <typename R> __device__ __forceinline__ bool before(R b, uint32_t j, R 
 }
 
 // `argmax_<dtype>(y, x, outer, n, inner)`: y (outer, inner), the position of the largest element along n, which is not 0.
-// Launch: a warp an element of y, block 256, no shared memory.
+// Launch: a warp per element of y, block 256, no shared memory.
 template <typename T>
 __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
     const uint64_t task = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t o
 }
 
 // `cumsum_<dtype>(y, x, outer, n, inner)`: y = the sums up to each element along n.
-// Launch: a warp a line along n, block 256, no shared memory.
+// Launch: a warp per line along n, block 256, no shared memory.
 template <typename T>
 __device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
     const uint64_t task = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;

@@ -39,7 +39,7 @@ struct Axis {
 constexpr int BATCH = 4;
 
 // f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch, height,
-// width, packs). A block takes stretches of a line, so that there is one division a pack.
+// width, packs). A block takes stretches of a line, so that there is one division per pack.
 template <int UNROLL, typename F>
 __device__ __forceinline__ void for_each_pack(uint64_t batch, uint32_t height, uint32_t width, uint32_t packs, F f) {
     const uint64_t len = static_cast<uint64_t>(width) * packs;

@@ -41,34 +41,34 @@ macro_rules! structs {
 }
 
 structs! {
-    /// Of kernels/addresses.cu.
+    /// Declared in kernels/addresses.cu.
     Addresses { values: [Address; 480], }
 
-    /// Of include/attention/shape.cuh.
+    /// Declared in include/attention/shape.cuh.
     AttentionShape {
         batch: u32, heads: u32, queries: u32, keys: u32, width: u32, value_width: u32, is_causal: u32,
         parts: u32,
         scale: f64,
     }
 
-    /// Of include/attention/shape.cuh.
+    /// Declared in include/attention/shape.cuh.
     Strides { batch: u64, head: u64, row: u64, }
 
-    /// Of include/attention/hopper/schedule.cuh.
+    /// Declared in include/attention/hopper/schedule.cuh.
     Schedule { items: u32, steps: u32, whole: u32, blocks: u32, }
 
-    /// Of include/attention/hopper/copies.cuh.
+    /// Declared in include/attention/hopper/copies.cuh.
     AttentionForwardMaps { q: TensorMap, k: TensorMap, v: TensorMap, o: TensorMap, }
 
-    /// Of include/attention/hopper/copies.cuh.
+    /// Declared in include/attention/hopper/copies.cuh.
     AttentionBackwardMaps {
         q: TensorMap, k: TensorMap, v: TensorMap, d_o: TensorMap, dk: TensorMap, dv: TensorMap,
     }
 
-    /// Of include/attention/plain.cuh.
+    /// Declared in include/attention/plain.cuh.
     Mask { numbers: Address, batch: u64, head: u64, query: u64, key: u64, }
 
-    /// Of include/conv/geometry.cuh.
+    /// Declared in include/conv/geometry.cuh.
     Conv2dShape {
         batch: u32, height: u32, width: u32, channels: u32,
         kernel_height: u32, kernel_width: u32,
@@ -78,46 +78,46 @@ structs! {
         groups: u32,
     }
 
-    /// Of include/engine.cuh.
+    /// Declared in include/engine.cuh.
     #[repr(align(64))]
     TensorMap { opaque: [u64; 16], }
 
-    /// Of include/conv/engine.cuh.
+    /// Declared in include/conv/engine.cuh.
     Conv2dMaps { dense: TensorMap, windows: [TensorMap; 4], }
 
-    /// Of kernels/low_rank.cu.
+    /// Declared in kernels/low_rank.cu.
     LowRankSizes {
         rows: u32, inner: u32, outer: u32, terms: u32,
         input_row: u32, hidden_row: u32, dst_row: u32, down_row: u32, up_row: u32,
         scale_hidden: f32, scale_dst: f32,
     }
 
-    /// Of kernels/low_rank.cu.
+    /// Declared in kernels/low_rank.cu.
     #[derive(Default)]
     LowRankTerm { input: Address, down: Address, up: Address, hidden: Address, dst: Address, }
 
-    /// Of kernels/low_rank.cu.
+    /// Declared in kernels/low_rank.cu.
     LowRankTerms { list: [LowRankTerm; 4], }
 
-    /// Of kernels/gated_low_rank.cu.
+    /// Declared in kernels/gated_low_rank.cu.
     #[derive(Default)]
     LowRankHalf { hidden: Address, up: Address, hidden_row: u32, up_row: u32, scale: f32, unused: u32, }
 
-    /// Of kernels/gated_low_rank.cu.
+    /// Declared in kernels/gated_low_rank.cu.
     LowRankHalves { list: [LowRankHalf; 2], }
 
-    /// Of include/codes/parts.cuh.
+    /// Declared in include/codes/parts.cuh.
     #[derive(Default)]
     CodePart { codes: Address, scales: Address, start: u32, rows: u32, scale_count: u32, unused: u32, }
 
-    /// Of include/codes/parts.cuh.
+    /// Declared in include/codes/parts.cuh.
     #[derive(Default)]
     CodeParts { list: [CodePart; 8], }
 
-    /// Of include/codes/hopper.cuh.
+    /// Declared in include/codes/hopper.cuh.
     CodeMaps { x: TensorMap, w: [TensorMap; 8], }
 
-    /// Of kernels/dequantize.cu.
+    /// Declared in kernels/dequantize.cu.
     #[derive(Default)]
     QuantizedPart {
         codes: Address, scales: Address, inner: Address,
@@ -125,10 +125,10 @@ structs! {
         columns: u32, format: u32, scale_count: u32, offset: f32,
     }
 
-    /// Of kernels/dequantize.cu.
+    /// Declared in kernels/dequantize.cu.
     QuantizedParts { list: [QuantizedPart; 8], }
 
-    /// Of include/strided.cuh.
+    /// Declared in include/strided.cuh.
     Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
 
     /// The hyper-parameters of a group and the steps that it has taken, of include/optim.cuh: `lr` is the learning rate; `beta1` and
@@ -138,24 +138,24 @@ structs! {
         lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, maximize: u32, nesterov: u32,
     }
 
-    /// Of include/optim.cuh.
+    /// Declared in include/optim.cuh.
     #[repr(align(16))]
     Coefficients {
         gain: f32, skip: u32, decay: f32, l2: f32, step_size: f32, eps: f32, beta1: f32, gain1: f32, beta2: f32, gain2: f32,
         root_correction2: f32, nesterov: u32,
     }
 
-    /// Of include/optim.cuh.
+    /// Declared in include/optim.cuh.
     #[repr(align(16))]
     Piece { start: u32, segment: u32, state: u32, length: u16, group: u16, }
 
-    /// Of include/optim.cuh.
+    /// Declared in include/optim.cuh.
     Segment { params: Address, grads: Address, copy: Address, }
 
-    /// Of include/optim.cuh.
+    /// Declared in include/optim.cuh.
     Clip { norm: f64, factor: f64, }
 
-    /// Of include/optim.cuh.
+    /// Declared in include/optim.cuh.
     LossScale { scale: f64, growth_tracker: u64, }
 }
 

@@ -267,7 +267,7 @@ class AdapterModule:
     @property
     def kind(self, /) -> str | None:
         """
-        The kind of adapter; None if it is none.
+        The kind of adapter; None if it is not an adapter.
         """
     @property
     def layer(self, /) -> str | None:
@@ -400,7 +400,7 @@ class AutoencoderKL(Model):
 
         Args:
             latent: latents, (B, 4, h, w), not scaled.
-            tile_size: decode larger images in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+            tile_size: decode larger images in tiles of this many pixels, which overlap by a quarter, their seams blended (512
                 is usual): memory no longer grows with the image.
 
         Returns:
@@ -422,7 +422,7 @@ class AutoencoderKL(Model):
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
-            tile_size: encode larger images in tiles of so many pixels, which overlap by a quarter (512 is usual);
+            tile_size: encode larger images in tiles of this many pixels, which overlap by a quarter (512 is usual);
                 near seams the result differs a little.
 
         Returns:
@@ -573,7 +573,7 @@ class CausalLM(Model):
             prompts: the token ids of each text, at least one each.
             max_new_tokens: added to each text, at most.
             temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
-            top_k: draw from so many likeliest tokens; 0: from all.
+            top_k: draw from this many likeliest tokens; 0: from all.
             top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
             min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
             repetition_penalty: above 1, tokens that the text has become less likely.
@@ -1215,14 +1215,14 @@ class Flux2Transformer(Model):
             timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
             img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
             txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, number.
-            guidance: the scale of guidance, for models that are told one (dev) and these alone: (B,), (1,), or a number.
+            guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if guidance is missing, or the model is told none.
+            ArgumentError: if guidance is missing, or the model takes none.
         """
 
 @final
@@ -1251,7 +1251,7 @@ class FluxTransformer(Model):
             timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
             img_ids: positions of the image's tokens, (S, 3): 0, row, column.
             txt_ids: positions of the text's tokens, (L, 3): zeros.
-            guidance: the scale of guidance, for models that are told one (dev) and these alone: (B,), (1,), or a number; 1 to train,
+            guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number; 1 to train,
                 about 3.5 to draw.
 
         Returns:
@@ -1259,7 +1259,7 @@ class FluxTransformer(Model):
 
         Raises:
             ShapeError: if the inputs do not fit the model or one another.
-            ArgumentError: if guidance is missing, or the model is told none.
+            ArgumentError: if guidance is missing, or the model takes none.
         """
 
 @final
@@ -1615,10 +1615,10 @@ class Model:
             config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
             force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
                 says: SDXL's autoencoder does, whose values leave the range of f16.
-            layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
+            layers: load only this many of the first layers of a language model, to read its `hidden_states`; all without it.
             quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
                 they are read; all else is as `dtype` says.
-            stream_blocks: keep the weights of so many blocks in pinned memory of the host, and copy each block's to the device ahead of
+            stream_blocks: keep the weights of this many blocks in pinned memory of the host, and copy each block's to the device ahead of
                 its use, on a stream of its own. Only two blocks' are on the device at a time.
             stream_modulation: keep the weights that make the modulation of blocks there, in all blocks and not only in those streamed: for
                 Flux 6 GiB that each step reads once.
@@ -2076,7 +2076,7 @@ class PartFacts:
             stream_modulation: likewise.
 
         Raises:
-            ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or not so many blocks.
+            ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or fewer blocks.
         """
 
 @final
@@ -3009,7 +3009,7 @@ class TextFeatures:
         The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
 
         Raises:
-            ArgumentError: if the model has not so many layers.
+            ArgumentError: if the model has fewer layers.
         """
 
 @final
@@ -4013,7 +4013,7 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
 
     Args:
         tensor: floating point, (out_features, in_features).
-        format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
+        format: "int8", integers with a scale per row; "fp8", e4m3 numbers with a scale per row; "nf4", four bits as bitsandbytes stores them:
             blocks of 64 elements, whose scales are quantized in blocks of 256; "q8_0" and "q4_0", blocks of 32 elements of a row
             with a scale each, as GGUF files have them.
 

@@ -226,7 +226,7 @@ def _summed(labels: str, tensor: Tensor, kept: set[str]) -> Tensor:
 
 
 def _product(one: str, a: Tensor, other: str, b: Tensor, kept: set[str]) -> tuple[str, Tensor]:
-    """Two operands as a product of matrices; labels that nobody needs are summed."""
+    """Two operands as a product of matrices; labels that the result lacks are summed."""
     a, b = _summed(one, a, kept | set(other)), _summed(other, b, kept | set(one))
     one = "".join(label for label in one if label in kept or label in other)
     other = "".join(label for label in other if label in kept or label in one)

@@ -236,7 +236,7 @@ class ComposedMethods:
         """Return the p-norm of the elements: 1, 2, infinity, "fro" or any number above 0.
 
         Raises:
-            ArgumentError: If p is none of these.
+            ArgumentError: If p is another value.
         """
         p = 2 if p == "fro" else p
         if not isinstance(p, (int, float)) or not p > 0:
@@ -284,7 +284,7 @@ class ComposedMethods:
         """Return the k largest or least values in order, and their indices, which the host finds.
 
         Raises:
-            ArgumentError: If there are not so many.
+            ArgumentError: If there are fewer.
         """
         x = own(self)
         place = place_of("topk", x.shape, dim)

@@ -79,7 +79,7 @@ def load_yaml(text: str) -> Any:
     """The value of a YAML document of plain values.
 
     Raises:
-        yaml.YAMLError, ValueError: it is none, or gives a key twice.
+        yaml.YAMLError, ValueError: it is not valid YAML, or has a key twice.
     """
     try:
         return yaml.load(text, _UniqueKeys)  # noqa: S506 - a safe loader
@@ -91,7 +91,7 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON document.
 
     Raises:
-        ValueError: it is none, or its brackets are nested too deeply to be read.
+        ValueError: it is not JSON, or its brackets are nested too deeply to be read.
     """
     try:
         return json.loads(text)
@@ -115,7 +115,7 @@ def held(path: Path, refusal: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # While it is held, so that nobody is left holding a file without a name.
+        # While it is held, so that no other process holds a file without a name.
         path.unlink(missing_ok=True)
         os.close(handle)
 

@@ -108,7 +108,7 @@ class Simulation:
         """Run a snippet in a process of its own, which must succeed.
 
         `libraries` are those that there are (default: all), `missing` the functions they lack,
-        `settings` what the simulation is told, such as {"DEVICES": "2"}.
+        `settings` of the simulation, such as {"DEVICES": "2"}.
         """
         available = tuple(self.simulate.LIBRARIES) if libraries is None else tuple(libraries)
         folder = self.build(available, tuple(missing))

@@ -97,7 +97,7 @@ def test_optimizers_step_in_a_graph(cuda: Any) -> None:
             assert replay.launches == []
             assert [copy for copy in replay.of("copy") if "HtoD" in copy["kind"]] == []
             assert replay.waits == []
-        # A new learning rate is written between replays, and nobody waits for it.
+        # A new learning rate is written between replays, without a synchronization.
         assert run.after("rate").launches == ["optim_configure"]
         assert run.after("rate").waits == []
 

@@ -98,7 +98,7 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     calls = Counter((call["call"], call.fields.get("count")) for call in step.of("product"))
     # Six layers: the gradients of all `down` and of all `up` are one batch each.
     assert calls["cublasGemmBatchedEx", "6"] == 2, calls
-    # Forward three products a layer; backward the hidden gradient and two for the input, which
+    # Forward three products per layer; backward the hidden gradient and two for the input, which
     # the first layer does not need.
     assert sum(calls.values()) == 2 + 6 * 3 + 6 + 5 * 2, calls
     launches = Counter(step.launches)

@@ -123,8 +123,8 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # Two codes an element and two scales a block of 256, in whole blocks. The file has none of them
-    # here: the steps that say so are counted by a kernel, and kernels do not compute.
+    # Two codes per element and two scales per block of 256, in whole blocks. This file lacks them:
+    # a kernel counts the steps, and kernels do not compute here.
     counts = [size // 4 for size in written("parameters").values()]
     states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
     surplus = moved(run.after("optimizer")) - states

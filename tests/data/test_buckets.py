@@ -1,4 +1,4 @@
-"""Buckets: sizes, which image goes where, and what SDXL is told about it."""
+"""Buckets: sizes, which image goes where, and which size conditions SDXL gets."""
 
 import itertools
 from pathlib import Path

@@ -148,7 +148,7 @@ def test_nothing_left_is_an_error(pictures: MakePictures, tmp_path: Path) -> Non
         load(tmp_path / "a", skip_bad=True)
     message = str(caught.value)
     assert "nothing to train on in" in message
-    assert "1 image smaller than the smallest bucket, 16 px a side (--upscale" in message
+    assert "1 image smaller than the smallest bucket, 16 px per side (--upscale" in message
     assert "1 image that cannot be used" in message
     assert "00.png: 15x15" in message
     assert "01.png: cannot be decoded" in message

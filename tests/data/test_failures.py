@@ -38,7 +38,7 @@ def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
 
 
 def expect_whole(folder: Path, data: Dataset, found: int) -> None:
-    """There are so many entries and nothing else, and another run makes the rest of them."""
+    """There are this many entries and nothing else, and another run makes the rest of them."""
     assert len(list(folder.rglob("*.safetensors"))) == found
     assert list(folder.rglob("*.partial")) == []
     cache = LatentCache(data, encode, DISK, {}, folder=folder)

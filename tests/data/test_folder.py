@@ -142,7 +142,7 @@ def test_twenty_thousand_pixels_a_side_are_refused_by_the_header(tmp_path: Path)
         )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
-    # Nothing follows: whoever reads on has another complaint.
+    # Nothing follows, so a reader that continues raises another error.
     path = tmp_path / "huge.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
     write(tmp_path, "ok.png")

@@ -96,7 +96,7 @@ group.close()
 
 
 def run(script: str, size: int) -> list[dict[str, Any]]:
-    """What each of so many processes prints."""
+    """What each of this many processes prints."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         processes = [
             subprocess.Popen(

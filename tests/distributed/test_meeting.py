@@ -108,7 +108,7 @@ def test_who_comes_alone_learns_who_is_missing(port: int) -> None:
 
 
 def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
-    """As some launchers on clusters have it: rank 0 is told localhost, the others its name."""
+    """As some launchers on clusters have it: rank 0 gets localhost, the others its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
             outward.connect(("203.0.113.7", 9))  # Sends nothing.

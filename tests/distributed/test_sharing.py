@@ -39,7 +39,7 @@ DISK = CacheOptions("disk")
 
 
 def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
-    """What `work` gives in each of so many processes."""
+    """What `work` gives in each of this many processes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
         def run(rank: int) -> Found:

@@ -309,7 +309,7 @@ def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
     shutil.rmtree(hub_cache)
     shutil.copytree(GOLDEN / "vae", hub_cache)
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
-    # Of both variants, the one that is asked for.
+    # There are both variants; the requested one is read.
     half = {name: tensor.to("f16") for name, tensor in weights_of("vae").items()}
     tc.save_file(half, hub_cache / "diffusion_pytorch_model.fp16.safetensors")
     (hub_cache / "diffusion_pytorch_model.safetensors").unlink()

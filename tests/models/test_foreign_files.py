@@ -1,4 +1,4 @@
-"""Files of other models, and of one part of a model: each is told by what it is."""
+"""Files of other models, and of one part of a model: each is named in the error."""
 
 from pathlib import Path
 

@@ -295,5 +295,5 @@ def test_guidance_is_asked_of_models_that_follow_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"guidance_embeds": False}))
     schnell = FluxTransformer.from_config(tmp_path / "config.json")
     assert family.predict(schnell, guidance=None).shape == family.case["output"].shape
-    with pytest.raises(tc.ArgumentError, match="this model is told none"):
+    with pytest.raises(tc.ArgumentError, match="this model takes none"):
         family.predict(schnell)

@@ -26,7 +26,7 @@ MODULES = (
 )
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
 LEAST = 80
-"""As many names have an example; more is better."""
+"""The least number of names with an example."""
 
 
 def blocks(doc: str) -> list[str]:
@@ -70,7 +70,7 @@ EXAMPLES = dict(examples())
 
 
 def world() -> dict[str, Any]:
-    """What the examples speak of: a model, batches, an optimizer."""
+    """The names that examples may use: a model, batches, an optimizer."""
     model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
     optimizer = tc.optim.AdamW(model.parameters(), lr=1e-2)
     batches = [(tc.randn(3, 4), tc.randn(3, 2)) for _ in range(2)]

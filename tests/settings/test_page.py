@@ -1,4 +1,4 @@
-"""docs/settings.md is what the settings are, and what it names can be given."""
+"""docs/settings.md matches the settings, and every name in it is accepted."""
 
 import importlib.util
 import re

@@ -66,7 +66,7 @@ def test_fp8_has_the_codes_of_e4m3() -> None:
     normal = (8 + code % 8) * 2.0 ** (code // 8 - 10)
     table = np.where(code < 8, code * 2.0**-9, normal).astype(np.float32)
     distance = np.abs(np.abs(values / scales)[..., None] - table)
-    # Of two equally near the even one.
+    # A value halfway rounds to even.
     codes = np.lexsort((code % 2 + 0 * distance, distance))[..., 0]
     negative = np.signbit(values)
     found_codes = found.tensors()["codes"].numpy().reshape(5, 33)

@@ -13,7 +13,7 @@ from trainable_candle.train.wandb_log import WandbLog
 
 
 class Wandb:
-    """Remembers what it is told."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []

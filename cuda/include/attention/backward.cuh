@@ -199,7 +199,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         const int left = shape.queries - query;
         copy_tile<T, D, QUERIES, THREADS>(stage, q + query * q_strides.row, q_strides.row, left, shape.width);
         copy_tile<T, D, QUERIES, THREADS>(stage + STAGE / 2, d_o + query * do_strides.row, do_strides.row, left, shape.width);
-        static_assert(2 * QUERIES <= THREADS, "one number a thread");
+        static_assert(2 * QUERIES <= THREADS, "one number per thread");
         if (threadIdx.x < 2 * QUERIES) {
             const int row = threadIdx.x % QUERIES;
             const float *from = threadIdx.x < QUERIES ? log_sums : delta;

@@ -84,7 +84,7 @@ struct Place {
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
-    // Of each row: the source pixel that its first tap meets, and which taps lie inside: bits 0..16 vertically, 16..32
+    // For each row: the source pixel under its first tap, and which taps are inside the image: bits 0..16 vertically, 16..32
     // horizontally.
     int pixel[PASSES];
     uint32_t inside[PASSES];

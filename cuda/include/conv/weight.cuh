@@ -18,7 +18,7 @@ template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THRE
     static constexpr int RIGHT_COLUMNS = STEP / RIGHT_VEC, RIGHT_PASS = THREADS / RIGHT_COLUMNS,
                          PASSES = STEP / RIGHT_PASS;
 
-    // Of each tile's column: the channel (negative if there is none), and how its tap moves the window.
+    // For each column of the tile: the channel (negative if there is none), and the offset of its tap.
     int channel[RIGHT_TILES], dy[RIGHT_TILES], dx[RIGHT_TILES];
     StepPixel rows[PASSES], move;
     int pixel;

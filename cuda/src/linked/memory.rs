@@ -223,7 +223,7 @@ pub fn stats(device: i32) -> Stats {
     })
 }
 
-/// Let the allocators of a device map no more than so many bytes together from now on; None: as much as there is. What is mapped stays.
+/// Let the allocators of a device map no more than this many bytes together from now on; None: as much as there is. What is mapped stays.
 pub fn set_limit(device: i32, limit: Option<u64>) {
     with_share(device, |share| share.limit = limit);
 }

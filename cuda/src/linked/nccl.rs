@@ -281,7 +281,7 @@ impl Nccl {
     /// # Safety
     /// It is not used again.
     pub unsafe fn destroy(&self, comm: Comm) {
-        // SAFETY: the caller's promise. There is nobody to tell of a failure, and nothing to be done about it.
+        // SAFETY: the caller's promise. A failure cannot be reported from here.
         unsafe { (self.destroy)(comm) };
     }
 

@@ -89,7 +89,7 @@ def make_parser(program: str) -> Parser:
         action="append",
         help="a message, instead of standard input; may be given again",
     )
-    group.add_argument("--system", metavar="TEXT", help="what the model is told before")
+    group.add_argument("--system", metavar="TEXT", help="the system message")
     add_writing(group)
     add_help(group)
     return parser

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 METADATA: Final = "metadata.jsonl"
 CAPTION_SUFFIXES: Final = (".txt", ".caption")
-"""Of files with a caption; the first that exists counts."""
+"""Endings of caption files; the first that exists is read."""
 _COLUMNS: Final = ("text", "caption", "prompt")
 
 

@@ -36,7 +36,7 @@ class Picture:
     """Upright, px."""
     height: int
     digest: str
-    """Of the file's bytes, 32 hexadecimal digits."""
+    """A hash of the file's bytes, 32 hexadecimal digits."""
     mask: Path | None = None
     """The mask, if there is one and masks are read."""
     transparent: bool = False

@@ -51,7 +51,7 @@ class Facts:
     """Upright, px."""
     height: int
     digest: str
-    """Of the file's bytes, 32 hexadecimal digits."""
+    """A hash of the file's bytes, 32 hexadecimal digits."""
     transparent: bool = False
     """Whether it has an alpha channel, or a colour that is transparent."""
 

@@ -70,7 +70,7 @@ def nothing_left(
 def _too_small(options: DatasetOptions) -> str:
     least = options.shortest_side if options.bucketing else options.resolution
     return (
-        f"smaller than the smallest bucket, {least} px a side "
+        f"smaller than the smallest bucket, {least} px per side "
         "(--upscale enlarges; or lower --resolution)"
     )
 

@@ -27,7 +27,7 @@ DATASET: Final = "train.jsonl"
 VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
 OLD_SHARE: Final = 0.3
-"""Of the examples that are of tasks the base knows: without them it forgets these."""
+"""The share of examples from tasks that the base knows; without them it forgets these tasks."""
 ASKED: Final = 200
 """Held-out words that the unseen task is judged on."""
 ASKED_OLD: Final = 20

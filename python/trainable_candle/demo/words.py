@@ -22,7 +22,7 @@ _ONSETS: Final = (
 _VOWELS: Final = "aeiou"
 _CODAS: Final = ("", "", "", "l", "m", "n", "r", "s", "t", "nd", "rk", "st")
 _HELD_OUT: Final = 8
-"""One word in so many is held out."""
+"""One word in this many is held out."""
 
 
 def _pig(word: str) -> str:

@@ -45,7 +45,7 @@ def chosen_gpus(text: str) -> list[int]:
     """The numbers of the GPUs that `--gpus` means.
 
     Raises:
-        DeviceError: there are not so many.
+        DeviceError: there are fewer.
     """
     # In a process of its own: a launcher that uses CUDA would hold memory on the first GPU.
     asked = subprocess.run(  # noqa: S603 - this interpreter

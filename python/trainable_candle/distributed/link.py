@@ -189,7 +189,7 @@ class Link:
                 self._welcome(*came)
         finally:
             done.set()
-            # A thread that waits for somebody keeps the port.
+            # A thread that still accepts connections keeps the port.
             knock(self._world.address)
             acceptor.join(GRACE)
             listener.close()

@@ -90,7 +90,7 @@ def train(
 
     Raises:
         ModuleNotFoundError: there is no Ray.
-        ConfigError: the cluster has too little for so many processes, or the settings are wrong.
+        ConfigError: the cluster has too little for this many processes, or the settings are wrong.
         DistributedError: a process failed, and no attempt is left.
     """
     ray = _ray()
@@ -281,7 +281,7 @@ class _Workers:
         try:
             outcome: Outcome = ray.get(ref)
         except ray.exceptions.RayError as error:
-            # Of Ray's text the first sentence; what follows is about Ray.
+            # The first sentence of Ray's text; the rest is about Ray's internals.
             return Outcome(error=str(error).strip().partition("\n")[0])
         return outcome
 

@@ -83,7 +83,7 @@ class Worker:
         return Place(node, util.get_node_ip_address(), os.getpid())
 
     def free_port(self, address: str) -> int:
-        """A port of this machine at which nobody listens."""
+        """A port of this machine on which no process listens."""
         with socket.socket() as free:
             free.bind((address, 0))
             port: int = free.getsockname()[1]
@@ -119,7 +119,7 @@ class Worker:
         """Train; what Python raises becomes a part of the result, as Ray could not carry it."""
         callbacks = [_Asked(self._stop), _Lines()]
         try:
-            # Ray sends what is printed to whoever started the run.
+            # Ray sends what is printed to the process that started the run.
             run = train_adapter(
                 config, callbacks=callbacks, progress=False, report=_printed, world=world
             )

@@ -21,7 +21,7 @@ class Mine(NamedTuple):
     losses: Sequence[Tensor]
     """One a batch, f64, without dimensions."""
     shares: Sequence[float]
-    """Of each loss in that of the step."""
+    """The weight of each loss in the loss of the step."""
     asked: bool
     """Whether this process was asked to stop."""
     amount: float

@@ -91,7 +91,7 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
     """Which of how many machines this is, for our launcher; 0 of 1 where nothing says it.
 
     Raises:
-        ConfigError: a variable is missing or no number.
+        ConfigError: a variable is missing or not a number.
     """
     env = os.environ if variables is None else variables
     texts = {name: env.get(name) for name in (MACHINE, MACHINES)}
@@ -113,7 +113,7 @@ def from_environment(variables: Mapping[str, str] | None = None) -> World | None
     """The place that a launcher has given this process; None if none has, or it is alone.
 
     Raises:
-        ConfigError: a variable is missing or no number.
+        ConfigError: a variable is missing or not a number.
     """
     env = os.environ if variables is None else variables
     names = next((names for names in _LAUNCHERS if names.rank in env), None)

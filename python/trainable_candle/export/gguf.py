@@ -106,9 +106,9 @@ def heads(config: Mapping[str, Any], name: str) -> int:
 
 
 def paired(rows: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
-    """Rows of so many heads of queries or keys in llama.cpp's order.
+    """Rows of this many heads of queries or keys in llama.cpp's order.
 
-    Features turn with their neighbour there, and with the one half a head further on here.
+    Features turn with their neighbour there, and with the one half a head away here.
     """
     halves = rows.reshape(count, 2, rows.shape[0] // count // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))

@@ -34,7 +34,7 @@ class Merged:
     """How many of them are others than before."""
     squared_change: float = 0.0
     squared_loss: float = 0.0
-    """Of what rounding took from the change."""
+    """The size of what rounding took from the change."""
 
     @property
     def lost(self) -> float:

@@ -28,7 +28,7 @@ _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 def quantize_folder(folder: Path, layers: Collection[str]) -> float:
     """Replace weights in a folder of transformers by NF4, which it loads with bitsandbytes.
 
-    Scales stay in f32 (4.5 bits a weight), as those that `--qat nf4` trains with. Keys follow
+    Scales stay in f32 (4.5 bits per weight), as those that `--qat nf4` trains with. Keys follow
     `QuantState.as_dict(packed=True)` and the configuration `BitsAndBytesConfig`:
     <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 

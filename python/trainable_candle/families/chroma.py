@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = 512
-"""Of a caption, at most, as diffusers' pipeline cuts it."""
+"""The most tokens of a caption, as in diffusers' pipeline."""
 
 
 class ChromaTexts:

@@ -57,7 +57,7 @@ NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "
 _CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, str(n))}
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 _SAMPLE_BYTES: Final = 32
-"""Of each pixel of an image that is drawn, until it is in a grid."""
+"""Bytes per pixel of an image that is drawn, until it is in a grid."""
 
 
 class Pixels:

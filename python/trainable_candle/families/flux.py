@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = {True: 512, False: 256}
-"""Tokens of a caption: of dev, which is told a scale of guidance, and of schnell."""
+"""Tokens of a caption: for dev, which takes a scale of guidance, and for schnell."""
 
 
 class FluxTexts:
@@ -113,9 +113,9 @@ class Flux(FlowFamily[FluxTexts]):
                 "--negative-prompt has no effect on Flux: it is not guided by a second prediction"
             )
         if self.config.guidance is not None and not self.is_told_guidance:
-            raise ConfigError("--guidance has no effect on Flux schnell, which is told none")
+            raise ConfigError("--guidance has no effect on Flux schnell, which takes none")
         if self.config.train_guidance != 1 and not self.is_told_guidance:
-            raise ConfigError("--train-guidance has no effect on Flux schnell, which is told none")
+            raise ConfigError("--train-guidance has no effect on Flux schnell, which takes none")
 
     @property
     def distillation(self) -> str | None:
@@ -145,7 +145,7 @@ class Flux(FlowFamily[FluxTexts]):
     def conditions(
         self, frames: Sequence[Frame], guidance: float | None = None
     ) -> dict[str, Tensor]:
-        """The scale of guidance, of models that are told one."""
+        """The scale of guidance, of models that take one."""
         if not self.is_told_guidance:
             return {}
         guidance = self.config.train_guidance if guidance is None else guidance

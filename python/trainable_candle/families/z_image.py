@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _MULTIPLE: Final = 32
-"""The transformer pads texts to multiples of so many tokens."""
+"""The transformer pads texts to multiples of this many tokens."""
 _USUAL_TOKENS: Final = 128
-"""Of a caption, for what a run is thought to take."""
+"""Tokens of a caption that the estimates assume."""
 
 
 class ZImageTexts:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _OVERSAMPLED: Final = 16
 _ITERATIONS: Final = 4
 _WHOLE: Final = 4
-"""A matrix whose shorter side is at most so many ranks is decomposed as a whole."""
+"""A matrix whose shorter side is at most this many ranks is decomposed as a whole."""
 
 
 @dataclass(frozen=True)

@@ -437,7 +437,7 @@ class Softmax(Module):
 
 def whole(layer: str, name: str, value: object, least: int = 1) -> int:
     try:
-        number = index(value)  # type: ignore[arg-type]  # what is none raises
+        number = index(value)  # type: ignore[arg-type]  # raises if it is not an integer
     except TypeError:
         raise TypeError(f"{layer}: {name} is {value!r}, expected a whole number") from None
     if number < least:

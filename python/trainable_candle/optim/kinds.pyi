@@ -281,7 +281,7 @@ class Prodigy(GroupedOptimizer):
         d0: The first estimate, above 0.
         d_coef: Factor on the estimate, above 0: the way to tune the method, 0.5 or 2 for example.
         growth_rate: The estimate grows by at most this factor in a step, at least 1.
-        slice_p: Estimate from every so many elements, at least 1: 11 saves almost half of the memory.
+        slice_p: Estimate from every n-th element, at least 1: 11 saves almost half of the memory.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.

@@ -200,7 +200,7 @@ def _synonyms() -> dict[str, str]:
 
 @cache
 def _paths() -> tuple[str, ...]:
-    # Of prompts only those that name a file of prompts.
+    # Only prompts that name a file are paths.
     return (*(name for name, (_, s) in settings().items() if s.path), "sample_prompts")
 
 

@@ -16,7 +16,7 @@ PREDICTIONS: Final = ("epsilon", "v_prediction")
 
 @dataclass(frozen=True)
 class NoisePrediction(Group):
-    """Of models that predict noise or velocity on a schedule of discrete timesteps."""
+    """The objective of models that predict noise or velocity at discrete timesteps."""
 
     section: ClassVar[str] = sections.OBJECTIVE
 
@@ -82,7 +82,7 @@ class NoiseLevels(Group):
 
 @dataclass(frozen=True)
 class ResolutionShift(Group):
-    """Of flow models, whose noise levels may depend on the size of an image."""
+    """The objective of flow models, whose noise levels may depend on the size of an image."""
 
     section: ClassVar[str] = sections.OBJECTIVE
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -100,10 +100,10 @@ class ResolutionShift(Group):
 
 @dataclass(frozen=True)
 class DistilledGuidance(Group):
-    """Of models that are told a scale of guidance."""
+    """For models that take a scale of guidance."""
 
     section: ClassVar[str] = sections.OBJECTIVE
 
     train_guidance: Annotated[
-        float, Setting("the scale that the model is told in training", low=0, rare=True)
+        float, Setting("the model's input for the guidance scale in training", low=0, rare=True)
     ] = 1.0

@@ -34,7 +34,7 @@ NAMES: Final = {
     "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }  # fmt: skip
-"""Of special tokens, ours and what follows `tokenizer.ggml.`."""
+"""Special tokens: our name, and what follows `tokenizer.ggml.` in the file."""
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
 """Types of tokens."""
 _ENDS: Final = ("eos_token_id", "eot_token_id")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Moments: TypeAlias = int | Callable[[int], bool]
-"""Steps at which something is done: every so many (0: none), or those that a function says."""
+"""Steps at which something is done: every n-th (0: none), or those that a function selects."""
 
 
 def is_due(moments: Moments, step: int) -> bool:

@@ -47,7 +47,7 @@ class CsvLog(Callback):
 
 
 class JsonLog(Callback):
-    """One JSON object a line: steps as in `CsvLog`, and whatever else is measured, with its step.
+    """One JSON object per line: the steps of `CsvLog`, and every other metric with its step.
 
     Args:
         path: the file.
@@ -150,7 +150,7 @@ def rates(report: StepReport) -> dict[str, float]:
 
 
 def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
-    """Whether a step is one of every so many, or the last."""
+    """Whether a step is due: one of every n, or the last."""
     return report.step % every == 0 or report.step == trainer.steps
 
 

@@ -86,7 +86,7 @@ class _Given(NamedTuple):
     """The inputs of one of the losses of a step."""
 
     number: int
-    """Of the batch, among those of all processes."""
+    """The number of the batch among those of all processes."""
     inputs: Any
     share: float
     """The weight of this loss in the loss of the step."""
@@ -113,7 +113,7 @@ class Trainer(Generic[Batch]):
             weighed by these, and each batch's share is one of the inputs. By default batches count
             equally.
         cuda_graphs: with `inputs`, on a GPU, the forward and backward passes of batches of up to
-            so many shapes are CUDA graphs (`tc.cuda.capture`): `loss` does the same for all
+            this many shapes are CUDA graphs (`tc.cuda.capture`): `loss` does the same for all
             batches of a shape. 0: none.
         steps: optimizer steps in all.
         scheduler: sets the learning rate; stepped after every optimizer step.
@@ -319,7 +319,7 @@ class Trainer(Generic[Batch]):
                 _Given(number, inputs, equal, amount)
                 for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
-        # Of several processes none knows the weights of the others before the step: then the sums
+        # With several processes none knows the weights of the others before the step: then the sums
         # are divided by that of all weights.
         alone = self.group.size == 1
         whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step

@@ -158,7 +158,7 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
         device_of(parts.iter().copied()),
         cuda => crate::cuda::cat(parts, dim),
         cpu => {
-            // Of one tensor candle returns the tensor itself.
+            // For a single tensor candle returns the tensor itself.
             if let [part] = parts {
                 return copy(part);
             }

@@ -77,7 +77,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     crate::cuda::reset_peak_memory_stats(device)
 }
 
-/// Let tensors and workspaces take no more than so many bytes of a CUDA device's memory from now on, beyond what CUDA itself takes; None: as
+/// Let tensors and workspaces take no more than this many bytes of a CUDA device's memory from now on, beyond what CUDA itself takes; None: as
 /// much as there is. An allocation above it fails as if the memory had run out.
 ///
 /// # Errors

@@ -40,7 +40,7 @@ pub enum Destination {
 }
 
 impl Product {
-    /// This one by itself: `product` gives a new result, `accumulate` adds to one.
+    /// Compute this product alone: `product` makes a new result, `accumulate` adds to one.
     pub(crate) fn run(
         &self,
         product: impl FnOnce(&Raw, &Raw, f64, DType) -> Result<Raw>,

@@ -7,7 +7,7 @@ use trainable_candle_core::compute::{MatmulPrecision, set_float32_matmul_precisi
 use trainable_candle_core::raw::to_f64_vec;
 use trainable_candle_core::{DType, Device, Tensor, device};
 
-/// TF32 rounds the factors and nothing else: off by as much as that, and only when it is asked for.
+/// TF32 rounds the factors and nothing else, and only on request.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn tf32_is_a_choice() {

@@ -1,6 +1,6 @@
 //! NF4 weights in the folders of bitsandbytes, which diffusers and transformers write.
 //!
-//! A weight X is two codes a byte, (n / 2, 1); its shape is in the JSON of `X.quant_state.bitsandbytes__nf4`. Beside it are
+//! A weight X is two codes per byte, (n / 2, 1); its shape is in the JSON of `X.quant_state.bitsandbytes__nf4`. Beside it are
 //! `X.absmax` and `X.quant_map`, and with quantized scales `X.nested_absmax` and `X.nested_quant_map`. Follows `QuantState` in
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 
@@ -20,7 +20,7 @@ pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct State {
     pub dims: [usize; 2],
-    /// Of the weight before it was quantized.
+    /// The dtype of the weight before it was quantized.
     pub dtype: DType,
     /// What is added to its scales, where they are quantized.
     pub offset: Option<f32>,

@@ -1,4 +1,4 @@
-//! Weights of eight bits as `ComfyUI` and others store them, `F8_E4M3`, alone or with a scale a tensor.
+//! Weights of eight bits as `ComfyUI` and others store them, `F8_E4M3`, alone or with a scale per tensor.
 //!
 //! A scale is beside its weight: `layer.scale_weight` in older files, marked by an empty tensor `scaled_fp8`; `layer.weight_scale` in
 //! newer ones, whose format `layer.comfy_quant` names. Follows

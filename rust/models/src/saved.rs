@@ -48,9 +48,9 @@ pub struct Saved {
 /// Floating-point operations of a forward pass. What adapters, norms and activations add is left out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
-    /// Of linear layers and convolutions.
+    /// Operations of linear layers and convolutions.
     pub layers: usize,
-    /// Of attention.
+    /// Operations of attention.
     pub attention: usize,
 }
 

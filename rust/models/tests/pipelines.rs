@@ -59,7 +59,7 @@ fn parts_of_a_pipeline_have_names_of_their_own() {
     assert!(Pipeline::find("sdxx").unwrap_err().to_string().contains("expected \"sdxl\", \"flux\""));
 }
 
-/// A first encoder that projects, as Stable Diffusion 3's does, is told by where it stands.
+/// A first encoder that projects, as Stable Diffusion 3's does, is recognised by its place.
 #[test]
 fn the_place_of_an_encoder_counts_before_its_sizes() {
     let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");

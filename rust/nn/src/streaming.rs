@@ -118,7 +118,7 @@ impl Streaming {
         Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))
     }
 
-    /// The bytes of what is streamed, if each of `layers` has so many.
+    /// The bytes of what is streamed, if each of `layers` has this many.
     pub fn bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> StreamedBytes {
         let mut sizes = [vec![0; self.runs.units.len()], vec![0; self.asides.units.len()]];
         for (layer, bytes) in layers {

@@ -114,7 +114,7 @@ impl PartFacts {
     ///     stream_modulation: likewise.
     ///
     /// Raises:
-    ///     ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or not so many blocks.
+    ///     ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or fewer blocks.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn weight_bytes(
         &self,

@@ -116,7 +116,7 @@ impl QuantizedTensor {
 ///
 /// Args:
 ///     tensor: floating point, (out_features, in_features).
-///     format: "int8", integers with a scale a row; "fp8", e4m3 numbers with a scale a row; "nf4", four bits as bitsandbytes stores them:
+///     format: "int8", integers with a scale per row; "fp8", e4m3 numbers with a scale per row; "nf4", four bits as bitsandbytes stores them:
 ///         blocks of 64 elements, whose scales are quantized in blocks of 256; "q8_0" and "q4_0", blocks of 32 elements of a row
 ///         with a scale each, as GGUF files have them.
 ///

@@ -17,7 +17,7 @@ pub struct AdapterModule {
     module: String,
     /// The layer that it is for; None if the model has none.
     layer: Option<String>,
-    /// The kind of adapter; None if it is none.
+    /// The kind of adapter; None if it is not an adapter.
     kind: Option<&'static str>,
     /// Its rank, 0 if nothing is decomposed.
     rank: usize,

@@ -233,7 +233,7 @@ def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
 
 @pytest.mark.parametrize("is_distilled", [False, True])
 def test_flux2(flux2_base: Path, tmp_path: Path, is_distilled: bool) -> None:
-    """Of the distilled models, a scale of guidance changes nothing."""
+    """A scale of guidance changes nothing in the distilled models."""
     base = tmp_path / "klein"
     base.mkdir()
     for part in flux2_base.iterdir():

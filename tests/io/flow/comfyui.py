@@ -15,7 +15,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Slice(NamedTuple):
-    """Rows of an original matrix, of so many equal shares."""
+    """Rows of an original matrix, of this many equal shares."""
 
     name: str
     first: int = 0
@@ -69,7 +69,7 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
 
 
 def without_modulation(flux: dict[str, Slice], layers: int) -> dict[str, Slice]:
-    """Those of Chroma: Flux's that it has, and of the approximator of so many layers."""
+    """Those of Chroma: Flux's that it has, and of the approximator of this many layers."""
     modulation = ("time_text_embed.", "norm_out.")
     found = {
         layer: place

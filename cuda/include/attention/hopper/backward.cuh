@@ -2,7 +2,7 @@
 // for each of its two groups of four warps, and goes over tiles of queries; one thread copies what the groups multiply.
 //
 // The gradients of a tile's queries are sums over all tiles of keys. The blocks add to them, in f32 in memory, in an order that sizes
-// alone decide: that of the times at which blocks come to the tile if all steps take equally long, so that nobody waits for long. A
+// alone decide: that of the times at which blocks come to the tile if all steps take equally long, so waits are short. A
 // block waits for others, so all run at the same time: one on each multiprocessor, in one stream.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 constexpr int KEYS_AT_ONCE = 128;
 
-// Which queries come when, and who adds to their gradients when. An item is a tile of keys, a step a tile of `M` queries.
+// Which queries come when, and who adds to their gradients when. An item is a tile of keys, a step per tile of `M` queries.
 template <int M> struct Order {
     const Schedule &schedule;
     uint32_t tiles;

@@ -101,7 +101,7 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         sums += uint64_t(blockIdx.x) * 2 * 4096;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            // Of a row of D columns, 64 of each half: the halves are columns for D = 128, rows for D = 64.
+            // A row of D columns has 64 in each half: the halves are columns for D = 128, rows for D = 64.
             const uint32_t index = i * FINISH_THREADS + threadIdx.x, row = index / (D / 8), eight = index % (D / 8);
             const uint32_t half = D == 64 ? row / 64 : eight / 8;
             const uint32_t query = task.tile * M + row;

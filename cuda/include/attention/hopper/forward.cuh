@@ -12,7 +12,7 @@
 // How far a maximum may lie above the base of the weights, in powers of two, before the base is raised: most tiles raise nothing.
 constexpr float HEADROOM = 8.0f;
 
-// The weights of two rows a thread: their base, times scale / ln 2, and the thread's share of their sums.
+// The weights of two rows per thread: their base, times scale / ln 2, and the thread's share of their sums.
 struct RowWeights {
     // At first below all scores, but finite: a tile may hide all keys of a row, whose scores are negative infinity then.
     float base[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.0f, 0.0f};

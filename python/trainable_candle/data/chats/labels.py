@@ -77,7 +77,7 @@ class Pair:
         return self.chosen.answers + self.rejected.answers
 
     def truncated(self, length: int) -> Pair:
-        """The first tokens of both, so many together; the longer one loses first."""
+        """The first tokens of both, this many together; the longer one loses first."""
         half = length // 2
         chosen = max(half, length - len(self.rejected))
         rejected = max(half, length - min(len(self.chosen), chosen))

@@ -33,7 +33,7 @@ def conversation(values: Any, field: str, *, answered: bool = True) -> list[Mess
         answered: whether there must be an answer.
 
     Raises:
-        RowError: the list is none, a role or a content is wrong, or roles are out of order; names
+        RowError: it is not a list, a role or a content is wrong, or roles are out of order; names
             the field.
     """
     values = _parsed(values, field)
@@ -118,7 +118,7 @@ def _calls(value: Any, field: str) -> list[dict[str, Any]]:
     """The calls that a message of ShareGPT's role `function_call` holds as JSON.
 
     Raises:
-        RowError: it is none.
+        RowError: it holds no calls.
     """
     found = _parsed(value, field)
     calls = found if isinstance(found, list) else [found]

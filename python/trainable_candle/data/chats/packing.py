@@ -35,7 +35,7 @@ class Packed:
     """(N,): from 0 in every example."""
     cu_seqlens: npt.NDArray[np.int64]
     """(S,): where examples begin, and where the last ends, which is repeated up to the length that
-    all batches have. Places from there on belong to nobody."""
+    all batches have. Places from there on are padding."""
 
     answers: npt.NDArray[np.float32] | None = None
     """(pairs, N) of preferences: 1 at the targets of a pair's chosen answer, -1 at those of the
@@ -87,7 +87,7 @@ class PackedRows:
         batch_size: rows in a batch.
         seed: of the order.
         shapes: how many numbers of tokens batches may have, as CUDA graphs need it: tokens that
-            belong to nobody fill a batch up to the next one. 0: any.
+            belong to no text fill a batch up to the next one. 0: any.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
 
     Args:
         rows: the examples of each row.
-        unit: tokens that belong to nobody fill the stream up to a multiple of this.
+        unit: tokens of no text fill the stream up to a multiple of this.
         bounds: numbers in `cu_seqlens`, at least.
     """
     ids, targets, lengths = [], [], list[int]()

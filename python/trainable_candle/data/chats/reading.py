@@ -105,7 +105,7 @@ def _json(path: Path) -> Iterator[Row | BadRow]:
         values = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise DatasetError(
-            f"dataset: {path} is not JSON: {error}; a file with an object a line is called .jsonl"
+            f"dataset: {path} is not JSON: {error}; a file with an object per line is called .jsonl"
         ) from error
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]

@@ -50,18 +50,18 @@ class FlowSchedule:
     """mu there."""
 
     def at(self, tokens: int) -> float:
-        """The shift k of an image of so many tokens."""
+        """The shift k of an image of this many tokens."""
         if not self.grows:
             return self.shift
         (first, last), (low, high) = self.tokens, self.mu
         return math.exp(low + (high - low) * (tokens - first) / (last - first))
 
     def drawing(self, steps: int, tokens: int) -> float:  # noqa: ARG002 - for others
-        """The shift k of drawing an image of so many tokens in so many steps."""
+        """The shift k of drawing an image of this many tokens in this many steps."""
         return self.at(tokens)
 
     def in_training(self, tokens: int) -> float:
-        """The shift k of an image of so many tokens that is trained on.
+        """The shift k of an image of this many tokens that is trained on.
 
         Where drawing has one shift for all sizes, it is that of images of 1024x1024, and k grows
         with the root of the number of tokens (arXiv:2403.03206, section 5.3.2).
@@ -71,7 +71,7 @@ class FlowSchedule:
         return self.shift * math.sqrt(tokens / self.tokens[1])
 
     def levels(self, steps: int, tokens: int) -> list[float]:
-        """The noise levels of `steps` calls of the model for an image of so many tokens.
+        """The noise levels of `steps` calls of the model for an image of this many tokens.
 
         Raises:
             ArgumentError: there are no steps.

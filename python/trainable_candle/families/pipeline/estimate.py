@@ -59,7 +59,7 @@ class Sizes(Protocol):
         """Numbers that the encoders hold for a caption while it is encoded, at most."""
 
     def predicting_values(self, latents: int) -> int:
-        """Numbers that the denoiser holds without a tape for an image of so many latents."""
+        """Numbers that the denoiser holds without a tape for an image of this many latents."""
 
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
         """The adapters of the text encoder `part`."""

@@ -112,7 +112,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @abstractmethod
     def predicting_values(self, latents: int) -> int:
-        """Numbers that the denoiser holds without a tape for an image of so many latents."""
+        """Numbers that the denoiser holds without a tape for an image of this many latents."""
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
         """From the configuration of the denoiser and the headers of the files."""

@@ -17,7 +17,7 @@ _CONFIG: Final = "config.json"
 
 
 def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
-    """Of parts of a checkpoint: their weights and configurations.
+    """The identity of parts of a checkpoint: their weights and configurations.
 
     Raises:
         OSError: a file cannot be read.
@@ -29,7 +29,7 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
         if path.is_dir():
             found[name] = file_identity(path / str(subfolder) if subfolder else path)
             continue
-        # Of a file, configurations are read from where its pipeline would have them.
+        # The configurations of a single file are where its pipeline would have them.
         config = path.parent / name / _CONFIG
         beside = file_identity(config) if config.is_file() else ""
         found[name] = f"{file_identity(path)} {beside}"
@@ -37,7 +37,7 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
 
 
 def tokenizers_identity(weights: Path, shipped: Mapping[str, Path]) -> dict[str, str]:
-    """Of tokenizers: their folders, or where a checkpoint has none, what the package ships.
+    """The identity of tokenizers: their folders, or the files of the package where there is none.
 
     Args:
         weights: the checkpoint.

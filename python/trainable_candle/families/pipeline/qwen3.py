@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainable_candle.families.pipeline.family import PipelineFamily
 
 MOST_TOKENS = 512
-"""Of a caption in its template, as diffusers' pipelines cut it."""
+"""The most tokens of a caption in its template, as in diffusers' pipelines."""
 
 
 class Qwen3:

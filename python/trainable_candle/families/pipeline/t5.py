@@ -90,6 +90,6 @@ class T5:
 
     @staticmethod
     def working_values(family: PipelineFamily[Any], part: str, tokens: int) -> int:
-        """Numbers that the encoder `part` holds for a caption of so many tokens."""
+        """Numbers that the encoder `part` holds for a caption of this many tokens."""
         config = family.facts.parts[part].config
         return int(tokens * (2 * config["d_ff"] + 4 * config["d_model"]))

@@ -270,8 +270,8 @@ class LatentModel(ABC):
 
         Args:
             frames: of each image.
-            guidance: the scale, for a model with `distilled_guidance` that is told it; None: that
-                of training.
+            guidance: the scale, an input of models with `distilled_guidance`; None: that of
+                training.
         """
         return {}
 

@@ -143,7 +143,7 @@ class FlowObjective:
     ) -> None:
         self._timesteps = config.timesteps or timesteps
         self._shift = shift if config.timestep_shift is None else config.timestep_shift
-        # Of any size, to complain of wrong settings now.
+        # Any size serves to report wrong settings now.
         self._flow = FlowMatching(self._timesteps, 1.0 if callable(self._shift) else self._shift)
         self._loss = config.loss
         self._delta = config.huber_delta

@@ -20,7 +20,7 @@ class WritingOptions:
     temperature: float = 0.0
     """0 takes the likeliest token each time; 1 draws from what the model says."""
     top_k: int = 0
-    """Draw from so many likeliest tokens; 0: from all."""
+    """Draw from this many likeliest tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens that have this probability together."""
     min_p: float = 0.0

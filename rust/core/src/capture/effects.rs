@@ -56,7 +56,7 @@ pub(crate) struct Effects {
     observed: Vec<(Arc<dyn Slot>, Option<Place>)>,
     /// Changes of variables, once each.
     versions: Vec<Box<dyn Repeat>>,
-    /// Of what is made from variables' values: after these have changed.
+    /// For what is made from variables' values, after these have changed.
     followers: Vec<Box<dyn Repeat>>,
     before: Vec<Before>,
     after: Vec<After>,

@@ -104,7 +104,7 @@ impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3
     }
 }
 
-/// Kernels of the CPU read its memory alone, and nothing is moved behind the caller's back.
+/// CPU kernels read host memory only, and tensors are never moved to it implicitly.
 fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
     if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
         return Ok(());
@@ -188,7 +188,7 @@ pub(super) fn write1(
     f: impl Fn(&mut CpuStorage, &Layout) -> Result<()>,
 ) -> crate::Result<()> {
     check_cpu(op, &[dst])?;
-    // Candle takes the strides of an empty tensor for repeated elements.
+    // Candle mistakes the strides of an empty tensor for repeated elements.
     if dst.elem_count() == 0 {
         return Ok(());
     }

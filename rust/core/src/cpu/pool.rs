@@ -250,7 +250,7 @@ fn default_num_threads() -> usize {
     from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// The pool, or nothing if its threads cannot be started, or another thread changes it at present: the work is then done on the calling
+/// The pool, or `None` if its threads cannot be started, or another thread changes it at present: the work is then done on the calling
 /// thread. Never waits, because a lock that another thread held when this process was forked is never released.
 fn pool() -> Option<Arc<rayon::ThreadPool>> {
     let here = |slot: &Option<Threads>| slot.as_ref().and_then(Threads::here);

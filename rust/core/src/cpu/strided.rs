@@ -12,7 +12,7 @@ pub type Dims = SmallVec<[usize; 6]>;
 /// block hides what preparing it costs.
 pub(super) const BLOCK: usize = 1024;
 
-/// The shape that two shapes broadcast to by numpy's rules, or nothing if they do not fit together.
+/// The shape that two shapes broadcast to by numpy's rules, or `None` if they do not fit together.
 pub fn broadcast_dims(a: &[usize], b: &[usize]) -> Option<Dims> {
     let (long, short) = if a.len() >= b.len() { (a, b) } else { (b, a) };
     let mut dims = Dims::from_slice(long);

@@ -59,7 +59,7 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
 }
 
 /// As [`cpu::write_products`](crate::cpu::write_products). Matrices that follow one another in memory are one product, evenly spaced
-/// ones of one shape a batch.
+/// ones of one shape per batch.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));
@@ -88,7 +88,7 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
 /// One of several products of matrices.
 struct Product {
     plan: Plan,
-    /// Of the operands and of the result.
+    /// The dtype of the operands and of the result.
     addresses: [Address; 3],
     /// Bytes of their elements.
     sizes: [usize; 3],
@@ -105,7 +105,7 @@ struct Joined {
 }
 
 impl Joined {
-    /// Nothing if the products have different shapes or lie unevenly.
+    /// `None` if the products have different shapes or lie unevenly.
     fn of(products: &[Product]) -> Option<Self> {
         let first = products.first()?;
         let Plan { m, n, k, row, a, b, ref batch, ref dims } = first.plan;
@@ -141,7 +141,7 @@ impl Joined {
     }
 }
 
-/// The even distance of the products' operands or results, in elements; nothing if it is uneven or backwards.
+/// The even distance of the products' operands or results, in elements; `None` if it is uneven or backwards.
 fn spacing(products: &[Product], which: usize) -> Option<usize> {
     let place = |product: &Product| product.addresses[which];
     let [first, second, ..] = products else { return Some(0) };
@@ -159,7 +159,7 @@ pub(super) struct Matrix {
 }
 
 impl Matrix {
-    /// Of a row-major (rows, columns) with its strides, seen as its transpose; nothing if neither dimension is dense.
+    /// The layout of a row-major (rows, columns) with these strides, as its transpose; `None` if neither dimension is dense.
     pub(super) fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
         // A dimension of one element has any stride.
         let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
@@ -231,7 +231,7 @@ struct Call<'a> {
     plan: &'a Plan,
     left: Matrix,
     right: Matrix,
-    /// Of the operands and of the result.
+    /// The dtype of the operands and of the result.
     types: [Type; 2],
 }
 

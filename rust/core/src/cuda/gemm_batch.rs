@@ -31,10 +31,10 @@ const ALIGNMENT: Address = 16;
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [i32; 3],
-    /// Of the left and the right operand.
+    /// Layouts of the left and the right operand.
     operations: [Operation; 2],
     distances: [i32; 2],
-    /// Of the operands and of the result.
+    /// The dtype of the operands and of the result.
     dtypes: [DType; 2],
     accumulates: bool,
     /// The bits of the factor.
@@ -42,11 +42,11 @@ struct Key {
 }
 
 impl Key {
-    /// Of a product of two matrices that cuBLAS reads where they lie.
+    /// The shape of a product of two matrices that cuBLAS reads in place.
     fn of(product: &Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to } = product;
         let plan = Plan::of(OP, a, b)?;
-        // Of a batch cuBLAS sees no addresses, and takes kernels that read and write as much at once as the sizes allow.
+        // cuBLAS does not know the addresses of a batch, and chooses kernels with the widest access that the sizes allow.
         let is_aligned = |tensor: &Raw| Ok::<_, Error>(address(OP, tensor)?.is_multiple_of(ALIGNMENT));
         let mut aligned = is_aligned(a)? && is_aligned(b)?;
         let (result, accumulates) = match to {
@@ -156,7 +156,7 @@ fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let function = gpu.function(&WRITE_ADDRESSES, &[])?;
     let shape = Shape::linear(OP, 1, MOST_ADDRESSES as u32)?;
     let arguments = WriteAddresses { table: Mut::new(to, Element::U64), count: 3 * count as u32, addresses };
-    // SAFETY: the table has room for so many addresses.
+    // SAFETY: the table has room for this many addresses.
     unsafe { function.launch(OP, gpu, shape, arguments) }?;
     let part = |i: usize| to + (i * count * size_of::<Address>()) as Address;
     let [m, n, k] = key.sizes;

@@ -11,7 +11,7 @@ use super::product_calls::{Arithmetic, Key, alignment};
 use crate::cpu::gemm::batch::Plan;
 use crate::{Raw, Result};
 
-/// y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; nothing if cuBLASLt does not take the operands.
+/// y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; `None` if cuBLASLt does not take the operands.
 ///
 /// # Errors
 /// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) and [`Error::Device`](crate::Error::Device) if the operands do not fit.

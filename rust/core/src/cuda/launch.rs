@@ -279,7 +279,7 @@ pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Resul
 /// The name of a floating-point dtype at the end of a kernel's.
 ///
 /// # Errors
-/// [`Error::DType`] if it is none.
+/// [`Error::DType`] if it is not floating point.
 pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
     Ok(match dtype {
         DType::F32 => &["f32"],
@@ -293,7 +293,7 @@ pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]>
 /// The names of two floating-point dtypes at the end of a kernel's.
 ///
 /// # Errors
-/// [`Error::DType`] if one is none.
+/// [`Error::DType`] if one is not floating point.
 pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'static str]> {
     macro_rules! pairs {
         ($($from:ident $f:literal: $($to:ident $t:literal)*;)*) => {

@@ -94,7 +94,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Let tensors and workspaces take no more than so many bytes of the device's memory; None: as much as there is.
+/// Let tensors and workspaces take no more than this many bytes of the device's memory; None: as much as there is.
 ///
 /// # Errors
 /// As [`memory_stats`].

@@ -73,7 +73,7 @@ pub(super) struct Key {
     pub(super) arithmetic: Arithmetic,
     /// m, n, k.
     pub(super) sizes: [usize; 3],
-    /// Of the operands in cuBLAS' order: whether they lie transposed, and the distance of their columns.
+    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance of its columns.
     pub(super) operands: [(bool, i64); 2],
     /// Largest powers of two up to 256 that divide the addresses of the operands, and of result and bias: by [`alignment`].
     pub(super) alignments: [u32; 3],
@@ -95,7 +95,7 @@ type Layout = Owned<sys::cublasLtMatrixLayout_t>;
 pub(super) struct Call {
     arithmetic: Arithmetic,
     description: Owned<sys::cublasLtMatmulDesc_t>,
-    /// Of the operands and of the result.
+    /// Of each operand and of the result.
     layouts: [Layout; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
 }

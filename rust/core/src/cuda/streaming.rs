@@ -24,12 +24,12 @@ const OP: &str = "stream_blocks";
 pub struct Copier {
     gpu: &'static Gpu,
     copies: &'static Copies,
-    /// Of each slot, after its last copy.
+    /// One event per slot, recorded after its last copy.
     filled: Vec<Event>,
 }
 
 impl Copier {
-    /// For so many slots.
+    /// Copies to `slots` slots.
     ///
     /// # Errors
     /// [`Error::Device`] if it is not a CUDA device, or the driver refuses.

@@ -39,7 +39,7 @@ impl<'a> Member<'a> {
         Mut::new(self.address, element(self.dtype))
     }
 
-    /// Its elements as so many bytes of any kind.
+    /// Its elements as this many bytes of any kind.
     pub fn bytes(&self) -> Element {
         Element::of_bytes(self.dtype.size_in_bytes())
     }

@@ -107,7 +107,7 @@ impl Encoder {
         }
     }
 
-    /// Windows of `pixels` pixels, so many channels at once, of a dense image (batch, height, width, channels).
+    /// Windows of `pixels` pixels, this many channels at once, of a dense image (batch, height, width, channels).
     pub fn windows(
         &self,
         start: Address,

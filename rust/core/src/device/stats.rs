@@ -11,7 +11,7 @@ pub struct MemoryStats {
     pub reserved: u64,
     /// The most that was, since the start or the last reset.
     pub peak_reserved: u64,
-    /// Of what is reserved, the part that captured graphs keep.
+    /// The part of the reserved bytes that captured graphs keep.
     pub graphs: u64,
     /// Blocks handed out since the start.
     pub allocations: u64,

@@ -69,7 +69,7 @@ impl Case {
         self
     }
 
-    /// The same in basic operations.
+    /// The plain form: the same function in basic operations.
     #[must_use]
     pub fn plain(mut self, plain: impl Fn(&[Tensor]) -> Result<Tensor> + Send + Sync + 'static) -> Self {
         self.plain = Some(Arc::new(plain));

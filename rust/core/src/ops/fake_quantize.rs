@@ -27,11 +27,11 @@ const LARGEST_E4M3: f64 = 448.0;
 /// The numbers that a fake quantized matrix consists of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Grid {
-    /// Integers from -127 to 127 with a scale a row: [`Format::Int8`].
+    /// Integers from -127 to 127 with a scale per row: [`Format::Int8`].
     Int8,
     /// Integers from -8 to 7 with a scale, the largest magnitude / 7.5, for each 32 elements of a row: torchao's symmetric int4 weights.
     Int4,
-    /// e4m3 with a scale a row: [`Format::Fp8`].
+    /// e4m3 with a scale per row: [`Format::Fp8`].
     Fp8,
     /// The 16 values of `NormalFloat` with a scale for each 64 elements in row-major order: [`Format::Nf4`] with scales in f32.
     Nf4,
@@ -265,7 +265,7 @@ pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
     let wide = if x.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
     let grouped = x.to_dtype(wide)?.reshape(&grid.groups(x.dims()[0], x.dims()[1])[..])?;
     let largest = grouped.detach().abs()?.max(&[1], true)?;
-    // Of a group of zeros any scale is right.
+    // Any scale is right for a group of zeros.
     let smallest = f64::from(f32::MIN_POSITIVE);
     let scale = largest.div(&Tensor::full(grid.largest(), (), wide, x.device())?)?.clamp(Some(smallest), None)?;
     let rounded = match grid {

@@ -97,7 +97,7 @@ pub(super) struct LowRanks<'a> {
     places: SmallVec<[Place; 1]>,
     /// A (rank, in) and B (out, rank) of each, inputs of the operation.
     factors: SmallVec<[[&'a Tensor; 2]; 1]>,
-    /// The same in the dtype that is computed in, off the tape.
+    /// The factors in the dtype of the arithmetic, off the tape.
     operands: SmallVec<[[Tensor; 2]; 1]>,
 }
 

@@ -197,7 +197,7 @@ impl Tensor {
     /// A view in which dimensions of size 1 (and new leading ones) repeat up to `shape`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `shape` is not reached by repeating, [`Error::OutOfMemory`] if so many elements would not fit.
+    /// [`Error::Shape`] if `shape` is not reached by repeating, [`Error::OutOfMemory`] if this many elements would not fit.
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         let fits = shape.rank() >= self.rank()

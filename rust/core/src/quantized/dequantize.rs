@@ -74,7 +74,7 @@ impl Part {
     }
 }
 
-/// A code an element and a scale a row, or one scale.
+/// A code an element and a scale per row, or one scale.
 fn by_rows<T: Elem>(
     codes: &[u8],
     scales: &[f32],
@@ -94,7 +94,7 @@ fn by_rows<T: Elem>(
     });
 }
 
-/// Two codes a byte and a scale a block.
+/// Two codes a byte and a scale per block.
 fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: usize, out: &mut [T]) {
     par_chunks_mut(out, GRAIN, |piece, out| {
         let mut at = start + piece * GRAIN;

@@ -9,9 +9,9 @@ use crate::{Error, Result};
 /// How a quantized matrix is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Integers from -127 to 127, a scale a row.
+    /// Integers from -127 to 127, a scale per row.
     Int8,
-    /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), a scale a row or one for the matrix.
+    /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), a scale per row or one for the matrix.
     Fp8,
     /// `NormalFloat` of four bits (Dettmers et al. 2023, arXiv:2305.14314), as bitsandbytes stores it.
     Nf4,

@@ -219,7 +219,7 @@ fn parts_of_16(block: &[u8], out: &mut [f32]) {
     let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], scale(block, 208));
     for (part, out) in out.chunks_exact_mut(16).enumerate() {
         let factor = d * f32::from(scales[part] as i8);
-        // Of 128 elements, quarter r has one half of its bytes of `low`, and bits 2 r and 2 r + 1 of those of `high`.
+        // Each quarter r of 128 elements has one half of its bytes of `low`, and bits 2 r and 2 r + 1 of those of `high`.
         let (half, quarter, start) = (part / 8, part / 2 % 4, part % 2 * 16);
         let low = &low[64 * half + 32 * (quarter % 2) + start..][..16];
         let high = &high[32 * half + start..][..16];

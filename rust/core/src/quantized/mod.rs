@@ -48,7 +48,7 @@ pub struct Quantized {
 #[derive(Clone)]
 struct Part {
     rows: usize,
-    /// u8: a code an element, row by row; NF4 has two in a byte, the first in the upper half. Of a format of ggml, its blocks.
+    /// u8: a code per element, row by row; NF4 has two per byte, the first in the upper half. For ggml's formats, the blocks.
     codes: Raw,
     scales: Scales,
 }
@@ -56,15 +56,15 @@ struct Part {
 /// What codes are multiplied by, f32.
 #[derive(Clone)]
 enum Scales {
-    /// Of two's complement numbers: one for each row.
+    /// For two's complement codes: one per row.
     Int8(Raw),
-    /// Of e4m3 numbers: one for each row, or one for all.
+    /// For e4m3 codes: one per row, or one for all.
     Fp8(Raw),
-    /// Of NF4: one for each block of [`nf4::BLOCK`] elements.
+    /// For NF4: one per block of [`nf4::BLOCK`] elements.
     Nf4(Raw),
-    /// Of NF4: the code of each block's scale in the dynamic map, the scale of each [`nf4::NESTED`] of these, and what is added.
+    /// For NF4: the code of each block's scale in the dynamic map, one scale per [`nf4::NESTED`] of these, and the offset.
     Nested { codes: Raw, scales: Raw, offset: f32 },
-    /// Of a format of ggml: they are among the codes.
+    /// For ggml's formats, whose blocks contain the scales.
     Ggml(Ggml),
 }
 
@@ -87,7 +87,7 @@ impl Scales {
         first.into_iter().chain(second)
     }
 
-    /// The same over other storage: `of` gives that of each part.
+    /// This part with each tensor replaced by what `of` returns for it.
     fn map(&self, of: &mut impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         Ok(match self {
             Self::Int8(scales) => Self::Int8(of(scales)?),
@@ -104,14 +104,14 @@ impl Scales {
 impl Quantized {
     /// Quantize a matrix. It is computed on the CPU, and the result is on the tensor's device.
     ///
-    /// - `Int8`: a scale a row, the largest magnitude / 127; codes are rounded to even (torchao's symmetric int8 weights).
-    /// - `Fp8`: e4m3 with a scale a row, the largest magnitude / 448 (torchao's float8 weights by rows).
+    /// - `Int8`: a scale per row, the largest magnitude / 127; codes are rounded to even (torchao's symmetric int8 weights).
+    /// - `Fp8`: e4m3 with a scale per row, the largest magnitude / 448 (torchao's float8 weights by rows).
     /// - `Nf4`: blocks of 64 elements, whose scales are quantized again in blocks of 256 (Dettmers et al. 2023,
     ///   arXiv:2305.14314); codes, their order and rounding are those of bitsandbytes' `quantize_4bit`.
     /// - `Ggml`: `Q8_0` and `Q4_0`, a scale (f16) for each 32 elements of a row, as ggml's reference rounds.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `matrix` is none, or its rows are no whole blocks of the format, [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient
+    /// [`Error::Shape`] if `matrix` has not two dimensions, or a row does not divide into blocks of the format, [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient
     /// or has values that are not finite, or the format is only read.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
         let &[rows, columns] = matrix.dims() else {
@@ -181,7 +181,7 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
     }
 
-    /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes a byte, and for each block of 64 its scale (f32), or its
+    /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte, and for each block of 64 its scale (f32), or its
     /// code (u8) in the dynamic map with the scales (f32) of 256 such and the number that is added. It stands for values of `dtype`.
     ///
     /// # Errors
@@ -318,7 +318,7 @@ impl Quantized {
         self.parts.iter().map(of).collect()
     }
 
-    /// The same on another device.
+    /// A copy on another device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if it does not fit.
@@ -329,7 +329,7 @@ impl Quantized {
         self.map(|raw| Ok(raw.to_device(device)?))
     }
 
-    /// The same over other storage: `of` gives that of each part, always in the same order.
+    /// This matrix with each tensor replaced by what `of` returns for it, always in the same order.
     pub(crate) fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         let mut part = |part: &Part| -> Result<Part> {
             let codes = of(&part.codes)?;

@@ -1,4 +1,4 @@
-//! Eight bits with a scale a row: integers, and e4m3.
+//! Eight bits with a scale per row: integers, and e4m3.
 
 use super::{Format, Scales};
 use crate::cpu::pool::par_chunks_mut;

@@ -8,7 +8,7 @@ use crate::{DType, Error, Result, compute};
 
 /// Elements that a GPU dequantizes at a time of a matrix that is too large to be there whole.
 const GPU_PANEL: usize = 32 << 20;
-/// The same on a processor.
+/// The CPU form.
 const CPU_PANEL: usize = 4 << 20;
 
 impl Quantized {

@@ -37,7 +37,7 @@ impl Unit {
 pub struct Ring {
     /// Released first: what is copied to the slots must be done.
     copier: Option<Copier>,
-    /// Of each slot, a part for each dtype.
+    /// For each slot a tensor of each dtype.
     slots: [Vec<Raw>; SLOTS],
     units: Vec<OnceLock<Arc<Held>>>,
     state: Mutex<State>,

@@ -25,7 +25,7 @@ use crate::{Error, Result, compute};
 struct Buffered {
     variables: FxHashSet<u64>,
     waiting: Vec<Product>,
-    /// Of the operands of those that wait.
+    /// The bytes of the operands of waiting products.
     bytes: usize,
 }
 
@@ -116,7 +116,7 @@ impl BackwardContext<'_> {
         compute::accumulate(&pending.sum.narrow(dim, part.start, part.len())?, grad)
     }
 
-    /// The place of `part` along `dim` in the gradient of input `index`, which the caller writes as a whole; a view. Nothing if the input
+    /// The place of `part` along `dim` in the gradient of input `index`, which the caller writes as a whole; a view. `None` if the input
     /// needs no gradient, or if something was written there: then [`add_part`](Self::add_part) adds to it. The gradient has the shape
     /// `dims`, and the dtype and the device of `like`.
     pub(crate) fn part(

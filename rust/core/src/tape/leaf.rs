@@ -77,7 +77,7 @@ impl Settle for Gradient {
 }
 
 impl Leaf {
-    /// Of a variable with this storage.
+    /// The leaf of a variable with this storage.
     pub(crate) fn of(storage: &Raw) -> Self {
         let (shape, dtype) = (storage.shape().clone(), storage.dtype());
         let gradient = Gradient {

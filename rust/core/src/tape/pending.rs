@@ -55,7 +55,7 @@ impl Pending {
         self.unset.ranges.is_empty()
     }
 
-    /// The place of `part` along `dim`, which the caller writes as a whole; nothing if something was written there.
+    /// The place of `part` along `dim`, which the caller writes as a whole; `None` if something was written there.
     pub(super) fn take(&mut self, dim: usize, part: &Range<usize>) -> Result<Option<Raw>> {
         let is_free = self.unset.take(dim, part);
         Ok(is_free.then(|| self.sum.narrow(dim, part.start, part.len())).transpose()?)

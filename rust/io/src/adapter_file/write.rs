@@ -237,7 +237,7 @@ fn file_parameters(
 
 /// A magnitude for each output as [`magnitude`] says, (out, 1) or (out, 1, 1, 1).
 fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DType) -> Result<Tensor> {
-    // Of the factors as the file has them, on the device of the base.
+    // Computed from the factors as the file has them, on the device of the base.
     let rounded = |wanted: &str| {
         let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
         let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));

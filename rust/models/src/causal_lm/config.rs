@@ -67,7 +67,7 @@ pub struct CausalLMConfig {
     pub max_position_embeddings: usize,
     /// How positions turn queries and keys.
     pub rope: Rope,
-    /// Of each layer, how many tokens each sees at most, itself among them.
+    /// For each layer, how many tokens a token sees at most, itself among them.
     pub windows: Vec<Option<usize>>,
     /// Tokens that end a text.
     pub eos_token_ids: Vec<u32>,
@@ -214,7 +214,7 @@ fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     })
 }
 
-/// Of each layer, how many tokens each sees.
+/// For each layer, how many tokens a token sees.
 fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
     // Only a missing field has the default: null means none.
     let default = (!fields.is_null("sliding_window")).then_some(4096);

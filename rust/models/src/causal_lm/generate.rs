@@ -17,7 +17,7 @@ pub struct GenerateOptions {
     pub sampling: Sampling,
     /// Tokens that end a text, and are not part of it.
     pub stops: Vec<u32>,
-    /// Of the draws. What is drawn depends on this, the number of the text and the place in it alone.
+    /// The seed. A draw depends on the seed, the number of the text and the position alone.
     pub seed: u64,
 }
 

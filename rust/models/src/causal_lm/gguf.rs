@@ -26,7 +26,7 @@ const OUTSIDE: [(&str, &str); 3] =
 const EMBEDDING: &str = "token_embd.weight";
 const HEAD: &str = "output.weight";
 
-/// Of a layer, our names and theirs.
+/// Names inside of a layer: ours and theirs.
 const INSIDE: [(&str, &str); 11] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -47,7 +47,7 @@ const FACTORS: &str = "rope_freqs.weight";
 /// The names in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // Features of queries and keys turn with their neighbour there, and with the one half a head further on here.
+        // Features of queries and keys turn with their neighbour there, and with the one half a head away here.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen3 => None,
     };
@@ -61,7 +61,7 @@ pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
 }
 
 struct LlamaCpp {
-    /// Of queries and keys, if their rows take turns.
+    /// Heads of queries and keys, if their rows are interleaved.
     heads: Option<[usize; 2]>,
     layers: usize,
     is_part: bool,
@@ -179,7 +179,7 @@ fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Opti
         ("rope.scaling.yarn_beta_slow", "beta_slow"),
     ];
     let given = fields.into_iter().filter_map(|(theirs, ours)| Some((ours.to_owned(), fact(theirs)?)));
-    // Of linear scaling, only the factor is transformers'.
+    // For linear scaling transformers has the factor alone.
     found.extend(given.filter(|(ours, _)| kind != "linear" || ours == "factor"));
     Ok(Some(found.into()))
 }

@@ -26,7 +26,7 @@ pub(super) struct DecoderLayer {
     input_norm: RmsNorm,
     /// `q_proj`, `k_proj` and `v_proj`.
     projections: LinearGroup,
-    /// Of queries and keys, over the width of a head.
+    /// Norms of queries and keys, over the width of a head.
     head_norms: Option<[RmsNorm; 2]>,
     out: Linear<Tensor>,
     heads: usize,

@@ -1,4 +1,4 @@
-//! Which token comes next.
+//! The choice of the next token.
 
 use std::collections::HashSet;
 
@@ -9,15 +9,15 @@ use super::OP;
 /// How the next token is chosen from the scores: the penalty, the temperature and then the limits, in transformers' order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0: the token of the highest score. Otherwise scores are divided by it and a token is drawn.
+    /// 0 takes the token with the highest score; otherwise scores are divided by it and a token is drawn.
     pub temperature: f64,
-    /// Draw from so many tokens of the highest scores; 0: from all.
+    /// Draw from this many tokens with the highest scores; 0: from all.
     pub top_k: usize,
-    /// Draw from the likeliest tokens that have this probability together, above 0 and up to 1 (Holtzman et al. 2020, arXiv:1904.09751).
+    /// Draw from the fewest likeliest tokens whose probabilities sum to this, above 0 and up to 1 (Holtzman et al. 2020, arXiv:1904.09751).
     pub top_p: f64,
     /// Draw from tokens with this share of the likeliest one's probability, 0 to 1 (Nguyen et al. 2024, arXiv:2407.01082).
     pub min_p: f64,
-    /// Above 1: tokens that the text has become less likely (Keskar et al. 2019, arXiv:1909.05858).
+    /// Above 1 it makes tokens that the text already has less likely (Keskar et al. 2019, arXiv:1909.05858).
     pub repetition_penalty: f64,
 }
 
@@ -27,7 +27,7 @@ impl Default for Sampling {
     }
 }
 
-/// The candidates that are put in order at first: a small part of a vocabulary has nearly all of the probability.
+/// How many candidates are sorted first: a small part of a vocabulary has nearly all of the probability.
 const FIRST: usize = 256;
 
 impl Sampling {

@@ -25,7 +25,7 @@ const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
-/// Tokens of a text whose length is told, at most.
+/// Tokens of a text whose length is given, at most.
 const MOST_TOKENS: usize = 4096;
 
 /// Chroma's transformer, computing what diffusers' `ChromaTransformer2DModel` computes, under its names. It predicts the velocity

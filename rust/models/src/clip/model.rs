@@ -54,7 +54,7 @@ impl TextFeatures {
     /// The states `clip_skip` layers before the [`penultimate`](Self::penultimate) ones, as diffusers' SDXL pipelines count.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are not so many layers.
+    /// [`Error::Argument`] if there are fewer layers.
     pub fn skipped(&self, clip_skip: usize) -> Result<&Tensor> {
         let count = self.hidden_states.len();
         count.checked_sub(clip_skip.saturating_add(2)).and_then(|at| self.hidden_states.get(at)).ok_or_else(|| {
@@ -140,7 +140,7 @@ impl CLIPTextModel {
 
     /// The state of the token that ends each text: `states (B, S, D)` → (B, D).
     fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
-        // Of equal scores, argmax takes the first.
+        // argmax takes the first of equal scores.
         let place = embedding(&self.end_scores, input_ids)?.squeeze(2)?.argmax(1, true)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
         let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;

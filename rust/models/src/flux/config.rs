@@ -27,7 +27,7 @@ pub struct FluxConfig {
     pub joint_attention_dim: usize,
     /// Width of the pooled text.
     pub pooled_projection_dim: usize,
-    /// Whether the model is told a scale of guidance, as dev is and schnell is not.
+    /// Whether the model takes a scale of guidance, as dev is and schnell is not.
     pub guidance_embeds: bool,
     /// Features of a head that turn with each axis of the positions.
     pub axes_dims_rope: Vec<usize>,

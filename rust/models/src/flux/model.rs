@@ -50,7 +50,7 @@ pub struct FluxConditions<'a> {
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// The scale of guidance, (B), (1) or without dimensions, for models that are told one, and for these alone.
+    /// The scale of guidance, (B), (1) or without dimensions, for models that take one, and no others.
     pub guidance: Option<&'a Tensor>,
 }
 

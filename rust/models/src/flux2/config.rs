@@ -25,7 +25,7 @@ pub struct Flux2Config {
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,
-    /// Whether the model is told a scale of guidance, as klein is not.
+    /// Whether the model takes a scale of guidance, as klein is not.
     pub guidance_embeds: bool,
     /// The longest period of the positions' angles, divided by 2π.
     pub rope_theta: f64,

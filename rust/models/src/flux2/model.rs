@@ -55,7 +55,7 @@ pub struct Flux2Conditions<'a> {
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): 0, 0, 0, number.
     pub txt_ids: &'a Tensor,
-    /// The scale of guidance, (B), (1) or without dimensions, for models that are told one, and for these alone.
+    /// The scale of guidance, (B), (1) or without dimensions, for models that take one, and no others.
     pub guidance: Option<&'a Tensor>,
 }
 

@@ -16,7 +16,7 @@ const PROJECTED: usize = 3 + 2 * RATIO;
 /// Attention and a `SwiGLU` side by side, modulated, gated and added to the input.
 pub(super) struct FusedBlock {
     to_qkv_mlp_proj: Linear<Tensor>,
-    /// Of queries and keys.
+    /// Norms of queries and keys.
     norms: [RmsNorm; 2],
     to_out: Linear<Tensor>,
     sizes: BlockSizes,

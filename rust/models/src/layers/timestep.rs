@@ -95,7 +95,7 @@ impl TimestepEmbedding {
         self.saved_rows(1, saved);
     }
 
-    /// As [`saved`](Self::saved), for a sample of so many rows.
+    /// As [`saved`](Self::saved), for a sample of this many rows.
     pub fn saved_rows(&self, rows: usize, saved: &mut Saved) {
         for layer in [&self.linear_1, &self.linear_2] {
             saved.linear(layer, (rows * layer.weight.dims()[1], rows));

@@ -23,7 +23,7 @@ pub struct UNetConfig {
     pub layers_per_block: usize,
     /// Whether a level attends on the way down (`CrossAttnDownBlock2D`) or not (`DownBlock2D`).
     pub down_attention: Vec<bool>,
-    /// The same on the way up, the narrowest image first, as the blocks run.
+    /// The same for the decoder, the smallest image first, as the blocks run.
     pub up_attention: Vec<bool>,
     /// Transformer blocks after each residual block.
     pub transformer_layers_per_block: Vec<usize>,

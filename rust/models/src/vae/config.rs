@@ -36,7 +36,7 @@ pub struct VaeConfig {
     pub use_post_quant_conv: bool,
     /// Whether the middle attends.
     pub mid_block_add_attention: bool,
-    /// Of an autoencoder whose squares of two by two latents are normalised by stored statistics, in place of a factor and a shift
+    /// For an autoencoder whose squares of two by two latents are normalised by stored statistics, in place of a factor and a shift
     /// (FLUX.2's): what is added to the variance.
     pub latent_norm_eps: Option<f64>,
 }

@@ -33,7 +33,7 @@ const LOGVAR: (f64, f64) = (-30.0, 20.0);
 impl AutoencoderKL {
     /// The `_class_name` in its `config.json`.
     pub const CLASS_NAME: &'static str = "AutoencoderKL";
-    /// The same of FLUX.2's, which has statistics of its latents.
+    /// FLUX.2's autoencoder, which stores statistics of its latents.
     pub const NORMED_CLASS_NAME: &'static str = "AutoencoderKLFlux2";
 
     /// A model over `weights`.

@@ -8,7 +8,7 @@ use super::ZImageConfig;
 use crate::layers::joint::{SelfAttention, Sight};
 use crate::saved::Saved;
 
-/// What each part of a block is told, by its place in the modulation.
+/// What modulates each part of a block, by its place in the modulation.
 const PARTS: usize = 4;
 
 /// Attention, then a feed-forward layer: x + tanh(g) · norm(part(norm(x) · (1 + s))), with scales s and gates g that the condition gives,

@@ -78,7 +78,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // Files of a failed case stay for whoever looks into it.
+        // Files of a failed case stay for inspection.
         if !std::thread::panicking() {
             drop(std::fs::remove_dir_all(&self.0));
         }

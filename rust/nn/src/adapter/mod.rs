@@ -56,7 +56,7 @@ pub trait Adapter: Send + Sync {
     /// Those of the arithmetic.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor>;
 
-    /// The same in the dtype of the base's, cut from the tape.
+    /// A copy in the dtype of the base, off the tape.
     ///
     /// # Errors
     /// Those of the arithmetic.

@@ -41,7 +41,7 @@ pub struct EMA {
 }
 
 impl EMAConfig {
-    /// How much of the average an update keeps, after so many others.
+    /// How much of the average an update keeps, after this many others.
     fn decay_after(&self, updates: u64) -> f64 {
         let n = updates as f64;
         if self.warmup { self.decay.min((1.0 + n) / (10.0 + n)) } else { self.decay }

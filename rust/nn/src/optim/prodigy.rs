@@ -44,7 +44,7 @@ hyper_parameters! {
         pub d_coef: f64,
         /// The estimate grows by at most this factor in a step, at least 1.
         pub growth_rate: f64,
-        /// Estimate from every so many elements, at least 1: 11 saves almost half of the memory.
+        /// Estimate from every n-th element, at least 1: 11 saves almost half of the memory.
         pub slice_p: usize,
     }
 }

@@ -79,7 +79,7 @@ pub struct Chunk<'a, T> {
 
 /// A run of one state.
 pub enum StateSlice<'a, T> {
-    /// Numbers: one for each element, row or column, or for each so many elements.
+    /// Numbers: one for each element, row or column, or for a number of elements.
     Float(&'a mut [T]),
     /// An 8-bit code for each element.
     Codes(&'a mut [u8]),
@@ -109,7 +109,7 @@ pub enum StateKind {
     Rows,
     /// As `Float`, one for each column of the last two dimensions.
     Columns,
-    /// As `Float`, one for the first element and each so many further on, at least 1.
+    /// As `Float`, one for the first element and every n-th after it, at least 1.
     Every(usize),
 }
 

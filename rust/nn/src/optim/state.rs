@@ -39,7 +39,7 @@ pub(super) struct Parameter {
 
 pub(super) struct State {
     pub(super) spec: StateSpec,
-    /// Of the type that the kind asks for.
+    /// Values of the type that the kind has.
     pub(super) data: StateData,
 }
 

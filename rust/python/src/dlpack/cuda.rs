@@ -13,7 +13,7 @@ use crate::tensor::source::{Element, Source};
 /// The stream that the protocol means when none is named: the default stream of CUDA before version 7.
 const LEGACY: i64 = 1;
 
-/// The stream of a consumer that asks for a capsule; nothing if it wants to wait by itself.
+/// The stream of a consumer that asks for a capsule; `None` if it synchronizes itself.
 ///
 /// # Errors
 /// `BufferError` for 0, which the protocol leaves undefined.

@@ -237,7 +237,7 @@ impl CausalLM {
     ///     prompts: the token ids of each text, at least one each.
     ///     max_new_tokens: added to each text, at most.
     ///     temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
-    ///     top_k: draw from so many likeliest tokens; 0: from all.
+    ///     top_k: draw from this many likeliest tokens; 0: from all.
     ///     top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
     ///     min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
     ///     repetition_penalty: above 1, tokens that the text has become less likely.

@@ -70,7 +70,7 @@ impl TextFeatures {
     /// The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
     ///
     /// Raises:
-    ///     ArgumentError: if the model has not so many layers.
+    ///     ArgumentError: if the model has fewer layers.
     fn skipped(&self, clip_skip: Integer) -> Result<Tensor> {
         let clip_skip = clip_skip.count("skipped", "clip_skip")?;
         quick(|| self.0.skipped(clip_skip).cloned()).map(Tensor)

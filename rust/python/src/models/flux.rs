@@ -29,7 +29,7 @@ impl FluxTransformer {
     ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column.
     ///     txt_ids: positions of the text's tokens, (L, 3): zeros.
-    ///     guidance: the scale of guidance, for models that are told one (dev) and these alone: (B,), (1,), or a number; 1 to train,
+    ///     guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number; 1 to train,
     ///         about 3.5 to draw.
     ///
     /// Returns:
@@ -37,7 +37,7 @@ impl FluxTransformer {
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     ArgumentError: if guidance is missing, or the model is told none.
+    ///     ArgumentError: if guidance is missing, or the model takes none.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn __call__(

@@ -28,14 +28,14 @@ impl Flux2Transformer {
     ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
     ///     txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, number.
-    ///     guidance: the scale of guidance, for models that are told one (dev) and these alone: (B,), (1,), or a number.
+    ///     guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.
     ///
     /// Raises:
     ///     ShapeError: if the inputs do not fit the model or one another.
-    ///     ArgumentError: if guidance is missing, or the model is told none.
+    ///     ArgumentError: if guidance is missing, or the model takes none.
     #[pyo3(signature = (hidden_states, encoder_hidden_states, timestep, img_ids, txt_ids, guidance=None))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
     fn __call__(

@@ -144,10 +144,10 @@ impl Model {
     ///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
     ///     force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
     ///         says: SDXL's autoencoder does, whose values leave the range of f16.
-    ///     layers: load so many of the first layers of a language model, to read its `hidden_states`; all without it.
+    ///     layers: load only this many of the first layers of a language model, to read its `hidden_states`; all without it.
     ///     quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
     ///         they are read; all else is as `dtype` says.
-    ///     stream_blocks: keep the weights of so many blocks in pinned memory of the host, and copy each block's to the device ahead of
+    ///     stream_blocks: keep the weights of this many blocks in pinned memory of the host, and copy each block's to the device ahead of
     ///         its use, on a stream of its own. Only two blocks' are on the device at a time.
     ///     stream_modulation: keep the weights that make the modulation of blocks there, in all blocks and not only in those streamed: for
     ///         Flux 6 GiB that each step reads once.

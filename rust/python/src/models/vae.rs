@@ -43,7 +43,7 @@ impl AutoencoderKL {
     ///
     /// Args:
     ///     image: images, (B, 3, H, W), values -1 to 1.
-    ///     tile_size: encode larger images in tiles of so many pixels, which overlap by a quarter (512 is usual);
+    ///     tile_size: encode larger images in tiles of this many pixels, which overlap by a quarter (512 is usual);
     ///         near seams the result differs a little.
     ///
     /// Returns:
@@ -69,7 +69,7 @@ impl AutoencoderKL {
     ///
     /// Args:
     ///     latent: latents, (B, 4, h, w), not scaled.
-    ///     tile_size: decode larger images in tiles of so many pixels, which overlap by a quarter, their seams blended (512
+    ///     tile_size: decode larger images in tiles of this many pixels, which overlap by a quarter, their seams blended (512
     ///         is usual): memory no longer grows with the image.
     ///
     /// Returns:

@@ -67,7 +67,7 @@ pub fn build(name: &str, params: &Params<'_>, settings: &Bound<'_, PyDict>) -> R
     Ok(kind.build(params.groups(kind, &fields, &common)?)?)
 }
 
-/// A hyper-parameter as it was passed, or nothing if there is none of this name.
+/// A hyper-parameter as it was passed, or `None` if there is none of this name.
 fn setting(
     kind: &OptimizerKind,
     fields: &[Field],

@@ -7,7 +7,7 @@ use trainable_candle_core::DType;
 
 use super::Operand;
 
-/// `a` and the operand in one dtype, for elementwise operations. A numpy array keeps its dtype, which is often an f64 that nobody chose:
+/// `a` and the operand in one dtype, for elementwise operations. A numpy array keeps its dtype, which is often an f64 by accident:
 /// the operation then says what differs.
 pub fn promoted<T>(
     op: &'static str,

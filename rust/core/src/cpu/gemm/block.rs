@@ -313,7 +313,7 @@ impl<T: Elem> Side<T> {
         Ahead { ptr: self.ptr.cast(), runs, len: run * size, stride: stride * size }
     }
 
-    /// How a thin product with this as its large operand, and so many columns, is computed.
+    /// How a thin product with this as its large operand, and this many columns, is computed.
     fn method(self, columns: usize) -> Method {
         match (self.outer, self.inner) {
             (_, 1) if !is_accumulator::<T>() && columns <= narrow::MAX_COLUMNS => Method::Dot,

@@ -1,4 +1,4 @@
-//! What the registry's walk tries attention on.
+//! Cases of attention.
 
 use candle_core::Device;
 

@@ -166,7 +166,7 @@ impl Normed {
         self.sizes.heads * self.sizes.width
     }
 
-    /// Of queries, keys and values, how many are copied: the values of one stream are read where they lie.
+    /// How many of queries, keys and values are copied: the values of one stream are read in place.
     fn parts(&self) -> usize {
         if self.lengths.len() == 1 { 2 } else { 3 }
     }

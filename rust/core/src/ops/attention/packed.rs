@@ -51,7 +51,7 @@ pub fn packed_attention(x: &Tensor, context: Option<&Tensor>, heads: usize, is_c
 /// The sizes of an attention over packed operands.
 #[derive(Clone)]
 struct Packed {
-    /// Of x and of the context: how many of q, k and v they hold.
+    /// How many of q, k and v x holds, and the context.
     parts: [usize; 2],
     heads: usize,
     result: [usize; 3],

@@ -192,7 +192,7 @@ impl Backward for RotaryBackward {
     }
 }
 
-/// What the registry's walk tries it on.
+/// The cases of the registry.
 #[cfg(feature = "testing")]
 pub(super) fn cases() -> Vec<Case> {
     #[derive(Clone, Copy)]

@@ -1,4 +1,4 @@
-//! What the registry's walk tries activations beside other columns on.
+//! Cases of activations beside other columns.
 
 use super::{Activation, GELU_TANH_BESIDE, SWIGLU_BESIDE, activate_beside};
 use crate::ops::activation::Gelu;

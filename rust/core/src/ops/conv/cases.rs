@@ -1,4 +1,4 @@
-//! What the registry's walk tries convolutions on.
+//! Cases of convolutions.
 
 use super::{CONV2D, Conv2dOptions, conv2d, conv2d_nchw};
 use crate::ops::case::{Case, Entry};

@@ -1,4 +1,4 @@
-//! What the registry's walk tries gated units on.
+//! Cases of gated units.
 
 use super::linear::SWIGLU_LINEAR_GROUP;
 use super::{GEGLU, SWIGLU, geglu, swiglu, swiglu_linear_group};

@@ -1,4 +1,4 @@
-//! What the registry's walk tries index operations on.
+//! Cases of index operations.
 
 use super::{EMBEDDING, GATHER, INDEX_SELECT, embedding};
 use crate::ops::case::{Case, Entry};

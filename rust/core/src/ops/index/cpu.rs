@@ -105,7 +105,7 @@ fn add<T: Elem>(sum: &mut [T::Acc], row: &[T]) {
     );
 }
 
-/// Round the sums to `row` and begin again.
+/// Round the sums into `row` and reset them.
 fn take<T: Elem>(sum: &mut [T::Acc], row: &mut [T]) {
     dispatch(
         #[inline(always)]

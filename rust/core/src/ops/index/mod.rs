@@ -98,7 +98,7 @@ fn check_device(op: &'static str, device: &Device, ids: &Tensor) -> Result<()> {
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
 }
 
-/// Of `index_select` and `embedding`, where the result's dimension `dim` stands for the shape of the ids.
+/// The backward of `index_select` and `embedding`: dimension `dim` of the result has the elements of the ids.
 struct SelectBackward {
     op: &'static OpInfo,
     dims: Vec<usize>,

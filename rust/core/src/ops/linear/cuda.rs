@@ -5,7 +5,7 @@ use crate::cuda::product_with_bias;
 use crate::ops::conv::cuda::pairs;
 use crate::{Raw, Result};
 
-/// x Wᵀ + b over matrices; nothing if neither form takes the operands.
+/// x Wᵀ + b over matrices; `None` if neither form takes the operands.
 pub(super) fn forward(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     if let Some(y) = pairs::linear(LINEAR.name, x, weight, bias)? {
         return Ok(Some(y));

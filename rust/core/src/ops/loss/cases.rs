@@ -1,4 +1,4 @@
-//! What the registry's walk tries losses on.
+//! Cases of losses.
 
 use super::cross_entropy::CROSS_ENTROPY;
 use super::linear_cross_entropy::{LINEAR_CROSS_ENTROPY, LOG_PROBS};

@@ -72,7 +72,7 @@ fn add_layer_norm() -> Vec<Case> {
 fn modulated_layer_norm() -> Vec<Case> {
     const EPS: f64 = 1e-6;
     let run = |x: &[Tensor]| super::modulated_layer_norm(&x[0], &x[1], &x[2], EPS);
-    // Of x (batch, length, features).
+    // The input is x (batch, length, features).
     let plain = |x: &[Tensor]| {
         let normal = plain::layer_norm(&x[..1], &[2], EPS)?;
         normal.mul(&x[1].unsqueeze(1)?.add_scalar(1.0)?)?.add(&x[2].unsqueeze(1)?)

@@ -98,7 +98,7 @@ const fn accumulator(dtype: DType) -> DType {
     }
 }
 
-/// Of `sum` and `mean`: the gradient times `scale`, for every element.
+/// The backward of `sum` and `mean`: the gradient times `scale`, for every element.
 struct SumBackward {
     reduction: Reduction,
     scale: f64,

@@ -1,4 +1,4 @@
-//! What the registry's walk tries rotary embeddings on.
+//! Cases of rotary embeddings.
 
 use super::{ROPE, rope};
 use crate::ops::case::{Case, Entry};

@@ -1,4 +1,4 @@
-//! What the registry's walk tries softmax on.
+//! Cases of softmax.
 
 use super::{LOG_SOFTMAX, SOFTMAX};
 use crate::ops::case::{Case, Entry};

@@ -1,4 +1,4 @@
-//! What the registry's walk tries resizing on.
+//! Cases of resizing.
 
 use super::{UPSAMPLE_NEAREST2D, sources, upsample_nearest2d};
 use crate::ops::case::{Case, Entry};

@@ -23,7 +23,7 @@ const TEXT: Names = Names { qkv: ["add_q_proj", "add_k_proj", "add_v_proj"], nor
 /// The projections of one stream.
 struct Projections {
     qkv: LinearGroup,
-    /// Of queries and keys, each head by itself.
+    /// Norms of queries and keys, per head.
     norms: Option<[RmsNorm; 2]>,
     names: &'static Names,
     sizes: BlockSizes,
@@ -64,7 +64,7 @@ impl Module for Projections {
 /// Tokens that attend: projections whose first columns or members are queries, keys and values.
 pub(crate) struct Stream<'a> {
     pub projected: Projected,
-    /// Of queries and keys, each head by itself.
+    /// Norms of queries and keys, per head.
     pub norms: Option<&'a [RmsNorm; 2]>,
     pub angles: Option<Rope>,
 }

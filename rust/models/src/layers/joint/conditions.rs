@@ -17,15 +17,15 @@ const SINUSOIDS: usize = 256;
 pub struct ConditionSizes {
     /// Width of the condition.
     pub dim: usize,
-    /// Width of the pooled text, if the model is told one.
+    /// Width of the pooled text, if the model takes one.
     pub pooled: Option<usize>,
-    /// Whether the model was distilled to follow a scale of guidance that it is told.
+    /// Whether the model was distilled to follow a scale of guidance.
     pub guidance: bool,
     /// Whether linear layers have biases.
     pub bias: bool,
 }
 
-/// The sum of small networks over the time and, if the model is told them, the pooled text and the scale of guidance.
+/// The sum of small networks over the time and, if the model takes them, the pooled text and the scale of guidance.
 pub struct TimeTextEmbedding {
     sinusoids: Sinusoids,
     time: TimestepEmbedding,
@@ -52,7 +52,7 @@ impl TimeTextEmbedding {
     }
 
     /// SiLU of the condition, (B, D), with which every block begins: `times` from 0 to 1000, (B) or (1), `pooled (B, P)` and the
-    /// scale of guidance times 1000, (B) or (1), if the model is told them.
+    /// scale of guidance times 1000, (B) or (1), if the model takes them.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

@@ -12,11 +12,11 @@ pub struct TokenSizes {
     pub channels: usize,
     /// Width of a token of the text.
     pub text: usize,
-    /// Width of the pooled text, if the model is told one.
+    /// Width of the pooled text, if the model takes one.
     pub pooled: Option<usize>,
     /// Axes of the positions.
     pub axes: usize,
-    /// Whether the model is told a scale of guidance.
+    /// Whether the model takes a scale of guidance.
     pub guidance: bool,
 }
 
@@ -44,7 +44,7 @@ impl TokenSizes {
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or there is no token; [`Error::DType`] if the image is not
-    /// floating-point; [`Error::Argument`] if guidance is missing, or given to a model that is told none.
+    /// floating-point; [`Error::Argument`] if guidance is missing, or given to a model that takes none.
     pub fn check(&self, inputs: TokenInputs<'_>) -> Result<[usize; 2]> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(self.op, format!("{name} has shape {:?}, expected {expected}", found.dims())))
@@ -88,9 +88,9 @@ impl TokenSizes {
         }
         if inputs.guidance.is_some() != self.guidance {
             let message = if self.guidance {
-                "guidance is missing: the model is told a scale, 1 while it is trained and about 3.5 to draw"
+                "guidance is missing: the model takes a scale: 1 in training, about 3.5 for drawing"
             } else {
-                "found guidance, but this model is told none (guidance_embeds is false)"
+                "found guidance, but this model takes none (guidance_embeds is false)"
             };
             return Err(Error::argument(self.op, message));
         }

@@ -11,7 +11,7 @@ const PROJECTION: &str = "proj_out";
 
 /// Norm, scale and shift that the condition gives, projection to the values of the patches.
 pub struct ModulatedOutput {
-    /// What modulates the tokens, unless the model says it.
+    /// The layer that makes the modulation, unless the model gives it.
     norm: Option<Linear<Tensor>>,
     projection: Linear<Tensor>,
 }
@@ -28,7 +28,7 @@ impl ModulatedOutput {
         })
     }
 
-    /// As [`new`](Self::new), for models that say the modulation: there is `proj_out` alone.
+    /// As [`new`](Self::new), for models that give the modulation: only `proj_out` exists.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -39,14 +39,14 @@ impl ModulatedOutput {
     /// `x (B, S, D)` under the condition `(B, D)`, after SiLU → (B, S, out).
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the model says the modulation.
+    /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the model gives the modulation.
     pub fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
         let Some(norm) = &self.norm else {
             return Err(Error::argument("ModulatedOutput", "the layer has no modulation of its own"));
         };
         let said = norm.forward(condition)?;
         let dim = norm.in_features();
-        // diffusers says the scale first here.
+        // diffusers has the scale first here.
         self.modulated(x, [&said.narrow(1, dim, dim)?, &said.narrow(1, 0, dim)?])
     }
 

@@ -18,18 +18,18 @@ const NORM: &str = "norm.linear";
 /// Queries, keys, values and the feed-forward layer's middle in one product of the modulated input; the result of both in one product,
 /// gated and added to the input.
 pub struct SingleBlock {
-    /// What modulates the tokens, unless the model says it.
+    /// The layer that makes the modulation, unless the model gives it.
     norm: Option<Linear<Tensor>>,
     /// `attn.to_q`, `attn.to_k`, `attn.to_v` and `proj_mlp`.
     projections: LinearGroup,
-    /// Of queries and keys.
+    /// Norms of queries and keys.
     norms: [RmsNorm; 2],
     proj_out: Linear<Tensor>,
     sizes: BlockSizes,
 }
 
 impl SingleBlock {
-    /// Parameters below `weights`; with `told_modulation`, the model says the modulation, and the block has no layer for it.
+    /// Parameters below `weights`; with `told_modulation` the model gives the modulation, and the block has no layer for it.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -46,10 +46,10 @@ impl SingleBlock {
         })
     }
 
-    /// What the condition `(B, D)`, after SiLU, says; for [`forward`](Self::forward).
+    /// The modulation by the condition `(B, D)`, after SiLU, for [`forward`](Self::forward).
     ///
     /// # Errors
-    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model says the modulation.
+    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model gives the modulation.
     pub fn modulation(&self, condition: &Tensor) -> Result<Tensor> {
         let Some(norm) = &self.norm else {
             return Err(Error::argument("SingleBlock", "the block has no modulation of its own"));

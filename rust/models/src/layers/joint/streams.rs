@@ -5,7 +5,7 @@ use trainable_candle_nn::Blocks;
 
 use super::{DoubleBlock, Rope, SingleBlock};
 
-/// What attention is told beside its tokens.
+/// What attention takes beside its tokens.
 #[derive(Clone, Copy, Default)]
 pub struct Sight<'a> {
     /// The angles of the text's tokens, then of the image's.

@@ -57,7 +57,7 @@ impl Clip {
             loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
             clip: output(op, &clip)?,
         };
-        // SAFETY: there are so many parts, and the two numbers of the result.
+        // SAFETY: there are this many parts, and the two numbers of the result.
         unsafe { function.launch(op, gpu, Shape::linear(op, 1, 256)?, arguments) }?;
         Ok(Self(clip))
     }
@@ -98,7 +98,7 @@ pub fn scale_gradients(
     };
     // Few blocks, which have little to do where there is nothing to scale.
     let each = count.div_ceil(256 * 2048).max(4);
-    // SAFETY: there are so many gradients.
+    // SAFETY: there are this many gradients.
     unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
 }
 

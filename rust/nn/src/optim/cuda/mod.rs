@@ -31,7 +31,7 @@ type Specs = SmallVec<[StateSpec; 4]>;
 
 /// The device state of an optimizer.
 pub(super) struct OnDevice {
-    /// Settings, coefficients and steps of variables that have the same. There is room for one group a variable.
+    /// Settings, coefficients and steps of variables that have the same. There is room for one group per variable.
     settings: Groups,
     /// A captured step is of the slots that it was captured with.
     slots: HostState<Arc<Slots>>,

@@ -94,7 +94,7 @@ impl Groups {
             coefficients: output(op, &self.coefficients)?.behind(groups.start * size_of::<Coefficients>()),
         };
         let shape = Shape::linear(op, count.div_ceil(32) as usize, 32)?;
-        // SAFETY: there are so many groups from there on, and as many coefficients.
+        // SAFETY: there are this many groups from there on, and as many coefficients.
         unsafe { function.launch(op, gpu, shape, arguments) }
     }
 

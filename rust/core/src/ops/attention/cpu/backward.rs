@@ -93,9 +93,9 @@ struct BackwardPass<'a, T: Elem> {
     result: Matrices<'a, T>,
     grad: Matrices<'a, T>,
     log_sums: &'a [T::Acc],
-    /// Of queries and keys, of values.
+    /// Widths of queries and keys, and of values.
     widths: [usize; 2],
-    /// Of the gradients of q, k and v that are wanted.
+    /// Which of the gradients of q, k and v are wanted.
     rows: &'a [Option<Rows<'a, T>>; 3],
 }
 

@@ -46,7 +46,7 @@ pub(super) enum Sight {
 }
 
 impl Sight {
-    /// Of queries that see all keys, or those up to their own position.
+    /// Queries see all keys, or those up to their own position.
     pub const fn of(is_causal: bool) -> Self {
         if is_causal { Self::Causal } else { Self::All }
     }

@@ -73,7 +73,7 @@ impl Width {
     }
 }
 
-/// How `blocks` blocks share items of so many steps: the items that would leave blocks idle at the end are split if that saves more than
+/// How `blocks` blocks share items of this many steps: the items that would leave blocks idle at the end are split if that saves more than
 /// it costs.
 fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     let whole = items / blocks * blocks;
@@ -97,7 +97,7 @@ pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape
         .all(|&(size, stride)| size == 1 || (1..1 << 39).contains(&stride))
 }
 
-/// A map of the matrices of heads, of which so many rows are copied at once.
+/// A map of the matrices of heads, of which this many rows are copied at once.
 pub(in crate::ops::attention) fn map(
     encoder: &Encoder,
     heads: &Heads,

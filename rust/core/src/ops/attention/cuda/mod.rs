@@ -76,10 +76,10 @@ impl Heads {
     }
 }
 
-/// Of a tensor that is not there.
+/// The strides of an absent tensor.
 pub(super) const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
 
-/// The strides of batch, head and row; nothing if the dimensions before the heads do not follow one another.
+/// The strides of batch, head and row; `None` if the dimensions before the heads are not evenly spaced.
 fn head_strides(layout: &Layout) -> Option<Strides> {
     let (dims, strides) = (layout.dims(), layout.stride());
     let rank = dims.len();
@@ -98,7 +98,7 @@ fn head_strides(layout: &Layout) -> Option<Strides> {
     Some(Strides { batch: batch.unwrap_or(0), head: stride(3), row: stride(2) })
 }
 
-/// A new tensor that lies in memory as `like` does: heads next to one another where its are.
+/// A new tensor with the memory order of `like`: heads are adjacent where those of `like` are.
 pub(super) fn empty_like(op: &'static str, gpu: &Gpu, like: &Raw, width: usize) -> Result<Raw> {
     let mut dims = like.dims().to_vec();
     let rank = dims.len();
@@ -129,7 +129,7 @@ impl Attention<'_> {
         })
     }
 
-    /// The mask, one number a score, by its strides, and the tensor that it lies in.
+    /// The mask, one number per score: its strides, and the tensor that holds it.
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;

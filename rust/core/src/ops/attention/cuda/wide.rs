@@ -57,7 +57,7 @@ impl Attention<'_> {
                     rows: count as u64,
                     len: count32(op, keys)?,
                 };
-                // SAFETY: there are so many rows of scores, and a number for each of them.
+                // SAFETY: there are this many rows of scores, and a number for each of them.
                 unsafe { function.launch(op, gpu, Shape::rows(count, keys, numbers), arguments) }?;
                 let shares = softmax::cuda::forward("softmax", &scores)?;
                 let shares = if in_pairs { pairs(op, LEFT, &shares, keys)? } else { cast(&shares, dtype)? };

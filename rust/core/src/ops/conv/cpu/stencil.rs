@@ -36,13 +36,13 @@ pub(in crate::ops::conv) struct Stencil {
 /// Distances in the weight.
 #[derive(Clone, Copy)]
 struct WeightStrides {
-    /// Of channels of the target.
+    /// Stride of channels of the target.
     target: usize,
-    /// Of channels of the source.
+    /// Stride of channels of the source.
     source: usize,
-    /// Of lines and columns of the kernel.
+    /// Strides of lines and columns of the kernel.
     places: [usize; 2],
-    /// Of groups.
+    /// Stride of groups.
     group: usize,
 }
 

@@ -35,12 +35,12 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
         channels: count32(op, channels)?,
         padded: count32(op, padded)?,
     };
-    // SAFETY: the tensors are dense, of so many rows of these widths.
+    // SAFETY: the tensors are dense, of this many rows of these widths.
     unsafe { function.launch(op, gpu, shape, arguments) }?;
     Ok(to)
 }
 
-/// Image and weight in parts, and the sizes of their convolution; nothing if it has no form on tensor cores.
+/// Image and weight in parts, and the sizes of their convolution; `None` if it has no form on tensor cores.
 pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
     let channels = sizes.channels as usize;
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };

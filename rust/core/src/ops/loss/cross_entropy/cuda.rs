@@ -157,7 +157,7 @@ pub(in crate::ops::loss) struct Turn<'a> {
     pub of_rows: bool,
     /// What the sum was divided by.
     pub divisor: Option<&'a Raw>,
-    /// Of each row, in the dtype of arithmetic.
+    /// One value per row, in the dtype of arithmetic.
     pub weights: Option<&'a Raw>,
     pub smoothing: f64,
 }

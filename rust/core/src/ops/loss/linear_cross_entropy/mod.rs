@@ -29,7 +29,7 @@ const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
 /// Bytes of logits at a time on a GPU: enough to keep it busy, and to read the weight seldom.
 const CHUNK_BYTES: usize = 256 << 20;
-/// The same on a processor.
+/// The CPU form.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
 
 /// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ: states `h (N, D)`, `weight (V, D)`, class ids `targets (N)`, i64 or u32, and for each row its

@@ -1,4 +1,4 @@
-//! What the registry's walk tries RMS norm with rotary embedding on.
+//! Cases of RMS norm with rotary embedding.
 
 use super::rms_norm_rope;
 use crate::Tensor;

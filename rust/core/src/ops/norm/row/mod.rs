@@ -84,7 +84,7 @@ impl Kind {
     }
 }
 
-/// Samples of so many rows that share a scale and a shift, and the length of a row.
+/// Samples of this many rows that share a scale and a shift, and the length of a row.
 #[derive(Clone, Copy)]
 struct Size {
     samples: usize,

@@ -15,7 +15,7 @@ use crate::{Error, Result, Tensor, checkpoint};
 /// What makes the queries and keys of an attention of a projection (B, S, ...): its first columns are queries, keys and values, head by
 /// head.
 pub(in crate::ops) struct HeadNorms<'a> {
-    /// Of the operation that they belong to.
+    /// The name of the operation that they belong to.
     pub op: &'static str,
     /// Scales of queries and of keys, (width).
     pub weights: [Option<&'a Raw>; 2],
