@@ -126,7 +126,7 @@ template <typename G, typename C> struct Buffers {
     }
 };
 
-// Four neighbours of a piece from `index` on, a multiple of four; those behind its end are 0. WIDE: none is, and they can be
+// Four neighbours of a piece from `index` on, a multiple of four; those beyond its end are 0. WIDE: none is, and they can be
 // accessed at once.
 template <bool WIDE, typename G, typename C> struct Quad {
     Buffers<G, C> at; // moved to the first

@@ -13,7 +13,7 @@
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
 // attention_varlen_spans: spans of the segments that ascending bounds (count), ids of include/ids.cuh from 0 to `rows`, separate; and the
-// number behind the spans, zero, where the forward pass counts. A query sees `window` keys at most. A query behind the last bound sees the
+// number behind the spans, zero, where the forward pass counts. A query sees `window` keys at most. A query after the last bound sees the
 // keys from the next position on, of which there are none up to its own. For bounds that do not ascend the spans are undefined, but
 // within the row.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.

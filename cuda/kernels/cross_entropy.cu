@@ -29,7 +29,7 @@ struct Targets {
 namespace {
 
 // f(first element, number of elements as a constant) over a row for the threads of its team: single elements up to the first
-// 16-byte boundary and behind the last, between them packs. Without `wide` all are single.
+// 16-byte boundary and after the last, between them packs. Without `wide` all are single.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;

@@ -59,7 +59,7 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 
-// From the parts of all gradient buffers, one behind the other, the norm and the clip factor of
+// From the parts of all gradient buffers, one after the other, the norm and the clip factor of
 // torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6) if that is less than 1 (or NaN), else 1.
 //   parts f64 [count]; is_max 1 if they are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null for 1.
 // Grid: 1; block: 256; no dynamic shared memory.

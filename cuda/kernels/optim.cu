@@ -3,11 +3,11 @@
 //
 // A step is <optimizer>_prepare and one launch of `<optimizer>_step_*` for all pieces. Under clipping, gradient_norm_* (once for each
 // vector of gradients), gradient_clip and gradient_scale_* come before; under loss scaling gradient_norm_max_* and gradient_clip
-// before, loss_scale_update behind. Nothing that changes from step to step is an argument: the learning rate lies in `Settings`,
+// before, loss_scale_update after it. Nothing that changes from step to step is an argument: the learning rate is in `Settings`,
 // the rest is counted and computed on the device. A captured step can be replayed as it is.
 #include "optim.cuh"
 
-// What one step needs of a group's settings, by optimizer; fields that are not set are 0.
+// The coefficients of one step by a group's settings, for each optimizer; other fields are 0.
 
 static __device__ Coefficients adam_moments(const Settings &at, double step) {
     const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
@@ -79,8 +79,8 @@ extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, u
 
 // Begins a step: <optimizer>_prepare advances `step` of every group and writes its coefficients.
 //   settings, coefficients [groups]; loss_scale, by which gradients are divided first, or null for 1;
-//   norm, or null: if it is not finite, steps stay where they are and the launch of the step changes nothing, but clears gradients
-//   if it is to.
+//   norm, or null: if it is not finite, step counters stay, and the launch of the step changes nothing except that it clears
+//   gradients if asked.
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
 template <Coefficients (*COEFFICIENTS)(const Settings &, double)>
 static __device__ __forceinline__ void prepare(Settings *settings, uint32_t groups, const double *norm, const LossScale *loss_scale,

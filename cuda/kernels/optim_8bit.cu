@@ -39,7 +39,7 @@ struct BlockState {
         for (int q = 0; q < QUADS; ++q) words[q] = codes[q * WARP];
     }
 
-    // What bitsandbytes takes for the codes behind the end.
+    // What bitsandbytes takes for the codes beyond the end.
     __device__ __forceinline__ void pad(int q, uint32_t count, uint32_t code) {
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {

@@ -867,7 +867,7 @@ class DiffusionObjective:
     Args:
         schedule: the noise schedule of the model's training.
         timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-        logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
+        logit_mean: mean of the normal distribution of "logit_normal"; positive favours noise.
         logit_std: its deviation, above 0.
         shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
         min_timestep: the first timestep that may be drawn.
@@ -1265,14 +1265,14 @@ class FluxTransformer(Model):
 @final
 class Generation:
     """
-    Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
-    those that have ended; it ends with the last text. Made by `CausalLM.stream`.
+    Generation of several texts: an iterator over the steps, each of which adds one token to every text. A step gives a list
+    with the new token of every text, None for those that have ended; iteration ends with the last text. Made by `CausalLM.stream`.
     """
     def __iter__(self, /) -> Generation: ...
     def __next__(self, /) -> list[int | None]: ...
     def end(self, /, text: SupportsIndex) -> None:
         """
-        End text number `text`; the others go on.
+        End text number `text`; the others continue.
 
         Raises:
             ArgumentError: if there is no such text.

@@ -65,6 +65,6 @@ class Generator:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the library's generator go on where it was."""
+        """Let the library's generator continue where it was."""
         self._state = _core.get_rng_state()
         _core.set_rng_state(self._outside.pop())

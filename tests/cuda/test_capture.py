@@ -86,7 +86,7 @@ def test_optimizers_step_in_a_graph(cuda: Any) -> None:
             mark("rate")
             optimizer.lr = 1e-4
             mark("end")
-            # An eager step goes on from there.
+            # An eager step continues from there.
             train(x, labels)
             assert step(x, labels)[0].shape == ()
         """)
@@ -171,7 +171,7 @@ def test_what_a_graph_cannot_hold_is_refused(cuda: Any) -> None:
                 else:
                     raise AssertionError(name)
                 assert not step.is_recorded
-            # The process goes on.
+            # The process continues.
             assert (x.tolist(), (x + x).shape) == ([1.0, 2.0], (2,))
         cpu = tc.cuda.capture(lambda x: tc.zeros(2), [x])
         try:

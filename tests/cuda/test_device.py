@@ -111,7 +111,7 @@ def test_full_memory_is_an_error_that_says_so(cuda: Any) -> None:
                 assert isinstance(error, MemoryError)
             else:
                 raise AssertionError(name)
-        # The process goes on.
+        # The process continues.
         assert kept.tolist() == [1.0, 2.0]
         half = [tc.zeros((1024, 1024, 128), device="cuda") for _ in range(2)]
         assert tc.cuda.memory_stats()["allocated"] > GIB

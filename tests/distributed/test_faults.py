@@ -1,4 +1,4 @@
-"""A process that cannot go on ends all with its reason; the last checkpoint is whole."""
+"""A process that cannot continue ends all with its reason; the last checkpoint is whole."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Texts that go on: with a cache of keys and values as without, greedily as transformers."""
+"""Generated texts: with a cache of keys and values as without, greedily as transformers."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Checkpoints are written beside training: it goes on, and nothing is lost, whatever happens."""
+"""Checkpoints are written beside training: it continues, and nothing is lost, whatever happens."""
 
 import errno
 import resource

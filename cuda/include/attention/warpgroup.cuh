@@ -1,6 +1,6 @@
 // Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a): the left operand in registers or
 // shared memory, the right one in shared memory, where its permuted rows of 128 bytes are the 128-byte swizzle of the PTX manual.
-// Accumulators and left operands are distributed as those of `mma.sync`, warp by warp. Products run while the warps go on, until
+// Accumulators and left operands are distributed as those of `mma.sync`, warp by warp. Products run while the warps continue, until
 // they are waited for.
 #pragma once
 

@@ -5,13 +5,13 @@
 
 #include "store.cuh"
 
-// The pixel of the result that a row of the current step stands for; moves on by one step at a time without divisions.
+// The pixel of the result for a row of the current step; advances by one step at a time without divisions.
 struct StepPixel {
     int image, y, x;
 };
 
 template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
-    // Rows of a step copied at once; one thread always meets the same column of each tile.
+    // Rows of a step copied at once; each thread copies the same column of every tile.
     static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     static constexpr int LEFT_COLUMNS = (ROWS < STEP ? ROWS : STEP) / LEFT_VEC, LEFT_PASS = THREADS / LEFT_COLUMNS;

@@ -24,7 +24,7 @@ const NEXT_MAJOR: c_int = 30_000;
 
 /// `ncclResult_t`: `ncclSuccess`.
 pub const SUCCESS: c_int = 0;
-/// `ncclResult_t`: `ncclInProgress`, of a call that goes on in a thread of the library.
+/// `ncclResult_t`: `ncclInProgress`, of a call in progress in a thread of the library.
 pub const IN_PROGRESS: c_int = 7;
 /// `ncclRedOp_t`: `ncclSum`.
 pub const SUM: c_int = 0;
@@ -194,7 +194,7 @@ impl Nccl {
         Ok(comm)
     }
 
-    /// How the last call goes on: `SUCCESS`, `IN_PROGRESS` or an error.
+    /// The state of the last call: `SUCCESS`, `IN_PROGRESS` or an error.
     ///
     /// # Safety
     /// The communicator has not been destroyed.
@@ -311,7 +311,7 @@ pub unsafe fn is_done(stream: *mut c_void) -> Result<bool, Status> {
     }
 }
 
-/// A call that goes on is no failure.
+/// A call in progress is no failure.
 fn check(result: c_int) -> Result<(), c_int> {
     if matches!(result, SUCCESS | IN_PROGRESS) { Ok(()) } else { Err(result) }
 }

@@ -60,7 +60,7 @@ class Link:
     def __init__(self, world: World, facts: dict[str, str]) -> None:
         self.rank, self.size = world.rank, world.size
         self.failure: str | None = None
-        """Why this run cannot go on, once it cannot."""
+        """Why this run cannot continue, once it cannot."""
         self._world = world
         self._facts = facts
         self._stops: list[Callable[[], None]] = []

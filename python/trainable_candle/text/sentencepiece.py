@@ -93,7 +93,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The integer at a place, seven bits a byte, and the place behind it."""
+    """The integer at a place, seven bits per byte, and the place after it."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

@@ -442,7 +442,7 @@ class Trainer(Generic[Batch]):
         return folder
 
     def write_later(self, job: Callable[[], object]) -> None:
-        """Let `job` write something while training goes on, for callbacks.
+        """Let `job` write something while training continues, for callbacks.
 
         Jobs are done one after the other. Those that `on_save` hands over are a part of the
         checkpoint: it gets its name when they are done. An error ends the run.

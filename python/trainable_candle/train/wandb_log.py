@@ -21,7 +21,7 @@ _ID: Final = "wandb-id.txt"
 class WandbLog(Callback):
     """The numbers of the other logs as `train/...` and `validation/...` of a run in a project.
 
-    A resumed training goes on with the same run. Whether wandb sends anything is its own affair:
+    A resumed training continues the same run. Whether wandb sends anything is its own affair:
     `WANDB_MODE=offline` in the environment keeps it from that.
 
     Args:
@@ -54,7 +54,7 @@ class WandbLog(Callback):
         self._run: Any = None
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Start a run, or go on with the one of a training that is resumed."""
+        """Start a run, or continue that of a resumed training."""
         path = self._folder / _ID
         known = path.read_text(encoding="utf-8").strip() if trainer.step and path.exists() else None
         self._run = self._wandb.init(

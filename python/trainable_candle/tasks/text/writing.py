@@ -73,7 +73,7 @@ def streamed(
 
 def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
     ids: list[int] = []
-    # What was told last stands from `start` to `told`; the next piece is decoded behind it.
+    # The last piece that was given out is `start` to `told`; the next is decoded after it.
     start = told = 0
     for token in tokens:
         ids.append(token)

@@ -129,7 +129,7 @@ pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
 /// Pieces of work that threads take one by one.
 ///
 /// The caller waits for the pieces that others have taken but not for the others themselves: if they wake too late it
-/// has done all the work and goes on, so spreading small work costs little more than asking for help. Rayon's scopes
+/// has done all the work and returns, so spreading small work costs little more than asking for help. Rayon's scopes
 /// wait, which takes longer than many an operation.
 struct Job {
     /// Valid until the last piece is done.
@@ -170,7 +170,7 @@ impl Job {
         }
     }
 
-    /// Takes part in the work and returns when all of it is done. A panic in a piece goes on here.
+    /// Takes part in the work and returns when all of it is done. A panic in a piece continues here.
     fn finish(&self) {
         self.work();
         let mut spins = 0u32;

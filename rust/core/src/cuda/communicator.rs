@@ -22,7 +22,7 @@ const OP: &str = "nccl";
 const SPIN: Duration = Duration::from_millis(1);
 /// How long it then sleeps at a time.
 const NAP: Duration = Duration::from_micros(50);
-/// How often the embedder is asked whether to go on.
+/// How often the embedder is asked whether to continue.
 const ASK: Duration = Duration::from_millis(100);
 
 /// What a process is to its communicator.
@@ -176,7 +176,7 @@ impl Communicator {
         let stream = self.gpu.stream().cu_stream().cast();
         let mut calls = Some(given);
         self.wait_for(Duration::from_secs(60), "NCCL did not take a call within 60 s", |state| {
-            // The first visit makes the calls, the others ask how they go on.
+            // The first visit makes the calls, the others ask for their state.
             if let Some(calls) = calls.take() {
                 let queue = |&(place, count, dtype): &_| call(state.comm, stream, place, count, dtype);
                 let queued = self.nccl.group_start().and_then(|()| {

@@ -67,7 +67,7 @@ impl Copier {
         Ok(Pinned { memory, gpu: self.gpu, copies: self.copies })
     }
 
-    /// Queue copies to `slot` behind all work that is queued now. `owner` owns their sources, and lives as long as a graph with them.
+    /// Queue copies to `slot` after all work that is queued now. `owner` owns their sources, and lives as long as a graph with them.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver refuses, or another thread captures.

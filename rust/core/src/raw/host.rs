@@ -59,7 +59,7 @@ pub fn host_copy(raw: &Raw) -> Result<Raw> {
 /// As [`to_cpu`]; candle's if `T` is not the type of the dtype.
 pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     if raw.elem_count() == 0 {
-        // A view without elements may start behind the end of its storage, which candle does not expect.
+        // A view without elements may start beyond the end of its storage, which candle does not expect.
         return Ok(Vec::new());
     }
     if !raw.device().is_cpu() && raw.dtype() == T::DTYPE {

@@ -13,7 +13,7 @@ pub fn from_vec<T: WithDType>(data: Vec<T>, shape: impl Into<Shape>) -> Raw {
     Raw::from_storage(Storage::Cpu(T::to_cpu_storage_owned(data)), shape, BackpropOp::none(), false)
 }
 
-/// Identity and size in bytes of the storage behind `raw`; views of one storage share both.
+/// Identity and size in bytes of the storage of `raw`; views of one storage share both.
 pub fn storage_identity(raw: &Raw) -> (usize, usize) {
     let (storage, _) = raw.storage_and_layout();
     let address = std::ptr::from_ref::<Storage>(&storage) as usize;

@@ -20,7 +20,7 @@ struct Part {
     offset: usize,
 }
 
-/// The places of all storage of a unit, each dtype by itself. Weights that share storage go on sharing it.
+/// The places of all storage of a unit, each dtype by itself. Weights that share storage keep sharing it.
 #[derive(Default)]
 pub(super) struct Packing {
     parts: Vec<Part>,

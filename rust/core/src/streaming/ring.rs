@@ -157,7 +157,7 @@ impl Ring {
         next.map_or(Ok(()), |next| self.bring(&mut state, next))
     }
 
-    /// Copy a unit to its slot, behind all work that is queued now, unless it is there.
+    /// Copy a unit to its slot, after all work that is queued now, unless it is there.
     fn bring(&self, state: &mut State, unit: usize) -> Result<()> {
         let slot = unit % SLOTS;
         if state.slots[slot] == Some(unit) {
@@ -261,7 +261,7 @@ fn packing(weights: &[Streamed]) -> Result<Packing> {
     Packing::of(&weights.iter().map(Streamed::gathered).collect::<Result<Vec<_>>>()?)
 }
 
-/// The backward of a unit's result: the gradient goes on as it is.
+/// The backward of a unit's result: the gradient passes unchanged.
 struct Reenter {
     ring: Arc<Ring>,
     unit: usize,

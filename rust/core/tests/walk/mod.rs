@@ -36,7 +36,7 @@ pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
         .collect()
 }
 
-/// The same values behind other strides and an offset.
+/// The same values with other strides and an offset.
 pub fn strided_copy(tensor: &Raw) -> Result<Raw> {
     let rank = tensor.rank();
     if rank == 0 || tensor.elem_count() == 0 {

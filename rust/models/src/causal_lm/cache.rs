@@ -33,7 +33,7 @@ impl KvCache {
         &self.texts[text].tokens
     }
 
-    /// Drop the keys and values of a text that goes on no more.
+    /// Drop the keys and values of a text that has ended.
     pub(super) fn release(&mut self, text: usize) {
         self.texts[text].forget();
     }

@@ -1,4 +1,4 @@
-//! Texts that go on until a token ends them.
+//! Generation of texts until a token ends them.
 
 use trainable_candle_core::interrupt::Interrupt;
 use trainable_candle_core::rng::{Purpose, uniform_samples};
@@ -27,7 +27,7 @@ impl Default for GenerateOptions {
     }
 }
 
-/// Texts that go on, a token of each at a time.
+/// Generation of several texts, one token of each per step.
 pub struct Generation {
     options: GenerateOptions,
     cache: KvCache,

@@ -18,7 +18,7 @@ pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
 
-/// The names in a folder, or behind the prefix of a file that holds other models too.
+/// The names in a folder, or after the prefix of a file that holds other models too.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),

@@ -9,7 +9,7 @@ use crate::pretrained::{Key, Layout, Original};
 /// The embedding's name, which is the model's own, and the one that the encoder knows it by; files have either or both.
 const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
-/// The names in a folder, or behind the prefix of a file that holds other models too.
+/// The names in a folder, or after the prefix of a file that holds other models too.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     Box::new(Transformers { prefix: original.map_or("", |original| original.prefix) })
 }

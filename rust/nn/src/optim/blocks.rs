@@ -13,7 +13,7 @@ pub(super) struct Block<'a, const N: usize> {
 
 /// One step of a rule with `N` 8-bit states.
 pub(super) trait Step<const N: usize>: Copy {
-    /// What bitsandbytes reads as codes behind the end of a parameter.
+    /// What bitsandbytes reads as codes beyond the end of a parameter.
     const BEHIND: [u8; N];
 
     /// The step on a block. `values` is room for the states' values: new ones would have to be zeroed.

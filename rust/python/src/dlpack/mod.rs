@@ -185,7 +185,7 @@ fn address<T>(values: &[T], offset: usize) -> *const c_void {
 }
 
 /// The first element. A tensor's storage neither moves nor goes away while a clone of the tensor lives. Null without elements, as the
-/// protocol requires: a view may then start behind the end of its storage.
+/// protocol requires: a view may then start beyond the end of its storage.
 fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     if tensor.elem_count() == 0 {
         return Ok(std::ptr::null());

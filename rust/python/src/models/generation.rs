@@ -12,8 +12,8 @@ use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
 
-/// Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
-/// those that have ended; it ends with the last text. Made by `CausalLM.stream`.
+/// Generation of several texts: an iterator over the steps, each of which adds one token to every text. A step gives a list
+/// with the new token of every text, None for those that have ended; iteration ends with the last text. Made by `CausalLM.stream`.
 #[pyclass(frozen, module = "trainable_candle.models")]
 pub struct Generation {
     model: Arc<models::CausalLM>,
@@ -46,7 +46,7 @@ impl Generation {
         })
     }
 
-    /// End text number `text`; the others go on.
+    /// End text number `text`; the others continue.
     ///
     /// Raises:
     ///     ArgumentError: if there is no such text.

@@ -53,7 +53,7 @@ impl NoisedLatents {
 /// Args:
 ///     schedule: the noise schedule of the model's training.
 ///     timesteps: the distribution of timesteps, "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-///     logit_mean: mean of the normal behind "logit_normal"; positive favours noise.
+///     logit_mean: mean of the normal distribution of "logit_normal"; positive favours noise.
 ///     logit_std: its deviation, above 0.
 ///     shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
 ///     min_timestep: the first timestep that may be drawn.

@@ -14,7 +14,7 @@ use crate::{Raw, Result, dispatch_float};
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// The number of elements before and behind dimension `dim`.
+/// The number of elements before and after dimension `dim`.
 fn around(dims: &[usize], dim: usize) -> (usize, usize) {
     (dims[..dim].iter().product(), dims[dim + 1..].iter().product())
 }

@@ -317,7 +317,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// No step goes on with this, also none that was captured.
+    /// No step continues with this, also none that was captured.
     ///
     /// # Errors
     /// [`Error::Device`] within a captured function.

@@ -98,7 +98,7 @@ impl Groups {
         unsafe { function.launch(op, gpu, shape, arguments) }
     }
 
-    /// The coefficients of a group and of those behind it.
+    /// The coefficients of a group and of those after it.
     fn coefficients_from(&self, op: &'static str, group: usize) -> Result<Const> {
         Ok(input(op, &self.coefficients)?.behind(group * size_of::<Coefficients>()))
     }
@@ -249,7 +249,7 @@ struct Work {
 }
 
 impl Work {
-    /// Variables that lie behind one another in all three vectors share a segment.
+    /// Variables that are adjacent in all three vectors share a segment.
     fn cut(places: &[Place], sizes: [usize; 3], longest: usize, first_group: u16) -> Self {
         let mut work = Self { pieces: Vec::new(), segments: Vec::new() };
         for place in places {
@@ -271,7 +271,7 @@ impl Work {
         work
     }
 
-    /// The segment that a place lies in and how many elements behind its beginning; a new one if it does not lie in the last.
+    /// The segment that a place lies in and its offset in elements; a new one if it does not lie in the last.
     fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
             let base = addresses(last);
@@ -360,7 +360,7 @@ mod tests {
 
     #[test]
     fn neighbours_in_flat_buffers_share_a_segment() {
-        // Parameters, bf16 copies and f32 gradients of 300 and 5 elements, one behind the other.
+        // Parameters, bf16 copies and f32 gradients of 300 and 5 elements, one after the other.
         let places = [place([4096, 8192, 1024], 300, 0, 2), place([4096 + 1200, 8192 + 1200, 1024 + 600], 5, 2, 3)];
         let work = Work::cut(&places, [4, 4, 2], 256, 2);
         assert_eq!(work.segments, [segment([4096, 8192, 1024])]);

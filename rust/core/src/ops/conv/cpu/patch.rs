@@ -125,7 +125,7 @@ impl Patch {
         }
     }
 
-    /// Elements of the copy, and some behind its end that a tile of too many columns or rows may read.
+    /// Elements of the copy, and some beyond its end that a tile of too many columns or rows may read.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
