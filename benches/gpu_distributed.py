@@ -34,7 +34,7 @@ SIZES = {"1 kB": 256, "47 MB": 11_750_000, "93 MB": 23_250_000, "170 MB": 42_600
 
 
 class Numbers:
-    """Batches that are their own numbers."""
+    """A source whose batches are their indices."""
 
     def batch(self, index: int) -> int:
         return index

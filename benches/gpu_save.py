@@ -164,7 +164,7 @@ def main() -> None:
         run, adapter, clock = trainer(options.device, folder)
         run.train()
         gaps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-        # The gap after step n lies at n - 1; the first steps record graphs.
+        # The gap after step n is at n - 1; the first steps record graphs.
         saving = gaps[EVERY - 1 :: EVERY]
         others = [gap for n, gap in enumerate(gaps) if n >= EVERY and (n + 1) % EVERY]
         step = statistics.median(others)

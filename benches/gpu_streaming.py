@@ -1,4 +1,4 @@
-"""A LoRA step of Flux-dev whose blocks lie in the memory of the host, against resident ones.
+"""A LoRA step of Flux-dev whose blocks are in the memory of the host, against resident ones.
 
 python benches/gpu_streaming.py [--base int8] [--blocks 0 28 57] [--modulation]
 

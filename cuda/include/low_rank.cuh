@@ -1,7 +1,7 @@
-// Fragments of low-rank products with factors as they lie in memory.
+// Fragments of low-rank products with factors as they are in memory.
 //
 // Products are PTX' `mma.m16n8k16` (attention/mma.cuh has its fragments). Which index of a fragment stands for which column, feature
-// or rank is free as long as both operands agree. It is chosen such that a thread's values lie side by side in memory: with g = lane
+// or rank is free as long as both operands agree. It is chosen such that a thread's values are contiguous in memory: with g = lane
 // / 4 and t = lane % 4,
 // - of 32 features it has 8t to 8t + 7, for two products one after the other;
 // - of 16 ranks, column g of the two products is 2g and 2g + 1, so that a thread's sums are the ranks 4t to 4t + 3;
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) 
 __device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x7632); }
 
 // The right operands of the four products of 16 ranks with 32 columns: [product][register].
-// `is_turned`: up lies as (rank, outer), otherwise as (outer, rank).
+// `is_turned`: up is stored as (rank, outer), otherwise as (outer, rank).
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_up(uint32_t (&b)[4][2], const T *up, uint32_t row, uint32_t column, uint32_t rank, int g, int t) {
     if (is_turned) {

@@ -1,9 +1,9 @@
 // The common part of the optimizers' kernels: structures that host and kernels exchange, and access to runs of elements.
 //
-// Parameters, gradients and the 16-bit copy of the parameters lie in segments: a vector of each, with the same element order. The
+// Parameters, gradients and the 16-bit copy of the parameters are in segments: a vector of each, with the same element order. The
 // work is a list of pieces of them, so that one launch covers any set of variables and parameter groups, of one flat buffer (one
 // segment) or of many variables with memory of their own. States lie by piece in buffers of their own:
-// they start at multiples of STATE_BLOCK elements, and what lies between a piece's end and the next multiple is zeroed once and
+// they start at multiples of STATE_BLOCK elements, and what is between a piece's end and the next multiple is zeroed once and
 // then belongs to the kernels.
 #pragma once
 

@@ -6,7 +6,7 @@
 #include "rows.cuh"
 
 // cos and sin are (positions, half) with half = width / 2. Row r has the position (r / repeats) % positions: repeats is 1, or the
-// number of heads where they lie inside of the positions.
+// number of heads where they are inside of the positions.
 template <typename A> struct Angles {
     const A *cos, *sin;
     uint32_t positions, repeats, half;
@@ -19,7 +19,7 @@ template <typename A> struct Angles {
     }
 };
 
-// Neighbouring pairs of a row, as the two packs in which they lie: pair i is elements 2i and 2i + 1 if INTERLEAVED, where 2N
+// Neighbouring pairs of a row, as the two packs that contain them: pair i is elements 2i and 2i + 1 if INTERLEAVED, where 2N
 // neighbours are two packs, else i and i + half, one of each pack.
 template <typename T, int N, bool INTERLEAVED> struct Pairs {
     using A = Acc<T>;

@@ -144,7 +144,7 @@ template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) 
 // Keeps the compiler from moving loads of several steps of an unrolled loop together, which takes registers for all of them.
 __device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
 
-// A row of `packs` packs of `N` values whose first part, `COUNT` packs a thread, lies in the registers of its team.
+// A row of `packs` packs of `N` values whose first part, `COUNT` packs a thread, is in the registers of its team.
 template <typename T, int N, int COUNT = HELD> struct Row {
     const T *start;
     uint32_t packs;

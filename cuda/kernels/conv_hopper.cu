@@ -29,7 +29,7 @@
 //   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner
 //   origin + (taps - 1) * move, upper corner lower + pixels - out, in each direction the values of `grad_input_axis`;
 //   a phase without pixels or taps needs no map.
-//   Corners lie within -128..127 and taps within 255 of each other; conv.cu's functions serve other sizes.
+//   Corners are within -128..127 and taps within 255 of each other; conv.cu's functions serve other sizes.
 #include "conv/hopper_weight.cuh"
 
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)

@@ -98,7 +98,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
     using Word = typename Codes<FORMAT>::Word;
     const QuantizedPart &part = codes.part;
     T *to = out + part.start;
-    // A chunk of NF4 lies in one block, one of eight bits has to lie in one row.
+    // A chunk of NF4 is in one block, one of eight bits has to be in one row.
     const bool is_whole = Codes<FORMAT>::IS_NF4 || part.columns % CHUNK == 0;
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
     const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;
@@ -131,7 +131,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
         to[index] = narrow<T>(static_cast<Acc<T>>(__fmul_rn(codes.number_at(index), codes.scale(index))));
 }
 
-// Blocks of ggml; a chunk lies in one.
+// Blocks of ggml; a chunk is in one.
 template <ggml::Type TYPE, typename T> __device__ __forceinline__ void write_blocks(const QuantizedPart &part, T *out) {
     T *to = out + part.start;
     const auto *blocks = static_cast<const uint8_t *>(part.codes);

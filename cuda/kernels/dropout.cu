@@ -1,4 +1,4 @@
-// Dropout (Srivastava et al. 2014): y = 0 where a random word lies below the threshold, else x `kept`. The gradient is the same
+// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, else x `kept`. The gradient is the same
 // function of the gradient.
 //
 // The mask is the CPU's. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word w of

@@ -2,7 +2,7 @@
 // computed in registers: added to x in memory they would cost another pass over it, most of the time at thousands of rows.
 //
 // A row of x (rows, 2 width) is h, then the gate; y and grad (of y) are (rows, width), dx is as x and the gradient of the sum.
-// hidden (rows, RANK) and up (width, RANK) of a half lie `*_row` elements apart; hidden is null for a half without a product.
+// hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half without a product.
 // width is a multiple of 32, distances of rows of 4; addresses of hidden and up are multiples of 8 bytes, the others of 16.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 128)), no dynamic shared memory.
 #include "functions.cuh"

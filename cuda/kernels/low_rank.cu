@@ -19,7 +19,7 @@ template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
 // For ranks up to 16 TILES. More ranks need more registers.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
 
-// All terms have the same sizes. Rows of input, hidden and dst lie `*_row` elements apart.
+// All terms have the same sizes. Rows of input, hidden and dst are `*_row` elements apart.
 struct LowRankSizes {
     uint32_t rows, inner, outer, terms;
     uint32_t input_row, hidden_row, dst_row, down_row, up_row;
@@ -36,7 +36,7 @@ struct LowRankTerms {
 };
 
 // The right operands of the four products of 32 features with 16 ranks: [rank of a pair][half of the features][register].
-// `is_turned`: down lies as (inner, rank), otherwise as (rank, inner).
+// `is_turned`: down is stored as (inner, rank), otherwise as (rank, inner).
 template <typename T, bool is_turned>
 __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down, uint32_t row, uint32_t feature, uint32_t rank,
                                           int g, int t) {
@@ -210,8 +210,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
     }
 };
 
-// Forward, each term has a dst of its own and blocks of its own, and the factors lie as (rank, inner) and (outer, rank). Backward, all
-// terms add to the first one's dst, and the factors lie as (inner, rank) and (rank, outer).
+// Forward, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer, rank). Backward, all
+// terms add to the first one's dst, and the factors are stored as (inner, rank) and (rank, outer).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {
     constexpr int COUNT = ROWS * TILES * RANKS;

@@ -36,7 +36,7 @@ extern "C" __global__ void normal(float *y, uint64_t n, const uint64_t *state, u
     float values[4];
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-        // 1 - u lies in (0, 1], so that the logarithm is finite.
+        // 1 - u is in (0, 1], so that the logarithm is finite.
         const double radius = sqrt(-2.0 * log(1.0 - double(unit(words[i]))));
         double sine, cosine;
         sincospi(2.0 * double(unit(words[i + 1])), &sine, &cosine);

@@ -4,7 +4,7 @@
 // x, y, grad (of y) and dx are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones; rstd =
 // 1/√(mean(x²) + eps) is one value per row, f32 (f64 for f64); cos and sin as for rope.cuh, null where nothing turns.
 //
-// The forms for heads read the queries, keys and perhaps values of a projection where they lie: x and dx are (batch, tokens, ≥
+// The forms for heads read the queries, keys and perhaps values of a projection in place: x and dx are (batch, tokens, ≥
 // all_heads width), y and grad (batch, tokens, all_heads, width), each by its distances of tokens and samples in elements. A token
 // has `heads` rows of queries, `key_heads` of keys, and the rest of values, which are copied. Where rstd is null, rows are turned
 // and not normalised, and backward does not read x.

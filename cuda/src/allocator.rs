@@ -248,7 +248,7 @@ impl<C> Space<C> {
         self.0.iter().flatten()
     }
 
-    /// The pool that an address lies in.
+    /// The pool that an address is in.
     fn pool_of(&mut self, address: u64) -> Option<&mut Pool<C>> {
         self.0.iter_mut().flatten().find(|pool| (pool.start..pool.end).contains(&address))
     }
@@ -398,12 +398,12 @@ impl<B: Backend> Allocator<B> {
         self.captured.iter().map(|(&address, &size)| address..address + size)
     }
 
-    /// Whether an address lies in this allocator's memory.
+    /// Whether an address is in this allocator's memory.
     pub fn owns(&self, address: u64) -> bool {
         self.eager.owns(address) || self.graph.owns(address)
     }
 
-    /// Whether an address lies in the memory of graphs.
+    /// Whether an address is in the memory of graphs.
     pub fn is_of_graphs(&self, address: u64) -> bool {
         self.graph.owns(address)
     }

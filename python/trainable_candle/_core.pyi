@@ -2049,7 +2049,7 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> tuple[int, int]:
         """
-        Bytes of the weights that lie in the memory of the host: (of blocks, of their modulation). The arguments are those of
+        Bytes of the weights that are in the memory of the host: (of blocks, of their modulation). The arguments are those of
         `weight_bytes`.
         """
     @property
@@ -2585,7 +2585,7 @@ class Tensor(ComposedMethods):
         """
     def is_contiguous(self, /) -> bool:
         """
-        Whether the elements lie in row-major order without gaps.
+        Whether the elements are in row-major order without gaps.
         """
     @property
     def is_leaf(self, /) -> bool:

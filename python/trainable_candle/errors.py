@@ -48,11 +48,11 @@ class CudaUnavailableError(Error, RuntimeError):
 
 
 class IndexOutOfRangeError(Error, IndexError):
-    """An index lies outside its dimension."""
+    """An index is outside its dimension."""
 
 
 class ArgumentError(Error, ValueError):
-    """An argument lies outside its range."""
+    """An argument is outside its range."""
 
 
 class NoBackwardError(Error, RuntimeError):

@@ -127,7 +127,7 @@ def test_full_memory_is_an_error_that_says_so(cuda: Any) -> None:
 
 
 def test_a_gradient_without_memory_for_its_copy_is_an_error(cuda: Any) -> None:
-    # The gradient lies in the optimizer's flat buffer; reading it copies it.
+    # The gradient is in the optimizer's flat buffer; reading it copies it.
     cuda.run("""
         import pytest
         var = tc.Var(tc.zeros((256, 1024, 1024), device="cuda"))

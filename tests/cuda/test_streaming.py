@@ -1,4 +1,4 @@
-"""Blocks that lie in the memory of the host, on the simulated device: copies, their order, graphs.
+"""Blocks that are in the memory of the host, on the simulated device: copies, their order, graphs.
 
 The kernels do not compute. What streamed blocks compute is in `tests/models/test_streaming.py`.
 """

@@ -124,7 +124,7 @@ def test_device_that_is_not_there(cuda: Any) -> None:
 
 
 def test_libraries_are_found_where_pip_puts_them(cuda: Any) -> None:
-    """The system's loader finds the driver alone; the others lie below a folder of `sys.path`."""
+    """The system's loader finds the driver alone; the others are below a folder of `sys.path`."""
     run = cuda.run("""
         import sys
         from pathlib import Path

@@ -129,7 +129,7 @@ def test_truncation_is_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None
 
 def test_nothing_to_learn_is_refused(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     path = lines(tmp_path / "a.jsonl", GOOD)
-    with pytest.raises(DatasetError, match="no token would be learnt: the answers lie beyond"):
+    with pytest.raises(DatasetError, match="no token would be learnt: the answers are beyond"):
         load(path, tokenizer, sequence_length=5)
     whole = len(load(path, tokenizer).examples[0])
     with pytest.raises(DatasetError, match=r"no stop token would be learnt.*cuts their ends off"):

@@ -24,7 +24,7 @@ IDS = [[3, 5, 7, 11, 13, 17]]
 
 @pytest.fixture(params=["llama", "qwen2"])
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tiny model with a tokenizer and what lies beside it."""
+    """A tiny model with a tokenizer and what is beside it."""
     folder = tmp_path / "base"
     shutil.copytree(GOLDEN / "llm" / request.param, folder)
     for file in folder.iterdir():

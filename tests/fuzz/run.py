@@ -129,7 +129,7 @@ def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the file at a path; the others lie beside it."""
+    """Reads the file at a path; the others are beside it."""
 
     name: str
     file: str

@@ -1,4 +1,4 @@
-"""Models whose blocks lie in the memory of the host: what they compute is what resident ones do."""
+"""Models whose blocks are in the memory of the host: what they compute is what resident ones do."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Every public callable called with wrong things for each of its parameters.
 
 Whatever a user passes, what comes back is a result, an error of the library, or a `TypeError` that
-names the operation or the parameter: never an error in the words of what lies below.
+names the operation or the parameter: never an error in the words of what is below.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
-// A tile lies in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted
-// by an exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once lie in different banks.
+// A tile is in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted
+// by an exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once are in different banks.
 //
 // Fragments of a 16 x 8 product as the PTX manual lays them out: with g = lane / 4 and t = lane % 4, a thread's four accumulators
 // are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are

@@ -18,7 +18,7 @@ struct Conv2dShape {
     uint32_t groups;
 };
 
-// One direction (height or width) of such a sum. Result pixel i of the axis lies at `first + every * i` of the result
+// One direction (height or width) of such a sum. Result pixel i of the axis is at `first + every * i` of the result
 // image; with tap a, which is place `tap_first + tap_every * a` of the kernel, it meets `origin + step * i + move * a`
 // of the source.
 struct Axis {
@@ -87,7 +87,7 @@ struct Gather {
     }
 };
 
-// A pixel of a sum: the image, and the source coordinates that its first tap meets, which may lie outside.
+// A pixel of a sum: the image, and the source coordinates that its first tap meets, which may be outside.
 struct Window {
     int image, y, x;
 

@@ -3,7 +3,7 @@
 
 #include "mma.cuh"
 
-// Two neighbouring values of one row; the second may lie beyond the end.
+// Two neighbouring values of one row; the second may be beyond the end.
 template <typename U> __device__ __forceinline__ void store_pair(U *row, int column, int columns, U first, U second) {
     if (column >= columns) return;
     if (columns % 2 == 0 && reinterpret_cast<uintptr_t>(row) % (2 * sizeof(U)) == 0) {

@@ -79,7 +79,7 @@ impl Numbers {
     }
 }
 
-/// Blocks in use lie in mapped memory and do not overlap.
+/// Blocks in use are in mapped memory and do not overlap.
 fn check(allocator: &Allocator<Fake>, live: &BTreeMap<u64, u64>) {
     let mut end = 0;
     for (&address, &size) in live {

@@ -79,7 +79,7 @@ impl Backend for Driver {
     }
 
     fn unmap(&mut self, address: u64, size: u64, handle: u64) {
-        // SAFETY: the range was mapped from the handle, and the stream is done with it. What the driver says against it can't be mended:
+        // SAFETY: the range was mapped from the handle, and the stream is done with it. An error of the driver cannot be handled here:
         // the memory then stays with the process.
         unsafe {
             driver::cuMemUnmap(address, size as usize);
@@ -179,7 +179,7 @@ pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream
     }
 }
 
-/// Memory from a given space, or from the one of the moment.
+/// Memory from a given space, or from the current one.
 pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream) -> Result<u64, Status> {
     if *PLAIN {
         let mut address = 0;
@@ -248,7 +248,7 @@ pub fn trim(device: i32) -> Result<u64, Status> {
     of_device.map(Allocator::trim).sum()
 }
 
-/// Whether an address lies in the memory of graphs.
+/// Whether an address is in the memory of graphs.
 pub fn is_of_graphs(address: u64) -> bool {
     allocators().iter().any(|allocator| allocator.is_of_graphs(address))
 }
@@ -256,7 +256,7 @@ pub fn is_of_graphs(address: u64) -> bool {
 /// Allocate memory of a stream for a graph from now on. The stream's device is current, and the stream not yet capturing.
 ///
 /// # Errors
-/// The driver's; that of what a capture does not support if every block comes from the driver.
+/// The driver's; captures are not supported if every block comes from the driver.
 ///
 /// # Safety
 /// `stream` is a stream of the current device.
@@ -292,10 +292,10 @@ pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
     })
 }
 
-/// Give the graphs of a stream the memory back that eager work has got of theirs: before each replay. The stream's device is current.
+/// Return to the graphs of a stream, before each replay, the memory that eager work has borrowed from them. The stream's device is current.
 ///
 /// # Errors
-/// The driver's, that memory has run out among them.
+/// The driver's, out of memory among them.
 ///
 /// # Safety
 /// As [`begin_capture`].

@@ -44,7 +44,7 @@ def writing_options(given: Mapping[str, Any]) -> WritingOptions:
     """What the flags say.
 
     Raises:
-        ConfigError: a value lies outside its range, or has no effect.
+        ConfigError: a value is outside its range, or has no effect.
     """
     # After the arguments proved right.
     from trainable_candle.tasks.text.writing import WritingOptions  # noqa: PLC0415

@@ -19,7 +19,7 @@ class Source:
     """One folder of images.
 
     Raises:
-        ConfigError: a value has the wrong type or lies outside its range.
+        ConfigError: a value has the wrong type or is outside its range.
     """
 
     path: Path
@@ -67,7 +67,7 @@ class DatasetOptions:
     """Which images to read, and how to crop them.
 
     Raises:
-        ConfigError: a value lies outside its range, or two contradict each other.
+        ConfigError: a value is outside its range, or two contradict each other.
     """
 
     sources: tuple[Source, ...]
@@ -145,7 +145,7 @@ class CaptionOptions:
     """The transformation of a caption in each use, which depends only on seed and sample.
 
     Raises:
-        ConfigError: a value lies outside its range.
+        ConfigError: a value is outside its range.
     """
 
     dropout: float = 0.0

@@ -57,7 +57,7 @@ def normal_(tensor: Var, mean: float = 0.0, std: float = 1.0) -> Var:
 def trunc_normal_(
     tensor: Var, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> Var:
-    """Draw normal values that lie in [a, b]; others are drawn again.
+    """Draw normal values that are in [a, b]; others are drawn again.
 
         tc.nn.init.trunc_normal_(model[0].weight, std=0.02)
 

@@ -57,7 +57,7 @@ class TrainConfig(
     """Every setting of a training run.
 
     Raises:
-        ConfigError: a value has the wrong type or lies outside its range.
+        ConfigError: a value has the wrong type or is outside its range.
     """
 
     def __post_init__(self) -> None:

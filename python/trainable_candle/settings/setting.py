@@ -90,7 +90,7 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """`value` as the type of its setting; whole numbers serve as floats, names lists as text.
 
     Raises:
-        ConfigError: the type is another, or the value lies outside its range.
+        ConfigError: the type is another, or the value is outside its range.
     """
     if isinstance(value, str):
         value = setting.words.get(value.lower(), value)

@@ -121,7 +121,7 @@ class Task(Protocol):
         """Check the settings against the headers of the weights; nothing else is read yet.
 
         Raises:
-            ConfigError, ArgumentError: a value lies outside its range or does not suit the model.
+            ConfigError, ArgumentError: a value is outside its range or does not suit the model.
             MissingFileError, WeightsFormatError: the weights, or the initial adapter, are missing,
                 damaged, or of another model.
         """

@@ -83,7 +83,7 @@ impl RecyclingAllocator {
             self.bytes.fetch_sub(size, Ordering::Relaxed);
             return block;
         }
-        // Blocks that lie on other shelves make room.
+        // Blocks that are on other shelves make room.
         self.shrink(most - used + MOST_BYTES);
         self.fetch(class)
     }
@@ -125,7 +125,7 @@ impl Default for RecyclingAllocator {
     }
 }
 
-// SAFETY: a block lies on at most one shelf and is handed out by taking it from there; its layout is a function of the
+// SAFETY: a block is on at most one shelf and is handed out by taking it from there; its layout is a function of the
 // caller's, so that it is allocated and freed with the same one.
 unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -143,7 +143,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         };
         let block = self.take(class);
         if !block.is_null() {
-            // What lies between the layout's size and the class's is never touched, and so takes no memory.
+            // What is between the layout's size and the class's is never touched, and so takes no memory.
             // SAFETY: the block is at least as large as the layout.
             unsafe { block.write_bytes(0, layout.size()) };
         }

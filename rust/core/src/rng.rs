@@ -104,7 +104,7 @@ pub fn normal_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize)
 pub fn normal_vec_at(start: State, n: usize) -> Vec<f32> {
     fill(start, n, |bits| {
         let pair = |a: u32, b: u32| {
-            // 1 - u lies in (0, 1], so that the logarithm is finite.
+            // 1 - u is in (0, 1], so that the logarithm is finite.
             let radius = (-2.0 * (1.0 - f64::from(unit(a))).ln()).sqrt();
             let (sin, cos) = (std::f64::consts::TAU * f64::from(unit(b))).sin_cos();
             [(radius * cos) as f32, (radius * sin) as f32]

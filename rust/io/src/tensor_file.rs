@@ -67,7 +67,7 @@ impl TensorFile {
         file.read_exact(&mut header[1..]).map_err(io)?;
         let metadata: Metadata = serde_json::from_slice(&header)
             .map_err(|e| Error::weights(&path, format!("the safetensors header is damaged: {e}")))?;
-        // Parsing has checked that the tensors lie one after the other and are as long as their shapes say.
+        // Parsing has checked that the tensors are consecutive and are as long as their shapes say.
         let end = metadata.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
         let data = 8 + header_length;
         if data + end != length {

@@ -15,7 +15,7 @@ use trainable_candle_core::{DType, Error, Raw, Result, Tensor};
 use crate::atomic::write_atomically;
 
 #[cfg(target_endian = "big")]
-compile_error!("safetensors files are little-endian, and tensors are written and read as they lie in memory");
+compile_error!("safetensors files are little-endian, and tensors are written and read as they are in memory");
 
 /// A tensor to write, whose values are computed when it is written.
 pub struct TensorEntry<'a> {

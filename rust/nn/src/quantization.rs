@@ -2,7 +2,7 @@
 
 use trainable_candle_core::quantized::Format;
 
-/// The layers of an architecture that may be quantized. Norms, first and last projections lie outside of its blocks and keep their dtype,
+/// The layers of an architecture that may be quantized. Norms, first and last projections are outside of its blocks and keep their dtype,
 /// as convolutions do; so do embeddings that are not among `rows`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantizable {

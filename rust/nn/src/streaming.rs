@@ -1,4 +1,4 @@
-//! [`Streaming`]: which weights of a model lie in the memory of the host, decided before it is built.
+//! [`Streaming`]: which weights of a model are in the memory of the host, decided before it is built.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use trainable_candle_core::{Device, Error, Result, Tensor, Weight};
 use crate::quantization::Quantizable;
 use crate::{Layer, Module, Part, Visitor};
 
-/// Which weights of a model lie in the memory of the host.
+/// Which weights of a model are in the memory of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamOptions {
     /// The number of blocks whose linear layers do.

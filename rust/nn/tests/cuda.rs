@@ -28,7 +28,7 @@ fn tensor(n: usize, seed: usize, dtype: DType, device: &Device) -> Tensor {
     values.to_device(device).unwrap()
 }
 
-/// How variables lie in memory.
+/// How variables are in memory.
 #[derive(Clone, Copy, Debug)]
 enum Layout {
     Flat,

@@ -126,7 +126,7 @@ impl PartFacts {
         Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
     }
 
-    /// Bytes of the weights that lie in the memory of the host: (of blocks, of their modulation). The arguments are those of
+    /// Bytes of the weights that are in the memory of the host: (of blocks, of their modulation). The arguments are those of
     /// `weight_bytes`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn streamed_bytes(

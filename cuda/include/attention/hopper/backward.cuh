@@ -19,7 +19,7 @@ template <int M> struct Order {
     __device__ __forceinline__ Order(const Schedule &schedule, const AttentionShape &shape)
         : schedule(schedule), tiles(ceil_divide(shape.keys, KEYS_AT_ONCE)) {}
 
-    // Neighbouring tiles of keys begin with different queries, as far apart as there are.
+    // Neighbouring tiles of keys begin with different queries, spread over all there are.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
     __device__ __forceinline__ uint32_t queries(uint32_t tile, uint32_t step) const {
         const uint32_t place = step + first(tile);
@@ -48,7 +48,7 @@ template <typename T, int D, int M> struct HopperBackward {
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
                          BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
-    // Barriers: that something is there; that it may be overwritten.
+    // Barriers: data has arrived; it may be overwritten.
     static constexpr int K_FULL = BARRIERS, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, DO_FULL = Q_FULL + QUERY_STAGES * 8,
                          KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
                          DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
@@ -111,7 +111,7 @@ template <typename T, int D, int M> struct HopperBackward {
         }
     }
 
-    // Adds what the groups leave to the gradients of the queries, when it is the block's turn. Warp `adder` does it for every step of its
+    // Adds the sums of the groups to the gradients of the queries, when it is the block's turn. Warp `adder` does it for every step of its
     // own, the other adders for the steps between: what it waits for in memory takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         const Order<M> order(schedule, shape);

@@ -1,5 +1,5 @@
 // Tiles of heads to and from shared memory by the copy engine. Maps have the dimensions (width, rows, heads, batch) and boxes of 64
-// columns; what lies outside of a head is read as zeros and not written.
+// columns; what is outside of a head is read as zeros and not written.
 #pragma once
 
 #include "../../engine.cuh"

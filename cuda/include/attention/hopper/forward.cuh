@@ -9,7 +9,7 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// How far a maximum may lie above the base of the weights, in powers of two, before the base is raised: most tiles raise nothing.
+// How far a maximum may be above the base of the weights, in powers of two, before the base is raised: most tiles raise nothing.
 constexpr float HEADROOM = 8.0f;
 
 // The weights of two rows per thread: their base, times scale / ln 2, and the thread's share of their sums.

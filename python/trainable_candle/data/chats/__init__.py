@@ -8,7 +8,7 @@ How a file becomes batches::
     rows = PackedRows(train.examples, 2048, batch_size=1, seed=0)
     rows.batch(0)  # `Packed`: input_ids, targets, positions, cu_seqlens
 
-Nothing is padded: examples lie one after the other in a stream of tokens with their bounds, and
+Nothing is padded: examples are consecutive in a stream of tokens with their bounds, and
 attention stays within them.
 """
 

@@ -220,7 +220,7 @@ def _require_something(
         raise DatasetError(f"{start} none can be used:\n  " + "\n  ".join(first_lines(counts.bad)))
     if not examples:
         reason = (
-            f"the answers lie beyond the first {options.sequence_length} tokens; "
+            f"the answers are beyond the first {options.sequence_length} tokens; "
             "give a larger --sequence-length"
             if counts.truncated
             else "the chat template marks no answer; `trainable-candle preview-data` shows it"

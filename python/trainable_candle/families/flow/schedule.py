@@ -133,7 +133,7 @@ class KleinSchedule(FlowSchedule):
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """exp(mu), of which mu lies on a line between the fits for 10 and for 200 steps."""
+        """exp(mu), of which mu is on a line between the fits for 10 and for 200 steps."""
         if not self.grows:
             return self.shift
         at_10 = 8.73809524e-05 * tokens + 1.89833333

@@ -230,7 +230,7 @@ class LatentModel(ABC):
             device: of the latents.
 
         Raises:
-            ConfigError, ArgumentError: a setting lies outside its range.
+            ConfigError, ArgumentError: a setting is outside its range.
         """
 
     @abstractmethod

@@ -73,7 +73,7 @@ class NoiseObjective:
     """Prediction of the noise, or of the velocity, on a schedule of discrete timesteps.
 
     Raises:
-        ConfigError, ArgumentError: a setting lies outside its range.
+        ConfigError, ArgumentError: a setting is outside its range.
     """
 
     def __init__(self, schedule: NoiseSchedule, config: TrainConfig, device: str) -> None:
@@ -131,7 +131,7 @@ class FlowObjective:
             for latents of a height and width.
 
     Raises:
-        ArgumentError: a setting lies outside its range.
+        ArgumentError: a setting is outside its range.
     """
 
     def __init__(

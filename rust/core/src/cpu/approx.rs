@@ -41,7 +41,7 @@ pub(super) fn exp(x: f32) -> f32 {
     let r = n.mul_add(-LN_2_LO, n.mul_add(-LN_2_HI, x));
     let p = polynomial(r, [0.5, 0.166_665_18, 0.041_666_202, 0.008_369_025, 0.001_395_072_3]);
     let y = (r * r).mul_add(p, r) + 1.0;
-    // 2^n in two factors, since n may lie outside the exponents of f32.
+    // 2^n in two factors, since n may be outside the exponents of f32.
     let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
     let half = n >> 1;
     let y = y * pow2(half) * pow2(n.wrapping_sub(half));

@@ -34,7 +34,7 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
     }
 }
 
-/// A contiguous copy if the elements lie in transposed order: reading these one after another would fetch a cache line
+/// A contiguous copy if the elements are in transposed order: reading these one after another would fetch a cache line
 /// for each. Otherwise the tensor itself, which kernels read as it lies.
 pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     if x.is_contiguous() {

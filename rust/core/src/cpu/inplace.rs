@@ -165,7 +165,7 @@ fn check_dims(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     Err(Error::shape(op, format!("found shape {:?}, expected {:?}", src.dims(), dst.dims())))
 }
 
-/// Calls `kernel` with pieces of `dst` that lie one after another and as many elements of `src`.
+/// Calls `kernel` with pieces of `dst` that are consecutive and as many elements of `src`.
 fn update_from<D: Stored, S: Stored>(
     dst: &mut CpuStorage,
     layout: &Layout,
@@ -190,7 +190,7 @@ fn update_from<D: Stored, S: Stored>(
     })
 }
 
-/// Calls `kernel` with the pieces of `dst` that lie one after another, and with the position of the first element of
+/// Calls `kernel` with the pieces of `dst` that are consecutive, and with the position of the first element of
 /// each in row-major order; on several threads.
 fn update<D: Stored>(
     dst: &mut CpuStorage,

@@ -106,7 +106,7 @@ impl<'a, T: Copy> View<'a, T> {
         Self { data, axes: collapse(layout, dims) }
     }
 
-    /// The elements, if they lie one after another.
+    /// The elements, if they are consecutive.
     pub fn contiguous(&self) -> Option<&'a [T]> {
         match self.axes.as_slice() {
             [] => Some(self.data),

@@ -151,7 +151,7 @@ fn spacing(products: &[Product], which: usize) -> Option<usize> {
     (even && distance.is_multiple_of(size)).then_some((distance / size) as usize)
 }
 
-/// A matrix as cuBLAS sees it, by columns: whether it lies transposed, and the distance of its columns.
+/// A matrix as cuBLAS sees it, by columns: whether it is transposed, and the distance of its columns.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix {
     pub(super) operation: Operation,

@@ -52,7 +52,7 @@ impl Event {
 
     /// Milliseconds from this event to a later one, both of which have happened.
     fn until(&self, end: &Self) -> std::result::Result<f64, DriverError> {
-        // SAFETY: both events live, and lie on one stream.
+        // SAFETY: both events live, and are on one stream.
         unsafe { result::event::elapsed(self.0, end.0) }.map(f64::from)
     }
 }

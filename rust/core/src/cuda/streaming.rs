@@ -57,7 +57,7 @@ impl Copier {
             if status.is_out_of_memory() {
                 let gib = bytes as f64 / (1u64 << 30) as f64;
                 let message = format!(
-                    "the system gives no further {gib:.2} GiB of pinned memory, which streamed blocks lie in; stream fewer blocks, or \
+                    "the system gives no further {gib:.2} GiB of pinned memory, which streamed blocks are in; stream fewer blocks, or \
                      quantize the base (under WSL2 a .wslconfig with more memory raises the limit)"
                 );
                 return Error::OutOfMemory { op: OP, message };

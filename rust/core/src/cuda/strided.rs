@@ -21,7 +21,7 @@ pub struct Member<'a> {
 }
 
 impl<'a> Member<'a> {
-    /// A tensor where it lies.
+    /// The layout of a tensor.
     ///
     /// # Errors
     /// As [`address`].

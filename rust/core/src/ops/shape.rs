@@ -235,7 +235,7 @@ impl Tensor {
     /// from `start`. A copy.
     ///
     /// # Errors
-    /// [`Error::Index`] if an element lies outside the dimension, [`Error::Argument`] if `step` is 0.
+    /// [`Error::Index`] if an element is outside the dimension, [`Error::Argument`] if `step` is 0.
     pub fn strided(&self, dim: usize, start: usize, length: usize, step: isize) -> Result<Self> {
         self.check_dim(STRIDED.name, dim)?;
         if step == 0 {

@@ -68,7 +68,7 @@ pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     Ok(to_cpu(raw)?.flatten_all()?.to_vec1::<T>()?)
 }
 
-/// Give `with` all elements in row-major order as they lie in the memory of this machine. Those of a contiguous tensor on the CPU are not
+/// Give `with` all elements in row-major order as they are in the memory of this machine. Those of a contiguous tensor on the CPU are not
 /// copied; until `with` returns, nothing can change them.
 ///
 /// # Errors
@@ -101,7 +101,7 @@ pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
     Ok(with(bytes))
 }
 
-/// A contiguous CPU tensor whose elements `fill` writes as they lie in the memory of this machine. `fill` gets the byte at which a part
+/// A contiguous CPU tensor whose elements `fill` writes as they are in the memory of this machine. `fill` gets the byte at which a part
 /// begins, and the part, of up to `part` bytes, a multiple of every element's size; several threads call it at a time.
 ///
 /// # Errors

@@ -41,7 +41,7 @@ fn cpu_len(storage: &CpuStorage) -> usize {
     }
 }
 
-/// Whether the heads of a position lie next to one another, as after splitting the last dimension.
+/// Whether the heads of a position are next to one another, as after splitting the last dimension.
 pub fn heads_lie_inside(raw: &Raw) -> bool {
     let rank = raw.rank();
     rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]

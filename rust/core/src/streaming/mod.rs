@@ -1,4 +1,4 @@
-//! Frozen weights that lie in the memory of the host and are copied to the device ahead of their use.
+//! Frozen weights that are in the memory of the host and are copied to the device ahead of their use.
 //!
 //! Weights that are used together are a unit: those of one block of a model. A [`Ring`] has two slots on the device. While a unit in
 //! one slot computes, a second stream fills the other with the unit that is needed next. All units share the memory of the slots, so a
@@ -47,7 +47,7 @@ impl Streamed {
     /// [`Error::Argument`] if it is not frozen, or streamed already.
     pub fn new(weight: Weight, device: &Device, unit: &Unit) -> Result<Self> {
         if matches!(weight, Weight::Streamed(_)) || WeightRef::from(&weight).requires_grad() {
-            return Err(Error::argument(OP, "only frozen weights lie in the memory of the host"));
+            return Err(Error::argument(OP, "only frozen weights are in the memory of the host"));
         }
         let streamed = Self(Arc::new(Inner {
             dims: weight.dims().to_vec(),
@@ -116,7 +116,7 @@ impl Streamed {
             State::Placed { ring, unit, view } if ring.has(*unit) => Ok(view.clone()),
             State::Placed { .. } => Err(Error::argument(
                 OP,
-                "a weight that lies in the memory of the host is used outside of the run of its block; call the model, not a block of it, \
+                "a weight that is in the memory of the host is used outside of the run of its block; call the model, not a block of it, \
                  and from one thread at a time",
             )),
             State::Gathered(_) => {
@@ -160,7 +160,7 @@ impl Streamed {
         self.0.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on it lies in `ring`.
+    /// From now on it is in `ring`.
     fn place(&self, ring: &Arc<Ring>, unit: usize, view: Weight) {
         *self.0.state.write().unwrap_or_else(PoisonError::into_inner) =
             State::Placed { ring: ring.clone(), unit, view };

@@ -1,4 +1,4 @@
-//! How the weights of a unit lie side by side.
+//! How the weights of a unit are placed side by side.
 
 use candle_core::DType;
 
@@ -11,7 +11,7 @@ use super::OP;
 /// Bytes to which parts are aligned: what copies and kernels are fastest with.
 const ALIGNMENT: usize = 256;
 
-/// Storage of weights, and where it lies among that of its dtype.
+/// Storage of weights, and its offset among that of its dtype.
 struct Part {
     /// The storage's identity, and the first element in it.
     storage: usize,

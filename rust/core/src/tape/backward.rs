@@ -140,7 +140,7 @@ impl BackwardContext<'_> {
     /// Add `alpha` a b, a product of matrices, to the gradient of input `index`, whose shape is `dims` (any shape of as many
     /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
     ///
-    /// A variable with a gradient buffer collects the product where it lies, and a gradient that is here already is added to
+    /// A variable with a gradient buffer collects the product in place, and a gradient that is here already is added to
     /// by the product itself: neither has a temporary or an addition of its own.
     pub fn add_product(
         &mut self,
@@ -175,7 +175,7 @@ impl BackwardContext<'_> {
     }
 
     /// Write hidden = s₁ input down of each of `terms` and add s₂ hidden up to the gradient of input `index`, whose shape and dtype are
-    /// as in [`add_product`](Self::add_product). A gradient that is here already is added to where it lies.
+    /// as in [`add_product`](Self::add_product). A gradient that is here already is added to in place.
     pub fn add_low_rank(
         &mut self,
         index: usize,

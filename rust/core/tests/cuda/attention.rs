@@ -11,7 +11,7 @@ use super::gpu;
 use super::products::{TOLERANCE, compare, compare_with, in_f64, near, random};
 use super::value_and_gradients;
 
-/// (B, S, D) → (B, heads, S, D / heads): heads that lie inside of the positions.
+/// (B, S, D) → (B, heads, S, D / heads): heads that are inside of the positions.
 fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (batch, length, width) = (x.dims()[0], x.dims()[1], x.dims()[2]);
     x.reshape((batch, length, heads, width / heads))?.transpose(1, 2)

@@ -141,7 +141,7 @@ fn linear_layers_with_biases_equal_the_cpu() {
             ];
             let what = format!("{} {rows} x {inner} to {out}", dtype.as_str());
             compare(&what, &|x| linear(&x[0], &x[1], Some(&x[2])), &inputs, &device, tolerance);
-            // A second call takes the algorithm that the first has found; views are read where they lie.
+            // A second call takes the algorithm that the first has found; views are read in place.
             let views = |x: &[Tensor]| {
                 let weight = x[1].t()?.contiguous()?.t()?.narrow(0, out / 2, out - out / 2)?;
                 linear(&x[0].narrow(1, 0, inner)?, &weight, Some(&x[2].narrow(0, out / 2, out - out / 2)?))

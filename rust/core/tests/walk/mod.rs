@@ -8,7 +8,7 @@ use trainable_candle_core::{DType, Raw, Result, Tensor, Var, grad};
 pub const TOLERANCE: [(DType, f64); 4] =
     [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)];
 
-/// Fixed values of a domain, different for each input. `strided` values lie transposed in a larger tensor.
+/// Fixed values of a domain, different for each input. `strided` values are transposed in a larger tensor.
 pub fn draw(case: &Case, dtype: DType, strided: bool) -> Result<Vec<Tensor>> {
     case.inputs
         .iter()

@@ -52,7 +52,7 @@ pub struct Choice {
     pub layers: Option<usize>,
     /// Quantize the linear layers in blocks while they are read.
     pub quantize: Option<Format>,
-    /// What lies in the memory of the host and is copied to the device ahead of its use.
+    /// What is in the memory of the host and is copied to the device ahead of its use.
     pub stream: StreamOptions,
 }
 

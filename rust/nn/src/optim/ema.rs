@@ -208,7 +208,7 @@ impl EMA {
         Ok(())
     }
 
-    /// The average of each variable, where it lies.
+    /// The average of each variable, without a copy.
     fn views(&self) -> Result<Vec<Raw>> {
         let view = |(range, var): (&std::ops::Range<usize>, &trainable_candle_core::Var)| {
             Ok(self.average.narrow(0, range.start, range.len())?.reshape(var.shape())?)

@@ -237,7 +237,7 @@ impl<'a> Reader<'a> {
         Error::Config(format!("load_state_dict: {}: {message}", self.name))
     }
 
-    /// Check that the states are of an optimizer of the same name, which lies in the dict as text.
+    /// Check that the states are of an optimizer of the same name, which is in the dict as text.
     fn check_kind(&self) -> Result<()> {
         let Some(kind) = self.dict.get(KIND).filter(|kind| kind.dtype() == DType::U8) else {
             return Err(self.error(format!("the entry {KIND:?} is missing; expected what state_dict() returned")));

@@ -100,7 +100,7 @@ impl Tensor {
         self.0.elem_count()
     }
 
-    /// Whether the elements lie in row-major order without gaps.
+    /// Whether the elements are in row-major order without gaps.
     fn is_contiguous(&self) -> bool {
         self.0.raw().is_contiguous()
     }

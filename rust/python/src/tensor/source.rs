@@ -94,7 +94,7 @@ impl Source {
         let count = self.dims.iter().product();
         let mut values = Vec::with_capacity(count);
         if count > 0 && self.is_contiguous() && !self.swapped {
-            // SAFETY: `count` elements of N bytes lie one after the other; bytes need no alignment.
+            // SAFETY: `count` elements of N bytes are consecutive; bytes need no alignment.
             let elements = unsafe { std::slice::from_raw_parts(self.data.cast::<[u8; N]>(), count) };
             values.extend(elements.iter().map(|&bytes| decode(bytes)));
         } else if count > 0 {

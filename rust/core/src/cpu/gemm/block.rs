@@ -296,7 +296,7 @@ enum Method {
 }
 
 impl<T: Elem> Side<T> {
-    /// True if `len × k` elements need no conversion and lie close enough together to stay in the first-level cache.
+    /// True if `len × k` elements need no conversion and are close enough together to stay in the first-level cache.
     fn is_small(self, len: usize, k: usize) -> bool {
         let extent = len.saturating_sub(1) * self.outer + k.saturating_sub(1) * self.inner;
         is_accumulator::<T>() && extent * size_of::<T>() < MAX_IN_PLACE

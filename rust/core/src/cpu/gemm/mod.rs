@@ -39,7 +39,7 @@ impl<'a, T> MatRef<'a, T> {
     /// A matrix of `[rows, cols]` with `[row_stride, col_stride]`, both in elements.
     ///
     /// # Panics
-    /// If an element lies beyond the end of `data`.
+    /// If an element is beyond the end of `data`.
     pub fn new(data: &'a [T], [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> Self {
         check_bounds(data.len(), [rows, cols], [row_stride, col_stride]);
         Self { data, rows, cols, row_stride, col_stride }
@@ -79,7 +79,7 @@ impl<'a, T> MatMut<'a, T> {
     /// A matrix of `[rows, cols]` with `[row_stride, col_stride]`, both in elements.
     ///
     /// # Panics
-    /// If an element lies beyond the end of `data`, or if rows or columns overlap.
+    /// If an element is beyond the end of `data`, or if rows or columns overlap.
     pub fn new(data: &'a mut [T], [rows, cols]: [usize; 2], [row_stride, col_stride]: [usize; 2]) -> Self {
         check_bounds(data.len(), [rows, cols], [row_stride, col_stride]);
         let distinct = |inner: usize, count: usize, outer: usize, outer_count: usize| {

@@ -6,7 +6,7 @@
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// Columns up to which the matrix is read where it lies. For more, packing it once is less work than widening it for every four.
+/// Columns up to which the matrix is read in place. For more, packing it once is less work than widening it for every four.
 pub const MAX_COLUMNS: usize = 8;
 /// Columns whose sums are kept at a time.
 const COLUMNS: usize = 4;

@@ -1,6 +1,6 @@
 //! Products with a result of a few columns, such as the rank of an adapter or a batch of one row.
 //!
-//! They read every element of the large operand for a few multiply-adds only, so it is read where it lies instead of
+//! They read every element of the large operand for a few multiply-adds only, so it is read in place instead of
 //! being packed.
 
 use pulp::{Simd, WithSimd};

@@ -33,7 +33,7 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// `is_causal` query i sees the keys up to i. Both may be given. `scale` is 1/√D unless given. A query that sees no key gets
 /// zeros. Scores are in f32 (f64 for f64).
 ///
-/// Saves q, k, v, the result and one number per query. The result lies in memory as `q` does, so that heads split off by
+/// Saves q, k, v, the result and one number per query. The result has the memory order of `q`, so that heads split off by
 /// `reshape` and `transpose` go back together without a copy.
 ///
 /// # Errors

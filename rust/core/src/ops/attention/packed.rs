@@ -1,4 +1,4 @@
-//! Attention over projections that lie side by side, as [`linear_group`](crate::ops::linear_group::linear_group) leaves them: q, k and v
+//! Attention over projections that are contiguous, as [`linear_group`](crate::ops::linear_group::linear_group) leaves them: q, k and v
 //! are read where they are, and their gradients are written side by side.
 
 use super::cpu::{self, SavedValues};
@@ -113,7 +113,7 @@ impl Packed {
         Ok(split.narrow(2, index * self.heads, self.heads)?.transpose(1, 2)?)
     }
 
-    /// Parts of q, k and v that lie in x and in the context.
+    /// Parts of q, k and v that are in x and in the context.
     fn split(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
         let [own, other] = self.parts;
         let part = |index: usize| match context {
@@ -146,7 +146,7 @@ impl Packed {
         let [batch, _, width] = self.result;
         for (place, grad) in places.into_iter().zip(grads) {
             if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
-                // Heads lie side by side already, so these are whole rows.
+                // Heads are contiguous already, so these are whole rows.
                 let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
                 compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
             }

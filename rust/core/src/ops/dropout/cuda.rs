@@ -7,7 +7,7 @@ use crate::cuda::{Gpu, contiguous, generator};
 use crate::rng::State;
 use crate::{Raw, Result};
 
-/// Zeros where the generator's words from `state` on lie below `threshold`, else the element times `kept`.
+/// Zeros where the generator's words from `state` on are below `threshold`, else the element times `kept`.
 pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;

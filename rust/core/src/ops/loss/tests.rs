@@ -88,7 +88,7 @@ fn cross_entropy_takes_strided_logits_and_u32_targets() {
     assert_close(&[found], &[expected], 1e-6);
     let found = values(&tensor(&gradients[0], &[2, 4, 7], DType::F64).narrow(1, 0, 3).unwrap());
     assert_close(&found, &gradient, 1e-6);
-    // Classes that do not lie side by side.
+    // Classes that are not contiguous.
     let classes_first = tensor(&numbers(7 * 3, 9, 2.0), &[7, 3], DType::F64).t().unwrap();
     let ids = ids.narrow(1, 0, 3).unwrap().narrow(0, 0, 1).unwrap().reshape(3).unwrap();
     let targets: Vec<i64> = ids.to_vec::<u32>().unwrap().into_iter().map(i64::from).collect();

@@ -21,7 +21,7 @@ static ROPE: OpInfo = OpInfo::cheap("rope");
 /// floating-point dtype, which get no gradient.
 ///
 /// Pair i is features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else i and i + D/2 (GPT-NeoX, Hugging Face's
-/// LLaMA). The result lies in memory as `x` does.
+/// LLaMA). The result has the memory order of `x`.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::NoBackward`] if `cos` or `sin`
@@ -84,10 +84,10 @@ impl Backward for RopeBackward {
     }
 }
 
-/// The order in which the rows of `(..., S, D)` lie in memory.
+/// The order in which the rows of `(..., S, D)` are in memory.
 #[derive(Clone, Copy)]
 pub(super) struct RowOrder {
-    /// How many heads a position has, if they lie next to one another.
+    /// How many heads a position has, if they are next to one another.
     heads: Option<usize>,
 }
 

@@ -92,7 +92,7 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
 }
 
 impl Stream<'_> {
-    /// As one operation takes the stream: what is normed lies side by side, under norms that do not learn.
+    /// As one operation takes the stream: what is normed is contiguous, under norms that do not learn.
     fn as_tokens(&self) -> Option<Tokens<'_>> {
         let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
         let norms = norms.each_ref().map(|norm| norm.weight.as_ref());

@@ -115,7 +115,7 @@ impl LossScale {
         Ok(Self(Raw::from_vec(vec![scale, f64::from_bits(growth_tracker)], 2, device)?))
     }
 
-    /// The scale, f64 of no dimension, where it lies.
+    /// The storage of the scale, f64 without dimensions.
     ///
     /// # Errors
     /// None that a caller could cause.

@@ -271,7 +271,7 @@ impl Work {
         work
     }
 
-    /// The segment that a place lies in and its offset in elements; a new one if it does not lie in the last.
+    /// The segment that a place is in and its offset in elements; a new one if it is not in the last.
     fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
             let base = addresses(last);
@@ -309,7 +309,7 @@ pub fn step(
     let coefficients = groups.coefficients_from(op, usize::from(table.first_group))?;
     let zero_grads = u32::from(zero_grads);
     let state = |index: usize| optional_output(op, states.get(index));
-    // SAFETY: the coefficients are of all groups of the table, and its pieces lie in the states.
+    // SAFETY: the coefficients are of all groups of the table, and its pieces are in the states.
     unsafe {
         if states.first().is_some_and(|state| state.dtype() == DType::U8) {
             let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);

@@ -1,4 +1,4 @@
-//! The matrices of the heads: where they lie in memory, and how results are written.
+//! The matrices of the heads: where they are in memory, and how results are written.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -39,7 +39,7 @@ impl<'a, T: Elem> Matrices<'a, T> {
         MatRef::new(&self.data[start..], [rows.len(), self.columns], self.strides)
     }
 
-    /// The elements of a row, which lie one after another; one element if the row repeats it.
+    /// The elements of a row, which are consecutive; one element if the row repeats it.
     pub fn row(&self, head: usize, row: usize) -> &'a [T] {
         let start = self.offsets[head] + row * self.strides[0];
         let len = if self.strides[1] == 0 { 1 } else { self.columns };
@@ -48,12 +48,12 @@ impl<'a, T: Elem> Matrices<'a, T> {
     }
 }
 
-/// A new tensor `(batch..., heads, rows, width)` that is written row by row. It lies in memory as another tensor does:
+/// A new tensor `(batch..., heads, rows, width)` that is written row by row. It has the memory order of another tensor:
 /// either head after head, or with the heads of a position next to one another.
 pub(super) struct Output<T> {
     buffer: Vec<T>,
     dims: SmallVec<[usize; 4]>,
-    /// Heads that lie side by side: all, or 1.
+    /// Heads that are contiguous: all, or 1.
     side_by_side: usize,
 }
 

@@ -45,7 +45,7 @@ pub(super) struct Heads {
 }
 
 impl Heads {
-    /// The tensor, copied if its elements do not lie side by side or its outer dimensions are not evenly spaced.
+    /// The tensor, copied if its elements are not contiguous or its outer dimensions are not evenly spaced.
     pub(super) fn new(op: &'static str, raw: &Raw) -> Result<Self> {
         let is_dense = |raw: &Raw| raw.dims().last() == Some(&1) || raw.stride().last() == Some(&1);
         let strides = Some(raw).filter(|raw| is_dense(raw)).and_then(|raw| head_strides(raw.layout()));

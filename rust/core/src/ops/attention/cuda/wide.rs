@@ -33,7 +33,7 @@ impl Attention<'_> {
         let numbers = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
         let sums = output(op, log_sums)?;
-        // As one row, v's parts lie below one another.
+        // As one row, v's parts are below one another.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =

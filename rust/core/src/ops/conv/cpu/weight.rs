@@ -1,5 +1,5 @@
 //! The gradient of the weight: for each place of the kernel, the products of the gradient's channels and those of the pixels
-//! that they meet, summed over the positions. Vectors run along the channels of the image, which lie next to one another.
+//! that they meet, summed over the positions. Vectors run along the channels of the image, which are next to one another.
 
 use std::ops::Range;
 

@@ -69,7 +69,7 @@ fn offsets(logits: &Raw) -> Result<Vec<usize>> {
     Ok(logits.narrow(last, 0, 1)?.strided_index().map(|at| at - start).collect())
 }
 
-/// The logits themselves if classes lie side by side, else a contiguous copy.
+/// The logits themselves if classes are contiguous, else a contiguous copy.
 fn with_contiguous_rows(logits: &Raw) -> Result<Raw> {
     let last = logits.rank() - 1;
     let side_by_side = logits.stride()[last] == 1 || logits.dims()[last] == 1;

@@ -22,9 +22,9 @@ pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 
 /// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm): `x (..., S, D)`, `weight (D)`, `cos` and `sin` `(S, D/2)`.
 ///
-/// `weight` has the dtype of `x`, or f32; `cos` and `sin` have any floating-point dtype and get no gradient. What lies between the
-/// two is not rounded to the dtype of `x`. Pairs are as for `rope`. Saves `x` and one number per row. The result lies in memory as
-/// `x` does.
+/// `weight` has the dtype of `x`, or f32; `cos` and `sin` have any floating-point dtype and get no gradient. What is between the
+/// two is not rounded to the dtype of `x`. Pairs are as for `rope`. Saves `x` and one number per row. The result has the memory order of
+/// `x`.
 ///
 /// # Errors
 /// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite, [`Error::Shape`](crate::Error::Shape),

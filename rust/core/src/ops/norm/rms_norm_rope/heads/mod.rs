@@ -1,4 +1,4 @@
-//! The norm and the rotation of queries and keys where they lie in a projection, or the rotation alone.
+//! The norm and the rotation of queries and keys in place in a projection, or the rotation alone.
 
 #[cfg(feature = "cuda")]
 mod cuda;
