@@ -82,8 +82,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     });
 }
 
-// What takes x of each channel of a thread to the norm's result. Half precision has no digits that x · scale + offset could
-// lose.
+// Scale and offset that map x to the norm's result, for each channel of a thread. x · scale + offset loses no digits that half
+// precision has.
 template <typename T, bool ALIGNED> struct Normalize {
     static constexpr int N = WIDE<T>;
     static constexpr bool FUSED = IS_HALF<T>;

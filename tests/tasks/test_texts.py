@@ -23,7 +23,7 @@ VOCABULARY, LENGTH = 7, 12
 
 
 class Bigrams:
-    """The cross-entropy of tokens by the one before, whose logits are a row of a table."""
+    """Cross-entropy of a bigram model: the logits of the next token are a row of a table."""
 
     def __init__(self) -> None:
         values = np.random.default_rng(1).normal(size=(VOCABULARY, VOCABULARY))

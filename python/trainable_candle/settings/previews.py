@@ -1,4 +1,4 @@
-"""What is looked at during training: a validation loss, previews."""
+"""Checks during training: a validation loss, previews."""
 
 from __future__ import annotations
 

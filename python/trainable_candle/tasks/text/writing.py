@@ -16,17 +16,17 @@ class WritingOptions:
     """How the next token is chosen, and where an answer ends."""
 
     tokens: int = 512
-    """At most."""
+    """The most tokens of an answer."""
     temperature: float = 0.0
-    """0 takes the likeliest token each time; 1 draws from what the model says."""
+    """0 takes the likeliest token each time; 1 draws from the model's probabilities."""
     top_k: int = 0
     """Draw from this many likeliest tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that have this probability together."""
+    """Draw from the fewest likeliest tokens whose probabilities sum to this."""
     min_p: float = 0.0
-    """Draw from tokens with this share of the likeliest one's probability."""
+    """Draw from tokens with at least this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """Above 1: tokens that are already there become less likely (arXiv:1909.05858)."""
+    """Above 1: tokens that the text already has become less likely (arXiv:1909.05858)."""
     seed: int = 0
     stop: tuple[str, ...] = ()
     """Texts that end an answer, besides the tokens that do, and are not part of it."""
