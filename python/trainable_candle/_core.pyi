@@ -1388,7 +1388,7 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
-        adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
+        adapter: the kind of adapter by its name on the command line, "lora" for example.
         wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
         decompose_both: LoKr: whether the smaller factor may be low-rank, too.
         decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.

@@ -26,7 +26,7 @@ INSTEAD: Final = {
     "--highvram": _NOT_NEEDED,
     "--max-data-loader-n-workers": _NOT_NEEDED,
     "--persistent-data-loader-workers": _NOT_NEEDED,
-    "--network-module": "has no counterpart: give --adapter lora, dora, loha or lokr",
+    "--network-module": "has no counterpart: choose the kind with --adapter",
     "--network-args": "has no counterpart: give --adapter and --target-modules",
     "--unet-lr": "has no counterpart: give --learning-rate, which is that of the UNet",
     "--v-parameterization": "has no counterpart: give --prediction-type v_prediction",
