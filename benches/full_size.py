@@ -1,4 +1,4 @@
-"""A full-size SDXL pipeline of random f16 weights, and pictures to train it on.
+"""A full-size SDXL pipeline of random f16 weights, and images to train it on.
 
 python benches/full_size.py FOLDER [--device cuda]
 
@@ -104,7 +104,7 @@ def configurations(shipped: Path) -> dict[str, dict[str, Any]]:
 def write_pictures(
     folder: Path, count: int = 24, sizes: tuple[tuple[int, int], ...] = SIZES
 ) -> None:
-    """Write smooth random pictures of these sizes in turn as PNG, with captions beside them."""
+    """Write smooth random images of these sizes in turn as PNG, with captions beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(0)
     for number in range(count):

@@ -1,8 +1,8 @@
-"""What SDXL does beside its steps on a GPU: encoding pictures and texts, and drawing, at full size.
+"""What SDXL does beside its steps on a GPU: encoding images and texts, and drawing, at full size.
 
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
-Weights are random, of the sizes of SDXL's base model; pictures are noise. `--profile` adds where
+Weights are random, of the sizes of SDXL's base model; images are noise. `--profile` adds where
 our time goes, by kernel. diffusers and transformers run beside us where they are installed.
 """
 
@@ -36,7 +36,7 @@ BATCHES = [1, 2, 4]
 STEPS = 30
 LATENT = 8
 EXACT_SIDE = 512
-"""Side of the picture that is also encoded in f64, px."""
+"""Side of the image that is also encoded in f64, px."""
 BIG_G = {
     "architectures": ["CLIPTextModelWithProjection"],
     "hidden_act": "gelu",
@@ -46,7 +46,7 @@ BIG_G = {
     "num_attention_heads": 20,
     "projection_dim": 1280,
 }
-# Operations of the autoencoder's convolutions and attention for a picture of 1024 x 1024 px.
+# Operations of the autoencoder's convolutions and attention for an image of 1024 x 1024 px.
 ENCODER, DECODER = 4.85e12, 10.5e12
 
 
@@ -117,7 +117,7 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
 
 
 def errors(machine: Machine, vae: Any) -> None:
-    """Print how far moments and pictures are from those of the same weights in f64.
+    """Print how far moments and images are from those of the same weights in f64.
 
     Root mean squares, in units of the values' own.
     """

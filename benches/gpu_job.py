@@ -4,7 +4,7 @@ python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [
 
 Makes a checkpoint of random weights (SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16, Z-Image 21,
 Chroma 28, Flux.1 34; with as much for `merge`: a folder in /dev/shm holds it where the disk does
-not) and 24 pictures, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes,
+not) and 24 images, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes,
 trains with previews, validation and an average, draws, merges and verifies, each as a user would
 type it. Phases are the times between the lines that a command prints; of a process the most GPU
 memory (nvidia-smi) and resident host memory are shown. For SDXL, diffusers loads, encodes, draws
@@ -158,7 +158,7 @@ def train(job: Job, work: Path, name: str, steps: int, *more: str) -> None:
 
 
 def draw(job: Job, work: Path) -> None:
-    """Draw one picture, and two: the difference is a picture without start-up."""
+    """Draw one image, and two: the difference is an image without start-up."""
     for count in (1, 2):
         outcome = command(
             "sample", "--model", job.model, "--weights", str(work / job.model),

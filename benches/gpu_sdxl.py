@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RANK, LATENT, TOKENS = 16, 128, 77
 ATTENTION_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
 """The attention alone; peft's usual choice for SDXL."""
-# Operations of one picture's forward pass: linear layers and convolutions, attention.
+# Operations of one image's forward pass: linear layers and convolutions, attention.
 DENSE, ATTENTION = 5.977e12, 0.784e12
 
 

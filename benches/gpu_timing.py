@@ -177,7 +177,7 @@ def traced(torch: Any, graph: Callable[[], object], device: str, rows: int = 40)
 
 
 def profiled(call: Callable[[], object], device: str, rows: int = 40) -> None:
-    """Print where the GPU's time goes in a call that is no graph."""
+    """Print where the GPU's time goes in a call that is not a graph."""
     call()
     with tc.cuda.profile(device) as profile:
         call()

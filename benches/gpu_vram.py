@@ -86,7 +86,7 @@ def main() -> None:
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         raise SystemExit(f"no CUDA: {reason}")
-    titles = ("announced", "tensors", "device", "ms, told", "measured", "chosen")
+    titles = ("announced", "tensors", "device", "ms, predicted", "measured", "chosen")
     print(ROW.format("model", "vram", *titles), flush=True)
     for model in given.models.split(","):
         work = Path(tempfile.mkdtemp(prefix="gpu_vram_", dir=given.folder))

@@ -1,6 +1,6 @@
 """Train the demo's image generator from the start, on real handwritten digits of nine classes.
 
-The tenth, 0, is left for the demo's LoRA: its pictures are never shown, and its row of the class
+The tenth, 0, is left for the demo's LoRA: its images are never shown, and its row of the class
 embedding keeps its random start. Takes some minutes on two cores and ends with the two files that
 ship in the package:
 

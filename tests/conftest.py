@@ -1,4 +1,4 @@
-"""What tests of several areas need: a small model on disk, and a folder of pictures for it."""
+"""What tests of several areas need: a small model on disk, and a folder of images for it."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def digits_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten pictures of 8x8 pixels with captions."""
+    """Ten images of 8x8 pixels with captions."""
     folder = tmp_path_factory.mktemp("pictures")
     generator = np.random.default_rng(0)
     for number in range(10):
@@ -145,7 +145,7 @@ SIZES = [(64, 64), (96, 48), (48, 96), (130, 70), (64, 80), (90, 90), (64, 64), 
 
 @pytest.fixture(scope="session")
 def sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight pictures of several sizes, with captions."""
+    """Eight images of several sizes, with captions."""
     folder = tmp_path_factory.mktemp("photographs")
     generator = np.random.default_rng(0)
     for number, (width, height) in enumerate(SIZES):

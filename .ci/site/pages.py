@@ -12,7 +12,7 @@ SOURCES = "https://github.com/trainable-candle/trainable-candle/blob/main/"
 
 
 def front(readme: str) -> str:
-    """The README with links as the site has them; what the site has not is a link to the source."""
+    """The README with links as the site has them; other links go to the source."""
 
     def link(match: re.Match[str]) -> str:
         target = match[1]

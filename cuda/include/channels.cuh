@@ -183,7 +183,7 @@ template <typename A> struct Partials {
         return pairs + (((sample * tiles + tile) * size.groups + group) * size.pieces + piece) * 2;
     }
 
-    // f(pair, elements that it stands for) for each thread's share of the pairs of a group.
+    // f(pair, elements that it covers) for each thread's share of the pairs of a group.
     template <typename T, typename F>
     __device__ __forceinline__ void for_each(const ChannelSize &size, uint64_t sample, uint32_t group, F f) const {
         const uint32_t low = group * size.width(), high = low + size.width();

@@ -2,7 +2,7 @@
 //
 // Parameters, gradients and the 16-bit copy of the parameters are in segments: a vector of each, with the same element order. The
 // work is a list of pieces of them, so that one launch covers any set of variables and parameter groups, of one flat buffer (one
-// segment) or of many variables with memory of their own. States lie by piece in buffers of their own:
+// segment) or of many variables with memory of their own. States are by piece in buffers of their own:
 // they start at multiples of STATE_BLOCK elements, and what is between a piece's end and the next multiple is zeroed once and
 // then belongs to the kernels.
 #pragma once
@@ -19,7 +19,7 @@ struct alignas(16) Piece {
     uint16_t group;   // which coefficients apply
 };
 
-// Where a run of parameters, their gradients and (or null) their 16-bit copy lie, at any alignment.
+// Where a run of parameters, their gradients and (or null) their 16-bit copy are, at any alignment.
 struct Segment {
     float *params;
     void *grads;

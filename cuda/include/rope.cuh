@@ -1,4 +1,4 @@
-// Rotary position embedding: which angles turn a row, where its pairs of features lie, and the turn itself.
+// Rotary position embedding: the angles of a row, where its pairs of features are, and the rotation itself.
 #pragma once
 
 #include <type_traits>
@@ -44,8 +44,8 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
         store_pack(row + start(1, pair, half), narrow_pack<T>(values[1]));
     }
 
-    // (a, b) becomes (a cos - b sin, a sin + b cos); `back` turns by the negative angles: the gradient.
-    __device__ __forceinline__ void turn(const A (&cos)[N], const A (&sin)[N], bool back) {
+    // (a, b) becomes (a cos - b sin, a sin + b cos); `back` rotates by the negative angles: the gradient.
+    __device__ __forceinline__ void rotate(const A (&cos)[N], const A (&sin)[N], bool back) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
             A &first = INTERLEAVED ? values[2 * i / N][2 * i % N] : values[0][i];

@@ -3,7 +3,7 @@
 // With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
 // lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.
 //
-// Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes lie side by
+// Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes are side by
 // side: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
 // ignore_index has the loss 0 and the gradient 0; one whose target is out of range has the loss NaN and the gradient 0.
 

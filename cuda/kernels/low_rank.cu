@@ -2,7 +2,7 @@
 //
 // A block has 16 rows. Its warps share the sum over `inner` for hidden, exchange their parts through shared memory, and then share
 // the columns of dst. As two products of a library, hidden and dst would be launches of their own that take longer to start than to
-// compute at the sizes of one picture.
+// compute at the sizes of one image.
 //
 // include/low_rank.cuh has the fragments of the products.
 #include "low_rank.cuh"

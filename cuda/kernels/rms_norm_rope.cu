@@ -2,11 +2,11 @@
 // of the result: the queries and keys of models that normalise them.
 //
 // x, y, grad (of y) and dx are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones; rstd =
-// 1/√(mean(x²) + eps) is one value per row, f32 (f64 for f64); cos and sin as for rope.cuh, null where nothing turns.
+// 1/√(mean(x²) + eps) is one value per row, f32 (f64 for f64); cos and sin as for rope.cuh, null where nothing is rotated.
 //
 // The forms for heads read the queries, keys and perhaps values of a projection in place: x and dx are (batch, tokens, ≥
 // all_heads width), y and grad (batch, tokens, all_heads, width), each by its distances of tokens and samples in elements. A token
-// has `heads` rows of queries, `key_heads` of keys, and the rest of values, which are copied. Where rstd is null, rows are turned
+// has `heads` rows of queries, `key_heads` of keys, and the rest of values, which are copied. Where rstd is null, rows are rotated
 // and not normalised, and backward does not read x.
 //
 // A row is short, so it belongs to a team of 1 to 32 lanes of a warp, as many as it has packs of pairs. Each lane keeps the first
@@ -38,7 +38,7 @@ template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows
     }
 }
 
-// Where a row of x, one of dx, and one of y and grad start; the weight of the row; whether it is copied, not normalised and turned.
+// Where a row of x, one of dx, and one of y and grad start; the weight of the row; whether it is copied, not normalised and rotated.
 struct Place {
     uint64_t x, dx, y;
     const void *weight;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
             if (angles.cos != nullptr && !place.is_copied) {
                 A cos[N], sin[N];
                 angles.load(row, pair, cos, sin);
-                pairs.turn(cos, sin, false);
+                pairs.rotate(cos, sin, false);
             }
             pairs.store(y + place.y, pair, half);
         };
@@ -139,7 +139,7 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
         if (angles.cos != nullptr && !place.is_copied) {
             A cos[N], sin[N];
             angles.load(row, pair, cos, sin);
-            grads.turn(cos, sin, true);
+            grads.rotate(cos, sin, true);
         }
 #pragma unroll
         for (int i = 0; i < N; i++) {
@@ -259,7 +259,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// With u = grad turned back and x̂ = x rstd: dx = rstd (u w - x̂ mean(u w x̂)), the mean over the row. dx may be grad.
+// With u = grad rotated back and x̂ = x rstd: dx = rstd (u w - x̂ mean(u w x̂)), the mean over the row. dx may be grad.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_backward_##SUFFIX(                             \
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\

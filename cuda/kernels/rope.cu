@@ -1,16 +1,16 @@
 // Rotary position embedding (Su et al. 2021, arXiv:2104.09864): the pair (a, b) becomes (a cos - b sin, a sin + b cos).
 //
 // x and y are (rows, width), and may be the same; cos and sin are (positions, width / 2) of f32 (f64 for f64): see rope.cuh.
-// `back` turns by the negative angle: the gradient.
+// `back` rotates by the negative angle: the gradient.
 // Launch: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.
 
 #include "rope.cuh"
 
 namespace {
 
-// A thread turns N pairs of a row.
+// A thread rotates N pairs of a row.
 template <typename T, int N, bool INTERLEAVED>
-__device__ __forceinline__ void turn(const T *x, Angles<Acc<T>> angles, T *y, uint64_t rows, bool back) {
+__device__ __forceinline__ void rotate(const T *x, Angles<Acc<T>> angles, T *y, uint64_t rows, bool back) {
     const uint32_t half = angles.half, packs = half / N;
     for (uint64_t index = flat_index(); index < rows * packs; index += flat_stride()) {
         const auto [row, pack] = divide(index, packs);
@@ -19,7 +19,7 @@ __device__ __forceinline__ void turn(const T *x, Angles<Acc<T>> angles, T *y, ui
         angles.load(row, pair, cos, sin);
         Pairs<T, N, INTERLEAVED> pairs;
         pairs.load(x + row * 2 * half, pair, half);
-        pairs.turn(cos, sin, back);
+        pairs.rotate(cos, sin, back);
         pairs.store(y + row * 2 * half, pair, half);
     }
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void turn(const T *x, Angles<Acc<T>> angles, T *y, ui
         const Angles<Acc<T>> angles{cos, sin, positions, repeats, width / 2};                                          \
         const bool is_wide = angles.half % WIDE<T> == 0 && are_wide(x, y) && are_wide(cos, sin);                       \
         choose_pairs<T>(is_wide, interleaved != 0, [&](auto n, auto is_interleaved) {                                  \
-            turn<T, decltype(n)::value, decltype(is_interleaved)::value>(x, angles, y, rows, back != 0);               \
+            rotate<T, decltype(n)::value, decltype(is_interleaved)::value>(x, angles, y, rows, back != 0);             \
         });                                                                                                            \
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_ROPE)

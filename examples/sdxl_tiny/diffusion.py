@@ -108,14 +108,14 @@ def train(
         draw = torch.rand(batch, device=device)
         rows = latents.rows[index] + torch.randint(0, width, (batch,), device=device)
         rows = torch.where(draw < CAPTION_DROPOUT, len(table[0]) - 1, rows)
-        told = (draw >= CAPTION_DROPOUT / 2).to(clean.dtype)
+        has_caption = (draw >= CAPTION_DROPOUT / 2).to(clean.dtype)
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
             hidden, pooled = encode_texts(networks, table)
             conditions = {
-                "text_embeds": pooled[rows] * told[:, None],
+                "text_embeds": pooled[rows] * has_caption[:, None],
                 "time_ids": latents.time_ids[index],
             }
-            text = hidden[rows] * told[:, None, None]
+            text = hidden[rows] * has_caption[:, None, None]
             predicted = networks["unet"](noisy, timestep, text, added_cond_kwargs=conditions).sample
         ratio = (signal / (1 - signal)).flatten()
         weight = ratio.clamp(max=GAMMA) / ratio
@@ -182,7 +182,7 @@ def save(folder: Path, networks: nn.ModuleDict, vae: AutoencoderKL) -> None:
 
 
 def sample(folder: Path, prompts: list[str], count: int, scale: float, size: int) -> Image.Image:
-    """Load the folder as a user would and draw one row of pictures for each prompt."""
+    """Load the folder as a user would and draw one row of images for each prompt."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipeline = StableDiffusionXLPipeline.from_pretrained(
         folder, torch_dtype=torch.float32, add_watermarker=False

@@ -5,7 +5,7 @@ Needs torch, diffusers and transformers, which trainable-candle itself does not,
     python examples/sdxl_tiny/make.py --photos flower_photos --output sdxl_tiny
 
 PHOTOS is TensorFlow's flower_photos archive, unpacked: daisy, dandelion, roses, sunflowers and
-tulips, with the LICENSE.txt that names each picture's photographer.
+tulips, with the LICENSE.txt that names each image's photographer.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PROMPTS = [
 
 
 def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
-    """Pictures above what the autoencoder makes of them."""
+    """Images above what the autoencoder makes of them."""
     with torch.no_grad():
         latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
         made = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""The training pictures: a folder of flower photographs, their colours and their captions."""
+"""The training images: a folder of flower photographs, their colours and their captions."""
 
 import hashlib
 import random
@@ -22,14 +22,14 @@ HUES = (
 
 @dataclass
 class Photos:
-    """Pictures of (N, 128, 128, 3) bytes, their flower's index, their colour (or '') and id."""
+    """Images of (N, 128, 128, 3) bytes, their flower's index, their colour (or '') and id."""
 
     pixels: np.ndarray
     flowers: np.ndarray
     colours: list[str]
 
     def keep(self, chosen: np.ndarray) -> "Photos":
-        """The pictures where `chosen`, (N,) booleans, is true."""
+        """The images where `chosen`, (N,) booleans, is true."""
         colours = [colour for colour, kept in zip(self.colours, chosen, strict=True) if kept]
         return Photos(self.pixels[chosen], self.flowers[chosen], colours)
 
@@ -38,7 +38,7 @@ class Photos:
 
 
 def load(folder: Path) -> Photos:
-    """Read FOLDER/daisy/*.jpg and so on; only the pictures that FOLDER/LICENSE.txt names."""
+    """Read FOLDER/daisy/*.jpg and so on; only the images that FOLDER/LICENSE.txt names."""
     licensed = {
         line.split()[0].split("/")[1]
         for line in (folder / "LICENSE.txt").read_text("utf-8").splitlines()
@@ -83,7 +83,7 @@ def main_colour(picture: Image.Image) -> str:
 
 
 def captions(flower: str, colour: str) -> list[str]:
-    """Every wording that a picture of this flower and colour is trained with."""
+    """Every wording that an image of this flower and colour is trained with."""
     named = f"{colour} {flower}".strip()
     article = "an" if named[0] in "aeiou" else "a"
     return [

@@ -18,7 +18,7 @@ ADVERSARY_START = 0.4
 
 
 class Classifier(nn.Module):
-    """Which flower a picture shows; its hidden layers serve as the perceptual distance."""
+    """Which flower an image shows; its hidden layers serve as the perceptual distance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
         return hidden
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits (N, 5) of pictures (N, 3, H, W) in [-1, 1]."""
+        """Logits (N, 5) of images (N, 3, H, W) in [-1, 1]."""
         return self.head(self.features(x)[-1].mean((2, 3)))
 
 
@@ -83,7 +83,7 @@ def train_classifier(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> 
 
 @torch.no_grad()
 def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
-    """Which pictures show their flower: judged by classifiers that have not seen them (4 folds)."""
+    """Which images show their flower: judged by classifiers that have not seen them (4 folds)."""
     fold = torch.arange(len(pixels), device=pixels.device) % 4
     chance = torch.zeros(len(pixels), device=pixels.device)
     correct = 0

@@ -1375,7 +1375,7 @@ class LoraConfig:
     Which layers get an adapter, and of what kind and size. The names are peft's.
 
     A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-    whole name; "all-linear" stands for every linear layer, "all-conv" for every convolution, "all-attention" for the
+    whole name; "all-linear" means every linear layer, "all-conv" for every convolution, "all-attention" for the
     projections of attention.
 
     Args:
@@ -1464,7 +1464,7 @@ class LoraConfig:
 
         Raises:
             ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
-            ShapeError: if a shape is no layer's.
+            ShapeError: if a shape is not a layer's.
         """
     @property
     def qat(self, /) -> str | None:
@@ -1582,7 +1582,7 @@ class Model:
             stream_modulation: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
+            ArgumentError: of `Model`, which is not a model by itself; if the kind has no layers to quantize.
             MissingFileError, ConfigError: if the configuration is missing or another model's.
             OutOfMemoryError: if the model does not fit.
         """
@@ -2103,7 +2103,7 @@ class QuantizedTensor:
     @property
     def dtype(self, /) -> DType:
         """
-        The dtype of the values that it stands for.
+        The dtype of the values that it represents.
         """
     @property
     def format(self, /) -> str:
@@ -2120,7 +2120,7 @@ class QuantizedTensor:
         Args:
             blocks: u8, (rows, bytes of a row).
             format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
-            dtype: of the values that it stands for.
+            dtype: of the values that it represents.
 
         Raises:
             ArgumentError: if the format is unknown.
@@ -3701,12 +3701,12 @@ def inspect(
     others: SupportsGetItem[int, str | bytes | PathLike[str] | PathLike[bytes]] = ...,
 ) -> CheckpointFacts:
     """
-    What a checkpoint is, told from its headers and configurations; no weight is read.
+    What a checkpoint is, determined from its headers and configurations; no weight is read.
 
     Args:
         path: a pipeline's folder, an original checkpoint in one file, or a model alone.
         model: a family, "sdxl", all of whose models must be there.
-        others: folders and files of single models, text encoders and autoencoders, which stand for those of `path`.
+        others: folders and files of single models, text encoders and autoencoders, which replace those of `path`.
 
     Raises:
         MissingFileError: if there is nothing.
@@ -4018,7 +4018,7 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
             with a scale each, as GGUF files have them.
 
     Raises:
-        ShapeError: if the tensor is not a matrix, or its rows are no whole blocks.
+        ShapeError: if the tensor is not a matrix, or its rows are not whole blocks.
         DTypeError: if it is not floating point.
         ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
     """
@@ -4279,7 +4279,7 @@ def set_num_threads(n: SupportsIndex) -> None:
 
 def set_resolver(resolve: Callable[..., Any]) -> None:
     """
-    Set what finds models by names that are no paths, once.
+    Set what finds models by names that are not paths, once.
 
     Args:
         resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
@@ -4298,11 +4298,11 @@ def set_w8a8(enabled: bool) -> None:
     Activations and gradients are rounded to the format of the weight right before a product, each row with the scale its largest
     magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does; weights whose scales lie along the sum are
     multiplied into the gradient before. Sums of int8 are exact, those of fp8 in f32. Layers over other formats, and those whose
-    sides are no multiples of 16, multiply values. GPUs need compute capability 7.5 for int8 and 8.9 for fp8; older ones multiply
+    sides are not multiples of 16, multiply values. GPUs need compute capability 7.5 for int8 and 8.9 for fp8; older ones multiply
     values.
 
     Args:
-        enabled: whether they do, from now on. The default is that they multiply the values that codes stand for. Captured graphs
+        enabled: whether they do, from now on. The default is that they multiply the values that codes represent. Captured graphs
             keep what they were recorded with.
     """
 

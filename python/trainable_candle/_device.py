@@ -26,7 +26,7 @@ class device(str):  # noqa: N801 - torch's name
         index: The number of a GPU, if the name has none.
 
     Raises:
-        ArgumentError: If it is no name of a device.
+        ArgumentError: If it is not a name of a device.
     """
 
     __slots__ = ()

@@ -87,7 +87,7 @@ def linspace(
         assert tc.linspace(0, 1, 5).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
 
     Raises:
-        ArgumentError: If there are fewer than none.
+        ArgumentError: If steps is negative.
     """
     first, last = _number("linspace", "start", start), _number("linspace", "end", end)
     numbers = np.linspace(first, last, _count("linspace", "steps", steps))
@@ -96,7 +96,7 @@ def linspace(
 
 @explained
 def randperm(n: int, device: str = "cpu") -> Tensor:
-    """Return the numbers from 0 to below n in random order, i64, by the library's generator.
+    """Return the integers from 0 to n - 1 in random order, i64, drawn by the library's generator.
 
         assert sorted(tc.randperm(3).tolist()) == [0, 1, 2]
 
@@ -132,7 +132,7 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> T
 
     Args:
         input: Weights of at least 0: (n,), or (rows, n).
-        num_samples: How many indices a row.
+        num_samples: How many indices to draw per row.
         replacement: Whether an index may be drawn again.
 
     Returns:
@@ -141,7 +141,7 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> T
     Raises:
         TypeError: If the weights are not a tensor.
         ShapeError: If they are neither a vector nor a matrix.
-        ArgumentError: If they are no weights, or too few are above 0.
+        ArgumentError: If they are not weights, or too few are above 0.
     """
     if not isinstance(input, _core.Tensor):
         raise TypeError(f"multinomial: input is {type(input).__name__}, expected a Tensor")
@@ -150,7 +150,9 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> T
     count = _count("multinomial", "num_samples", num_samples)
     rows = np.atleast_2d(input.detach().to("f64").numpy())
     if not np.isfinite(rows).all() or (rows < 0).any() or (rows.sum(1) <= 0).any():
-        raise ArgumentError("multinomial: expected weights of at least 0, some above")
+        raise ArgumentError(
+            "multinomial: expected rows of weights of at least 0 with a sum above 0"
+        )
     if not replacement and ((rows > 0).sum(1) < count).any():
         raise ArgumentError(f"multinomial: fewer than {count} weights of a row are above 0")
     if replacement:
@@ -159,7 +161,7 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> T
         found = np.stack([np.searchsorted(e, d, "right") for e, d in zip(ends, drawn, strict=True)])
         found = np.minimum(found, rows.shape[1] - 1)
     else:
-        # The first of exponential variables of these rates (Efraimidis and Spirakis 2006).
+        # The smallest of exponential variables with these rates (Efraimidis and Spirakis 2006).
         drawn = _core.rand(rows.shape, dtype="f64").numpy()
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(rows > 0, -np.log1p(-drawn) / rows, np.inf)
@@ -210,14 +212,16 @@ def _check_einsum(
         if not isinstance(operand, _core.Tensor):
             raise TypeError(f"einsum: found {type(operand).__name__}, expected a Tensor")
         if len(set(term)) != len(term) or not all(label.isalpha() for label in term):
-            raise ArgumentError(f"{wrong}: `{term}` has a label twice, or something else than one")
+            raise ArgumentError(
+                f"{wrong}: `{term}` has a label twice, or a character that is not a letter"
+            )
         if len(term) != operand.ndim:
             raise ArgumentError(f"{wrong}: `{term}` does not fit the shape {operand.shape}")
         for label, size in zip(term, operand.shape, strict=True):
             if sizes.setdefault(label, size) != size:
                 raise ArgumentError(f"{wrong}: `{label}` is {sizes[label]} and {size}")
     if len(set(output)) != len(output) or not set(output) <= sizes.keys():
-        raise ArgumentError(f"{wrong}: `{output}` has a label twice, or one of no operand")
+        raise ArgumentError(f"{wrong}: `{output}` has a label twice, or one that no operand has")
 
 
 def _summed(labels: str, tensor: Tensor, kept: set[str]) -> Tensor:

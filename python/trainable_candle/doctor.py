@@ -148,9 +148,9 @@ def _gpu() -> Finding:
         return Finding(FAULT, "gpu", f"nvidia-smi does not run: {error}", "reboot, then try again")
     lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
     if result.returncode or not lines:
-        said = (result.stdout + result.stderr).strip().splitlines()
+        lines = (result.stdout + result.stderr).strip().splitlines()
         cure = "reboot after an update of the driver; in a container, give it the GPU (--gpus all)"
-        return Finding(FAULT, "gpu", f"nvidia-smi: {said[0] if said else 'no GPU'}", cure)
+        return Finding(FAULT, "gpu", f"nvidia-smi: {lines[0] if lines else 'no GPU'}", cure)
     facts = [part.strip() for part in lines[0].split(",")]
     found = "; ".join(lines)
     if len(facts) == 4:

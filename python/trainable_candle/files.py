@@ -105,7 +105,7 @@ def held(path: Path, refusal: str) -> Iterator[None]:
 
     Args:
         path: the file, in a folder that exists.
-        refusal: the start of what is said if another process has it.
+        refusal: the start of the message if another process has it.
 
     Raises:
         ConfigError: another process, which is named, or another thread has it.
@@ -176,12 +176,12 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no such file.
+        ValueError: it is not such a file.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > _LARGEST_HEADER:
-            raise ValueError(f"{path}: is no safetensors file")
+            raise ValueError(f"{path}: is not a safetensors file")
         header = parse_json(file.read(size))
     entries = header.get("__metadata__", {}) if isinstance(header, dict) else {}
     return {str(name): str(text) for name, text in entries.items()}

@@ -70,7 +70,7 @@ def is_name(text: str) -> bool:
 
 
 def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
-    """The local folder of what may be a model on the hub; None if it is no name of one.
+    """The local folder of what may be a model on the hub; None if it is not a name of one.
 
     Args:
         name: perhaps "organisation/name".

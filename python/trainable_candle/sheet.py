@@ -1,4 +1,4 @@
-"""Previews over time: a page and a picture of all of them, prompts by steps."""
+"""Previews over time: a page and an image of all of them, prompts by steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME: Final = re.compile(r"step-(\d+)(?:-(\d+))?\.png")
 _SIDE: Final = 192
 """Pixels of a thumbnail, at most."""
 _COLUMNS: Final = 12
-"""Steps on the picture, at most; the page has all."""
+"""Steps on the image, at most; the page has all."""
 _LINE: Final = 14
 """Height of a line of text, px."""
 

@@ -16,7 +16,7 @@ PROGRAM = [sys.executable, "-m", "trainable_candle"]
 @pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
 def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
-    """As they stand, but for fewer steps; what a user brings lies where the guide says."""
+    """As they stand, but for fewer steps; what a user brings is where the guide says."""
     text = (ROOT / document).read_text()
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     commands = [
@@ -32,7 +32,7 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
     for command in commands:
         arguments = shlex.split(command)
         if "sd_xl_base_1.0.safetensors" in arguments:
-            # The built-in checkpoint stands for the one that is downloaded.
+            # The built-in checkpoint replaces the one that is downloaded.
             place = arguments.index("--weights")
             del arguments[place : place + 2]
             arguments = [a if a != "merged.safetensors" else "merged" for a in arguments]

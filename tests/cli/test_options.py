@@ -211,14 +211,14 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
     model = ("--model", "sdxl")
     config = parse(*model, "--preset", "quality", "--rank", "4")
     assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)
-    # Without a default that stands for a value that was given.
+    # Without a default in place of a value that was given.
     assert parse(*model, "--preset", "quality", "--rank", "16").rank == 16
     assert parse(*model, "--preset", "fast", "--epochs", "3").steps == TrainConfig().steps
     path = tmp_path / "run.yaml"
     path.write_text("model: causal-lm\npreset: balanced\nrank: 2\n")
     config = parse("--config", str(path))
     assert (config.rank, config.epochs, config.lr_scheduler) == (2, 2, "cosine")
-    # What it stands for is written out, so that a file does not change with the preset.
+    # Its values are written out, so that a file does not change with the preset.
     path.write_text(parse(*model, "--preset", "fast").to_yaml())
     with pytest.raises(ConfigError, match="preset: `fast` has no effect: all of its settings"):
         parse("--config", str(path), "--preset", "fast")

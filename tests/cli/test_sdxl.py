@@ -59,7 +59,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # One of the first two pictures has room for another crop, and one is mirrored if asked.
+            # One of the first two images has room for another crop, and one is mirrored if asked.
             "seed": 2,
             "optimizer": "adamw",
             **settings,

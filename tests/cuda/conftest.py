@@ -117,7 +117,7 @@ class Simulation:
         package = Path(tc.__file__).parents[1]
         environment = {**os.environ, **self.simulate.environment(folder)}
         environment["PYTHONPATH"] += os.pathsep + str(package)
-        # The other libraries lie where pip puts them.
+        # The other libraries are where pip puts them.
         environment["LD_LIBRARY_PATH"] = str(folder / self.simulate.DRIVER_FOLDER)
         environment["SIMULATED_CUDA_KERNELS"] = str(self.kernels)
         for name, value in (settings or {}).items():

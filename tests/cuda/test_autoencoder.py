@@ -42,7 +42,7 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
         assert len(convolutions) > 8
         assert all(name.endswith("_bf16") for name in convolutions)
-        # Each has its operands taken apart, and so have the products of each picture's attention.
+        # Each has its operands taken apart, and so have the products of each image's attention.
         assert names.count("pairs_left_f32") == len(convolutions) + 2 * 2
         assert names.count("pairs_right_f32") == len(convolutions) + 2 * 2
 
@@ -104,7 +104,7 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         draw(family, ["a", "b"], SampleOptions(steps=6), features, (64, 64))
     """)
     assert run.of("refused") == []
-    # Two calls of features a picture, negative second: its steps come after.
+    # Two calls of features an image, negative second: its steps come after.
     marks = [i for i, call in enumerate(run.calls) if call.kind == "mark"]
     parts = [
         type(run)("", run.calls[start + 1 : end])
@@ -112,7 +112,7 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         if run.calls[start]["name"] == "features"
     ]
     first, second = parts[1], parts[3]
-    # The first call is eager; the second is recorded, and the picture after that replays it.
+    # The first call is eager; the second is recorded, and the image after that replays it.
     assert len(first.of("capture-end")) == 1
     assert len(first.of("replay")) == 5
     assert len(second.of("replay")) == 6

@@ -1,4 +1,4 @@
-"""Blocks that are in the memory of the host, on the simulated device: copies, their order, graphs.
+"""Blocks in host memory, on the simulated device: copies, their order, graphs.
 
 The kernels do not compute. What streamed blocks compute is in `tests/models/test_streaming.py`.
 """
@@ -47,7 +47,7 @@ STEP = f"""
 
 
 def copies(run: Any) -> list[Any]:
-    """Those from pinned memory on the stream beside the device's."""
+    """The copies from pinned memory, on the stream for copies."""
     found = [call for call in run.of("copy") if call["kind"] == "cuMemcpyHtoDAsync"]
     side = max((call["stream"] for call in found), key=int)
     return [call for call in found if call["stream"] == side]
@@ -129,7 +129,7 @@ def test_a_graph_has_the_copies_of_its_step(cuda: Any) -> None:
     for call in (3, 4):
         replay = run.after(f"call-{call}")
         assert len(replay.of("replay")) == 2
-        # Nothing is taken for granted at the start of a graph, so it copies the first two again.
+        # Contents of slots are unknown at the start of a graph: it copies the first two again.
         assert int(replay.of("replay")[0]["copies"]) >= 3 * COUNT - 2
         assert replay.waits == []
 

@@ -143,7 +143,7 @@ def texts(folder: Path, **settings: Any) -> str:
 def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     run = cuda.run(texts(tmp_path, **settings))
     assert run.of("refused") == []
-    # Of all rows; validation, which is no graph, has what its texts have.
+    # Of all rows; validation, which is not a graph, has what its texts have.
     assert "256" in run.output.split()
     for step in RECORDED:
         done = run.after(f"step-{step}")

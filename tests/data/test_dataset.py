@@ -1,4 +1,4 @@
-"""Data sets: what is loaded from folders, what is said about it, what is in batches."""
+"""Data sets: what is loaded from folders, what its summary has, what is in batches."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -58,7 +58,7 @@ def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
 
 
 class Encoder:
-    """The mean of every picture's channels; remembers which pictures it was given."""
+    """The mean of every image's channels; remembers which images it was given."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -73,7 +73,7 @@ class Encoder:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Dataset:
-    """Eleven grey pictures; picture N has the value N."""
+    """Eleven grey images; image N has the value N."""
     folder = tmp_path / "pictures"
     folder.mkdir()
     for number in range(11):

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 HANG = 120
 """What a case may take, s."""
 MOST_PIXELS = 1 << 18
-"""Pillow's limit here; a picture's size, not its file's, decides on memory."""
+"""Pillow's limit here; an image's size, not its file's, decides on memory."""
 FREE_KIB, FACTOR = 64 * 1024, 10
 """What a reader may take whatever the input, KiB, and for each byte of it."""
 WORDS = [
@@ -140,7 +140,7 @@ class Reader:
 
 
 def pictures() -> dict[str, list[bytes]]:
-    """Small valid pictures by format."""
+    """Small valid images by format."""
     grey = Image.fromarray(np.arange(96, dtype=np.uint8).reshape(8, 12))
     made: dict[str, list[bytes]] = {}
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"):

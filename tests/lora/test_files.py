@@ -112,7 +112,7 @@ def test_what_is_no_lora_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="names of different styles"):
         combine([LoraFile.read(path), LoraFile.read(peft)], [1, 1])
     tc.save_file({**factors, "x.dora_scale": tc.ones(4, 1)}, peft)
-    with pytest.raises(WeightsFormatError, match=r"x\.dora_scale is no factor of a LoRA"):
+    with pytest.raises(WeightsFormatError, match=r"x\.dora_scale is not a factor of a LoRA"):
         LoraFile.read(peft)
     tc.save_file({"x.lora_A.weight": tc.ones(2, 3), "x.lora_B.weight": tc.ones(4, 3)}, peft)
     with pytest.raises(WeightsFormatError, match="have no rank in common"):

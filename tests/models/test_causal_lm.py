@@ -304,7 +304,7 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
             var.set(tc.randn(var.shape) * 0.1)
     adapter.save(tmp_path)
     names = tc.load_file(tmp_path / "adapter_model.safetensors").keys()
-    # The head is no target, as in peft.
+    # The head is not a target, as in peft.
     assert {name.split(".lora_")[0] for name in names} == {
         f"base_model.model.model.layers.{layer}.{name}"
         for layer in range(3)

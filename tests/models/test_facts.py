@@ -1,4 +1,4 @@
-"""What a checkpoint is, told from its headers, against the loaded models."""
+"""What a checkpoint is, determined from its headers, against the loaded models."""
 
 import shutil
 from pathlib import Path

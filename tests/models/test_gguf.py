@@ -106,7 +106,7 @@ def test_facts_know_the_bytes_of_a_file(tmp_path: Path) -> None:
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
     expected = 0
     for shape in facts.tensors.values():
-        # Rows of 112 are no whole blocks.
+        # Rows of 112 are not whole blocks.
         blocks = len(shape) == 2 and shape[1] % 32 == 0
         expected += shape[0] * shape[1] // 32 * 34 if blocks else 2 * int(np.prod(shape))
     assert facts.weight_bytes("bf16") == expected

@@ -50,7 +50,7 @@ def test_tiles_are_diffusers(sdxl: Path, device: str) -> None:
     mean, _ = model.encode(given["image"], tile_size=16)
     assert_close(mean, CASE["tiled_mean"])
     assert_close(model.decode(given["latent"], tile_size=16), CASE["tiled_decoded"])
-    # A picture of one tile is not cut.
+    # An image of one tile is not cut.
     assert_close(model.decode(given["latent"], tile_size=512), CASE["decoded"])
     with pytest.raises(tc.ArgumentError, match="tile_size is 4, expected at least 8 pixels"):
         model.decode(given["latent"], tile_size=4)

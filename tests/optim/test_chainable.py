@@ -1,4 +1,4 @@
-"""Torch's schedulers against formulas, and against torch where it is."""
+"""Torch's schedulers against formulas, and against torch where it is installed."""
 
 import math
 from collections.abc import Callable

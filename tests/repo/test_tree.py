@@ -1,4 +1,4 @@
-"""The house rules that a file listing can show: what lies where, names, sizes, no machine paths."""
+"""The house rules that a file listing can show: where files are, names, sizes, no machine paths."""
 
 import re
 import subprocess

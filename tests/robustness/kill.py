@@ -67,7 +67,7 @@ def train(folder: Path, last: int, *more: str) -> subprocess.CompletedProcess[st
 
 
 def pictures(folder: Path) -> None:
-    """Twelve pictures with captions."""
+    """Twelve images with captions."""
     folder.mkdir(parents=True)
     generator = np.random.default_rng(0)
     for number in range(12):

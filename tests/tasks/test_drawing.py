@@ -19,7 +19,7 @@ def test_sizes(text: str, size: tuple[int, int]) -> None:
     ["", "x", "0", "64x", "x64", "64x0", "0x0", "00x64", "\u0664", "-64", "64*64", "1e3", "640000"],
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size in pixels, expected WIDTHxHEIGHT"):
+    with pytest.raises(ConfigError, match="is not a size in pixels, expected WIDTHxHEIGHT"):
         parse_size(text)
 
 

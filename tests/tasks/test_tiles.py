@@ -1,4 +1,4 @@
-"""Which pictures the autoencoder takes whole."""
+"""Which images the autoencoder takes whole."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def nearest(x: Matrix, format: str) -> Matrix:
 
 
 def rounded(x: Matrix, format: str) -> Matrix:
-    """Rows of x, each a scale (f32: it decides what lies halfway) times numbers of the format."""
+    """Rows of x, each a scale (f32: it decides what is halfway) times numbers of the format."""
     single = x.astype(np.float32)
     largest = np.abs(single).max(axis=1, keepdims=True)
     scale = np.where(largest > 0, largest / np.float32(LARGEST[format]), np.float32(1))

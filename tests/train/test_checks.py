@@ -108,7 +108,10 @@ def refuses(action: Callable[[], object]) -> bool:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"target_modules": ["to_q", "nothing"]}, r"--target-modules: `nothing` is no layer \(lay"),
+        (
+            {"target_modules": ["to_q", "nothing"]},
+            r"--target-modules: `nothing` is not a layer \(lay",
+        ),
         ({"target_modules": ["to_q("]}, r"--target-modules: `to_q\(` is not a regular expression"),
         ({"exclude_modules": ["proj_out"]}, "`proj_out` is none of the layers that get adapters"),
         ({"exclude_modules": ["all-linear"]}, "no layer is left"),

@@ -133,7 +133,7 @@ def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     assert tc.get_rng_state() == state
     tc.randn((3,))
     assert prepared.validation_loss() == first
-    # The mean over single pictures of a picture's loss at its own noise: about the training loss.
+    # The mean over single images of an image's loss at its own noise: about the training loss.
     batches = prepared.batches(4)
     drawn = [prepared.inputs(batches.batch(n)) for n in range(200)]
     losses = [float(prepared.loss(inputs).item()) for inputs in drawn]
@@ -184,7 +184,7 @@ def test_looking_on_does_not_change_the_training(everything: TrainConfig, train:
 def test_a_preview_of_no_numbers_is_reported_and_left_out(tmp_path: Path) -> None:
     def broken(path: Path) -> None:
         assert path == tmp_path / "samples" / "step-000000"
-        raise NonFiniteError("sample: the image has values that are no finite numbers")
+        raise NonFiniteError("sample: the image has values that are not finite numbers")
 
     class Standing:
         step = 0
@@ -193,7 +193,7 @@ def test_a_preview_of_no_numbers_is_reported_and_left_out(tmp_path: Path) -> Non
     previews: Any = Previews(broken, 1, tmp_path / "samples", nullcontext, lines.append)
     previews.on_train_begin(Standing())
     assert lines == [
-        "no preview of step 0: sample: the image has values that are no finite numbers"
+        "no preview of step 0: sample: the image has values that are not finite numbers"
     ]
     assert not (tmp_path / "samples").exists()
 

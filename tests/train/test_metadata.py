@@ -1,4 +1,4 @@
-"""What the headers of adapter files say of the training."""
+"""The metadata about the training in headers of adapter files."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Prompts with settings of their own, from files, on pictures and over time."""
+"""Prompts with settings of their own, from files, on images and over time."""
 
 from pathlib import Path
 

@@ -149,7 +149,7 @@ def test_find_says_what_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no checkpoint in .*; leave --resume out"):
         state.find(tmp_path, "latest")
     assert state.find(tmp_path, "auto") is None
-    with pytest.raises(ConfigError, match=r"is no checkpoint folder \(it has no state\.json\)"):
+    with pytest.raises(ConfigError, match=r"is not a checkpoint folder \(it has no state\.json\)"):
         state.find(tmp_path, str(tmp_path))
     folder = save(tmp_path, 4)
     assert state.find(tmp_path, str(folder)) == state.find(tmp_path, "latest") == folder

@@ -12,7 +12,7 @@ struct AttentionShape {
     double scale;
 };
 
-// Where the matrices of the heads lie: distances in elements. The elements of a row are consecutive. Passed by value.
+// Where the matrices of the heads are: distances in elements. The elements of a row are consecutive. Passed by value.
 struct Strides {
     uint64_t batch, head, row;
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void publish_to_products() {
 
 #if WARPGROUP_PRODUCTS
 
-// The descriptor of rows of 64 values at a multiple of 32 bytes: groups of eight rows lie 1024 bytes apart.
+// The descriptor of rows of 64 values at a multiple of 32 bytes: groups of eight rows are 1024 bytes apart.
 __device__ __forceinline__ uint64_t describe(uint32_t address) {
     return uint64_t(1) << 62 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 16 | (address & 0x3ffff) >> 4;
 }

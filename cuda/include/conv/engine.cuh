@@ -12,7 +12,7 @@ struct Conv2dMaps {
 };
 
 // Fetches 64 channels from `channel` of the windows' pixels at one tap: the first window's lowest pixel is (image, y,
-// x), the tap lies (offset_y, offset_x) further. BOTH: into both blocks of the cluster, each of whose barriers counts
+// x), the tap is (offset_y, offset_x) further. BOTH: into both blocks of the cluster, each of whose barriers counts
 // it.
 template <bool BOTH> __device__ __forceinline__ void copy_windows(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                                   int channel, int x, int y, int image,

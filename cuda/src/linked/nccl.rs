@@ -148,7 +148,7 @@ pub fn load(folders: &[&Path]) -> Result<Nccl, Unavailable> {
 }
 
 impl Nccl {
-    /// The version, as `major * 10000 + minor * 100 + patch`; 0 if it cannot be told.
+    /// The version, as `major * 10000 + minor * 100 + patch`; 0 if it is unknown.
     pub fn version(&self) -> c_int {
         let mut version = 0;
         // SAFETY: the place is ours.
@@ -311,7 +311,7 @@ pub unsafe fn is_done(stream: *mut c_void) -> Result<bool, Status> {
     }
 }
 
-/// A call in progress is no failure.
+/// A call in progress is not a failure.
 fn check(result: c_int) -> Result<(), c_int> {
     if matches!(result, SUCCESS | IN_PROGRESS) { Ok(()) } else { Err(result) }
 }

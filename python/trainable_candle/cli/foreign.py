@@ -41,4 +41,4 @@ INSTEAD: Final = {
     "--dataset-config": _LISTED,
     "--huber-c": "is not --huber-delta exactly: give that",
 }
-"""Flag, with hyphens -> what is said of it."""
+"""Flag, with hyphens -> the message about it."""

@@ -100,9 +100,9 @@ def _refusals(path: Path, model: str, weights: Path) -> list[str]:
     settings = adapter_settings(path if path.is_dir() else path.parent)
     text = []
     for reader, reasons in export.refusals(adapter, settings).items():
-        said = "; ".join(reasons) or "loads it as it is"
+        verdict = "; ".join(reasons) or "loads it as it is"
         cure = "" if not reasons else f" (`trainable-candle export --for {reader}`)"
-        text.append(f"{export.READERS[reader]}: {said}{cure}")
+        text.append(f"{export.READERS[reader]}: {verdict}{cure}")
     return text
 
 

@@ -18,7 +18,7 @@ class Item:
     fit: Fit
     trigger: str
     loss_weight: float
-    """Regularisation's factor included."""
+    """The weight in the loss, times the factor of regularisation images."""
     repeats: float
     mask: str
     """`off`, `file` or `alpha`."""

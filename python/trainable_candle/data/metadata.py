@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainable_candle.data.item import Item
 
 _FREQUENT: Final = 2
-"""How often a tag occurs at least that stands for the adapter."""
+"""How often a tag occurs at least that names the adapter."""
 _TAGS: Final = 10
 """The most of them."""
 
@@ -56,5 +56,5 @@ def _tags(caption: str, separator: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    # A file's name may hold bytes that are no text.
+    # A file's name may hold bytes that are not text.
     return json.dumps(value)

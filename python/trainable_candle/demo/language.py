@@ -174,10 +174,10 @@ class Answers:
         for known in words.TASKS:
             asked += [(known, word) for word in words.words(rng, ASKED_OLD, held_out=True)]
         messages = [[{"role": "user", "content": words.message(*each)}] for each in asked]
-        said = task.answers(messages, WritingOptions(tokens=32))
+        found = task.answers(messages, WritingOptions(tokens=32))
         self.asked = asked[:ASKED]
-        self.new = said[:ASKED]
-        right = [words.answer(*each) == answer for each, answer in zip(asked, said, strict=True)]
+        self.new = found[:ASKED]
+        right = [words.answer(*each) == answer for each, answer in zip(asked, found, strict=True)]
         self.right = sum(right[:ASKED]) / ASKED
         """Share of the unseen task's answers that are exact."""
         self.right_old = sum(right[ASKED:]) / len(right[ASKED:])

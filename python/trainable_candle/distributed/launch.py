@@ -165,7 +165,7 @@ class _Watch:
 
     def _forward(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
-            # The terminal has told the processes; the second one is for those that do not end.
+            # The terminal has signalled the processes; the second one is for those that do not end.
             self._interrupts += 1
             if self._interrupts > 1:
                 self._signal(signal.SIGKILL)

@@ -262,7 +262,7 @@ class _Workers:
         ray = self._ray
         ranks = {ref: rank for rank, ref in enumerate(self._running)}
         outcomes: dict[int, Outcome] = {}
-        deadline, told = float("inf"), False
+        deadline, is_forwarded = float("inf"), False
         while len(outcomes) < len(ranks) and time.monotonic() < deadline:
             waiting = [ref for ref, rank in ranks.items() if rank not in outcomes]
             done, _ = ray.wait(waiting, num_returns=1, timeout=_POLL)
@@ -270,9 +270,9 @@ class _Workers:
                 outcome = outcomes[ranks[ref]] = self._outcome(ref)
                 if outcome.error:
                     deadline = min(deadline, time.monotonic() + GRACE)
-            if guard.signal and not told:
+            if guard.signal and not is_forwarded:
                 self._actors[0].stop.remote()
-                told = True
+                is_forwarded = True
         late = Outcome(error="did not end after another process had failed", follows=True)
         return [outcomes.get(rank, late) for rank in range(len(self.places))]
 

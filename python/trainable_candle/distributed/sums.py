@@ -48,8 +48,8 @@ def sum_up(
     """
     terms = [share * one for share, one in zip(mine.shares, mine.losses, strict=True)]
     known = [math.fsum(mine.shares), float(mine.asked), mine.amount]
-    told = tc.tensor(known, dtype="f64", device=mine.losses[0].device)
-    tail = tc.cat([tc.stack(terms).sum().reshape((1,)), told])
+    extra = tc.tensor(known, dtype="f64", device=mine.losses[0].device)
+    tail = tc.cat([tc.stack(terms).sum().reshape((1,)), extra])
     mean, whole, asked, amount = group.sum_gradients(parameters, tail).chunk(4)
     if weighed:
         mean = mean / whole

@@ -108,7 +108,7 @@ def heads(config: Mapping[str, Any], name: str) -> int:
 def paired(rows: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
     """Rows of this many heads of queries or keys in llama.cpp's order.
 
-    Features turn with their neighbour there, and with the one half a head away here.
+    Features are rotated in pairs: of neighbours there, of those half a head apart here.
     """
     halves = rows.reshape(count, 2, rows.shape[0] // count // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))

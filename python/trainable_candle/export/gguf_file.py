@@ -67,7 +67,7 @@ def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
     """Write a whole file. One tensor is in memory at a time.
 
     Raises:
-        ConfigError: a tensor's rows are no whole blocks of its kind, or its values others than
+        ConfigError: a tensor's rows are not whole blocks of its kind, or its values others than
             the kind holds.
         OSError: the file cannot be written.
     """

@@ -44,7 +44,7 @@ _NORMS: Final = {
 def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> Merged:
     """Write a model with an adapter added to its weights.
 
-    Sums are f32. Matrices are rounded once, to `kind`, or to f16 where their rows are no whole
+    Sums are f32. Matrices are rounded once, to `kind`, or to f16 where their rows are not whole
     blocks of it; norms and biases are f32.
 
     Args:
@@ -98,7 +98,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
 
 
 def _kind_of(shape: Sequence[int], kind: str) -> str:
-    """How a tensor is stored: where rows are no whole blocks, in f16, as the converter has it."""
+    """How a tensor is stored: where rows are not whole blocks, in f16, as the converter has it."""
     if len(shape) == 1:
         return "f32"
     return kind if shape[-1] % KINDS[kind].block == 0 else "f16"
@@ -165,7 +165,7 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How positions turn, from a new configuration or an old one."""
+    """How positions rotate, from a new configuration or an old one."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta", 10_000.0), **found}
 

@@ -41,7 +41,7 @@ def quantize_folder(folder: Path, layers: Collection[str]) -> float:
 
     Raises:
         MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
-        NonFiniteError, ArgumentError: a weight is no finite number.
+        NonFiniteError, ArgumentError: a weight is not a finite number.
         OSError: a file cannot be written.
     """
     left, error, length = set(layers), 0.0, 0.0

@@ -92,11 +92,11 @@ class Flux2(FlowFamily[Flux2Texts]):
         index = self.weights / "model_index.json"
         if index.is_file():
             try:
-                said = parse_json(index.read_bytes())
+                fields = parse_json(index.read_bytes())
             except ValueError as error:
                 raise ConfigError(f"{index}: {error}") from error
-            if isinstance(said, dict) and isinstance(said.get("is_distilled"), bool):
-                return bool(said["is_distilled"])
+            if isinstance(fields, dict) and isinstance(fields.get("is_distilled"), bool):
+                return bool(fields["is_distilled"])
         name = self.weights.resolve().name.lower()
         return "klein" in name and "base" not in name
 

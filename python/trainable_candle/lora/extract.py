@@ -40,7 +40,7 @@ def extract(
 
     Raises:
         ConfigError: the models have other layers or sizes, or no layer differs.
-        NonFiniteError: a weight is no finite number.
+        NonFiniteError: a weight is not a finite number.
     """
     before, after = base.named_tensors(), tuned.named_tensors()
     found: dict[str, Factors] = {}

@@ -59,7 +59,7 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
             lower still.
 
     Raises:
-        NonFiniteError: a value is no finite number.
+        NonFiniteError: a value is not a finite number.
     """
     _require_finite(factors.up, factors.down)
     left, up = np.linalg.qr(factors.up.astype(np.float64))
@@ -82,7 +82,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
         seed: of the random range.
 
     Raises:
-        NonFiniteError: a value is no finite number.
+        NonFiniteError: a value is not a finite number.
     """
     _require_finite(matrix)
     matrix = matrix.astype(np.float32)

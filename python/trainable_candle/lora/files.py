@@ -83,8 +83,8 @@ class LoraFile:
         others = sorted(tensors.keys() - taken)
         if others:
             raise WeightsFormatError(
-                f"{path}: {others[0]} is no factor of a LoRA ({len(others)} such tensors); DoRA, "
-                "LoHa and LoKr cannot be joined or cut: merge them into a model"
+                f"{path}: {others[0]} is not a factor of a LoRA ({len(others)} such tensors); "
+                "DoRA, LoHa and LoKr cannot be joined or cut: merge them into a model"
             )
         if not modules:
             raise WeightsFormatError(f"{path}: holds no LoRA")
@@ -133,7 +133,7 @@ def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
     """The nearest LoRAs of at most `rank`, which keep the share `keep` of their squared norms.
 
     Raises:
-        NonFiniteError: a value is no finite number.
+        NonFiniteError: a value is not a finite number.
     """
     return file.changed(lambda factors: truncate(factors, min(rank, factors.rank), keep))
 

@@ -38,8 +38,8 @@ def loftq(
 
     Raises:
         ArgumentError: the rank, the number of iterations or the format is none.
-        ShapeError, DTypeError: the weight is no matrix of floating point numbers.
-        NonFiniteError: a value is no finite number.
+        ShapeError, DTypeError: the weight is not a matrix of floating point numbers.
+        NonFiniteError: a value is not a finite number.
     """
     for name, number in (("rank", rank), ("iterations", iterations)):
         if number < 1:
@@ -67,7 +67,7 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
 
     Raises:
         ConfigError: these are no LoRAs, `original` has no such layer, or no layer lost anything.
-        NonFiniteError: a weight has a value that is no finite number.
+        NonFiniteError: a weight has a value that is not a finite number.
     """
     parameters = adapter.named_parameters()
     if adapter.config.adapter != "lora" or adapter.config.use_dora:

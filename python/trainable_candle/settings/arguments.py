@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 _BETWEEN: Final = re.compile(r"\s+(?=[A-Za-z_][\w-]*\s*=)")
-"""What lies between several in one text, as in quotes of a shell."""
+"""The separator of several in one text, as in quotes of a shell."""
 _WORDS: Final = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 
@@ -28,7 +28,7 @@ def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
             stay.
 
     Raises:
-        ConfigError: one is no such text, or a name comes twice.
+        ConfigError: one is not such a text, or a name comes twice.
     """
     found: dict[str, Any] = {}
     for text in [part for given in texts for part in _BETWEEN.split(given.strip())]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Check what can be told from the settings alone.
+    """Check what the settings alone show.
 
     Raises:
         ConfigError: a setting has no effect for want of another, or a text is not UTF-8.

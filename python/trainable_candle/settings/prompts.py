@@ -33,8 +33,10 @@ def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[
             raise MissingFileError(f"{setting}: there is no file {path}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{setting}: {path} cannot be read as text: {error}") from None
-        said = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-        if not said:
+        prompts = [
+            line.strip() for line in lines if line.strip() and not line.strip().startswith("#")
+        ]
+        if not prompts:
             raise ConfigError(f"{setting}: {path} has no prompt; expected one a line")
-        found += said
+        found += prompts
     return found

@@ -52,7 +52,7 @@ class Setting:
     spellings: Mapping[str, str] = field(default_factory=dict)
     """What other tools call its choices, in lower case."""
     words: Mapping[str, int] = field(default_factory=dict)
-    """Words that stand for numbers, in lower case."""
+    """Words that mean numbers, in lower case."""
     bare: str | None = None
     """The value of the flag if none follows it."""
     path: bool = False

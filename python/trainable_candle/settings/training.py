@@ -174,5 +174,5 @@ class Training(Group):
 
     @property
     def rate(self) -> float:
-        """The learning rate; where a model has said nothing about it, 1e-4."""
+        """The learning rate; for models without a default, 1e-4."""
         return 1e-4 if self.learning_rate is None else self.learning_rate

@@ -138,7 +138,7 @@ class Plan:
         return found
 
     def described(self, budget: Budget) -> str:
-        """The flags that were chosen, the memory and, where it can be told, the time of a step."""
+        """The flags that were chosen, the memory and, where it is known, the time of a step."""
         flags = " ".join(as_flag(name, value) for name, value in self.chosen.items())
         pace = ""
         if budget.rates is not None and self.estimate.work is not None:

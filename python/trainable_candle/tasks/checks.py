@@ -64,7 +64,7 @@ def check_targets(
     """
     for pattern in config.target_modules:
         if not _named("--target-modules", pattern, layers):
-            raise ConfigError(f"--target-modules: `{pattern}` is no layer {_some(layers)}")
+            raise ConfigError(f"--target-modules: `{pattern}` is not a layer {_some(layers)}")
     chosen = adapted_layers(layers, config.target_modules or targets)
     for pattern in config.exclude_modules:
         if not _named("--exclude-modules", pattern, {**(others or {}), **chosen}):

@@ -43,7 +43,7 @@ def check_initial_adapter(
     foreign = [module.module for module in modules if module.layer is None]
     if foreign or not modules:
         named = f"the model has no layer for its {foreign[0]}" if foreign else "it is empty"
-        raise ConfigError(f"{start} is no adapter of this model: {named}")
+        raise ConfigError(f"{start} is not an adapter of this model: {named}")
     _check_parts(start, found, expected)
     kinds = sorted({module.kind or "unknown" for module in modules})
     if kinds != [config.adapter]:
@@ -58,14 +58,14 @@ def check_initial_adapter(
     alpha = config.rank if config.alpha is None else config.alpha
     scale = alpha / (config.rank**0.5 if config.rslora else config.rank)
     # diffusers' and peft's files have alphas in their headers, where the loader compares them.
-    told = any(module.alpha is not None for module in modules)
-    same = not told or all(abs(other - scale) <= _SAME_SCALE * scale for _, other in sizes)
+    has_alpha = any(module.alpha is not None for module in modules)
+    same = not has_alpha or all(abs(other - scale) <= _SAME_SCALE * scale for _, other in sizes)
     if ranks and (ranks[0] != config.rank or not same):
         its_alpha = next(iter(sizes))[1] * (ranks[0] ** 0.5 if config.rslora else ranks[0])
         raise ConfigError(
             f"{start} has rank {ranks[0]} and alpha {its_alpha:g}, the settings say "
             f"{config.rank} and {alpha:g}: give --rank {ranks[0]}"
-            + (f" --alpha {its_alpha:g}" if told else "")
+            + (f" --alpha {its_alpha:g}" if has_alpha else "")
         )
     prefix = f"{expected[0]}."
     found_layers = {

@@ -1,4 +1,4 @@
-"""What is said of a run that does not fit in memory, and what to change."""
+"""The message for a run that does not fit in memory, and what to change."""
 
 from __future__ import annotations
 

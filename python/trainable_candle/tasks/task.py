@@ -227,13 +227,13 @@ class Task(Protocol):
         """Write the whole model with its adapters merged into the weights.
 
         Raises:
-            ConfigError: `output` is no place for it.
+            ConfigError: `output` is not a place for it.
             OSError: it cannot be written.
         """
 
 
 class Family(Protocol):
-    """Models that one task trains: what `--model NAME` stands for."""
+    """Models that one task trains: that `--model NAME` names."""
 
     name: ClassVar[str]
     """What `--model` calls it."""
@@ -244,7 +244,7 @@ class Family(Protocol):
     groups: ClassVar[tuple[type[Group], ...]]
     """The groups of settings that it takes; to give others is an error."""
     parts: ClassVar[tuple[str, ...]]
-    """The folders of its models in a pipeline; none if it is no pipeline."""
+    """The folders of its models in a pipeline; none if it is not a pipeline."""
 
     def __init__(
         self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None

@@ -38,7 +38,7 @@ def parse(data: bytes) -> UnigramModel:
     """The model in the contents of a file.
 
     Raises:
-        ValueError: they are no unigram model.
+        ValueError: they are not a unigram model.
     """
     try:
         return _parse(data)

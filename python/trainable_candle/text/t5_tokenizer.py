@@ -30,7 +30,7 @@ SENTINELS: Final = 100
 SHIPPED: Final = Path(str(files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"))
 """The package's own copy of the SentencePiece model of every T5."""
 _SPACE: Final = "▁"
-"""What stands for the space before a word."""
+"""The character that marks the space before a word."""
 
 
 class T5Tokenizer:

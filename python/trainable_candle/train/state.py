@@ -84,7 +84,7 @@ def find(output: Path, resume: str) -> Path | None:
         return existing[-1] if existing else None
     path = Path(resume).expanduser()
     if not (path / _STATE).is_file():
-        raise ConfigError(f"resume: {path} is no checkpoint folder (it has no {_STATE})")
+        raise ConfigError(f"resume: {path} is not a checkpoint folder (it has no {_STATE})")
     return path
 
 

@@ -81,7 +81,7 @@ pub fn float32_matmul_precision() -> MatmulPrecision {
 static W8A8: AtomicBool = AtomicBool::new(false);
 
 /// Choose whether linear layers over int8 or fp8 multiply codes (W8A8), from now on: see
-/// [`w8a8`](crate::quantized::w8a8). By default they multiply the values that the codes stand for. Captured graphs keep what they were
+/// [`w8a8`](crate::quantized::w8a8). By default they multiply the values that the codes represent. Captured graphs keep what they were
 /// recorded with.
 pub fn set_w8a8(enabled: bool) {
     W8A8.store(enabled, Ordering::Relaxed);

@@ -208,12 +208,12 @@ impl Var {
         self.counter().get()
     }
 
-    /// Whether what `follower` stands for is made from the present value.
+    /// Whether what `follower` keeps is made from the present value.
     pub fn is_followed_by(&self, follower: &Follower) -> bool {
         follower.is_at(self.counter())
     }
 
-    /// What `follower` stands for has just been made from the present value, or changed together with it.
+    /// What `follower` keeps has just been made from the present value, or changed together with it.
     pub fn set_followed_by(&self, follower: &Follower) {
         follower.follow(self.counter());
     }

@@ -20,7 +20,7 @@ pub enum Form {
     Transposed,
     /// The matrix of a linear layer as a 1×1 convolution, (out, in, 1, 1).
     Pointwise,
-    /// One of several parameters, one below the other, as this many of the equal shares of the tensor's rows.
+    /// One of several stacked parameters, as this many of the equal shares of the tensor's rows.
     Rows {
         /// Its first share, from 0.
         first: usize,

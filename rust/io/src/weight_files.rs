@@ -206,7 +206,7 @@ impl WeightFiles {
         if !is_known {
             return Err(Error::weights(
                 self.path(),
-                format!("\"{name}\": its codes stand for other values than NF4's"),
+                format!("\"{name}\": its codes represent other values than NF4's"),
             ));
         }
         let nested = outer.as_ref().map(|(scales, _)| scales).zip(state.offset);

@@ -79,7 +79,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A list of `count` names, each turned into what it stands for.
+    /// A list of `count` names, each replaced by what it names.
     pub fn names<T: Copy>(&mut self, name: &'static str, count: usize, known: &[(&str, T)]) -> Result<Vec<T>> {
         let list = self.get(name).and_then(Value::as_array).filter(|list| list.len() == count);
         list.and_then(|list| {

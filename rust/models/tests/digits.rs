@@ -161,7 +161,8 @@ fn wrong_configurations_and_files_are_named() {
     let wrong = DigitsConfig { patch_size: 3, ..DigitsConfig::default() };
     let message = |result: Result<DigitsTransformer, Error>| result.err().unwrap().to_string();
     assert!(
-        message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("sample_size 8 is no multiple of patch_size 3")
+        message(DigitsTransformer::fresh(wrong, &Device::Cpu))
+            .contains("sample_size 8 is not a multiple of patch_size 3")
     );
     let wrong = DigitsConfig { num_layers: 0, ..DigitsConfig::default() };
     assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("num_layers is 0"));

@@ -21,7 +21,7 @@ use crate::var::Var;
 /// Which layers get an adapter, and of what kind and size. The names are peft's.
 ///
 /// A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-/// whole name; "all-linear" stands for every linear layer, "all-conv" for every convolution, "all-attention" for the
+/// whole name; "all-linear" means every linear layer, "all-conv" for every convolution, "all-attention" for the
 /// projections of attention.
 ///
 /// Args:
@@ -115,7 +115,7 @@ impl LoraConfig {
     ///
     /// Raises:
     ///     ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
-    ///     ShapeError: if a shape is no layer's.
+    ///     ShapeError: if a shape is not a layer's.
     fn plan(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<(usize, usize)> {
         let plan = detached(py, || facts::plan(&self.0, &layers, optimizer))?;
         Ok((plan.parameters, plan.state_bytes))

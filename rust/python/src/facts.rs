@@ -227,12 +227,12 @@ fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Resul
     })
 }
 
-/// What a checkpoint is, told from its headers and configurations; no weight is read.
+/// What a checkpoint is, determined from its headers and configurations; no weight is read.
 ///
 /// Args:
 ///     path: a pipeline's folder, an original checkpoint in one file, or a model alone.
 ///     model: a family, "sdxl", all of whose models must be there.
-///     others: folders and files of single models, text encoders and autoencoders, which stand for those of `path`.
+///     others: folders and files of single models, text encoders and autoencoders, which replace those of `path`.
 ///
 /// Raises:
 ///     MissingFileError: if there is nothing.

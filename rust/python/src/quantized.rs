@@ -25,12 +25,12 @@ impl QuantizedTensor {
     /// Args:
     ///     blocks: u8, (rows, bytes of a row).
     ///     format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
-    ///     dtype: of the values that it stands for.
+    ///     dtype: of the values that it represents.
     ///
     /// Raises:
     ///     ArgumentError: if the format is unknown.
-    ///     ShapeError: if a row is not of whole blocks.
-    ///     DTypeError: if a dtype is another.
+    ///     ShapeError: if a row does not divide into blocks.
+    ///     DTypeError: if `blocks` is not u8, or `dtype` not floating point.
     #[staticmethod]
     #[pyo3(signature = (blocks, format, dtype=None))]
     fn from_blocks(blocks: &Tensor, format: &str, dtype: Option<DTypeArg>) -> Result<Self> {
@@ -44,7 +44,7 @@ impl QuantizedTensor {
         Sizes(self.0.dims())
     }
 
-    /// The dtype of the values that it stands for.
+    /// The dtype of the values that it represents.
     #[getter]
     fn dtype(&self) -> DType {
         DType::new(self.0.dtype())
@@ -76,7 +76,7 @@ impl QuantizedTensor {
     /// The values: code times scale in f32, rounded once.
     ///
     /// Args:
-    ///     dtype: of the result; that of the matrix without it.
+    ///     dtype: of the result; by default that of the matrix.
     ///
     /// Raises:
     ///     DTypeError: if the dtype is not floating point.
@@ -86,10 +86,10 @@ impl QuantizedTensor {
         compute(py, self.numel(), || self.0.dequantize(dtype)).map(Tensor)
     }
 
-    /// What the matrix consists of: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
+    /// The tensors of the matrix: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
-        // Python makes no joined ones.
+        // Joined matrices are not made in Python.
         for (name, tensor) in self.0.tensors()?.into_iter().flatten() {
             dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
         }
@@ -121,7 +121,7 @@ impl QuantizedTensor {
 ///         with a scale each, as GGUF files have them.
 ///
 /// Raises:
-///     ShapeError: if the tensor is not a matrix, or its rows are no whole blocks.
+///     ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks.
 ///     DTypeError: if it is not floating point.
 ///     ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
 #[pyfunction]
@@ -144,13 +144,13 @@ impl<'a, 'py> FromPyObject<'a, 'py> for WeightArg<'py> {
         if let Ok(quantized) = object.cast::<QuantizedTensor>() {
             return Ok(Self::Quantized(quantized.to_owned().borrow()));
         }
-        // The error of a wrong argument is that of a tensor's.
+        // A wrong argument raises the error of a wrong tensor.
         Ok(Self::Plain(object.cast::<Tensor>()?.to_owned().borrow()))
     }
 }
 
 impl WeightArg<'_> {
-    /// What operations take.
+    /// The form that operations take.
     pub fn get(&self) -> tc::WeightRef<'_> {
         match self {
             Self::Plain(tensor) => (&tensor.0).into(),

@@ -1,4 +1,4 @@
-"""Pictures, step by step, against diffusers' pipelines; needs torch, transformers and diffusers."""
+"""Images, step by step, against diffusers' pipelines; needs torch, transformers and diffusers."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""What does not suit the model is refused before pictures are read or anything is encoded."""
+"""What does not suit the model is refused before images are read or anything is encoded."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,10 +41,10 @@ def check(sdxl_base: Path) -> Check:
         ({"min_timestep": 1000}, "found timesteps from 1000"),
         ({"max_timestep": 1001}, "found timesteps from 0 up to but not including 1001"),
         ({"sample_prompts": ["a"], "sample_size": "33x32"}, "the size is 33x32 px, expected mult"),
-        ({"sample_prompts": ["a"], "sample_size": "0x0"}, "size: '0x0' is no size in pixels"),
+        ({"sample_prompts": ["a"], "sample_size": "0x0"}, "size: '0x0' is not a size in pixels"),
         ({"sample_prompts": ["a"], "sample_steps": 1001}, "steps"),
-        ({"target_modules": ["to_q", "nothing"]}, "`nothing` is no layer"),
-        ({"target_modules": ["q_proj"]}, "`q_proj` is no layer"),
+        ({"target_modules": ["to_q", "nothing"]}, "`nothing` is not a layer"),
+        ({"target_modules": ["q_proj"]}, "`q_proj` is not a layer"),
         ({"exclude_modules": ["conv_in"]}, "`conv_in` is none of the layers that get adapters"),
         ({"initial_adapter": "none"}, "--initial-adapter: there is no file or folder none"),
         ({"clip_skip": 100}, r"--clip-skip is 100, expected at most 1: the text encoders have 3 a"),

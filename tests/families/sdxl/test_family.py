@@ -1,4 +1,4 @@
-"""What is trained, and how pictures are drawn: against the same written out."""
+"""What is trained, and how images are drawn: against the same written out."""
 
 import shutil
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
     assert tc.get_rng_state() == state
     assert (first.shape, first.dtype) == ((1, 48, 32, 3), np.uint8)
     np.testing.assert_array_equal(draw(), first)
-    # The second picture has the seed that follows.
+    # The second image has the seed that follows.
     np.testing.assert_array_equal(draw("a dog", "a cat", seed=2)[1:], first)
     changes: list[dict[str, Any]] = [
         {"seed": 4},
@@ -259,7 +259,7 @@ def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
     )
     for var in adapter.parameters():
         var.set(tc.full(var.shape, float("nan")))
-    with pytest.raises(NonFiniteError, match="sample: the image has values that are no finite"):
+    with pytest.raises(NonFiniteError, match="sample: the image has values that are not finite"):
         task.draw(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 

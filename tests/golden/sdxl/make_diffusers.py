@@ -149,7 +149,7 @@ def unet() -> None:
 
 
 def autoencoder() -> None:
-    """The autoencoder: moments, pictures, and pictures in tiles."""
+    """The autoencoder: moments, images, and images in tiles."""
     model = randomized(
         AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 2,

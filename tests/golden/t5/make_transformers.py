@@ -4,7 +4,7 @@
 
 Needs torch 2.11 and transformers 5.23. Weights are bf16 numbers. `large` comes from weights under
 which f16 overflows: in the stream, in the gated product and in the results of `wo`.
-`full_size.json` has the names and shapes of T5 1.1 XXL's encoder: `*` stands for the number of a
+`full_size.json` has the names and shapes of T5 1.1 XXL's encoder: `*` means the number of a
 block, followed by how many blocks have the name.
 """
 

@@ -12,7 +12,7 @@ from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
 CANNOT = {
     # Queries, keys, values and the middle of the MLP are one matrix under these names.
-    ("kohya", "lokr"): "it is no such product of two factors; save with format \"comfyui\"",
+    ("kohya", "lokr"): "it is not such a product of two factors; save with format \"comfyui\"",
     ("kohya", "dora_input"): "one magnitude for each input there",
     ("kohya", "dora_attention"): "would change the layers in it that have no adapter",
     ("diffusers", "loha"): 'save with format "comfyui"',

@@ -128,7 +128,7 @@ class TextDataset:
 def load_texts(
     path: Path, tokenizer: ChatTokenizer, options: TextOptions
 ) -> tuple[TextDataset, TextDataset | None]:
-    """Read, check and tokenize what a path stands for.
+    """Read, check and tokenize what a path names.
 
     Returns:
         What to train on and, if a folder has files for it, what to validate on.

@@ -1,4 +1,4 @@
-"""The forms that examples come in, told apart by the names of their fields."""
+"""The forms that examples come in, distinguished by the names of their fields."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def _instruction(values: Mapping[str, Any]) -> Chat:
         messages.append({"role": "system", "content": text(values["system"], "system")})
     for turn, pair in enumerate(values.get("history") or []):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise RowError(f"`history[{turn}]` is no pair of question and answer")
-        for role, said in zip(("user", "assistant"), pair, strict=True):
-            messages.append({"role": role, "content": text(said, f"history[{turn}]")})
+            raise RowError(f"`history[{turn}]` is not a pair of question and answer")
+        for role, content in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": text(content, f"history[{turn}]")})
     messages.append({"role": "user", "content": asked})
     messages.append({"role": "assistant", "content": text(values.get(name), name)})
     return Chat(messages)
@@ -112,16 +112,16 @@ def _preference(values: Mapping[str, Any]) -> Preference:
             before = text(prompt or "", "prompt", empty=True)
         if not chosen or not rejected:
             raise RowError("one of `chosen` and `rejected` is the beginning of the other")
-        said = Preference(Completion(before, chosen), Completion(before, rejected))
+        preference = Preference(Completion(before, chosen), Completion(before, rejected))
     else:
         asked = [] if prompt is None else _asked(prompt)
         pair = [_answered(asked, values, name) for name in names]
         if pair[0].messages[:-1] != pair[1].messages[:-1]:
             raise RowError("`chosen` and `rejected` differ before their last messages")
-        said = Preference(*pair)
-    if said.chosen == said.rejected:
+        preference = Preference(*pair)
+    if preference.chosen == preference.rejected:
         raise RowError("`chosen` and `rejected` are the same")
-    return said
+    return preference
 
 
 def _asked(prompt: Any) -> list[Message]:
@@ -132,10 +132,10 @@ def _asked(prompt: Any) -> list[Message]:
 
 def _answered(asked: list[Message], values: Mapping[str, Any], name: str) -> Chat:
     """A conversation whose last message is the answer; a text is that message."""
-    said = values.get(name)
-    if not isinstance(said, list):
-        said = [{"role": "assistant", "content": text(said, name)}]
-    both = conversation([*asked, *said], f"prompt + {name}" if asked else name)
+    answer = values.get(name)
+    if not isinstance(answer, list):
+        answer = [{"role": "assistant", "content": text(answer, name)}]
+    both = conversation([*asked, *answer], f"prompt + {name}" if asked else name)
     if both[-1]["role"] != "assistant":
         raise RowError(f"`{name}` does not end with an answer of the assistant")
     return Chat(both, functions(values.get("tools")))

@@ -171,8 +171,8 @@ def _answers(
         if not whole.startswith(answered):
             raise RowError(
                 f"the chat template changes message {turn} when others follow, so that answers "
-                "before the last cannot be told apart; give --train-on last-answer, or a template "
-                "with {% generation %} around answers"
+                "before the last cannot be distinguished; give --train-on last-answer, or a "
+                "template with {% generation %} around answers"
             )
         spans.append((len(asked), len(answered)))
     return spans
@@ -202,7 +202,7 @@ def _turn_end(
 
 
 def _inside(encoded: Encoded, spans: Spans) -> npt.NDArray[np.bool_]:
-    """Which tokens lie, wholly or in part, within spans of characters."""
+    """Which tokens are, wholly or in part, within spans of characters."""
     offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
     begin, end = offsets[:, 0], offsets[:, 1]
     found = np.zeros(len(offsets), np.bool_)

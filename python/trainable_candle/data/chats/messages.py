@@ -124,7 +124,7 @@ def _calls(value: Any, field: str) -> list[dict[str, Any]]:
     calls = found if isinstance(found, list) else [found]
     for call in calls:
         if not isinstance(call, dict) or "name" not in call:
-            raise RowError(f"`{field}` is no call of a function: JSON with name and arguments")
+            raise RowError(f"`{field}` is not a call of a function: JSON with name and arguments")
     return [{"type": "function", "function": call} for call in calls]
 
 

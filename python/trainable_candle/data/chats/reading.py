@@ -39,7 +39,7 @@ class BadRow:
 
 
 def find_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files to train on, and those to validate on, that a path stands for.
+    """The files to train on, and those to validate on, that a path names.
 
     Args:
         path: a file, or a folder: its files called `train`, `valid`, ... with one of `SUFFIXES`, as

@@ -36,17 +36,17 @@ class FlowFamily(PipelineFamily[E]):
     # ComfyUI and diffusers both know diffusers' names, with the scale in the factors.
     formats: ClassVar[tuple[str, ...]] = ("diffusers", "comfyui", "kohya", "peft")
     timesteps: ClassVar[str] = "logit_normal"
-    """How noise levels are drawn in training, unless the settings say it."""
+    """The distribution of noise levels in training, unless the settings have one."""
     schedule: ClassVar[FlowSchedule]
-    """The noise levels of drawing, where the weights do not say them."""
+    """The noise levels of sampling, for weights without a scheduler."""
     patch: ClassVar[int] = 2
     """Latents on a side of a token."""
     wide_images: ClassVar[int] = 12
-    """Rows of tokens, as wide as the transformer, that it holds at once without a tape."""
+    """The most values per token, as a multiple of the width, that a block without a tape holds."""
 
     @cached_property
     def found_schedule(self) -> FlowSchedule:
-        """The noise levels of drawing, as the weights say or the family.
+        """The noise levels of sampling: the scheduler of the weights, or the default of the family.
 
         Raises:
             ConfigError: the scheduler's configuration is wrong.
@@ -55,7 +55,7 @@ class FlowFamily(PipelineFamily[E]):
 
     @property
     def training_shift(self) -> float:
-        """Where drawn noise levels are shifted to in training, unless the settings say it."""
+        """The shift of noise levels in training, unless the settings have one."""
         return self.found_schedule.shift if not self.found_schedule.grows else 1.0
 
     @property
@@ -64,10 +64,10 @@ class FlowFamily(PipelineFamily[E]):
         return self.facts.factor * self.patch
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images, of which tokens can be made.
+        """The checked images, whose sizes are multiples of a token.
 
         Raises:
-            DatasetError, ConfigError: images or captions cannot be used, or a size has no tokens.
+            DatasetError, ConfigError: images or captions are invalid, or a size does not fit.
         """
         images = super().dataset(folder)
         step = images.options.bucket_step
@@ -80,11 +80,11 @@ class FlowFamily(PipelineFamily[E]):
 
     @property
     def distillation(self) -> str | None:
-        """What training would undo of these weights, and what to train instead; None: nothing."""
+        """The distillation that training would undo, and what to train instead; or None."""
         return None
 
     def notes(self) -> list[str]:
-        """That training spoils a distilled model, if nothing is done about it."""
+        """A note if training would undo the distillation of the model."""
         undone, config = self.distillation, self.config
         if config.training_adapter is None:
             return [f"{undone}, or give a --training-adapter"] if undone else []
@@ -107,7 +107,7 @@ class FlowFamily(PipelineFamily[E]):
         """Euler's method.
 
         Raises:
-            ConfigError: another sampler is asked for.
+            ConfigError: the sampler is not Euler.
         """
         if sampler not in {None, "euler"}:
             raise ConfigError(
@@ -121,10 +121,10 @@ class FlowFamily(PipelineFamily[E]):
 
     @property
     def width(self) -> int:
-        """Of the transformer's tokens."""
+        """Features of a token in the transformer."""
         config = self.facts.config
         return int(config["num_attention_heads"] * config["attention_head_dim"])
 
     def predicting_values(self, latents: int) -> int:
-        """Tokens before and after the layers of a block."""
+        """The number of values that predicting an image holds at its peak."""
         return self.wide_images * self.width * (latents // self.patch**2 + self.text_tokens)

@@ -16,12 +16,12 @@ _TOKENS: Final = "text_model.embeddings.token_embedding.weight"
 
 
 def clip_tokenizer(weights: Path, name: str, pad: str, model: CLIPTextModel) -> CLIPTokenizer:
-    """The tokenizer of a pipeline; an original checkpoint has none, and means the usual one.
+    """The tokenizer of a pipeline; an original checkpoint has none, and uses CLIP's usual one.
 
     Args:
         weights: the pipeline's folder or an original checkpoint.
         name: the tokenizer's folder.
-        pad: the token that fills up rows, where the usual one is meant.
+        pad: the padding token, if CLIP's usual tokenizer is used.
         model: the encoder that reads the tokens.
 
     Raises:

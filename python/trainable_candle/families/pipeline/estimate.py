@@ -143,10 +143,10 @@ def _together(items: Sequence[Item]) -> list[Item]:
 
 
 def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
-    """Pixels of the pictures that are encoded at once, at least one picture's.
+    """Pixels of the images that are encoded at once, at least one image's.
 
     On a GPU as many as take half of what the models leave free, up to four of 1024x1024; on the
-    CPU, where nothing is gained by more, pictures are encoded one by one, so that what an entry
+    CPU, where nothing is gained by more, images are encoded one by one, so that what an entry
     holds does not depend on its company.
 
     Args:
@@ -190,7 +190,7 @@ def _working(facts: Facts) -> int:
 
 
 def sampling_bytes(family: Sizes, size: tuple[int, int], count: int) -> int:
-    """About what drawing pictures one after the other takes besides the runtime.
+    """About what drawing images one after the other takes besides the runtime.
 
     Args:
         family: the checkpoint.

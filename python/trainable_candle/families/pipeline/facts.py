@@ -1,4 +1,4 @@
-"""What can be said of a checkpoint of a pipeline without reading its weights."""
+"""What is known of a checkpoint of a pipeline without reading its weights."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
     Args:
         weights: the folder or the file.
         model: the name of the family.
-        others: files and folders of single models, which stand for those of `weights`.
+        others: files and folders of single models, which replace those of `weights`.
 
     Raises:
         MissingFileError: there is nothing.

@@ -1,4 +1,4 @@
-"""SDXL: from a checkpoint and a folder of pictures to an adapter."""
+"""SDXL: from a checkpoint and a folder of images to an adapter."""
 
 from trainable_candle.families.sdxl.family import SDXL
 

@@ -45,7 +45,7 @@ class Coder(Protocol):
         Args:
             kept: from `encode`.
             normal: gives standard normal numbers like `kept["mean"]`, to draw latents with where
-                they are a distribution; None stands for its mean.
+                they are a distribution; None means its mean.
         """
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def parse_size(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d{1,5})(?:[xX](\d{1,5}))?", text.strip(), re.ASCII)
     if match is None or not int(match[1]) or not int(match[2] or 1):
-        raise ConfigError(f"size: {text!r} is no size in pixels, expected WIDTHxHEIGHT")
+        raise ConfigError(f"size: {text!r} is not a size in pixels, expected WIDTHxHEIGHT")
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -78,7 +78,7 @@ def draw(
         size: width and height, px, where the options name none.
 
     Raises:
-        ConfigError: a prompt does not suit the model, or the size is no multiple of what it needs.
+        ConfigError: a prompt does not suit the model, or the size is not a multiple of its step.
         NonFiniteError: an image has a NaN or an infinity.
     """
     width, height = options.size or size
@@ -86,9 +86,9 @@ def draw(
     require_multiple((width, height), family.multiple)
     graphs = _graphs(family)
     shape = (family.coder.channels, height // factor, width // factor)
-    told = family.guidance if options.guidance is None else options.guidance
+    guidance = family.guidance if options.guidance is None else options.guidance
     # A model that follows the scale by itself makes one prediction.
-    scale = 1.0 if family.distilled_guidance else told
+    scale = 1.0 if family.distilled_guidance else guidance
     images = []
     for start in range(0, len(prompts), family.at_once):
         group = prompts[start : start + family.at_once]
@@ -100,7 +100,7 @@ def draw(
         frames = [Frame.whole(width, height)] * len(group)
         conditions = {
             name: tensor.to(family.device)
-            for name, tensor in family.conditions(frames, told).items()
+            for name, tensor in family.conditions(frames, guidance).items()
         }
         guided = Guided(
             _predictor(graphs, len(group)),
@@ -122,7 +122,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
     """Check that images of a width and height can be drawn.
 
     Raises:
-        ConfigError: the size is no multiple of what the models need.
+        ConfigError: the size is not a multiple of what the models need.
     """
     width, height = size
     if width % factor or height % factor:
@@ -185,7 +185,7 @@ def to_pixels(image: Tensor) -> npt.NDArray[np.uint8]:
     values = image.permute(0, 2, 3, 1).to("f32").numpy()
     if not np.isfinite(values).all():
         raise NonFiniteError(
-            "sample: the image has values that are no finite numbers; the adapter may be broken "
+            "sample: the image has values that are not finite numbers; the adapter may be broken "
             "(`trainable-candle verify` tells), or f16 too narrow for the model"
         )
     pixels: npt.NDArray[np.uint8] = np.clip(np.rint((values + 1.0) * 127.5), 0, 255).astype(

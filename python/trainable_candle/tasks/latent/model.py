@@ -43,7 +43,7 @@ class LatentModel(ABC):
     groups: ClassVar[tuple[type[Group], ...]]
     """The groups of settings that it takes; to give others is an error."""
     parts: ClassVar[tuple[str, ...]] = ()
-    """The folders of its models in a pipeline; none if it is no pipeline."""
+    """The folders of its models in a pipeline; none if it is not a pipeline."""
     component: ClassVar[str]
     """The part that is trained, as adapters are filed under."""
     formats: ClassVar[tuple[str, ...]]
@@ -151,7 +151,7 @@ class LatentModel(ABC):
         start = f"--training-adapter: {path}"
         modules = verify_adapter(path, self.name, self.weights).modules
         if not modules:
-            raise ConfigError(f"{start} is no adapter: it is empty")
+            raise ConfigError(f"{start} is not an adapter: it is empty")
         for module in modules:
             what = module.fault
             if module.layer is None or not module.layer.startswith(f"{self.component}."):
@@ -159,7 +159,7 @@ class LatentModel(ABC):
             elif what is None and module.kind != "lora":
                 what = f"it is a {module.kind}, expected a LoRA"
             if what:
-                raise ConfigError(f"{start} is no training adapter: {module.module}: {what}")
+                raise ConfigError(f"{start} is not a training adapter: {module.module}: {what}")
 
     def check_prompt(self, prompt: str) -> None:  # noqa: B027 - most draw any text
         """Check that a preview can be drawn of a text.
@@ -239,7 +239,7 @@ class LatentModel(ABC):
 
         Args:
             steps: calls of the model.
-            sampler: the one to use; None stands for the family's.
+            sampler: the one to use; None means the family's.
             size: width and height of the images, px, on which noise levels may depend.
 
         Raises:

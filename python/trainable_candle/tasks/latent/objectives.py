@@ -46,7 +46,7 @@ class Objective(Protocol):
         """The loss of a prediction: one element, f32.
 
         Args:
-            prediction: what the model said of `inputs["sample"]`.
+            prediction: what the model returned for `inputs["sample"]`.
             inputs: what `noise` made; `mask` (B, 1, ...) is divided by its mean over an example,
                 `weights` (B,) are factors.
         """

@@ -1,4 +1,4 @@
-"""Prompts with settings of their own, in kohya's syntax, and what a picture says of its prompt."""
+"""Prompts with settings of their own, in kohya's syntax, and what an image says of its prompt."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class LatentTask:
     def preview(self, path: Path) -> Path:
         """Write a grid of images of the settings' prompts; as `Task.preview`.
 
-        Several prompts have their images by themselves, too; a page and a picture show all
+        Several prompts have their images by themselves, too; a page and an image show all
         previews of the folder.
         """
         drawn = self.draw_prompts(self.prompts)
@@ -281,14 +281,14 @@ class LatentTask:
         for options, group in groupby(prompts, key=lambda prompt: prompt.options):
             alike = list(group)
             images = self.draw([prompt.text for prompt in alike], options)
-            told = family.guidance if options.guidance is None else options.guidance
+            guidance = family.guidance if options.guidance is None else options.guidance
             for number, (image, prompt) in enumerate(zip(images, alike, strict=True)):
                 start = number - number % family.at_once
                 seeded = replace(options, seed=(options.seed + start) % 2**64)
                 place = Place(number - start, min(family.at_once, len(alike) - start))
                 size = (image.shape[1], image.shape[0])
                 named = Prompt(prompt.text, seeded)
-                drawn.append((image, infotext(named, self._model_name, told, size, place)))
+                drawn.append((image, infotext(named, self._model_name, guidance, size, place)))
         return drawn
 
     @property
@@ -388,7 +388,7 @@ class LatentTask:
         """Write the whole model with its adapters merged into the weights.
 
         Raises:
-            ConfigError: `output` is no place for it.
+            ConfigError: `output` is not a place for it.
             OSError: it cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}

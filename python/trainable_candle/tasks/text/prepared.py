@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SHAPES: Final = 4
-"""How many numbers of tokens the batches of a run with CUDA graphs may have."""
+"""How many different numbers of tokens batches may have in a run with CUDA graphs."""
 
 
 class Packing:
@@ -39,7 +39,7 @@ class Packing:
     """
 
     alike: ClassVar[bool] = True
-    """Whether the inputs of batches of as many tokens have one shape."""
+    """Whether batches with equal numbers of tokens have inputs of equal shapes."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Packing:
         return int(batch.cu_seqlens[-1])
 
     def metadata(self) -> dict[str, str]:
-        """Nothing."""
+        """No metadata: an empty dict."""
         return {}
 
     def tokens(self, batch: Packed) -> dict[str, Tensor]:

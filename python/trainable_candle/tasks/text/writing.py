@@ -73,16 +73,16 @@ def streamed(
 
 def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
     ids: list[int] = []
-    # The last piece that was given out is `start` to `told`; the next is decoded after it.
-    start = told = 0
+    # The last piece that was written is `start` to `end`; the next is decoded after it.
+    start = end = 0
     for token in tokens:
         ids.append(token)
-        before, text = tokenizer.decode(ids[start:told]), tokenizer.decode(ids[start:])
+        before, text = tokenizer.decode(ids[start:end]), tokenizer.decode(ids[start:])
         if len(text) > len(before) and not text.endswith("\ufffd"):
             yield text[len(before) :]
-            start, told = told, len(ids)
-    if told < len(ids):
-        rest = tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:told])) :]
+            start, end = end, len(ids)
+    if end < len(ids):
+        rest = tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:end])) :]
         if rest:
             yield rest
 

@@ -19,7 +19,7 @@ const TILE_COLUMNS: usize = 64;
 /// The tensor itself if it is contiguous, a contiguous copy otherwise; any dtype.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit: a broadcast view may stand for more than there is.
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit: a broadcast view may have more elements than memory has room for.
 pub fn contiguous(x: &Raw) -> Result<Raw> {
     if x.is_contiguous() {
         return Ok(x.clone());
@@ -35,7 +35,7 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
 }
 
 /// A contiguous copy if the elements are in transposed order: reading these one after another would fetch a cache line
-/// for each. Otherwise the tensor itself, which kernels read as it lies.
+/// for each. Otherwise the tensor itself, which kernels read in its own order.
 pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     if x.is_contiguous() {
         return Ok(Cow::Borrowed(x));
@@ -45,7 +45,7 @@ pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     Ok(if transposed { Cow::Owned(contiguous(x)?) } else { Cow::Borrowed(x) })
 }
 
-/// The axis along which neighbours in memory lie, if it is not the innermost one.
+/// The axis along which neighbours are in memory, if it is not the innermost one.
 fn transposed_axis(axes: &[Axis]) -> Option<usize> {
     let (inner, outer) = axes.split_last()?;
     if inner.stride > 1 { outer.iter().position(|a| a.stride == 1) } else { None }

@@ -1,7 +1,7 @@
 //! Sums and copies over the GPUs of several processes, by NCCL.
 //!
 //! Every process has one GPU and one communicator. All calls are queued on the GPU's one stream, so they are in order with everything
-//! else. Nothing waits inside of NCCL or the driver: a process that another one has left alone can still be told to stop.
+//! else. Nothing waits inside of NCCL or the driver: a process that another one has left alone can still receive the message to stop.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -158,7 +158,7 @@ fn byte_suffix(dtype: DType) -> &'static [&'static str] {
 #[derive(Clone, Copy)]
 enum Change {
     Add,
-    /// By the weight that lies there.
+    /// By the weight that is there.
     Lerp(Const),
 }
 

@@ -105,7 +105,7 @@ struct Joined {
 }
 
 impl Joined {
-    /// `None` if the products have different shapes or lie unevenly.
+    /// `None` if the products have different shapes or are at uneven distances.
     fn of(products: &[Product]) -> Option<Self> {
         let first = products.first()?;
         let Plan { m, n, k, row, a, b, ref batch, ref dims } = first.plan;

@@ -5,9 +5,10 @@ use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP
 
 use super::copy::contiguous;
 use super::gemm::Matrix;
+use super::gemm_lt::{alignment, run};
 use super::gpu::Gpu;
 use super::launch::{address, empty, same_device};
-use super::product_calls::{Arithmetic, Key, alignment};
+use super::product_calls::{Arithmetic, Key};
 use crate::cpu::gemm::batch::Plan;
 use crate::{Raw, Result};
 
@@ -35,6 +36,6 @@ pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Resu
         alignments: [a, b, to | bias_at].map(alignment),
     };
     // SAFETY: the plan stays within its operands and the result.
-    let is_done = unsafe { gpu.product_calls().run(op, gpu, key, [a, b, to], Some(bias_at)) }?;
+    let is_done = unsafe { run(op, gpu, key, [a, b, to], Some(bias_at)) }?;
     Ok(is_done.then_some(y))
 }

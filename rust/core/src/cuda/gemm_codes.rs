@@ -1,11 +1,12 @@
 //! Products of 8-bit codes by cuBLASLt.
 
+use super::gemm_lt::{alignment, run};
 use super::gpu::Gpu;
 use super::launch::Address;
-use super::product_calls::{Arithmetic, Key, alignment};
+use super::product_calls::{Arithmetic, Key};
 use crate::Result;
 
-/// The numbers that codes stand for.
+/// The numbers that codes represent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codes {
     /// Two's complement.
@@ -39,5 +40,5 @@ pub unsafe fn product_of_codes(
         alignments: [w, x, y].map(alignment),
     };
     // SAFETY: the caller's promise.
-    unsafe { gpu.product_calls().run(op, gpu, key, [w, x, y], None) }
+    unsafe { run(op, gpu, key, [w, x, y], None) }
 }

@@ -18,6 +18,7 @@ mod gemm;
 mod gemm_batch;
 mod gemm_bias;
 mod gemm_codes;
+mod gemm_lt;
 mod gpu;
 mod graph;
 pub mod launch;

@@ -18,7 +18,7 @@ use crate::Result;
 /// How the copy engine walks over the pixels of an image; pairs are (height, width).
 #[derive(Clone, Copy)]
 pub struct Windows {
-    /// The first place, and how far before the image's end the last lies.
+    /// The first place, and how far before the image's end the last is.
     pub lower: [i64; 2],
     pub upper: [i64; 2],
     /// Pixels from one place to the next.
@@ -77,7 +77,7 @@ impl Encoder {
     /// Boxes of a tensor whose rows are dense, with the distances in bytes of all dimensions but the first.
     ///
     /// # Errors
-    /// The driver's, for example if an address or a distance is no multiple of 16.
+    /// The driver's, for example if an address or a distance is not a multiple of 16.
     pub fn strided<const N: usize>(
         &self,
         start: Address,

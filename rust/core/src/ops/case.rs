@@ -17,7 +17,7 @@ pub struct Entry {
     pub cases: fn() -> Vec<Case>,
 }
 
-/// Where an input's values lie.
+/// How an input's values are in memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Domain {
     /// Standard normal.
@@ -33,7 +33,7 @@ pub enum Domain {
 pub struct Input {
     /// The shape.
     pub dims: Vec<usize>,
-    /// Where its values lie.
+    /// How its values are in memory.
     pub domain: Domain,
 }
 

@@ -64,7 +64,7 @@ impl Grid {
     /// Check that a matrix of these sizes consists of whole groups.
     ///
     /// # Errors
-    /// [`Error::Shape`] if it is no matrix, or does not.
+    /// [`Error::Shape`] if it is not a matrix, or does not.
     pub fn check(self, dims: &[usize]) -> Result<()> {
         let &[rows, columns] = dims else {
             let text = format!("found shape {dims:?}, expected a matrix (out_features, in_features)");
@@ -246,13 +246,13 @@ impl Backward for Straight {
 /// A matrix (rows, columns) rounded to `grid`, in its own dtype; the gradient passes through where codes are in range. It is
 /// computed in f32, or f64 for f64.
 ///
-/// Values are those of [`Quantized::new`](crate::Quantized::new), dequantized, with two exceptions: `Int4`, which is no format, and
+/// Values are those of [`Quantized::new`](crate::Quantized::new), dequantized, with two exceptions: `Int4`, which is not a format, and
 /// scales of `Nf4`, which are not quantized themselves. `Int8` and `Int4` are torchao's, symmetric with codes from -127 to 127 a row
 /// and from -8 to 7 in groups of 32:
 /// <https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py>.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` is no matrix or not of whole groups, [`Error::DType`] if it is not floating point.
+/// [`Error::Shape`] if `x` is not a matrix or not of whole groups, [`Error::DType`] if it is not floating point.
 pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         let text = format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str());

@@ -1,6 +1,6 @@
 //! Linear maps that share their input as one: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …], each with a low-rank product of its own or without.
 //!
-//! The frozen weights lie one below the other, so that the base is one matrix product forward and one backward. The low-rank
+//! The rows of the frozen weights are stacked, so that the base is one matrix product forward and one backward. The low-rank
 //! products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) are those of [`lora`](super::lora), for any of the maps, their dtypes too.
 
 use candle_core::DType;
@@ -34,7 +34,7 @@ pub struct LowRank {
 /// The maps of a group.
 #[derive(Clone, Copy)]
 pub struct LinearGroup<'a> {
-    /// Frozen weights one below the other, (Σ out, in).
+    /// Frozen weights, their rows stacked, (Σ out, in).
     pub weight: WeightRef<'a>,
     /// Frozen biases one after the other, (Σ out).
     pub bias: Option<&'a Tensor>,

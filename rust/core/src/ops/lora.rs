@@ -65,7 +65,7 @@ fn trainable_kind(op: &'static str, x: &Tensor, name: &str, tensor: &Tensor) -> 
     same_kind(op, x, name, tensor)
 }
 
-/// Check that the base, which is no input on the tape, needs no gradient.
+/// Check that the base, which is not an input on the tape, needs no gradient.
 pub(super) fn check_frozen(op: &'static str, weight: WeightRef<'_>, bias: Option<&Tensor>) -> Result<()> {
     if weight.requires_grad() || bias.is_some_and(Tensor::requires_grad) {
         return Err(Error::argument(

@@ -42,7 +42,7 @@ impl Tensor {
     /// [`Error::Shape`] if the shapes do not fit, [`Error::DType`] if the dtypes differ or are not floating point.
     pub fn matmul(&self, other: &Self) -> Result<Self> {
         if self.rank() == 0 || other.rank() == 0 {
-            return Err(Error::shape("matmul", "a number is no matrix; use * to scale"));
+            return Err(Error::shape("matmul", "a number is not a matrix; use * to scale"));
         }
         if self.rank() == 1 {
             let product = self.unsqueeze(0)?.matmul(other)?;

@@ -103,7 +103,7 @@ impl Ggml {
         }
     }
 
-    /// Bytes of a row of `columns`; none if these are no whole blocks.
+    /// Bytes of a row of `columns`; none if these are not whole blocks.
     pub const fn row_bytes(self, columns: usize) -> Option<usize> {
         if columns.is_multiple_of(self.block()) {
             (columns / self.block()).checked_mul(self.block_bytes())

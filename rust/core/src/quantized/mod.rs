@@ -1,7 +1,6 @@
 //! Frozen matrices in eight or four bits: the bases that adapters are trained on where memory is short.
 //!
-//! A [`Quantized`] is no [`Tensor`]: it has codes and scales, and the operations that take it say so by
-//! [`WeightRef`]. They dequantize it right before a product, into memory that is free again after it.
+//! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept it. They dequantize it right before a product, into memory that is free again after it.
 
 mod dequantize;
 mod dynamic_map;
@@ -33,13 +32,13 @@ const OP: &str = "quantize";
 
 /// A frozen matrix (rows, columns) of codes and scales. Cloning is cheap.
 ///
-/// Its rows are those of its parts, one part below the other. Each part was quantized by itself, so that layers can be joined to
+/// Its rows are those of its parts, stacked. Each part was quantized by itself, so that layers can be joined to
 /// one matrix product without a new rounding.
 #[derive(Clone)]
 pub struct Quantized {
     /// Rows of all parts, and columns.
     dims: [usize; 2],
-    /// The dtype of the values that it stands for.
+    /// The dtype of the values that it represents.
     dtype: DType,
     parts: Arc<[Part]>,
 }
@@ -111,8 +110,8 @@ impl Quantized {
     /// - `Ggml`: `Q8_0` and `Q4_0`, a scale (f16) for each 32 elements of a row, as ggml's reference rounds.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `matrix` has not two dimensions, or a row does not divide into blocks of the format, [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient
-    /// or has values that are not finite, or the format is only read.
+    /// [`Error::Shape`] if `matrix` does not have two dimensions, or a row does not divide into blocks of the format,
+    /// [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient or has values that are not finite, or the format is only read.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
         let &[rows, columns] = matrix.dims() else {
             return Err(Error::shape(
@@ -121,10 +120,7 @@ impl Quantized {
             ));
         };
         if !is_float(matrix.dtype()) {
-            return Err(Error::dtype(
-                OP,
-                format!("found {}, expected floating point; quantized are weights", matrix.dtype().as_str()),
-            ));
+            return Err(Error::dtype(OP, format!("found {}, expected floating point", matrix.dtype().as_str())));
         }
         if matrix.requires_grad() {
             return Err(Error::argument(OP, "the tensor needs a gradient, which codes cannot have; detach() it"));
@@ -156,7 +152,7 @@ impl Quantized {
     }
 
     /// A matrix (rows, columns) of e4m3 codes (u8) and their scales (f32), one for each row or one for all, as files have them. It
-    /// stands for values of `dtype`.
+    /// represents values of `dtype`.
     ///
     /// # Errors
     /// [`Error::Shape`] if codes and scales do not fit each other, [`Error::DType`] if they have other dtypes.
@@ -182,7 +178,7 @@ impl Quantized {
     }
 
     /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte, and for each block of 64 its scale (f32), or its
-    /// code (u8) in the dynamic map with the scales (f32) of 256 such and the number that is added. It stands for values of `dtype`.
+    /// code (u8) in the dynamic map with one scale (f32) for 256 of these codes and the number that is added. It represents values of `dtype`.
     ///
     /// # Errors
     /// [`Error::Shape`] if the parts do not have the sizes of such a matrix, [`Error::DType`] if they have other dtypes.
@@ -220,10 +216,10 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([Part { rows, codes, scales }]) })
     }
 
-    /// A matrix whose rows are blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. It stands for values of `dtype`.
+    /// A matrix whose rows are blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. It represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a row is not of whole blocks, [`Error::DType`] if the dtypes are others.
+    /// [`Error::Shape`] if a row does not divide into blocks, [`Error::DType`] if the dtypes are wrong.
     pub fn from_ggml(format: Ggml, blocks: &Tensor, dtype: DType) -> Result<Self> {
         let &[rows, bytes] = blocks.dims() else {
             return Err(Error::shape(OP, format!("the blocks have shape {:?}, expected (rows, bytes)", blocks.dims())));
@@ -244,7 +240,7 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
     }
 
-    /// The rows of several matrices, one matrix below the other. They share storage with the result.
+    /// The rows of several matrices, stacked. They share storage with the result.
     ///
     /// # Errors
     /// [`Error::Shape`] if there are none or their columns differ, [`Error::Device`] if they are on different devices.
@@ -263,7 +259,7 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype: first.dtype, parts })
     }
 
-    /// The same, standing for values of `dtype`.
+    /// The same matrix, representing values of `dtype`.
     #[must_use]
     pub fn with_dtype(&self, dtype: DType) -> Self {
         Self { dtype, ..self.clone() }
@@ -274,7 +270,7 @@ impl Quantized {
         &self.dims
     }
 
-    /// The dtype of the values that it stands for.
+    /// The dtype of the values that it represents.
     pub const fn dtype(&self) -> DType {
         self.dtype
     }
@@ -284,7 +280,7 @@ impl Quantized {
         self.parts.first().map_or(&Device::Cpu, |part| part.codes.device())
     }
 
-    /// The format of the first rows; joined layers may have another each.
+    /// The format of the first rows; joined layers may differ.
     pub fn format(&self) -> Format {
         self.parts.first().map_or(Format::Int8, |part| part.scales.format())
     }
@@ -295,7 +291,7 @@ impl Quantized {
         self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>()).sum()
     }
 
-    /// What it consists of, part by part: `codes` and `scales`, and of NF4 with quantized scales also `scale_codes` and `offset`.
+    /// Its tensors, part by part: `codes` and `scales`, and of NF4 with quantized scales also `scale_codes` and `offset`.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the offset does not fit on the device.
@@ -372,7 +368,7 @@ impl std::fmt::Debug for Quantized {
 /// Bytes of a row of `columns`.
 ///
 /// # Errors
-/// [`Error::Shape`] if these are no whole blocks.
+/// [`Error::Shape`] if these are not whole blocks.
 fn row_bytes(format: Ggml, columns: usize) -> Result<usize> {
     format.row_bytes(columns).ok_or_else(|| {
         let (name, block) = (format.name(), format.block());

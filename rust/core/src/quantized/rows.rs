@@ -40,7 +40,7 @@ fn scale_of(values: &[f32], format: Format) -> f32 {
     if largest > 0.0 { largest / largest_code } else { 1.0 }
 }
 
-/// Round a row to the values that its codes would stand for; all are NaN if one is not finite.
+/// Round a row to the values that its codes would represent; all are NaN if one is not finite.
 pub(super) fn round(row: &mut [f32], format: Format) {
     let scale = scale_of(row, format);
     let scale = if scale.is_finite() { scale } else { f32::NAN };

@@ -77,12 +77,12 @@ impl Quantized {
         )
     }
 
-    /// Whether rows can be told apart in its codes.
+    /// Whether rows can be distinguished in its codes.
     fn has_rows(&self) -> bool {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
     }
 
-    /// `count` of its rows, which `pick` takes of anything that has a row for each; none if rows cannot be told apart.
+    /// `count` of its rows, which `pick` takes of anything that has a row for each; none if rows cannot be distinguished.
     fn with_rows(&self, count: usize, pick: impl Fn(&Raw) -> Result<Raw>) -> Result<Option<Self>> {
         let [part] = &*self.parts else { return Ok(None) };
         let of_rows = |scales: &Raw| {

@@ -60,7 +60,7 @@ impl Streamed {
         Ok(streamed)
     }
 
-    /// The weights one below the other, and each of them as a part of these rows. None if they are of different units, or some are
+    /// The weights with their rows stacked, and each of them as a part of these rows. None if they are of different units, or some are
     /// quantized and others not.
     ///
     /// # Errors

@@ -82,7 +82,7 @@ impl Packing {
         found
     }
 
-    /// What lies where among the elements of `dtype`.
+    /// Where each tensor is among the elements of `dtype`.
     pub(super) fn parts(&self, dtype: DType) -> impl Iterator<Item = (usize, &Raw)> {
         self.parts.iter().filter(move |part| part.raw.dtype() == dtype).map(|part| (part.offset, &part.raw))
     }

@@ -1,4 +1,4 @@
-//! Attention on a CUDA device at the sizes of models, and the norm and turn of its queries and keys, against the CPU in f64.
+//! Attention on a CUDA device at the sizes of models, and the norm and rotation of its queries and keys, against the CPU in f64.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream, normed_attention, packed_attention, scaled_dot_product_attention,

@@ -89,7 +89,7 @@ fn attention_of_segments_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Projections with queries, keys and values side by side, turned, or normalised and turned.
+/// Projections with queries, keys and values side by side, rotated, or normalised and rotated.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_projections_equals_the_cpu_and_repeats() {

@@ -16,7 +16,7 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose gradient chooses between constants, in torch as here: NaN falls on one of the sides.
+/// Operations whose gradient chooses between constants, in torch as here: NaN takes one of the two.
 const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with another element at `at`, in `dtype`.
@@ -42,7 +42,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     let checked = if CHOOSING.contains(&name) { value_count } else { before.len() };
     for (index, input) in wide.iter().enumerate() {
         let count = input.elem_count();
-        // Of a larger input both ends and a sample.
+        // In a larger input, both ends and a sample.
         for at in (0..count).filter(|at| count <= 40 || at % 7 == 0 || at + 3 > count) {
             let element = text(to_f64_vec(input.raw()))?[at];
             let replaced = |value: f64, dtype: DType| -> Result<Vec<Tensor>> {
@@ -91,7 +91,7 @@ enum Lands {
     Row,
     /// In the last result of row 1, and in no other row.
     Last,
-    /// Where it was.
+    /// Where the NaN was placed.
     Place,
     /// In the one result.
     All,
@@ -231,7 +231,7 @@ fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Te
 /// Row lengths on both sides of warps, packs and blocks.
 const LENGTHS: [usize; 15] = [1, 2, 31, 33, 63, 65, 127, 255, 257, 1023, 1024, 1025, 2049, 4097, 8193];
 
-/// Places NaN alone, and fills stretches with it, at the edges of warps and blocks.
+/// Places single NaNs, and runs of them, at the edges of warps and blocks.
 pub fn is_passed_on_at_edges(device: &Device) -> Checked {
     let mut failures = Vec::new();
     for n in LENGTHS {

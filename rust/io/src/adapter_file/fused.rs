@@ -1,7 +1,7 @@
 //! Modules that hold the adapters of several layers: queries, keys and values as one matrix, as original checkpoints have them.
 //!
-//! The rows of such a module are those of its layers, one below the other. Factors of rank r each join into one pair of rank
-//! n r: B block by block along the diagonal, A one below the other; layers that share their A keep it. LoHa's two pairs join likewise,
+//! The rows of such a module are those of its layers, stacked. Factors of rank r each join into one pair of rank
+//! n r: B block by block along the diagonal, A stacked; layers that share their A keep it. LoHa's two pairs join likewise,
 //! and a magnitude for each output is one column. Parameters that apply to all rows (LoKr's factors, a magnitude for each input) cannot
 //! join.
 
@@ -73,7 +73,7 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// Up factors one below the other, `unit` rows a share, in columns of their own unless they share them; zeros where a share has none.
+/// Stacked up factors, `unit` rows a share, in columns of their own unless they share them; zeros where a share has none.
 fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
     let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };

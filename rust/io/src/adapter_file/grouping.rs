@@ -131,7 +131,7 @@ fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
         "dora" if first.per_input => Some("DoRA has one magnitude for each input there, of all of its rows"),
         "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
         "dora" => None,
-        _ => Some("it is no such product of two factors"),
+        _ => Some("it is not such a product of two factors"),
     }
 }
 

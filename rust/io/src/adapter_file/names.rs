@@ -13,7 +13,7 @@ pub struct BaseModel {
     pub version: &'static str,
     /// `modelspec.architecture` without `/lora`: `stable-diffusion-xl-v1-base`.
     pub architecture: &'static str,
-    /// Height and width in pixels of the pictures that it was made for: 1024 is `modelspec.resolution` `1024x1024`.
+    /// Height and width in pixels of the images that it was made for: 1024 is `modelspec.resolution` `1024x1024`.
     pub resolution: usize,
 }
 
@@ -31,7 +31,7 @@ pub struct PartNames {
     pub comfyui: Option<&'static str>,
     /// The base model, if other tools know it.
     pub base: Option<BaseModel>,
-    /// Whether this is the part that makes pictures, not one that reads text.
+    /// Whether this is the part that makes images, not one that reads text.
     pub is_denoiser: bool,
     /// The layers' places in original checkpoints.
     pub original: Original,

@@ -1,4 +1,4 @@
-//! What other tools would make of an adapter file, told from its keys alone.
+//! What other tools would make of an adapter file, determined from its keys alone.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;

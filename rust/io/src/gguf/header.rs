@@ -121,7 +121,7 @@ impl<R: Read> Reader<R> {
         self.bytes().map(u64::from_le_bytes)
     }
 
-    /// A text; what is no UTF-8 in it is replaced, as tokens of old files have such.
+    /// A text. Bytes that are not UTF-8, which tokens of old files have, are replaced.
     fn text(&mut self) -> Result<String, String> {
         let length = self.u64()?;
         if length > self.length.saturating_sub(self.at) {
@@ -188,7 +188,7 @@ impl<R: Read> Reader<R> {
             }
         };
         let bytes = bytes.ok_or_else(overflow)?;
-        // Rows that are no whole blocks are stored in another shape.
+        // Rows that are not whole blocks are stored in another shape.
         let original = facts.get(&format!("comfy.gguf.orig_shape.{name}")).and_then(Value::as_array);
         if let Some(shape) = original {
             let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();

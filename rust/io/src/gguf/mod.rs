@@ -18,7 +18,7 @@ use header::{Header, Info, Kind};
 
 /// Bytes that a thread reads at a time.
 const PART: usize = 4 << 20;
-/// The dtype that blocks stand for unless another is asked for.
+/// The dtype that blocks represent unless another is asked for.
 const BLOCK_DTYPE: DType = DType::BF16;
 
 /// An open GGUF file whose tensors are read one at a time.
@@ -103,7 +103,7 @@ impl GgufFile {
     }
 
     /// The blocks of a matrix as they are stored, u8 (rows, bytes of a row), and their format; none of other tensors, and none where rows
-    /// are no whole blocks.
+    /// are not whole blocks.
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).

@@ -45,7 +45,7 @@ pub(super) struct Text {
     pub tokens: Vec<u32>,
     /// How many of them the layers hold keys of.
     pub known: usize,
-    /// By which frequencies these were turned, as [`Rope::stage`](super::Rope::stage) counts them.
+    /// By which frequencies these were rotated, as [`Rope::stage`](super::Rope::stage) counts them.
     pub stage: usize,
     pub layers: Vec<Kept>,
 }

@@ -65,7 +65,7 @@ pub struct CausalLMConfig {
     pub tie_word_embeddings: bool,
     /// The longest text that the model is made for.
     pub max_position_embeddings: usize,
-    /// How positions turn queries and keys.
+    /// How positions rotate queries and keys.
     pub rope: Rope,
     /// For each layer, how many tokens a token sees at most, itself among them.
     pub windows: Vec<Option<usize>>,

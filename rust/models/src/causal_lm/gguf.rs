@@ -47,7 +47,7 @@ const FACTORS: &str = "rope_freqs.weight";
 /// The names in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // Features of queries and keys turn with their neighbour there, and with the one half a head away here.
+        // Features of queries and keys are rotated in pairs: with their neighbour there, with the one half a head away here.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen3 => None,
     };

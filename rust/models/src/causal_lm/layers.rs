@@ -71,7 +71,7 @@ impl DecoderLayer {
             let heads = RotaryHeads { heads: self.heads, key_heads: self.kv_heads, angles: [cos, sin], norms };
             rotary_attention(all, heads, cu_seqlens, self.window)?
         } else {
-            let [q, k, v] = self.turn(&projected, [cos, sin])?;
+            let [q, k, v] = self.rotate(&projected, [cos, sin])?;
             varlen_attention(&q, &k, &v, cu_seqlens, self.window, None)?
         };
         self.finish(x, &mixed)
@@ -101,24 +101,24 @@ impl DecoderLayer {
         self.finish(x, &Tensor::cat(&[&mixed, &seen.reshape((padding, self.heads, width))?], 0)?)
     }
 
-    /// Queries, keys and values of `x (N, D)`, each (N, heads, `head_dim`), turned by their positions.
+    /// Queries, keys and values of `x (N, D)`, each (N, heads, `head_dim`), rotated by their positions.
     pub(super) fn project(&self, x: &Tensor, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
-        self.turn(&self.projections.forward(&self.input_norm.forward(x)?)?, tables)
+        self.rotate(&self.projections.forward(&self.input_norm.forward(x)?)?, tables)
     }
 
-    /// The parts of the projections, each (N, heads, `head_dim`), queries and keys turned by their positions.
-    fn turn(&self, projected: &Projected, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
+    /// The parts of the projections, each (N, heads, `head_dim`), queries and keys rotated by their positions.
+    fn rotate(&self, projected: &Projected, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.split(projected)?;
-        let turn = |x: &Tensor, norm: Option<&RmsNorm>| {
+        let rotate = |x: &Tensor, norm: Option<&RmsNorm>| {
             let (by_head, [cos, sin]) = (x.transpose(0, 1)?, tables);
-            let turned = match norm {
+            let rotated = match norm {
                 Some(norm) => rms_norm_rope(&by_head, norm.weight.as_ref(), cos, sin, false, norm.eps),
                 None => rope(&by_head, cos, sin, false),
             };
-            turned?.transpose(0, 1)
+            rotated?.transpose(0, 1)
         };
         let [of_queries, of_keys] = self.head_norms.as_ref().map_or([None, None], |[q, k]| [Some(q), Some(k)]);
-        Ok([turn(&q, of_queries)?, turn(&k, of_keys)?, v])
+        Ok([rotate(&q, of_queries)?, rotate(&k, of_keys)?, v])
     }
 
     /// The parts of the projections, each (N, heads, `head_dim`).

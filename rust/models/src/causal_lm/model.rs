@@ -163,7 +163,7 @@ impl CausalLM {
         linear_log_probs(hidden, self.head()?, targets)
     }
 
-    /// The states after each of `after` layers, (N, D) each, before the final norm: 0 stands for the embedding. Layers after the last
+    /// The states after each of `after` layers, (N, D) each, before the final norm: 0 means the embedding. Layers after the last
     /// of them are not computed.
     ///
     /// # Errors

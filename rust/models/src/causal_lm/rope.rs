@@ -1,4 +1,4 @@
-//! The angles by which positions turn queries and keys, with the ways of stretching them to texts longer than those of pretraining.
+//! The angles by which positions rotate queries and keys, with the ways of stretching them to texts longer than those of pretraining.
 
 use std::f64::consts::PI;
 
@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use super::OP;
 use crate::fields::Fields;
 
-/// Rotary position embedding: pair i of a head's features turns by `position · θ^(-2i / width)` before scaling.
+/// Rotary position embedding: pair i of a head's features is rotated by `position · θ^(-2i / width)` before scaling.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     theta: f64,
@@ -37,9 +37,9 @@ pub enum Scaling {
     Llama3 {
         /// By which low frequencies are divided.
         factor: f64,
-        /// The number of turns in a text of the original length below which a frequency is low.
+        /// The number of rotations in a text of the original length below which a frequency is low.
         low: f64,
-        /// The number of turns from which it is high.
+        /// The number of rotations from which it is high.
         high: f64,
         /// The length of texts in pretraining.
         original: f64,
@@ -50,9 +50,9 @@ pub enum Scaling {
         factor: f64,
         /// The length of texts in pretraining.
         original: f64,
-        /// The number of turns from which a frequency stays as it is.
+        /// The number of rotations from which a frequency stays as it is.
         fast: f64,
-        /// The number of turns up to which it is divided.
+        /// The number of rotations up to which it is divided.
         slow: f64,
         /// Whether the ends of the ramp are rounded to whole features.
         truncate: bool,
@@ -148,14 +148,14 @@ impl Rope {
             }
             &Scaling::Llama3 { factor, low, high, original } => {
                 let stretch = |frequency: f64| {
-                    let turns = original * frequency / (2.0 * PI);
-                    let kept = ((turns - low) / (high - low)).clamp(0.0, 1.0);
+                    let rotations = original * frequency / (2.0 * PI);
+                    let kept = ((rotations - low) / (high - low)).clamp(0.0, 1.0);
                     (1.0 - kept) * frequency / factor + kept * frequency
                 };
                 (plain().map(stretch).collect(), 1.0)
             }
             &Scaling::Yarn { factor, original, fast, slow, truncate, attention } => {
-                let pair = |turns: f64| width * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
+                let pair = |rotations: f64| width * (original / (rotations * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
                 let (first, last) = (pair(fast), pair(slow));
                 let (first, last) = if truncate { (first.floor(), last.ceil()) } else { (first, last) };
                 let (first, mut last) = (first.max(0.0), last.min(width - 1.0));

@@ -26,7 +26,7 @@ pub struct ChromaConfig {
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,
-    /// Features of a head that turn with each axis of the positions.
+    /// Features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,
     /// Features of a row of the modulation, from which the approximator makes it; a multiple of 8.
     pub approximator_num_channels: usize,

@@ -33,7 +33,7 @@ const APPROXIMATOR_LAYER: [Renaming; 2] =
 /// model's, or comes from the first of the `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be told, or the model is a relative of Chroma.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Chroma.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ChromaConfig>) -> Result<ChromaConfig> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
     let radiance = format!("{}nerf_blocks.", naming.prefix);

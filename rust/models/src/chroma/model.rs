@@ -86,7 +86,7 @@ impl ChromaTransformer {
             single_blocks: (0..config.num_single_layers)
                 .map(|i| SingleBlock::new(sizes, true, &mut weights.pp(&format!("single_transformer_blocks.{i}"))))
                 .collect::<Result<_>>()?,
-            output: ModulatedOutput::told([dim, config.out_channels], true, weights)?,
+            output: ModulatedOutput::with_given_modulation([dim, config.out_channels], true, weights)?,
             config,
         })
     }

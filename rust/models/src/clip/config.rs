@@ -38,7 +38,7 @@ pub struct CLIPTextConfig {
     pub hidden_act: Activation,
     /// Added to the variance in the norms.
     pub layer_norm_eps: f64,
-    /// The token whose state stands for the text. 2 means the token of the largest id, as in OpenAI's files.
+    /// The token whose state represents the text. 2 means the token of the largest id, as in OpenAI's files.
     pub eos_token_id: u32,
     /// Width of the projected text, if the model projects it.
     pub projection_dim: Option<usize>,

@@ -102,7 +102,7 @@ const PUBLISHED: [(usize, usize, Activation); 3] =
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if they cannot be told.
+/// [`Error::Config`] if they cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
     let Original { prefix, naming } = original;
     let (tokens, positions, first) = match naming {

@@ -101,7 +101,7 @@ impl DigitsConfig {
         }
         if !self.sample_size.is_multiple_of(self.patch_size) {
             return Err(Error::Config(format!(
-                "DigitsTransformer: sample_size {} is no multiple of patch_size {}",
+                "DigitsTransformer: sample_size {} is not a multiple of patch_size {}",
                 self.sample_size, self.patch_size
             )));
         }

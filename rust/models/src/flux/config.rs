@@ -29,7 +29,7 @@ pub struct FluxConfig {
     pub pooled_projection_dim: usize,
     /// Whether the model takes a scale of guidance, as dev is and schnell is not.
     pub guidance_embeds: bool,
-    /// Features of a head that turn with each axis of the positions.
+    /// Features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,
 }
 

@@ -139,7 +139,7 @@ pub(crate) const SINGLE: [Renaming; 7] = [
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be told, or the model is another that Flux's tools make.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is another that Flux's tools make.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);

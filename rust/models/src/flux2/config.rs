@@ -29,7 +29,7 @@ pub struct Flux2Config {
     pub guidance_embeds: bool,
     /// The longest period of the positions' angles, divided by 2π.
     pub rope_theta: f64,
-    /// Features of a head that turn with each axis of the positions.
+    /// Features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,
 }
 

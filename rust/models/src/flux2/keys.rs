@@ -49,7 +49,7 @@ const SINGLE: [Renaming; 4] = [
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be told.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<Flux2Config>) -> Result<Flux2Config> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);

@@ -38,12 +38,12 @@ impl FusedBlock {
     /// `x (B, S, D)` → the same shape; `modulation (B, 3 D)` is shift, scale and gate.
     pub fn forward(&self, x: &Tensor, modulation: &Tensor, angles: &Rope) -> Result<Tensor> {
         let dim = self.sizes.dim();
-        let said = |index: usize| modulation.narrow(1, index * dim, dim);
-        let all = self.to_qkv_mlp_proj.forward(&modulated(x, [&said(0)?, &said(1)?])?)?;
+        let part = |index: usize| modulation.narrow(1, index * dim, dim);
+        let all = self.to_qkv_mlp_proj.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
         let projected = Projected::Joined(all.clone());
         let stream = Stream { projected, norms: Some(&self.norms), angles: Some(angles.clone()) };
         let both = activate_beside(Some(&mix(&[stream], self.sizes, None)?), &all, 3 * dim, Activation::SwiGlu)?;
-        gated_add(x, &self.to_out.forward(&both)?, &said(2)?)
+        gated_add(x, &self.to_out.forward(&both)?, &part(2)?)
     }
 
     /// What the tape keeps for `tokens` tokens.

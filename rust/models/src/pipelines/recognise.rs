@@ -44,7 +44,7 @@ pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool)
     fitting.first().copied()
 }
 
-/// What is said of a file with these names, in which a model was looked for in vain.
+/// The message for a file with these names, in which a model was looked for in vain.
 pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
     let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
@@ -59,7 +59,7 @@ pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
 }
 
-/// What a file with these names is, if it is no checkpoint of a pipeline.
+/// What a file with these names is, if it is not a checkpoint of a pipeline.
 pub fn recognised(names: &[String]) -> Option<String> {
     let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
     let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));
@@ -74,7 +74,7 @@ pub fn recognised(names: &[String]) -> Option<String> {
         })
 }
 
-/// What is said of a checkpoint of a family that is not supported.
+/// The message for a checkpoint of a family that is not supported.
 fn foreign(title: &str) -> String {
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
     format!("a checkpoint of {title}, which is not supported; {}'s are", unique(known).join("'s, "))

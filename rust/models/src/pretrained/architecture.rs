@@ -46,7 +46,7 @@ pub trait Architecture: Model + Sized {
     /// published model's, or comes from the first of the `known` configurations whose sizes are these.
     ///
     /// # Errors
-    /// [`Error::Config`] if a size cannot be told.
+    /// [`Error::Config`] if a size cannot be determined.
     fn deduce(files: &WeightFiles, original: Original, known: Vec<Self::Config>) -> Result<Self::Config>;
 
     /// The names of its parameters in a folder, or in an original checkpoint: in `files`, if such a checkpoint is there already.

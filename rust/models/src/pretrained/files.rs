@@ -112,7 +112,7 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     let names: BTreeSet<String> = parsed.weight_map.into_values().collect();
     // An index may name only files of its own folder.
     if let Some(name) = names.iter().find(|name| name.contains(['/', '\\'])) {
-        return Err(Error::weights(index, format!("\"{name}\" is no file name; shards are beside their index")));
+        return Err(Error::weights(index, format!("\"{name}\" is not a file name; shards are beside their index")));
     }
     let files: Vec<PathBuf> = names.iter().map(|name| folder.join(name)).collect();
     match files.iter().find(|path| !path.is_file()) {

@@ -57,7 +57,7 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// The model that a pipeline has in `subfolder`; an empty one stands for the path itself.
+    /// The model that a pipeline has in `subfolder`; an empty one means the path itself.
     pub fn of(subfolder: &str) -> Self {
         Self { subfolder: Some(subfolder.to_owned()).filter(|name| !name.is_empty()), ..Self::default() }
     }
@@ -208,7 +208,7 @@ impl Pretrained {
     }
 
     /// The configuration: that in `config.json`, or of an original checkpoint, `deduce`d from the shapes and, if there is one, the
-    /// configuration in its header, or that lies where a pipeline would have it, beside the file.
+    /// configuration in its header, or that is where a pipeline would have it, beside the file.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.

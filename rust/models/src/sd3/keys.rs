@@ -97,7 +97,7 @@ fn original(name: &str, last: usize) -> Option<Key> {
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if a size cannot be told.
+/// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
     let key = |name: &str| match naming.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),

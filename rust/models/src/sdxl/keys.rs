@@ -126,7 +126,7 @@ const PUBLISHED_HEAD_DIM: usize = 64;
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if a size or the number of heads cannot be told.
+/// [`Error::Config`] if a size or the number of heads cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) -> Result<UNetConfig> {
     let shape = |key: String| files.shape(&format!("{prefix}{key}"));
     let unknown = |what: &str| {

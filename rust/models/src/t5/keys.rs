@@ -40,7 +40,7 @@ impl Layout for Transformers {
 /// or come from the first of the `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if a size cannot be told.
+/// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Config>) -> Result<T5Config> {
     let matrix = |key: &str| match files.shape(&format!("{}{key}", original.prefix)) {
         Some(&[rows, columns]) => Ok((rows, columns)),

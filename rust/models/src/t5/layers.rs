@@ -131,7 +131,7 @@ fn split_heads(projected: &Projected, heads: usize) -> Result<[Tensor; 3]> {
     };
     match projected {
         Projected::Joined(all) => {
-            // As views: each head's part lies where it is.
+            // As views: no head's part is copied.
             let (batch, length, inner) = (all.dims()[0], all.dims()[1], all.dims()[2] / 3);
             let parts = all.reshape((batch, length, 3, heads, inner / heads))?;
             let part = |index: usize| parts.narrow(2, index, 1)?.squeeze(2)?.transpose(1, 2);

@@ -124,7 +124,7 @@ fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) ->
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`Error::Config`] if a size cannot be told.
+/// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -> Result<VaeConfig> {
     let shape = |key: &str| files.shape(&format!("{prefix}{key}"));
     let size = |key: &str, dim: usize| {

@@ -99,9 +99,9 @@ impl Block {
     ) -> Result<Tensor> {
         let normed = before.forward(x)?;
         let Some((all, place)) = modulation else { return x.add(&after.forward(&run(&normed)?)?) };
-        let said = |index: usize| all.narrow(1, index * self.dim, self.dim)?.unsqueeze(1);
-        let result = after.forward(&run(&normed.mul(&said(place)?.add_scalar(1.0)?)?)?)?;
-        gated_add(x, &result, &said(place + 1)?.tanh()?)
+        let part = |index: usize| all.narrow(1, index * self.dim, self.dim)?.unsqueeze(1);
+        let result = after.forward(&run(&normed.mul(&part(place)?.add_scalar(1.0)?)?)?)?;
+        gated_add(x, &result, &part(place + 1)?.tanh()?)
     }
 
     /// What the tape keeps for `tokens` tokens.

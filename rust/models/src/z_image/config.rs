@@ -27,7 +27,7 @@ pub struct ZImageConfig {
     pub norm_eps: f64,
     /// The longest period of the positions' angles, divided by 2π.
     pub rope_theta: f64,
-    /// Features of a head that turn with each axis of the positions.
+    /// Features of a head that each axis of the positions rotates.
     pub axes_dims: Vec<usize>,
     /// Positions along each axis.
     pub axes_lens: Vec<usize>,

@@ -67,7 +67,7 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
 /// `known` configurations whose sizes are these.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be told, or the model is a relative of Z-Image.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Z-Image.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<ZImageConfig>) -> Result<ZImageConfig> {
     let sizes = StoredSizes::new(files, layout(Some(naming)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);

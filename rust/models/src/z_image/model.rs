@@ -228,8 +228,8 @@ fn run(
         let inputs = [&x].into_iter().chain(&modulation).chain(sight.inputs());
         x = blocks.run_one(i, &inputs.collect::<Vec<_>>(), move |block, inputs| {
             let [x, others @ ..] = inputs else { unreachable!("an input at least") };
-            let (modulation, told) = others.split_at(usize::from(is_modulated));
-            Sight::of(true, told, |sight| block.forward(x, modulation.first(), sight))
+            let (modulation, context) = others.split_at(usize::from(is_modulated));
+            Sight::of(true, context, |sight| block.forward(x, modulation.first(), sight))
         })?;
     }
     Ok(x)

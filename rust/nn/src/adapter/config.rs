@@ -15,7 +15,7 @@ pub struct LoraConfig {
     pub r: usize,
     /// The numerator of the scale.
     pub lora_alpha: f64,
-    /// Layers whose name is one of these or ends in `.` and one of these; `all-linear` stands for every linear layer,
+    /// Layers whose name is one of these or ends in `.` and one of these; `all-linear` means every linear layer,
     /// `all-conv` for every convolution, `all-attention` for the projections of attention. An entry with characters that no
     /// name has (`*`, `(`, `|`, …) is a regular expression for the whole name.
     pub target_modules: Vec<String>,
@@ -228,7 +228,7 @@ impl<'a> Pattern<'a> {
         })
     }
 
-    /// Whether the layer `name` is meant.
+    /// Whether the layer `name` is selected.
     fn matches(&self, name: &str, is_conv: bool) -> bool {
         let ends_in = |end: &str| name == end || name.strip_suffix(end).is_some_and(|rest| rest.ends_with('.'));
         match self {

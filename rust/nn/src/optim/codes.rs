@@ -66,7 +66,7 @@ impl Lines {
         let items = |decade: usize| 1usize << (decade + usize::from(!signed));
         let first = |decade: usize| 1 + (0..decade).map(items).sum::<usize>();
         let last = |decade: usize| if decade < DECADES { first(decade + 1) - 1 } else { first(DECADES) };
-        // (slope, offset). Borders in a decade lie at whole steps from a tenth of its end: there a number and a half is reached.
+        // (slope, offset). Borders in a decade are at whole steps from a tenth of its end: there a number and a half is reached.
         let line = |decade: usize| match decade {
             DECADES => (0.0, last(DECADES) as f64),
             // Zero's border is not one of them.

@@ -201,7 +201,7 @@ pub fn quantize_blockwise(
     Ok(())
 }
 
-/// The values that `codes` and `absmax` stand for: the inverse of [`quantize_blockwise`] up to rounding.
+/// The values that `codes` and `absmax` represent: the inverse of [`quantize_blockwise`] up to rounding.
 ///
 /// # Errors
 /// As [`quantize_blockwise`].

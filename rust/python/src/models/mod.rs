@@ -102,7 +102,7 @@ static CLASSES: &[Class] = &[
 ];
 
 impl Class {
-    /// The kind of model that a class stands for; none for the base class.
+    /// The kind of model of a class; none for the base class.
     fn kind(class: &Bound<'_, PyType>) -> Option<&'static ModelKind> {
         CLASSES.iter().find(|known| (known.is)(class)).map(|known| known.kind)
     }
@@ -195,7 +195,7 @@ impl Model {
     ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
-    ///     ArgumentError: of `Model`, which is no model by itself; if the kind has no layers to quantize.
+    ///     ArgumentError: of `Model`, which is not a model by itself; if the kind has no layers to quantize.
     ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
@@ -213,7 +213,7 @@ impl Model {
     ) -> Result<Own> {
         const OP: &str = "from_config";
         let Some(kind) = Class::kind(cls) else {
-            return Err(tc::Error::argument(OP, "Model is no model by itself; call it on the class of one").into());
+            return Err(tc::Error::argument(OP, "Model is not a model by itself; call it on the class of one").into());
         };
         let config = config.map(|config| config.named(OP, "config")).transpose()?;
         let (dtype, device) = (dtype.map_or(tc::DType::F32, |dtype| dtype.0), device::parse(device)?);

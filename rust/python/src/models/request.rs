@@ -38,7 +38,7 @@ pub struct Options {
 }
 
 impl Request {
-    /// The arguments of the function `op`. A name that is no path is given to what [`set_resolver`] was called with.
+    /// The arguments of the function `op`. A name that is not a path is given to what [`set_resolver`] was called with.
     pub fn new(
         py: Python<'_>,
         op: &'static str,
@@ -82,10 +82,10 @@ fn likeliest(kind: Option<&'static ModelKind>) -> Vec<&'static str> {
     places
 }
 
-/// What finds a model by a name that is no path.
+/// What finds a model by a name that is not a path.
 static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// Set what finds models by names that are no paths, once.
+/// Set what finds models by names that are not paths, once.
 ///
 /// Args:
 ///     resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether

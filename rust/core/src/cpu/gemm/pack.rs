@@ -27,7 +27,7 @@ impl<T> Side<T> {
     }
 }
 
-/// Which tile dimension an operand lies along.
+/// The tile dimension that an operand runs along.
 #[derive(Clone, Copy)]
 pub enum Along {
     /// Vectors.

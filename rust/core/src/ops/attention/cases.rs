@@ -88,7 +88,7 @@ struct NormedCase {
     heads: usize,
     width: usize,
     has_norms: bool,
-    turns: bool,
+    rotates: bool,
     per_sample: bool,
     masked: bool,
 }
@@ -113,7 +113,7 @@ impl NormedCase {
             let dims = [x.dims()[0], x.dims()[1], self.width / 2];
             Self::fixed(x, if self.per_sample { &dims } else { &dims[1..] }, phase, function)
         };
-        Ok((norms, if self.turns { Some([table(f64::cos)?, table(f64::sin)?]) } else { None }))
+        Ok((norms, if self.rotates { Some([table(f64::cos)?, table(f64::sin)?]) } else { None }))
     }
 
     fn mask(&self, xs: &[Tensor]) -> Result<Option<Tensor>> {
@@ -177,7 +177,7 @@ impl NormedCase {
 
 pub(super) fn normed() -> Vec<Case> {
     const BOTH: NormedCase =
-        NormedCase { heads: 3, width: 4, has_norms: true, turns: true, per_sample: false, masked: false };
+        NormedCase { heads: 3, width: 4, has_norms: true, rotates: true, per_sample: false, masked: false };
     let case = |label, shapes: &[&[usize]], kind: NormedCase| {
         Case::new(label, shapes, move |x| kind.run(x)).plain(move |x| kind.plain(x))
     };
@@ -185,7 +185,7 @@ pub(super) fn normed() -> Vec<Case> {
         case("one stream", &[&[2, 5, 36]], BOTH),
         case("one stream, more columns", &[&[2, 5, 41]], BOTH),
         case("two streams", &[&[2, 3, 36], &[2, 5, 38]], BOTH),
-        case("nothing turns", &[&[2, 3, 36], &[2, 5, 36]], NormedCase { turns: false, ..BOTH }),
+        case("nothing is rotated", &[&[2, 3, 36], &[2, 5, 36]], NormedCase { rotates: false, ..BOTH }),
         case("no scales", &[&[2, 5, 36]], NormedCase { has_norms: false, ..BOTH }),
         case("angles of samples, masked", &[&[2, 5, 36]], NormedCase { per_sample: true, masked: true, ..BOTH }),
         case("wide", &[&[1, 4, 96], &[1, 3, 112]], NormedCase { heads: 2, width: 16, ..BOTH }),

@@ -1,4 +1,4 @@
-//! Attention of tokens whose queries and keys are normalised and turned: the blocks of Flux, SD3.5 and Z-Image. Queries, keys and values
+//! Attention of tokens whose queries and keys are normalised and rotated: the blocks of Flux, SD3.5 and Z-Image. Queries, keys and values
 //! are read where projections leave them, and their gradients are written there.
 
 use super::cpu::{self, SavedValues};
@@ -19,7 +19,7 @@ pub struct Stream<'a> {
     pub x: &'a Tensor,
     /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32.
     pub norms: [Option<&'a Tensor>; 2],
-    /// cos and sin, (S, width / 2) or (B, S, width / 2) if samples differ, of neighbouring pairs. Without them nothing turns.
+    /// cos and sin, (S, width / 2) or (B, S, width / 2) if samples differ, of neighbouring pairs. Without them nothing is rotated.
     pub angles: Option<[&'a Tensor; 2]>,
 }
 
@@ -196,7 +196,7 @@ impl Normed {
         Ok(buffer.narrow(2, index * heads, heads)?.transpose(1, 2)?)
     }
 
-    /// Columns (B, S, heads · width), wherever they lie, as (B, heads, S, width).
+    /// Columns (B, S, heads · width), at any strides, as (B, heads, S, width).
     fn split(&self, columns: &Raw) -> Result<Raw> {
         let width = self.sizes.width;
         Ok(columns.unfold(2, width, width)?.transpose(1, 2)?)

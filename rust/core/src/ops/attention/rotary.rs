@@ -1,4 +1,4 @@
-//! Attention inside the segments of a packed row whose queries and keys are turned by their positions: the blocks of language models.
+//! Attention inside the segments of a packed row whose queries and keys are rotated by their positions: the blocks of language models.
 //! Queries, keys and values are read where a projection leaves them, and their gradients are written there.
 
 #[cfg(feature = "testing")]
@@ -24,7 +24,7 @@ pub struct RotaryHeads<'a> {
     pub heads: usize,
     /// How many keys and values have, a divisor of those.
     pub key_heads: usize,
-    /// cos and sin, (N, width / 2), by which pairs (i, i + width / 2) turn.
+    /// cos and sin, (N, width / 2), by which pairs (i, i + width / 2) are rotated.
     pub angles: [&'a Tensor; 2],
     /// Scales of the RMS norms of queries and of keys, (width), frozen, and what is added to mean squares; none for models that do not
     /// normalise them.
@@ -33,7 +33,7 @@ pub struct RotaryHeads<'a> {
 
 /// Causal attention inside each segment of a packed row, as [`varlen_attention`](super::varlen_attention), of `x (N, (heads + 2 key heads)
 /// · width)`: queries, keys and values of a token side by side, each its heads one after the other → (N, heads · width). Queries and keys
-/// are normalised if `heads` says so, and turned, before.
+/// are normalised if `heads` says so, and rotated, before.
 ///
 /// `cu_seqlens` and `window` are as there. Saves the projection, the result, one number per query and head, and two numbers per position;
 /// backward computes queries and keys again.
@@ -145,14 +145,14 @@ impl Rotary {
         Ok([part(0, heads)?, part(heads, key_heads)?, part(heads + key_heads, key_heads)?])
     }
 
-    /// Normalised, turned queries and keys, and values, of a dense projection.
+    /// Normalised, rotated queries and keys, and values, of a dense projection.
     fn heads(&self, x: &Raw, norms: &HeadNorms<'_>) -> Result<([Raw; 3], HeadStatistics)> {
         let Varlen { rows, heads, key_heads, .. } = self.varlen;
-        let turned = compute::unset(ROTARY.name, x, &[rows, (heads + key_heads) * self.width])?;
-        let place = self.part(&turned, 0, heads + key_heads)?;
+        let rotated = compute::unset(ROTARY.name, x, &[rows, (heads + key_heads) * self.width])?;
+        let place = self.part(&rotated, 0, heads + key_heads)?;
         let statistics = norms.forward(&x.unsqueeze(0)?, &place.unsqueeze(0)?)?;
         let [_, _, values] = self.parts(x)?;
-        Ok(([self.part(&turned, 0, heads)?, self.part(&turned, heads, key_heads)?, values], statistics))
+        Ok(([self.part(&rotated, 0, heads)?, self.part(&rotated, heads, key_heads)?, values], statistics))
     }
 }
 
@@ -185,9 +185,9 @@ impl Backward for RotaryBackward {
         let places = rotary.parts(&dx)?;
         rotary.varlen.backward_into(&saved, &self.spans.get()?, &by_head(&grad)?, places.each_ref())?;
         drop(saved);
-        // Where it lies: every value of the gradient of queries and keys is read before it is written.
-        let turned = rotary.part(&dx, 0, heads + key_heads)?.unsqueeze(0)?;
-        norms.backward(&x.unsqueeze(0)?, &turned, &statistics, &dx.unsqueeze(0)?)?;
+        // In place: every value of the gradient of queries and keys is read before it is written.
+        let rotated = rotary.part(&dx, 0, heads + key_heads)?.unsqueeze(0)?;
+        norms.backward(&x.unsqueeze(0)?, &rotated, &statistics, &dx.unsqueeze(0)?)?;
         context.add(0, dx)
     }
 }
@@ -235,15 +235,15 @@ pub(super) fn cases() -> Vec<Case> {
             let part = |first: usize, count: usize| {
                 x.narrow(1, first * self.width, count * self.width)?.reshape((rows, count, self.width))
             };
-            let turned = |rows: Tensor, scale: &Tensor| {
+            let rotated = |rows: Tensor, scale: &Tensor| {
                 let rows = rows.transpose(0, 1)?;
-                let turned = match self.normed {
+                let rotated = match self.normed {
                     true => rms_norm_rope(&rows, Some(scale), &cos, &sin, false, 1e-6)?,
                     false => rope(&rows, &cos, &sin, false)?,
                 };
-                turned.transpose(0, 1)
+                rotated.transpose(0, 1)
             };
-            let (q, k) = (turned(part(0, heads)?, &scales[0])?, turned(part(heads, key_heads)?, &scales[1])?);
+            let (q, k) = (rotated(part(0, heads)?, &scales[0])?, rotated(part(heads, key_heads)?, &scales[1])?);
             let mixed =
                 plain_varlen(&[q, k, part(heads + key_heads, key_heads)?], self.bounds, self.window.unwrap_or(rows))?;
             mixed.reshape((rows, heads * self.width))

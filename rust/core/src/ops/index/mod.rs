@@ -206,7 +206,7 @@ impl Tensor {
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (a negative id is), [`Error::Shape`] if `weight` is not a matrix,
-/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Argument`] if the rows of a quantized weight cannot be told apart.
+/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Argument`] if the rows of a quantized weight cannot be distinguished.
 pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<Tensor> {
     let weight = weight.into();
     let &[_, features] = weight.dims() else {

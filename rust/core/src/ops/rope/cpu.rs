@@ -17,7 +17,7 @@ pub struct Angles<'a, R> {
     pub cos: &'a [R],
     pub sin: &'a [R],
     pub positions: usize,
-    /// How many rows in turn have the same position.
+    /// How many consecutive rows have the same position.
     pub repeats: usize,
     /// How many pairs a row has.
     pub half: usize,
@@ -25,7 +25,7 @@ pub struct Angles<'a, R> {
 }
 
 impl<R: Real> Angles<'_, R> {
-    /// Turn the pairs of row `row`, or turn them `back`.
+    /// Rotate the pairs of row `row`, or rotate them `back`.
     #[inline(always)]
     pub fn rotate<X: Copy, Y>(
         &self,
@@ -38,13 +38,13 @@ impl<R: Real> Angles<'_, R> {
         let angle = row / self.repeats % self.positions * self.half;
         let angles = self.cos[angle..angle + self.half].iter().zip(&self.sin[angle..angle + self.half]);
         let sign = if back { -R::ONE } else { R::ONE };
-        let turn = |a: X, b: X, cos: R, sin: R| {
+        let rotate = |a: X, b: X, cos: R, sin: R| {
             let (a, b, sin) = (read(a), read(b), sign * sin);
             (a * cos - b * sin, a * sin + b * cos)
         };
         if self.interleaved {
             for ((out, x), (cos, sin)) in out.chunks_exact_mut(2).zip(x.chunks_exact(2)).zip(angles) {
-                let (a, b) = turn(x[0], x[1], *cos, *sin);
+                let (a, b) = rotate(x[0], x[1], *cos, *sin);
                 write(&mut out[0], a);
                 write(&mut out[1], b);
             }
@@ -52,7 +52,7 @@ impl<R: Real> Angles<'_, R> {
             let (x, out) = (x.split_at(self.half), out.split_at_mut(self.half));
             let outs = out.0.iter_mut().zip(out.1);
             for (((to_a, to_b), (a, b)), (cos, sin)) in outs.zip(x.0.iter().zip(x.1)).zip(angles) {
-                let (a, b) = turn(*a, *b, *cos, *sin);
+                let (a, b) = rotate(*a, *b, *cos, *sin);
                 write(to_a, a);
                 write(to_b, b);
             }
@@ -60,7 +60,7 @@ impl<R: Real> Angles<'_, R> {
     }
 }
 
-/// Dense rows, turned; `repeats` rows in turn have the same position.
+/// Dense rows, rotated; `repeats` consecutive rows have the same position.
 pub fn rotate(x: &Raw, [cos, sin]: [&Raw; 2], repeats: usize, interleaved: bool, back: bool) -> Result<Raw> {
     let (positions, half) = (cos.dims()[0], cos.dims()[1]);
     let len = 2 * half;

@@ -6,7 +6,7 @@ use crate::cuda::launch::{Shape, accumulator, count32, empty, input, output, row
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Raw, Result};
 
-/// Rows turned by the angles of their positions; `repeats` rows in turn share one. `back` turns the other way.
+/// Rows rotated by the angles of their positions; `repeats` consecutive rows share one. `back` rotates by the negative angles.
 pub fn rotate(
     op: &'static str,
     x: &Raw,

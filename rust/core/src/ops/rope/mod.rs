@@ -1,4 +1,4 @@
-//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features turn by angles that grow with the position.
+//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features are rotated by angles that grow with the position.
 
 #[cfg(feature = "testing")]
 pub(super) mod cases;
@@ -17,7 +17,7 @@ pub(super) use cpu::{Angles, rotate as turn_rows};
 
 static ROPE: OpInfo = OpInfo::cheap("rope");
 
-/// Turn the pair (a, b) of features to (a cos - b sin, a sin + b cos): `x (..., S, D)`, `cos` and `sin` `(S, D/2)` of any
+/// Rotate the pair (a, b) of features to (a cos - b sin, a sin + b cos): `x (..., S, D)`, `cos` and `sin` `(S, D/2)` of any
 /// floating-point dtype, which get no gradient.
 ///
 /// Pair i is features 2i and 2i + 1 if `interleaved` (Flux, original LLaMA), else i and i + D/2 (GPT-NeoX, Hugging Face's
@@ -36,7 +36,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, interleaved: bool) -> Result
     )
 }
 
-/// Check the operands of an operation that turns pairs; its tables are no inputs on the tape.
+/// Check the operands of an operation that rotates pairs; its tables are not inputs on the tape.
 pub(super) fn check(op: &'static str, x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<()> {
     let &[.., length, width] = x.dims() else {
         return Err(Error::shape(op, format!("the input has shape {:?}, expected (..., length, width)", x.dims())));
@@ -96,19 +96,19 @@ impl RowOrder {
         Self { heads: heads_lie_inside(x).then(|| x.dims()[x.rank() - 3]) }
     }
 
-    /// How many rows in turn have the same position.
+    /// How many consecutive rows have the same position.
     pub fn repeats(self) -> usize {
         self.heads.unwrap_or(1)
     }
 
-    /// Turns the dimensions of `x` to the order of memory, or back.
+    /// Permutes the dimensions of `x` to the order of memory, or back.
     pub fn swap(self, x: &Raw) -> Result<Raw> {
         let rank = x.rank();
         Ok(if self.heads.is_some() { x.transpose(rank - 3, rank - 2)? } else { x.clone() })
     }
 }
 
-/// Turn the pairs, or turn them back.
+/// Rotate the pairs, or rotate them back.
 fn rotate(x: &Raw, cos: &Raw, sin: &Raw, interleaved: bool, back: bool) -> Result<Raw> {
     let order = RowOrder::of(x);
     let x = contiguous(&order.swap(x)?)?;

@@ -118,7 +118,7 @@ impl Rounded {
             };
             let blocks = (rows * n / 8).div_ceil(BLOCK as usize).min(16 * gpu.multiprocessors());
             let shape = Shape { grid: [count32(OP, blocks)?, 1, 1], block: [BLOCK, 1, 1], shared: 0 };
-            // SAFETY: the rows lie in y, scales and sums; the columns in y, the bias and the column scales.
+            // SAFETY: the rows are within y, scales and sums; the columns in y, the bias and the column scales.
             unsafe { gpu.function(&SCALE_SUMS, suffix(OP, dtype)?)?.launch(OP, gpu, shape, arguments) }?;
         }
         Ok(true)

@@ -6,7 +6,7 @@
 //! `Float8DynamicActivationFloat8WeightConfig` by rows). With codes q and scales s:
 //!
 //! - y = s_x s_w (q_x q_wᵀ) + b,
-//! - dx = s_g (q_g q_w), where g = dy s_w is rounded, since the scales of the weight's rows lie along the sum.
+//! - dx = s_g (q_g q_w), where g = dy s_w is rounded, since the sum runs along the rows that the weight's scales belong to.
 //!
 //! Sums of int8 are exact, those of e4m3 in f32; a result is rounded once. The gradient is that of the product over values: rounding
 //! passes it on as it is (a straight-through estimate).
@@ -17,12 +17,12 @@ mod cuda;
 use candle_core::DType;
 
 use super::{Format, Part, Quantized, Scales, floats, rows};
+use crate::Result;
 use crate::compute::{self, on_device};
 use crate::cpu::Add;
 use crate::cpu::pool::par_chunks_mut;
 use crate::product::uses_w8a8;
 use crate::raw::{Raw, from_vec, with_bytes};
-use crate::Result;
 
 /// Sides of matrices are multiples of it, those of parts too: 8-bit products on tensor cores ask for it.
 const MULTIPLE: usize = 16;
@@ -73,7 +73,8 @@ impl Quantized {
     fn input_gradient_on_cpu(&self, g: &Raw) -> Result<Raw> {
         let mut scales = Vec::with_capacity(self.dims[0]);
         for part in self.parts.iter() {
-            let found = part.row_scales().map_or(Ok(Vec::new()), |raw| with_bytes(raw, |bytes| floats(bytes).to_vec()))?;
+            let found =
+                part.row_scales().map_or(Ok(Vec::new()), |raw| with_bytes(raw, |bytes| floats(bytes).to_vec()))?;
             scales.extend((0..part.rows).map(|row| if let [scale] = found[..] { scale } else { found[row] }));
         }
         let g_rounded = self.rounded(g, Some(&scales))?;

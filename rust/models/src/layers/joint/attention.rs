@@ -101,7 +101,7 @@ impl Stream<'_> {
         (!learns).then_some(Tokens { x, norms, angles })
     }
 
-    /// q, k and v, (B, heads, S, width of a head); q and k normalised and turned.
+    /// q, k and v, (B, heads, S, width of a head); q and k normalised and rotated.
     fn heads(&self, sizes: BlockSizes) -> Result<[Tensor; 3]> {
         let part = |index: usize| {
             let (dim, heads) = (sizes.dim(), sizes.heads);
@@ -112,17 +112,17 @@ impl Stream<'_> {
             let (batch, length) = (x.dims()[0], x.dims()[1]);
             let x = x.reshape((batch, length, heads, sizes.head_dim))?.transpose(1, 2)?;
             let norm = self.norms.and_then(|norms| norms.get(index));
-            let turned = |x: &Tensor, Rope { cos, sin }: &Rope| match norm {
+            let rotated = |x: &Tensor, Rope { cos, sin }: &Rope| match norm {
                 Some(norm) => rms_norm_rope(x, norm.weight.as_ref(), cos, sin, true, norm.eps),
                 None => rope(x, cos, sin, true),
             };
             match (norm, self.angles.as_ref().filter(|_| index < 2)) {
                 (_, Some(angles)) if angles.is_per_sample() => {
-                    let sample = |i: usize| turned(&x.narrow(0, i, 1)?, &angles.sample(i)?);
+                    let sample = |i: usize| rotated(&x.narrow(0, i, 1)?, &angles.sample(i)?);
                     let samples = (0..batch).map(sample).collect::<Result<Vec<_>>>()?;
                     Tensor::cat(&samples.iter().collect::<Vec<_>>(), 0)
                 }
-                (_, Some(angles)) => turned(&x, angles),
+                (_, Some(angles)) => rotated(&x, angles),
                 (Some(norm), None) => norm.forward(&x),
                 (None, None) => Ok(x),
             }
@@ -176,7 +176,7 @@ impl JointAttention {
         let dim = self.to_out.in_features();
         saved.attention(area + length, area + length, dim);
         saved.keep((area + length) * dim);
-        // The result lies with the other stream's, so a copy goes into the layer.
+        // The result is in one tensor with the other stream's, so a copy goes into the layer.
         saved.cheap_linear(&self.to_out, (area * dim, area));
         if let Some(layer) = &self.to_add_out {
             saved.cheap_linear(layer, (length * dim, length));

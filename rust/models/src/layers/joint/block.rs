@@ -80,9 +80,9 @@ impl DoubleBlock {
         sight: Sight<'_>,
     ) -> Result<[Tensor; 2]> {
         let dim = image.dims()[2];
-        let said = |modulation: &Tensor, index: usize| modulation.narrow(1, index * dim, dim);
-        let to_image = |index| said(image_modulation, index);
-        let to_text = |index| said(text_modulation, index);
+        let part = |modulation: &Tensor, index: usize| modulation.narrow(1, index * dim, dim);
+        let to_image = |index| part(image_modulation, index);
+        let to_text = |index| part(text_modulation, index);
         let normed = modulated(image, [&to_image(0)?, &to_image(1)?])?;
         // The last norm of the text says the scale first, as the norm before the output does.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };

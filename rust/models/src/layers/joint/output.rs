@@ -32,7 +32,7 @@ impl ModulatedOutput {
     ///
     /// # Errors
     /// As [`Weights::get`].
-    pub fn told([dim, out]: [usize; 2], bias: bool, weights: &mut Weights<'_>) -> Result<Self> {
+    pub fn with_given_modulation([dim, out]: [usize; 2], bias: bool, weights: &mut Weights<'_>) -> Result<Self> {
         Ok(Self { norm: None, projection: weights.linear(PROJECTION, dim, out, bias)? })
     }
 
@@ -44,10 +44,10 @@ impl ModulatedOutput {
         let Some(norm) = &self.norm else {
             return Err(Error::argument("ModulatedOutput", "the layer has no modulation of its own"));
         };
-        let said = norm.forward(condition)?;
+        let modulation = norm.forward(condition)?;
         let dim = norm.in_features();
         // diffusers has the scale first here.
-        self.modulated(x, [&said.narrow(1, dim, dim)?, &said.narrow(1, 0, dim)?])
+        self.modulated(x, [&modulation.narrow(1, dim, dim)?, &modulation.narrow(1, 0, dim)?])
     }
 
     /// `x (B, S, D)` with a shift and a scale, (B, D) each → (B, S, out).

@@ -11,7 +11,7 @@ pub struct Rope {
     pub sin: Tensor,
 }
 
-/// Turns positions into angles: each axis turns pairs of its own.
+/// Computes angles from positions: each axis rotates pairs of its own.
 pub struct RopeAxes {
     /// For each axis its frequencies, (1, pairs), f64.
     frequencies: Vec<Tensor>,

@@ -63,15 +63,15 @@ impl SingleBlock {
     /// [`Error::Shape`] if an input does not fit.
     pub fn forward(&self, x: &Tensor, modulation: &Tensor, sight: Sight<'_>) -> Result<Tensor> {
         let dim = self.sizes.dim();
-        let said = |index: usize| modulation.narrow(1, index * dim, dim);
-        let projected = self.projections.forward(&modulated(x, [&said(0)?, &said(1)?])?)?;
+        let part = |index: usize| modulation.narrow(1, index * dim, dim);
+        let projected = self.projections.forward(&modulated(x, [&part(0)?, &part(1)?])?)?;
         let stream = Stream { projected, norms: Some(&self.norms), angles: sight.angles.cloned() };
         let mixed = mix(std::slice::from_ref(&stream), self.sizes, sight.mask)?;
         let both = match &stream.projected {
             Projected::Joined(all) => activate_beside(Some(&mixed), all, 3 * dim, Activation::GeluTanh)?,
             Projected::Separate(parts) => Tensor::cat(&[&mixed, &parts[3].gelu(Gelu::Tanh)?], 2)?,
         };
-        gated_add(x, &self.proj_out.forward(&both)?, &said(2)?)
+        gated_add(x, &self.proj_out.forward(&both)?, &part(2)?)
     }
 
     /// What the tape keeps for `tokens` tokens.

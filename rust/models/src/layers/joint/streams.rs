@@ -20,9 +20,9 @@ impl Sight<'_> {
         self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
     }
 
-    /// A block's result, by what [`inputs`](Self::inputs) has made; `turns` if there are angles.
-    pub(crate) fn of<R>(turns: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
-        let (angles, mask) = inputs.split_at(if turns { 2 } else { 0 });
+    /// A block's result, by what [`inputs`](Self::inputs) has made; `rotates` if there are angles.
+    pub(crate) fn of<R>(rotates: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
+        let (angles, mask) = inputs.split_at(if rotates { 2 } else { 0 });
         let angles = if let [cos, sin] = angles { Some(Rope { cos: cos.clone(), sin: sin.clone() }) } else { None };
         run(Sight { angles: angles.as_ref(), mask: mask.first() })
     }
@@ -38,14 +38,14 @@ pub fn run_double(
     sight: Sight<'_>,
     modulation: impl Fn(usize, &DoubleBlock) -> Result<[Tensor; 2]>,
 ) -> Result<[Tensor; 2]> {
-    let turns = sight.angles.is_some();
+    let rotates = sight.angles.is_some();
     for i in 0..blocks.len() {
         let [of_image, of_text] = blocks.aside(i, |block| modulation(i, block))?;
         let inputs: Vec<&Tensor> = [&image, &text, &of_image, &of_text].into_iter().chain(sight.inputs()).collect();
         let mut results = blocks.run_several(i, &inputs, move |block, inputs| {
-            let [image, text, of_image, of_text, told @ ..] = inputs else { unreachable!("four inputs at least") };
+            let [image, text, of_image, of_text, others @ ..] = inputs else { unreachable!("four inputs at least") };
             let run = |sight: Sight<'_>| block.forward([image, text], [of_image, of_text], sight);
-            Ok(Sight::of(turns, told, run)?.into())
+            Ok(Sight::of(rotates, others, run)?.into())
         })?;
         (text, image) = (results.remove(1), results.remove(0));
     }
@@ -62,13 +62,13 @@ pub fn run_single(
     sight: Sight<'_>,
     modulation: impl Fn(usize, &SingleBlock) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let turns = sight.angles.is_some();
+    let rotates = sight.angles.is_some();
     for i in 0..blocks.len() {
-        let [said] = blocks.aside(i, |block| Ok([modulation(i, block)?]))?;
-        let inputs: Vec<&Tensor> = [&x, &said].into_iter().chain(sight.inputs()).collect();
+        let [of_tokens] = blocks.aside(i, |block| Ok([modulation(i, block)?]))?;
+        let inputs: Vec<&Tensor> = [&x, &of_tokens].into_iter().chain(sight.inputs()).collect();
         x = blocks.run_one(i, &inputs, move |block, inputs| {
-            let [x, said, told @ ..] = inputs else { unreachable!("two inputs at least") };
-            Sight::of(turns, told, |sight| block.forward(x, said, sight))
+            let [x, of_tokens, others @ ..] = inputs else { unreachable!("two inputs at least") };
+            Sight::of(rotates, others, |sight| block.forward(x, of_tokens, sight))
         })?;
     }
     Ok(x)

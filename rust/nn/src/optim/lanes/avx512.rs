@@ -245,7 +245,7 @@ impl Registers for Avx512 {
                 if SIGNED {
                     let zero = _mm512_set1_epi32(i32::from(ZERO));
                     let negative = _mm512_movepi32_mask(_mm512_castps_si512(value));
-                    // No code stands for -1, and negative values stay negative.
+                    // No code represents -1, and negative values stay negative.
                     let kept = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
                     result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, kept);
                 }

@@ -56,7 +56,7 @@ impl Axis {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// Positions of a copy for `range` of the target that are in the source, and where the first of the copy lies.
+    /// Positions of a copy for `range` of the target that are in the source, and where the first of the copy is.
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);

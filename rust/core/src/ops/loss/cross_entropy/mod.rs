@@ -28,7 +28,7 @@ pub const IGNORE_INDEX: i64 = -100;
 /// classes. With [`Reduction::None`] the result has the shape of `targets`, otherwise it is a number.
 ///
 /// # Errors
-/// [`Error::Shape`] if `targets` has not the shape of `logits` without its last dimension, [`Error::Index`] naming a target
+/// [`Error::Shape`] if `targets` does not have the shape of `logits` without its last dimension, [`Error::Index`] naming a target
 /// that is out of range, [`Error::DType`] if the logits are not floating point or the targets not i64 or u32,
 /// [`Error::Argument`] if `label_smoothing` is out of range. On CUDA a target out of range makes the loss NaN, and the error comes when the
 /// next value is read or the device is waited for.

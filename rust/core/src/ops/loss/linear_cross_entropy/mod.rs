@@ -107,7 +107,7 @@ impl Backward for LinearCrossEntropyBackward {
     }
 }
 
-/// What the tape knows: a quantized weight is no tensor.
+/// What the tape knows: a quantized weight is not a tensor.
 fn inputs<'a>(h: &'a Tensor, weight: WeightRef<'a>) -> SmallVec<[&'a Tensor; 2]> {
     std::iter::once(h).chain(weight.tensor()).collect()
 }

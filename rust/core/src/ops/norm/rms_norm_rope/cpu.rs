@@ -192,10 +192,10 @@ impl<T: Elem> BackwardPass<'_, T> {
             let index = range.start / block;
             // SAFETY: blocks do not overlap.
             let partial = unsafe { shared.slice(index * width..(index + 1) * width) };
-            let mut turned = vec![T::Acc::ZERO; len];
+            let mut rotated = vec![T::Acc::ZERO; len];
             dispatch(
                 #[inline(always)]
-                || self.block(range, out, partial, &mut turned),
+                || self.block(range, out, partial, &mut rotated),
             );
         };
         let grad_x = if wants_input {
@@ -215,9 +215,9 @@ impl<T: Elem> BackwardPass<'_, T> {
     }
 
     /// Rows of the input's gradient into `out`, and the rows' share of the weight's gradient into `partial`, unless empty.
-    /// `turned` has room for a row.
+    /// `rotated` has room for a row.
     #[inline(always)]
-    fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], turned: &mut [T::Acc]) {
+    fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], rotated: &mut [T::Acc]) {
         let len = self.rows.len();
         let count = T::Acc::from_f64(len as f64);
         let mut out = out.chunks_exact_mut(len.max(1));
@@ -225,13 +225,13 @@ impl<T: Elem> BackwardPass<'_, T> {
             let (x, g) = (&self.x[row * len..(row + 1) * len], &self.grad[row * len..(row + 1) * len]);
             let rstd = self.rstd[row];
             let normal = |x: T| x.to_acc() * rstd;
-            self.angles.rotate(row, (g, turned), true, T::to_acc, |slot, g| *slot = g);
-            for (dw, (g, x)) in partial.iter_mut().zip(turned.iter().zip(x)) {
+            self.angles.rotate(row, (g, rotated), true, T::to_acc, |slot, g| *slot = g);
+            for (dw, (g, x)) in partial.iter_mut().zip(rotated.iter().zip(x)) {
                 *dw += *g * normal(*x);
             }
             let Some(out) = out.next() else { continue };
-            let dot = rows::sum_triples(x, turned, self.weight, |x, g, w| g * w * normal(x)) / count;
-            for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(turned.iter().zip(self.weight)) {
+            let dot = rows::sum_triples(x, rotated, self.weight, |x, g, w| g * w * normal(x)) / count;
+            for ((o, x), (g, w)) in out.iter_mut().zip(x).zip(rotated.iter().zip(self.weight)) {
                 o.write(T::from_acc(rstd * (*g * *w - normal(*x) * dot)));
             }
         }

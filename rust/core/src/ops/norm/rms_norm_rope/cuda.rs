@@ -52,7 +52,7 @@ impl Arguments {
     }
 }
 
-/// The turned, normalised rows of a dense (..., width), and 1/√(mean(x²) + eps) of each.
+/// The rotated, normalised rows of a dense (..., width), and 1/√(mean(x²) + eps) of each.
 pub(super) fn forward(
     op: &'static str,
     x: &Raw,

@@ -77,8 +77,8 @@ struct Rotation<'a> {
 }
 
 impl Rotation<'_> {
-    /// Contiguous rows on the CPU turned, or turned back.
-    fn turn(&self, rows: &Raw, back: bool) -> Result<Raw> {
+    /// Contiguous rows on the CPU rotated, or rotated back.
+    fn rotate(&self, rows: &Raw, back: bool) -> Result<Raw> {
         rope::turn_rows(rows, self.tables, self.repeats, self.interleaved, back)
     }
 }

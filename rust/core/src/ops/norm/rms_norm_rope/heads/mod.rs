@@ -12,14 +12,14 @@ use crate::ops::norm::{Affine, check_eps};
 use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
-/// What makes the queries and keys of an attention of a projection (B, S, ...): its first columns are queries, keys and values, head by
-/// head.
+/// How queries and keys of an attention are made from a projection (B, S, ...), whose first columns are queries, keys and values, head
+/// by head.
 pub(in crate::ops) struct HeadNorms<'a> {
-    /// The name of the operation that they belong to.
+    /// The name of the operation, for errors.
     pub op: &'static str,
     /// Scales of queries and of keys, (width).
     pub weights: [Option<&'a Raw>; 2],
-    /// cos and sin, (S, width / 2) or (B · S, width / 2), unless nothing turns.
+    /// cos and sin, (S, width / 2) or (B · S, width / 2), unless nothing is rotated.
     pub tables: Option<[&'a Raw; 2]>,
     /// Heads of queries; heads of keys, and of values.
     pub heads: [usize; 2],
@@ -29,7 +29,7 @@ pub(in crate::ops) struct HeadNorms<'a> {
     pub eps: Option<f64>,
 }
 
-/// 1/√(mean(x²) + eps) of the rows; empty where nothing is normalised.
+/// The 1/√(mean(x²) + eps) of each row; empty where nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
 /// Check the scales of queries and of keys, (width), and cos and sin, (S, width / 2) or (B, S, width / 2), of heads in `x` of B samples
@@ -75,14 +75,14 @@ pub(in crate::ops) fn check_head_norms(
 }
 
 impl HeadNorms<'_> {
-    /// Writes normalised, turned queries and keys of a dense `x (B, S, ...)` to `y (B, S, heads of both, width)`, whose tokens are dense;
+    /// Writes normalised, rotated queries and keys of a dense `x (B, S, ...)` to `y (B, S, heads of both, width)`, whose tokens are dense;
     /// values too, if `y` has heads for them.
     pub fn forward(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
     /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, of that of its result,
-    /// `grad`, which may lie there.
+    /// `grad`, which may be the same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
@@ -113,7 +113,7 @@ impl HeadNorms<'_> {
         Ok(rows.reshape((x.dims()[0], x.dims()[1], heads, self.width))?)
     }
 
-    /// cos and sin that turn nothing, if there are none.
+    /// cos and sin of angles 0, if there are none.
     fn tables_or_still(&self, x: &Raw) -> Result<[Raw; 2]> {
         if let Some([cos, sin]) = self.tables {
             return Ok([cos.clone(), sin.clone()]);
@@ -128,16 +128,16 @@ impl HeadNorms<'_> {
         for index in 0..self.parts(y) {
             let ([first, heads], rows) = (self.place(index), self.part(x, index)?);
             let rotation = Rotation { tables: [&cos, &sin], repeats: heads, interleaved: self.interleaved };
-            let turned = match self.eps {
+            let rotated = match self.eps {
                 _ if index == 2 => rows,
                 Some(eps) => {
-                    let [turned, rstd] = cpu::forward(self.op, &rows, self.weights[index], &rotation, eps)?;
+                    let [rotated, rstd] = cpu::forward(self.op, &rows, self.weights[index], &rotation, eps)?;
                     statistics.push(rstd);
-                    turned
+                    rotated
                 }
-                None => rotation.turn(&rows, false)?,
+                None => rotation.rotate(&rows, false)?,
             };
-            compute::copy_into(&y.narrow(2, first, heads)?, &turned)?;
+            compute::copy_into(&y.narrow(2, first, heads)?, &rotated)?;
         }
         Ok(statistics)
     }
@@ -149,13 +149,13 @@ impl HeadNorms<'_> {
             let rotation = Rotation { tables: [&cos, &sin], repeats: heads, interleaved: self.interleaved };
             let grad = contiguous(&grad.narrow(2, first, heads)?)?;
             let rows = match statistics.get(index) {
-                // Values are what they were.
+                // Values are not rotated.
                 _ if index == 2 => grad,
                 Some(rstd) => {
                     let saved = [&self.part(x, index)?, &grad, rstd];
                     cpu::input_gradient(self.op, saved, self.weights[index], &rotation)?
                 }
-                None => rotation.turn(&grad, true)?,
+                None => rotation.rotate(&grad, true)?,
             };
             let place = dx.narrow(2, first * self.width, heads * self.width)?;
             compute::copy_into(&place, &rows.reshape(place.shape())?)?;

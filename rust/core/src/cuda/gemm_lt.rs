@@ -1,0 +1,169 @@
+//! Products by cuBLASLt: how a call is found, and how it is queued.
+
+use std::collections::hash_map::Entry;
+use std::ffi::c_void;
+use std::sync::PoisonError;
+
+use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::{CUBLAS_OP_N, CUBLAS_OP_T};
+use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
+
+use super::error::driver_error;
+use super::gpu::Gpu;
+use super::launch::Address;
+use super::product_calls::{Arithmetic, Call, DataType, Key, Layout, Owned};
+use super::profile::measured;
+use crate::{Error, Result};
+
+const OP: &str = "linear";
+
+/// The largest power of two up to 256 that divides an address.
+pub(super) const fn alignment(address: Address) -> u32 {
+    let zeros = address.trailing_zeros();
+    1 << if zeros < 8 { zeros } else { 8 }
+}
+
+/// Queue a product in cuBLAS' order, columns of y = a b: of the addresses of the operands and the result, and of the bias where the
+/// arithmetic has one. False if cuBLASLt does not compute it.
+///
+/// # Safety
+/// The addresses are those of matrices that `key` describes.
+pub(super) unsafe fn run(
+    op: &'static str,
+    gpu: &Gpu,
+    key: Key,
+    addresses: [Address; 3],
+    bias: Option<Address>,
+) -> Result<bool> {
+    gpu.stream().context().bind_to_thread().map_err(|error| driver_error(op, error))?;
+    let mut known = gpu.product_calls().0.lock().unwrap_or_else(PoisonError::into_inner);
+    let call = match known.entry(key) {
+        Entry::Occupied(entry) => entry.into_mut(),
+        Entry::Vacant(entry) => entry.insert(find(gpu, &key)?),
+    };
+    let Some(call) = call else { return Ok(false) };
+    let [n, m, k] = key.sizes;
+    let name = || format!("linear {m}x{k}x{n} {:?}", key.arithmetic.types()[0]);
+    measured(gpu, name, || queue(call, gpu, addresses, bias))?;
+    Ok(true)
+}
+
+fn check(outcome: std::result::Result<(), result::CublasError>) -> Result<()> {
+    outcome.map_err(failed)
+}
+
+#[cold]
+fn failed(error: result::CublasError) -> Error {
+    Error::device(OP, format!("cuBLASLt reports {:?}", error.0))
+}
+
+/// The algorithm that cuBLASLt recommends. None if it has none.
+fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
+    let [operand, outcome] = key.arithmetic.types();
+    let [m, n, k] = key.sizes.map(|size| size as u64);
+    let layout = |kind: DataType, [rows, columns]: [u64; 2], distance: i64| -> Result<Layout> {
+        let layout = result::create_matrix_layout(kind, rows, columns, distance).map_err(failed)?;
+        Ok(Owned(layout, result::destroy_matrix_layout))
+    };
+    let [(a_turned, a_distance), (b_turned, b_distance)] = key.operands;
+    let layouts = [
+        layout(operand, if a_turned { [k, m] } else { [m, k] }, a_distance)?,
+        layout(operand, if b_turned { [n, k] } else { [k, n] }, b_distance)?,
+        layout(outcome, [m, n], m as i64)?,
+    ];
+    let (compute, factor) = key.arithmetic.sums();
+    let description = result::create_matmul_desc(compute, factor).map_err(failed)?;
+    let description = Owned(description, result::destroy_matmul_desc);
+    let operation = |turned: bool| if turned { CUBLAS_OP_T } else { CUBLAS_OP_N };
+    type Attribute = sys::cublasLtMatmulDescAttributes_t;
+    set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(a_turned))?;
+    set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(b_turned))?;
+    if key.arithmetic.has_bias() {
+        let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+        set_description(&description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+    }
+    let preference = Owned(result::create_matmul_pref().map_err(failed)?, result::destroy_matmul_pref);
+    type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
+    let (_, workspace) = gpu.workspace();
+    set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
+    // Sums of products in f16 and bf16 stay in f32 also where they are cut in parts.
+    let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+    set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
+    let [a, b, y] = key.alignments;
+    set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &a)?;
+    set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &b)?;
+    set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &y)?;
+    set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &y)?;
+    let [a, b, y] = layouts.each_ref().map(|layout| layout.0);
+    // SAFETY: all descriptions are alive.
+    let found = unsafe { result::get_matmul_algo_heuristic(handle(gpu), description.0, a, b, y, y, preference.0) };
+    match found {
+        Ok(found) => Ok(Some(Call { arithmetic: key.arithmetic, description, layouts, algorithm: found.algo })),
+        Err(error) if error.0 == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED => Ok(None),
+        Err(error) => Err(failed(error)),
+    }
+}
+
+/// Queue a call for the addresses of the operands and the result, and of the bias where there is one.
+fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>) -> Result<()> {
+    if let Some(bias) = bias {
+        let pointer = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+        set_description(&call.description, pointer, &bias)?;
+    }
+    let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
+    let (workspace, workspace_size) = gpu.workspace();
+    let is_integer = call.arithmetic == Arithmetic::Int8;
+    // One and zero.
+    let (floats, integers) = ([1f32, 0.0], [1i32, 0]);
+    let scalar = |i: usize| -> *const c_void {
+        if is_integer { std::ptr::from_ref(&integers[i]).cast() } else { std::ptr::from_ref(&floats[i]).cast() }
+    };
+    // SAFETY: the layouts describe the operands and the result, whose addresses have the alignment that the algorithm was found
+    // for; the work goes to the device's stream, as all that uses the workspace.
+    check(unsafe {
+        result::matmul(
+            handle(gpu),
+            call.description.0,
+            scalar(0),
+            scalar(1),
+            a as *const c_void,
+            a_layout,
+            b as *const c_void,
+            b_layout,
+            y as *const c_void,
+            y_layout,
+            y as *mut c_void,
+            y_layout,
+            &raw const call.algorithm,
+            workspace as *mut c_void,
+            workspace_size,
+            gpu.stream().cu_stream().cast(),
+        )
+    })
+}
+
+/// cuBLAS' handle, which cuBLASLt takes as its own.
+fn handle(gpu: &Gpu) -> sys::cublasLtHandle_t {
+    (*gpu.blas().handle()).cast()
+}
+
+fn set_description<T>(
+    description: &Owned<sys::cublasLtMatmulDesc_t>,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: &T,
+) -> Result<()> {
+    // SAFETY: the description is alive, and the value of the attribute's type.
+    check(unsafe {
+        result::set_matmul_desc_attribute(description.0, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
+    })
+}
+
+fn set_preference<T>(
+    preference: &Owned<sys::cublasLtMatmulPreference_t>,
+    attribute: sys::cublasLtMatmulPreferenceAttributes_t,
+    value: &T,
+) -> Result<()> {
+    // SAFETY: the preference is alive, and the value of the attribute's type.
+    check(unsafe {
+        result::set_matmul_pref_attribute(preference.0, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
+    })
+}
