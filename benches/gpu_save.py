@@ -5,7 +5,7 @@ python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
 The adapter has rank 16 on all transformer layers of SDXL's UNet: 1,444 tensors, 42.6 M parameters,
 trained with AdamW8bit. On the CPU it is that of the small UNet that the package ships. A plain
 write puts the same bytes, which are in memory, into files of the same sizes and syncs them; the two
-take turns. Training stands still while values are copied to the host; it is timed in the trainer
+take turns. Training stops while values are copied to the host; it is timed in the trainer
 too, as what the step after a checkpoint takes longer than the others.
 """
 

@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a site whose reference lacks a public name.
+    """Reject a site whose reference lacks a public name.
 
     Raises:
         PluginError: Naming what is missing.

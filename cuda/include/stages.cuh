@@ -5,7 +5,7 @@
 
 constexpr int WARPGROUP = 128;
 
-// Fetches a box of a tensor of three dimensions, the first of which lies densely.
+// Fetches a box of a tensor of three dimensions, the first of which is dense.
 template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                               int first, int second, int third) {
     if constexpr (BOTH) {

@@ -304,7 +304,7 @@ class ComposedMethods:
         return _core.where(mask, value, own(self))
 
     def repeat(self, *sizes: Any) -> Tensor:
-        """Repeat along every dimension; new ones stand in front.
+        """Repeat along every dimension; new ones come first.
 
         Raises:
             ArgumentError: If there are fewer sizes than dimensions.

@@ -1,4 +1,4 @@
-"""What a captured function froze follows or is refused, on the simulated device.
+"""What a captured function froze follows or is rejected, on the simulated device.
 
 Its kernels do not compute; that the values follow too is for tests with the marker `gpu`.
 """

@@ -65,7 +65,7 @@ def test_captured_steps_are_the_eager_ones_to_the_bit() -> None:
 
 
 def optimize(name: str, captured: bool) -> tuple[object, ...]:
-    """Losses, norms, weights and states of six steps with falling learning rates."""
+    """Losses, norms, weights and states of six steps with decreasing learning rates."""
     rng = np.random.default_rng(2)
     x = tc.tensor(rng.standard_normal((6, 32, 64)).astype(np.float32), device="cuda")
     labels = tc.tensor(rng.integers(0, 10, 32), device="cuda")

@@ -1,4 +1,4 @@
-"""The simulated driver refuses what the real one refuses, so that tests on it can fail."""
+"""The simulated driver rejects what the real one rejects, so that tests on it can fail."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens: texts, ids and masks as transformers has them, and what is refused."""
+"""Conversations as tokens: texts, ids and masks as transformers has them, and what is rejected."""
 
 import json
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_a_completion_is_split_by_offsets_and_ended() -> None:
     assert tokens.ids.tolist() == [*text.encode("What is it? It is true.").ids, text.end]
     assert learnt(tokens, text) == " It is true.<|end_of_text|>"
     whole = tokens_of(Completion("", "It is true."), text)
-    # Nothing stands before the first token.
+    # No token comes before the first.
     assert whole.learnt.tolist() == [False] + [True] * (len(whole) - 1)
     assert whole.stops == (len(whole) - 1,)
 

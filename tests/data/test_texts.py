@@ -1,4 +1,4 @@
-"""Files of texts: what is read, counted and refused; packed rows."""
+"""Files of texts: what is read, counted and rejected; packed rows."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""What is said of adapter files that do not fit, and of second adapters."""
+"""Errors of adapter files that do not fit, and of second adapters."""
 
 import math
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_a_model_has_one_adapter(unet: tc.models.SDXLUNet, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-def test_numbers_that_are_none(
+def test_numbers_that_are_not_finite(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, number: float
 ) -> None:
     path = tmp_path / "adapter.safetensors"

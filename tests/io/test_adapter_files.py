@@ -101,7 +101,7 @@ def test_kohyas_names_have_one_alpha(
     np.testing.assert_array_equal(found, (up * np.float32(3.5)).astype(np.float16))
     unet.remove_adapter()
     again = unet.add_adapter(config_of("locon"))
-    again.load(path)  # refuses other scales than those of training
+    again.load(path)  # rejects other scales than those of training
     found = again.named_parameters()[f"{LAYER}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, up, rtol=1e-3, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Files of LoRAs: cut, joined, refused."""
+"""Files of LoRAs: reduced, joined, rejected."""
 
 import json
 from collections.abc import Callable

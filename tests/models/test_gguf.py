@@ -250,7 +250,7 @@ def test_blocks_of_256_are_read(kind: str, tmp_path: Path) -> None:
         chosen = kind if tensor.ndim == 2 else "f32"
         entries.append(Entry(theirs, shape, chosen, partial(lambda given: given, stored)))
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # Rows stand in llama.cpp's order in the file.
+            # Rows are in llama.cpp's order in the file.
             heads = 4 if "q_proj" in name else 2
             halves = values[name].numpy().reshape(heads, 32, 2, 256).swapaxes(1, 2)
             values[name] = tc.tensor(np.ascontiguousarray(halves).reshape(-1, 256))

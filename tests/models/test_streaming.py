@@ -74,7 +74,7 @@ def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_modulation_is_streamed_alone_or_with_blocks(name: str) -> None:
-    """Also where adapters sit on it, so that the backward pass needs it again."""
+    """Also where adapters are on it, so that the backward pass needs it again."""
     family = FAMILIES[name]
     for policy in ("full", "none"):
         expected = step(family, load(family, 0), policy, ALL_LINEAR)
@@ -169,7 +169,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_a_unet_streams(policy: str) -> None:
-    """Its blocks stand in one another's stretches, which streaming takes apart."""
+    """Its blocks are in one another's stretches, which streaming takes apart."""
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
     found = []

@@ -1,7 +1,7 @@
 """Every public callable called with wrong things for each of its parameters.
 
 Whatever a user passes, what comes back is a result, an error of the library, or a `TypeError` that
-names the operation or the parameter: never an error in the words of what is below.
+names the operation or the parameter: never an error of a lower layer.
 """
 
 import importlib
@@ -41,8 +41,8 @@ WRONG = {
     "negative pair": (-1, -1),
     "huge pair": (2**63, 2**63),
 }
-# What a parameter of that name (of a function of that name) takes, so that the wrong one is met by
-# right neighbours.
+# What a parameter of that name (of a function of that name) takes, so that
+# the other arguments are valid.
 RIGHT: dict[str, Callable[[], Any]] = {
     "adapter": lambda: tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2)),
     "adapters": lambda: [tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2))],
@@ -256,7 +256,7 @@ def test_a_wrong_argument_gives_an_error_of_ours(
 def check_type_error(name: str, parameter: str, what: str, error: TypeError) -> None:
     assert "failed to extract" not in str(error), f"{name}({parameter}={what}): {error}"
     if sys.version_info < (3, 11):
-        # Python has no notes yet, in which the parameter stands.
+        # Python has no notes yet, which would name the parameter.
         return
     text = " ".join([str(error), *getattr(error, "__notes__", [])])
     operation = name.rsplit(".", 1)[-1]

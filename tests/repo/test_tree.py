@@ -44,7 +44,7 @@ TOP_LEVEL = {
     "rust",
     "tests",
 }
-# A name says what a file is, not where it stands in its history ...
+# A name says what a file is, not which version it is ...
 HISTORY = re.compile(
     r"_(v\d+|new|old|final|fixed|fix|simple|improved|enhanced|optimized|backup|bak|copy|orig|tmp|wip)$"
 )

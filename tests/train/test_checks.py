@@ -1,4 +1,4 @@
-"""Settings without effect are refused by name, before anything is read."""
+"""Settings without effect are rejected by name, before anything is read."""
 
 from collections.abc import Callable
 from pathlib import Path

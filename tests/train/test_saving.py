@@ -103,7 +103,7 @@ def test_what_was_begun_is_finished_when_training_fails(
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """Within this context a longer file is refused, as by a full disk."""
+    """Within this context a longer file is rejected, as by a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

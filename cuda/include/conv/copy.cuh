@@ -1,6 +1,6 @@
 // Tiles in shared memory for the tensor cores, and the copies that fill them.
 //
-// A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r stand in the order part ^ (r
+// A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r are in the order part ^ (r
 // mod 8): the 128-byte swizzle, with which eight rows are read without bank conflicts by `ldmatrix` and which `wgmma`
 // knows. Tiles begin at multiples of 1024 bytes.
 #pragma once

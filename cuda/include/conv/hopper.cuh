@@ -8,7 +8,7 @@
 #include "engine.cuh"
 #include "tensor.cuh"
 
-// Describes a tile to `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. Where the summed values stand across the
+// Describes a tile to `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. Where the summed values are across the
 // rows, the next 64 columns begin a tile later; along the rows that distance has no meaning.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;

@@ -36,7 +36,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
     }
 }
 
-// How the values of an operand stand in its tile: along the rows (row = pixel or output channel), or across them (row =
+// How the values of an operand are laid out in its tile: along the rows (row = pixel or output channel), or across them (row =
 // summed value; one tile for each 64 columns).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 

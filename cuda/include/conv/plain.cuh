@@ -26,7 +26,7 @@ template <typename T> __device__ __forceinline__ void multiply_plain(Acc<T> (&ac
     }
 }
 
-// Where the weight of (channel summed over, channel of the result, tap) stands. Both channels count within group
+// Where the weight of (channel summed over, channel of the result, tap) is. Both channels count within group
 // `group`.
 template <Direction D> __device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather,
                                                                        int group, int channel, int result, int a,

@@ -1,7 +1,7 @@
 //! The functions of the CUDA libraries that are called, each a jump through a slot.
 //!
 //! The list is what candle's CUDA backend leaves undefined; a missing one shows as an undefined symbol of the extension, which the
-//! check of the wheel refuses.
+//! check of the wheel rejects.
 
 use std::arch::global_asm;
 use std::sync::atomic::AtomicPtr;

@@ -4,7 +4,7 @@
 //!
 //! A graph cannot copy from memory that is gone when it is replayed. During a capture, a value counts as a constant if
 //! an eager run of the same function made it too: it goes to device memory that lives as long as the graph, from where the graph
-//! copies it. Any other value is refused: it changes from call to call, and each replay would repeat it.
+//! copies it. Any other value is rejected: it changes from call to call, and each replay would repeat it.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -217,7 +217,7 @@ pub fn finish_capture() -> Constants {
 }
 
 impl Constants {
-    /// Whether a value was refused because it was not known.
+    /// Whether a value was rejected because it was not known.
     pub const fn has_refused(&self) -> bool {
         self.has_refused
     }

@@ -50,7 +50,7 @@ COMMANDS: Final = {
         "trainable_candle.cli.export", "write a language model's adapter for other programs"
     ),
     "extract": Command("trainable_candle.cli.extract", "the difference of two models as a LoRA"),
-    "resize": Command("trainable_candle.cli.resize", "cut a LoRA to a lower rank"),
+    "resize": Command("trainable_candle.cli.resize", "reduce a LoRA to a lower rank"),
     "combine": Command("trainable_candle.cli.combine", "several LoRAs in one file"),
     "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
     "doctor": Command("trainable_candle.cli.doctor", "find faults of this machine, with cures"),

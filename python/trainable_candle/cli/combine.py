@@ -54,7 +54,7 @@ def make_parser(program: str) -> Parser:
         action="append",
         help="factor on the effect: one for all, or one for each (default: 1)",
     )
-    group.add_argument("--rank", metavar="N", type=whole(1), help="then cut to this rank")
+    group.add_argument("--rank", metavar="N", type=whole(1), help="then reduce to this rank")
     add_output(group)
     add_help(group)
     return parser

@@ -1,4 +1,4 @@
-"""`trainable-candle resize`: cut a LoRA to a lower rank."""
+"""`trainable-candle resize`: reduce a LoRA to a lower rank."""
 
 from __future__ import annotations
 

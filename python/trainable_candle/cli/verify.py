@@ -89,7 +89,7 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
 
 
 def _refusals(path: Path, model: str, weights: Path) -> list[str]:
-    """What the programs that load adapters of language models refuse, in lines."""
+    """What the programs that load adapters of language models reject, in lines."""
     from trainable_candle import export  # noqa: PLC0415 - after the arguments proved right
     from trainable_candle.export.adapter import adapter_settings  # noqa: PLC0415
 

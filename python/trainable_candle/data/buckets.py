@@ -31,20 +31,20 @@ class Frame:
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""
     left: int
-    """Column of the scaled image, mirrored if the cut is, where the cut starts."""
+    """Column of the scaled image, mirrored if the crop is, where the crop starts."""
     top: int
     bucket: Bucket
-    """The size of the cut."""
+    """The size of the crop."""
 
     @classmethod
     def whole(cls, width: int, height: int) -> Frame:
-        """An image that is neither scaled nor cut."""
+        """An image that is neither scaled nor cropped."""
         return cls((width, height), 0, 0, Bucket(width, height))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How an image is scaled to cover a bucket and then cut to it, px."""
+    """How an image is scaled to cover a bucket and then cropped to it, px."""
 
     bucket: Bucket
     original: tuple[int, int]
@@ -68,11 +68,11 @@ class Fit:
         return round(columns * across), round(rows * down)
 
     def frame(self, left: int, top: int, *, flipped: bool = False) -> Frame:
-        """The part that a cut shows, of the mirrored image if `flipped`."""
+        """The part that a crop shows, of the mirrored image if `flipped`."""
         return Frame(self.original, self.margin[0] - left if flipped else left, top, self.bucket)
 
     def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:
-        """The image, or its mask in any size, scaled, cut and mirrored to fill the bucket."""
+        """The image, or its mask in any size, scaled, cropped and mirrored to fill the bucket."""
         if image.size != self.scaled:
             image = image.resize(self.scaled, Image.Resampling.LANCZOS)
         image = image.crop((left, top, left + self.bucket.width, top + self.bucket.height))

@@ -42,7 +42,7 @@ def read_metadata(folder: Path) -> dict[Path, str]:
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
     `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that points out of the
-    folder, by itself or through a link to another folder, is refused. An image may be a link:
+    folder, by itself or through a link to another folder, is rejected. An image may be a link:
     those of Hugging Face's cache are.
 
     Raises:
@@ -162,7 +162,7 @@ class CaptionMaker:
         rng = generator(self._seed, "caption_variant", pair(picture, number))
         options = self.options
         own, whole = self._tags(caption), self._tags(self.plain(caption, trigger))
-        # A trigger that was put in front stands before the tags that `keep_tokens` counts.
+        # A trigger that was prepended is not among the tags that `keep_tokens` counts.
         kept = options.keep_tokens + len(whole) - len(own)
         head, tail = whole[:kept], whole[kept:]
         stays = rng.random(len(tail)) >= options.tag_dropout

@@ -38,7 +38,7 @@ class View:
 
     item: int
     left: int
-    """Column of the scaled image where the cut starts, px."""
+    """Column of the scaled image where the crop starts, px."""
     top: int
     flipped: bool
 

@@ -163,7 +163,7 @@ def caption(digit: int) -> str:
 
 
 def _clear(output: Path) -> None:
-    """Remove the checkpoints of an earlier demo, which training would refuse to write over."""
+    """Remove the checkpoints of an earlier demo, which training would reject to write over."""
     if (output / BEFORE).exists():
         for checkpoint in run_state.checkpoints(output):
             shutil.rmtree(checkpoint)

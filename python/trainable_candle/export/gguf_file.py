@@ -77,7 +77,7 @@ def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
         head += [_string(key), struct.pack("<I", kind), content]
     offset = 0
     for entry in entries:
-        # Sizes stand in the opposite order, that of the fastest dimension first.
+        # Sizes are in the opposite order, that of the fastest dimension first.
         sizes = entry.shape[::-1]
         head += [_string(entry.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
         head.append(struct.pack("<IQ", KINDS[entry.kind].number, offset))

@@ -68,7 +68,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
         f"{_START}token_type": list(types),
     }
     if pieces:
-        # Merges stand in the order of the numbers of what they make.
+        # Merges are in the order of the numbers of what they make.
         facts[f"{_START}scores"] = [-float(number) for number in range(size)]
     else:
         facts[f"{_START}pre"] = _split(found, str(path))

@@ -1,4 +1,4 @@
-"""What programs that load adapters of language models refuse, or read in another way.
+"""What programs that load adapters of language models reject, or read in another way.
 
 vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, lora_alpha,
 an integer, and target_modules, raises on modules_to_save and DoRA, and drops what it does not know:
@@ -25,7 +25,7 @@ READERS: Final = {
     "mlx": "mlx-lm",
     "ollama": "Ollama",
 }
-"""What `export --for` calls them."""
+"""Their names in `export --for`."""
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's `--max-lora-rank` may be; its default is 16."""
 _DORA: Final = "it is DoRA, which it does not load; export --for merged"
@@ -34,11 +34,11 @@ _UNREAD: Final = {
     "gguf": ("alpha_pattern", "use_rslora", "modules_to_save"),
     "ollama": ("alpha_pattern", "use_rslora", "modules_to_save"),
 }
-"""Settings of `adapter_config.json` without which the adapter is another than was trained."""
+"""Settings of `adapter_config.json` without which the adapter is not the trained one."""
 
 
 def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Why programs refuse an adapter, or apply another one than was trained, by name in `READERS`.
+    """Why programs reject an adapter, or apply another than the trained one, by their names.
 
     Args:
         adapter: what it holds.
@@ -64,12 +64,12 @@ def require_accepted(adapter: TextAdapter, reader: str) -> None:
     Raises:
         ConfigError: it does not.
     """
-    # What concerns scales and ranks is taken care of by the export.
+    # The export takes care of scales and ranks.
     reasons = refusals(adapter, {})[reader]
     if reasons:
         raise ConfigError(f"export: {READERS[reader]} refuses this adapter: {'; '.join(reasons)}")
 
 
 def vllm_rank(rank: int) -> int:
-    """The least `--max-lora-rank` for an adapter."""
+    """The smallest `--max-lora-rank` for an adapter."""
     return next(allowed for allowed in VLLM_RANKS if allowed >= rank)

@@ -77,7 +77,7 @@ class CausalLM:
         return {"learning_rate": rate, "alpha": 2.0 * config.rank}
 
     def task(self) -> TextTask:
-        """What trains this model and writes with it."""
+        """The task that trains this model and writes with it."""
         return TextTask(self)
 
     def require_own(self) -> None:
@@ -106,7 +106,7 @@ class CausalLM:
 
     @property
     def vocabulary(self) -> int:
-        """The tokens that the model knows."""
+        """The size of the vocabulary."""
         return int(self._facts.config["vocab_size"])
 
     @property

@@ -92,7 +92,7 @@ class Chroma(FlowFamily[ChromaTexts]):
         return T5.working_values(self, "text_encoder", _TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the transformer says."""
+        """The prediction of the transformer."""
         text = conditions["encoder_hidden_states"]
         # One text is as long as what is read of it (`ChromaTexts`); several are extended.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None

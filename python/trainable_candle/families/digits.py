@@ -192,7 +192,7 @@ class Digits(LatentFamily):
         return FlowSampler(FlowMatching().sigmas(steps))
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the transformer says."""
+        """The prediction of the transformer."""
         return self.model(sample, times, conditions["class_labels"])
 
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:

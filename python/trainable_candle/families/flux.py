@@ -152,7 +152,7 @@ class Flux(FlowFamily[FluxTexts]):
         return {"guidance": tc.tensor(np.full(len(frames), guidance, np.float32))}
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the transformer says."""
+        """The prediction of the transformer."""
         text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
         guidance = conditions.get("guidance")
         return over_tokens(

@@ -47,7 +47,7 @@ class Flux2Texts:
     def __init__(self, family: Flux2) -> None:
         self._qwen3 = Qwen3(family, LAYERS, thinks=False)
 
-    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer ones are cut
+    def chunks(self, caption: str) -> int:  # noqa: ARG002 - longer ones are truncated
         """Every caption takes one row."""
         return 1
 
@@ -174,7 +174,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         return int(self.text_tokens * (2 * qwen3["intermediate_size"] + states)) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the transformer says."""
+        """The prediction of the transformer."""
         height, width = sample.shape[2:]
         text = conditions["encoder_hidden_states"]
         ids = positions(height, width, text.shape[1], self.device, counts_words=True)

@@ -59,7 +59,7 @@ class SD3Texts:
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Captions to `encoder_hidden_states` (B, 333, 4096), `pooled_projections` (B, 2048).
 
-        The states of both CLIP encoders stand side by side, zeros beside them, before those of T5:
+        The states of both CLIP encoders are side by side, zeros beside them, before those of T5:
         https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py#L379
         """
         states, pooled = [], []
@@ -130,7 +130,7 @@ class SD3(FlowFamily[SD3Texts]):
         return T5.working_values(self, "text_encoder_3", _T5_TOKENS) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the transformer says."""
+        """The prediction of the transformer."""
         text, pooled = conditions["encoder_hidden_states"], conditions["pooled_projections"]
         predicted: Tensor = self.model(sample, text, pooled, times)
         return predicted

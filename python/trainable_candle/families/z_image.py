@@ -26,7 +26,7 @@ _USUAL_TOKENS: Final = 128
 
 
 class ZImageTexts:
-    """Qwen3 with its tokenizer; of captions the states before the last layer.
+    """Qwen3 with its tokenizer; whose features are the states before the last layer.
 
     Follows `encode_prompt` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/z_image/pipeline_z_image.py
@@ -81,7 +81,7 @@ class ZImage(FlowFamily[ZImageTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """That of turbo, which only its name tells from the base."""
+        """The distillation of turbo, which only the name distinguishes from the base."""
         name = self.weights.resolve().name.lower()
         if "turbo" not in name or "de-turbo" in name or "de_turbo" in name:
             return None
@@ -110,7 +110,7 @@ class ZImage(FlowFamily[ZImageTexts]):
         return int(MOST_TOKENS * wide) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the transformer says, whose clock runs from noise to data."""
+        """The prediction of the transformer, whose times run from noise to data."""
         predicted = self.model(
             sample,
             conditions["encoder_hidden_states"],

@@ -1,4 +1,4 @@
-"""LoRA files under whatever names: read, joined, cut to lower ranks, written."""
+"""LoRA files under whatever names: read, joined, reduced to lower ranks, written."""
 
 from __future__ import annotations
 

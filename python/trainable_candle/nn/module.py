@@ -219,7 +219,7 @@ class Module:
         return self
 
     def _facts(self) -> str:
-        """What stands between the parentheses of `repr`."""
+        """The text between the parentheses of `repr`."""
         return ""
 
     def __repr__(self) -> str:

@@ -64,9 +64,10 @@ class Adapter(Group):
     )
     contradictions: ClassVar = (_quantization_contradiction,)
 
-    adapter: Annotated[str, Setting("kind", choices=ADAPTERS)] = "lora"
+    adapter: Annotated[str, Setting("kind of adapter", choices=ADAPTERS)] = "lora"
     rank: Annotated[
-        int, Setting("rank", low=1, synonyms=("network-dim", "lora-rank", "dim", "r"))
+        int,
+        Setting("rank of the adapter", low=1, synonyms=("network-dim", "lora-rank", "dim", "r")),
     ] = 16
     alpha: Annotated[
         float | None,
@@ -87,7 +88,7 @@ class Adapter(Group):
     rslora: Annotated[bool, Setting("scale by alpha / sqrt(rank)", rare=True)] = False
     dora_axis: Annotated[
         str,
-        Setting("a magnitude for each; A1111 reads input", choices=DORA_AXES, rare=True),
+        Setting("a magnitude per output or input; A1111 reads input", choices=DORA_AXES, rare=True),
     ] = DORA_AXES[0]
     lora_dropout: Annotated[
         float, Setting("dropout on the adapter's input", low=0, below=1, rare=True)
@@ -97,7 +98,8 @@ class Adapter(Group):
         Setting("quantization-aware: round adapted weights as this format does", GRIDS, rare=True),
     ] = None
     init: Annotated[
-        str, Setting("of LoRAs; loftq: what --base-precision takes from the base", INITS, rare=True)
+        str,
+        Setting("initial values of LoRA; loftq: make up for --base-precision", INITS, rare=True),
     ] = INITS[0]
     initial_adapter: Annotated[
         str | None,
@@ -110,12 +112,12 @@ class Adapter(Group):
     ] = None
     format: Annotated[
         str | None,
-        Setting("whose keys (default: model's)", choices=FORMATS, rare=True, free=True),
+        Setting("names in the files (default: model's)", choices=FORMATS, rare=True, free=True),
     ] = None
     adapter_precision: Annotated[
         str,
         Setting(
-            "of the adapter files",
+            "dtype of the adapter files",
             choices=PRECISIONS,
             rare=True,
             free=True,
@@ -171,7 +173,7 @@ class TextEncoders(Group):
     text_encoder_learning_rate: Annotated[
         float | None,
         Setting(
-            "(default: a tenth)",
+            "learning rate of text encoders (default: a tenth)",
             low=0,
             above=True,
             rare=True,

@@ -91,7 +91,7 @@ class Parts(Group):
     text_encoder_precision: Annotated[
         str,
         Setting(
-            "of the text encoders' linear layers",
+            "format of the text encoders' linear layers",
             (AUTO, SAME, *FORMATS),
             rare=True,
         ),
@@ -105,7 +105,7 @@ class Parts(Group):
 
 @dataclass(frozen=True)
 class Images(Group):
-    """Sizes, cuts, masks and caches of images."""
+    """Sizes, crops, masks and caches of images."""
 
     section: ClassVar[str] = sections.IMAGES
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -122,7 +122,7 @@ class Images(Group):
     bucket_step: Annotated[
         int | None,
         Setting(
-            "sides are multiples (default: 64, or less)",
+            "sides are multiples of it (default: 64, or less)",
             low=8,
             rare=True,
             synonyms=("bucket-reso-steps",),
@@ -147,10 +147,16 @@ class Images(Group):
         ),
     ] = None
     upscale: Annotated[bool, Setting("enlarge small images", rare=True)] = False
-    crop: Annotated[str, Setting("what remains", choices=CROPS, rare=True)] = "center"
-    random_crops: Annotated[int, Setting("cuts of an image", low=1, high=MOST_VIEWS, rare=True)] = 4
-    flip: Annotated[bool, Setting("mirror half of them", rare=True, synonyms=("flip-aug",))] = False
-    mask: Annotated[str, Setting("where loss counts", choices=MASKS, rare=True)] = "off"
+    crop: Annotated[str, Setting("which part of an image to keep", choices=CROPS, rare=True)] = (
+        "center"
+    )
+    random_crops: Annotated[
+        int, Setting("cached crops per image", low=1, high=MOST_VIEWS, rare=True)
+    ] = 4
+    flip: Annotated[
+        bool, Setting("mirror half of the images", rare=True, synonyms=("flip-aug",))
+    ] = False
+    mask: Annotated[str, Setting("weigh the loss by a mask", choices=MASKS, rare=True)] = "off"
     prior_loss_weight: Annotated[
         float, Setting("weight of regularization images", low=0, rare=True)
     ] = 1.0
@@ -225,7 +231,8 @@ class Captions(Group):
             synonyms=("caption-tag-dropout-rate",),
         ),
     ] = 0.0
-    caption_separator: Annotated[str, Setting("what is between tags", rare=True)] = ","
+    caption_separator: Annotated[str, Setting("separator of tags", rare=True)] = ","
     caption_variants: Annotated[
-        int, Setting("orders of tags; 0: new ones", low=0, high=MOST_VIEWS, rare=True)
+        int,
+        Setting("cached orders of tags; 0: a new one each time", low=0, high=MOST_VIEWS, rare=True),
     ] = 8

@@ -33,7 +33,7 @@ class Files(Group):
     name: Annotated[
         str,
         Setting(
-            "of the adapter's files (default: adapter)",
+            "name of the adapter's files (default: adapter)",
             rare=True,
             free=True,
             synonyms=("output-name",),

@@ -71,7 +71,7 @@ class Machine(Group):
     base_precision: Annotated[
         str,
         Setting(
-            "of the frozen model's linear layers, adapters apart",
+            "format of the frozen model's linear layers",
             (AUTO, SAME, *FORMATS),
             rare=True,
         ),
@@ -79,7 +79,7 @@ class Machine(Group):
     gradient_checkpointing: Annotated[
         str,
         Setting(
-            "what to recompute",
+            "which activations to recompute",
             choices=(AUTO, *CHECKPOINTING),
             free=True,
             bare="full",
@@ -88,8 +88,8 @@ class Machine(Group):
     stream_blocks: Annotated[
         int | None,
         Setting(
-            "of the model's blocks, kept in host memory and copied ahead of their use (default: as "
-            "the memory needs)",
+            "how many of the model's blocks stay in host memory and are copied before their "
+            "use (default: as memory requires)",
             low=0,
             rare=True,
             free=True,
@@ -99,7 +99,7 @@ class Machine(Group):
     stream_modulation: Annotated[
         bool | None,
         Setting(
-            "keep all modulation weights in host memory (default: as the memory needs)",
+            "keep all modulation weights in host memory (default: if memory requires it)",
             rare=True,
             free=True,
         ),

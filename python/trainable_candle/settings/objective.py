@@ -21,15 +21,21 @@ class NoisePrediction(Group):
     section: ClassVar[str] = sections.OBJECTIVE
 
     prediction_type: Annotated[
-        str | None, Setting("(default: model's)", choices=PREDICTIONS, rare=True)
+        str | None,
+        Setting("what the model predicts (default: model's)", choices=PREDICTIONS, rare=True),
     ] = None
     min_timestep: Annotated[int, Setting("first timestep", low=0, rare=True)] = 0
     max_timestep: Annotated[
-        int | None, Setting("one after the last (default: model's)", low=1, rare=True)
+        int | None, Setting("first timestep that is left out (default: model's)", low=1, rare=True)
     ] = None
     noise_offset: Annotated[
         float,
-        Setting("noise of whole channels", low=0, rare=True, synonyms=("offset-noise-weight",)),
+        Setting(
+            "extra noise, one value per channel",
+            low=0,
+            rare=True,
+            synonyms=("offset-noise-weight",),
+        ),
     ] = 0.0
 
 
@@ -49,15 +55,19 @@ class Loss(Group):
     loss: Annotated[
         str,
         Setting(
-            "loss", choices=LOSSES, rare=True, synonyms=("loss-type",), spellings={"l2": "mse"}
+            "loss function",
+            choices=LOSSES,
+            rare=True,
+            synonyms=("loss-type",),
+            spellings={"l2": "mse"},
         ),
     ] = "mse"
     huber_delta: Annotated[
-        float, Setting("where Huber turns linear", low=0, above=True, rare=True)
+        float, Setting("error from which Huber is linear", low=0, above=True, rare=True)
     ] = 0.1
-    huber_schedule: Annotated[str, Setting("its course", choices=HUBER_SCHEDULES, rare=True)] = (
-        "constant"
-    )
+    huber_schedule: Annotated[
+        str, Setting("how huber-delta varies with noise", choices=HUBER_SCHEDULES, rare=True)
+    ] = "constant"
     min_snr_gamma: Annotated[
         float | None,
         Setting("weigh by min(SNR, X); 5 is usual", low=0, above=True, rare=True),

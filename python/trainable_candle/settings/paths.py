@@ -16,7 +16,7 @@ LATEST: Final = "latest"
 AUTO: Final = "auto"
 """The same if there is one, else none: for schedulers, which start a run with one command."""
 PROMPTS: Final = (".txt",)
-"""Endings of files of prompts, which may stand in the place of a prompt."""
+"""Endings of files of prompts, which may replace a prompt."""
 
 
 def inward(name: str, value: Any, folder: Path) -> Any:

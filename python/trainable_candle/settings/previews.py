@@ -66,7 +66,9 @@ class Previews(Group):
 
     sample_prompts: Annotated[
         list[str],
-        Setting("make a preview; or a .txt file of prompts", texts=True, tokenized=True, free=True),
+        Setting(
+            "prompts of previews, or a .txt file of them", texts=True, tokenized=True, free=True
+        ),
     ] = field(default_factory=list)
     sample_every: Annotated[
         int,
@@ -122,7 +124,7 @@ class Drawing(Group):
         float | None, Setting("guidance scale (default: model's)", low=0, rare=True, free=True)
     ] = None
     sampler: Annotated[
-        str | None, Setting("(default: model's)", choices=SAMPLERS, rare=True, free=True)
+        str | None, Setting("sampler (default: model's)", choices=SAMPLERS, rare=True, free=True)
     ] = None
     sample_size: Annotated[
         str | None, Setting("WIDTHxHEIGHT (default: resolution)", rare=True, free=True)

@@ -46,7 +46,7 @@ class Several(Group):
     ] = None
     reduce: Annotated[
         str,
-        Setting("gradients between GPUs", choices=REDUCTIONS, rare=True, free=True),
+        Setting("dtype of gradients between GPUs", choices=REDUCTIONS, rare=True, free=True),
     ] = "f32"
     compare_every: Annotated[
         int,

@@ -117,12 +117,13 @@ class Training(Group):
         ),
     ] = field(default_factory=list)
     learning_rate: Annotated[
-        float | None, Setting("(default: model's)", low=0, above=True, synonyms=("lr",))
+        float | None,
+        Setting("learning rate (default: model's)", low=0, above=True, synonyms=("lr",)),
     ] = None
     lr_scheduler: Annotated[
         str,
         Setting(
-            "its course",
+            "schedule of the learning rate",
             choices=SCHEDULERS,
             rare=True,
             synonyms=("learning-rate-scheduler", "scheduler"),
@@ -131,7 +132,7 @@ class Training(Group):
     ] = "constant"
     lr_scheduler_args: Annotated[
         list[str],
-        Setting("name=value of the course", texts=True, several=True, rare=True),
+        Setting("name=value of the schedule's own numbers", texts=True, several=True, rare=True),
     ] = field(default_factory=list)
     warmup_steps: Annotated[
         int,
@@ -152,7 +153,7 @@ class Training(Group):
     ema_decay: Annotated[
         float, Setting("average the adapter; 0: do not", low=0, below=1, rare=True)
     ] = 0.0
-    seed: Annotated[int, Setting("of everything random", low=0, below=2**64, rare=True)] = 0
+    seed: Annotated[int, Setting("seed of everything random", low=0, below=2**64, rare=True)] = 0
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def require_memory(what: str, needed: float, limit: float) -> None:
 def adapted_layers(
     layers: Mapping[str, Shape], targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> dict[str, Shape]:
-    """The layers that adapters sit on, with the shapes of their weights.
+    """The layers that adapters are on, with the shapes of their weights.
 
     Args:
         layers: shapes of weights by the names of layers.

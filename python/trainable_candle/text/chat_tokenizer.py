@@ -178,7 +178,7 @@ class ChatTokenizer:
         """The tokens of a conversation up to where an answer begins.
 
         Raises:
-            ValueError: the template refuses it.
+            ValueError: the template rejects it.
         """
         return self.encode(self.template.render(messages, generation_prompt=True).text).ids
 

@@ -77,7 +77,7 @@ class PromptTokenizer:
         return int(self._tokenizer.token_to_id(_PAD) or 0)
 
     def encode(self, prompt: str, most: int) -> list[int]:
-        """The numbers of a prompt's tokens in the template, at most `most`: the end is cut."""
+        """The token ids of a prompt in the template, truncated to at most `most`."""
         tokens: list[int] = self._tokenizer.encode(
             self._form.replace("{}", prompt), add_special_tokens=False
         ).ids

@@ -85,10 +85,10 @@ class ChatTemplate:
         Args:
             messages: `role`, `content` and so on; values that are None count as absent.
             tools: JSON schemas of functions.
-            generation_prompt: end with what stands before an answer.
+            generation_prompt: end with the prefix of an answer.
 
         Raises:
-            ValueError: the template refuses the conversation; says why.
+            ValueError: the template rejects the conversation; says why.
         """
         from jinja2 import TemplateError  # noqa: PLC0415 - imported when first needed
 

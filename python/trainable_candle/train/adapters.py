@@ -30,7 +30,7 @@ class Adapters:
         self.sets = dict(sets)
 
     def named_parameters(self) -> dict[str, Var]:
-        """The trainable parameters; a component's name stands before if there are several."""
+        """The trainable parameters; a component's name comes first if there are several."""
         if len(self.sets) == 1:
             return next(iter(self.sets.values())).named_parameters()
         return {

@@ -89,7 +89,7 @@ def find(output: Path, resume: str) -> Path | None:
 
 
 def refuse_later(output: Path, step: int) -> None:
-    """Check that a run which stands at `step` would not mix its checkpoints with later ones.
+    """Check that a run that is at `step` would not mix its checkpoints with later ones.
 
     Raises:
         ConfigError: `output` holds checkpoints of later steps, so of another run.

@@ -141,7 +141,7 @@ pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
     if is_float(x.dtype()) && is_float(dtype) { cast(x, dtype) } else { Ok(x.to_dtype(dtype)?) }
 }
 
-/// A contiguous copy with storage of its own, cut from any candle graph; any dtype.
+/// A contiguous copy with storage of its own, detached from any candle graph; any dtype.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.

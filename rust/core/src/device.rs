@@ -64,7 +64,7 @@ pub fn cuda_count(folders: &[impl AsRef<Path>]) -> Result<usize> {
 /// The memory statistics of a CUDA device.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device or the driver refuses.
+/// [`Error::Device`] if it is not a CUDA device or the driver reports an error.
 pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     crate::cuda::memory_stats(device)
 }

@@ -1,4 +1,4 @@
-//! What stands in for the CUDA runtime in a build without CUDA: its surface, as errors. No tensor is on a CUDA device there.
+//! The surface of the CUDA runtime in a build without CUDA, as errors. No tensor is on a CUDA device there.
 
 use std::path::Path;
 

@@ -21,7 +21,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Wrap values that no gradient flows through. A candle graph, if there is one, is cut.
+    /// Wrap values that no gradient flows through. A candle graph, if there is one, is detached.
     pub fn from_raw(raw: &Raw) -> Self {
         Self::constant(raw.detach())
     }

@@ -27,7 +27,7 @@ impl Var {
         Self::adopt(Raw::new(data, device)?)
     }
 
-    /// A variable with a copy of `tensor`'s values, whatever its strides, dtype of its own, cut from its graph.
+    /// A variable with a copy of `tensor`'s values, whatever its strides, dtype of its own, detached from its graph.
     ///
     /// # Errors
     /// [`Error::DType`] if the values are not floating point.
@@ -268,7 +268,7 @@ impl std::fmt::Debug for Var {
 }
 
 /// Makes a trainable variable of any tensor: contiguous or not, a slice, a transpose, a broadcast, an intermediate
-/// result, of candle or of this library. The values are copied; the graph is cut.
+/// result, of candle or of this library. The values are copied; the graph is detached.
 pub trait MakeVar {
     /// The variable.
     ///

@@ -1,4 +1,4 @@
-//! What checkpoints keep, recompute and refuse.
+//! What checkpoints keep, recompute and reject.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

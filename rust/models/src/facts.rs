@@ -107,7 +107,7 @@ impl PartFacts {
         self.model.named_weights().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
     }
 
-    /// The layers that adapters can sit on, with the shapes of their weights in files: (out, in), or (out, in, height, width).
+    /// The layers that adapters can be on, with the shapes of their weights in files: (out, in), or (out, in, height, width).
     pub fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         pipelines::layer_shapes(self.model.as_ref())
     }

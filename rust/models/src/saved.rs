@@ -101,7 +101,7 @@ impl Saved {
         self.flops.attention += 4 * queries * keys * width;
     }
 
-    /// A layer that keeps nothing, as no adapter sits on it.
+    /// A layer that keeps nothing, as no adapter is on it.
     pub fn product(&mut self, weight: &[usize], positions: usize) {
         self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
     }

@@ -69,7 +69,7 @@ fn velocity_and_gradients_are_those_of_torch() {
     assert_eq!(vars.len(), case.0.keys().filter(|name| name.starts_with("grad.")).count());
     for (name, var) in vars {
         let expected = &case.0[&format!("grad.{name}")];
-        // A key's bias shifts a whole row of scores, which the softmax takes out again: its gradient is rounding alone.
+        // A key's bias shifts a whole row of scores, which the softmax cancels: its gradient is rounding error alone.
         if !name.ends_with("to_k.bias") {
             assert!(error(&var.grad().unwrap(), expected) < 1e-4, "{name}");
         }

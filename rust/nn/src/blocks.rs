@@ -12,7 +12,7 @@ use crate::{Module, Visitor};
 /// In how many stretches nested blocks are recomputed. Those of one stretch take less memory than the layers around them.
 const STRETCHES: usize = 3;
 
-/// Blocks of one kind, which run one after another, or each where the model says. They keep everything between forward and backward
+/// Blocks of one kind, which run one after another, or each where the model calls it. They keep everything between forward and backward
 /// until [`Module::set_checkpointing`] gives them another policy; models know nothing of it.
 pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
@@ -73,7 +73,7 @@ impl<B> FromIterator<B> for Blocks<B> {
 }
 
 impl<B> Blocks<B> {
-    /// Marks blocks that stand inside another network, whose layers keep more for the backward pass than several of them. Under
+    /// Marks blocks inside of another network, whose layers keep more for the backward pass than several of them. Under
     /// [`Policy::Full`] they keep the inputs of a few stretches of blocks instead of each block's, which takes less memory.
     #[must_use]
     pub fn nested(mut self) -> Self {

@@ -55,7 +55,7 @@ impl AdapterSlot {
         self.0.read().computes().cloned()
     }
 
-    /// Whether an adapter is attached, whatever stands beside it.
+    /// Whether an adapter is attached, whatever else the slot holds.
     pub(crate) fn is_taken(&self) -> bool {
         self.0.read().adapter.is_some()
     }

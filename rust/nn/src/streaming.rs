@@ -68,7 +68,7 @@ pub struct Streaming {
 
 impl Streaming {
     /// Stream blocks of a model, evenly among all of them: what computes between two of them hides copies. `shapes` is the model without
-    /// memory, `layers` those of its layers that stand in blocks.
+    /// memory, `layers` those of its layers that are in blocks.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer blocks, or no layers that make modulations.

@@ -85,7 +85,7 @@ pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
 /// allocations, of mappings of device memory, of retries; bytes free on the device, and in total.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     let stats = device::memory_stats(&device.0)?;
@@ -115,7 +115,7 @@ pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()
 /// What its maker calls a CUDA device.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
@@ -124,7 +124,7 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
 /// Release the cached memory of a CUDA device; returns its bytes.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_empty_cache(py: Python<'_>, device: DeviceArg) -> Result<u64> {
     detached(py, || device::empty_cache(&device.0))
@@ -154,7 +154,7 @@ pub fn cuda_finish_profile(py: Python<'_>) -> Result<Vec<(String, u64, f64)>> {
 /// Reset the memory peaks of a CUDA device to the current values.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
 #[pyfunction]
 pub fn cuda_reset_peak_memory_stats(device: DeviceArg) -> Result<()> {
     Ok(device::reset_peak_memory_stats(&device.0)?)

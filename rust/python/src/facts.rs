@@ -30,7 +30,7 @@ use crate::error::Result;
 pub struct CheckpointFacts {
     /// What the command line calls the family that the models are of; None for a model that is part of none.
     model: Option<&'static str>,
-    /// The models by the names of their folders; a model that stands alone has an empty name.
+    /// The models by the names of their folders; a model without a pipeline has an empty name.
     parts: BTreeMap<String, Py<PartFacts>>,
     /// Height and width in pixels of the images that the model was made for, if it makes some.
     resolution: Option<usize>,
@@ -93,7 +93,7 @@ impl PartFacts {
         self.0.tensors()
     }
 
-    /// The shapes of the weights of layers that adapters can sit on, (out, in) or (out, in, height, width), by the layer's name.
+    /// The shapes of the weights of layers that adapters can be on, (out, in) or (out, in, height, width), by the layer's name.
     #[getter]
     fn layers(&self) -> BTreeMap<String, Vec<usize>> {
         self.0.layers()

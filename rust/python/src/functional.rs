@@ -305,7 +305,7 @@ pub fn scaled_dot_product_attention(
     compute(py, work, || attention(&query.0, &key.0, &value.0, inner(attn_mask), is_causal, scale)).map(Tensor)
 }
 
-/// Causal attention inside the segments of a packed row, several sequences one after another of which none sees another: softmax(query @
+/// Causal attention inside the segments of a packed row, several sequences that do not attend to one another: softmax(query @
 /// key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
 /// graph can be replayed with others.
 ///
@@ -316,7 +316,7 @@ pub fn scaled_dot_product_attention(
 ///     value: (N, key heads, D).
 ///     cu_seqlens: (M + 1,), i64 or u32: 0, and where each of M segments ends, ascending. The last may repeat, so that a tensor of fixed
 ///         size holds fewer segments. Rows after it belong to no segment: they give zeros and get no gradient.
-///     window: how many keys a query sees at most, from its own back: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
+///     window: how many keys a query sees at most, its own included: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
 ///     scale: factor of the scores; default 1 / sqrt(D).
 ///
 /// Returns:

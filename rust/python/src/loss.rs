@@ -50,7 +50,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 ///     input: any shape.
 ///     target: the same shape.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///     delta: where the loss turns linear, above 0.
+///     delta: where the loss becomes linear, above 0.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -75,7 +75,7 @@ pub fn huber_loss(
 ///     input: any shape.
 ///     target: the same shape.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///     beta: where the loss turns linear, from 0 up; 0 makes it the absolute error.
+///     beta: where the loss becomes linear, from 0 up; 0 makes it the absolute error.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -127,11 +127,11 @@ pub fn cross_entropy(
 }
 
 /// The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
-/// matrix of all logits never exists, and the gradients are made on the way.
+/// matrix of all logits never exists, and the gradients are computed with the loss.
 ///
 /// Args:
 ///     input: (N, D) states.
-///     weight: (classes, D), in the dtype of the states. Where it is frozen its gradient costs nothing.
+///     weight: (classes, D), in the dtype of the states. A frozen weight gets no gradient, which costs nothing.
 ///     target: (N) class ids, i64 or u32; rows with -100 are ignored.
 ///     weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
 ///
@@ -153,8 +153,8 @@ pub fn linear_cross_entropy(
         .map(Tensor)
 }
 
-/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, in the
-/// backward again.
+/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, and
+/// again in the backward pass.
 ///
 /// Args:
 ///     input: (N, D) states.

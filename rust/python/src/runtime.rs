@@ -29,7 +29,7 @@ pub fn get_num_threads() -> usize {
 /// Set the number of threads of CPU work. Results do not depend on it.
 ///
 /// Raises:
-///     ArgumentError: if `n` is 0, or the system refuses.
+///     ArgumentError: if `n` is 0, or the system rejects.
 #[pyfunction]
 pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
     let n = n.count("set_num_threads", "n")?;

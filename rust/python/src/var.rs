@@ -15,7 +15,7 @@ use crate::tensor::{Tensor, from_data};
 /// through them is an error, never a wrong gradient.
 ///
 /// Args:
-///     data: a tensor (any strides; its values are copied and its graph is cut) or anything `tensor` takes.
+///     data: a tensor (any strides; its values are copied and its graph is detached) or anything `tensor` takes.
 ///     dtype: a floating point dtype; default: the data's.
 ///     device: the device; default: the data's.
 ///

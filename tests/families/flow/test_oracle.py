@@ -116,9 +116,9 @@ def test_flux(flux_base: Path, tmp_path: Path) -> None:
 
 
 def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
-    """The pipeline with a mask of truth values, as in the code that the model was trained with.
+    """The pipeline with a mask of booleans, as in the code that the model was trained with.
 
-    diffusers 0.42 joins numbers and truth values to a mask of numbers, which attention adds to its
+    diffusers 0.42 joins numbers and booleans to a mask of numbers, which attention adds to its
     scores, so that its transformer reads all of the padding.
     """
     pipeline = diffusers.ChromaPipeline(
@@ -139,7 +139,7 @@ def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
 
 
 def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path: Path) -> None:
-    """Of no words, of some, and of a caption that is cut and has no padding."""
+    """Of no words, of some, and of a caption that is truncated and has no padding."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     captions = ["", PROMPT, "a blur " * 400]
     with torch.no_grad():
@@ -219,7 +219,7 @@ def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
 
 
 def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
-    """Words, the padding after them, which is read too, and a caption that is cut."""
+    """Words, the padding after them, which is read too, and a caption that is truncated."""
     pipeline = klein(flux2_base, is_distilled=False)
     captions = ["", PROMPT, "a blur " * 100]
     with torch.no_grad():

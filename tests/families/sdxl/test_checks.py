@@ -1,4 +1,4 @@
-"""What does not suit the model is refused before images are read or anything is encoded."""
+"""What does not suit the model is rejected before images are read or anything is encoded."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

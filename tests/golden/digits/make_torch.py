@@ -63,7 +63,7 @@ def forward(
     def modulated(v: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(v, (DIM,), eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
 
-    # A convolution whose kernel is its stride is diffusers' way to cut patches.
+    # A convolution whose kernel is its stride is how diffusers splits images into patches.
     kernel = w["pos_embed.proj.weight"].reshape(DIM, 2, 2, 2)
     h = (
         functional.conv2d(x, kernel, w["pos_embed.proj.bias"], stride=2).flatten(2).transpose(1, 2)

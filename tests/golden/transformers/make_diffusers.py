@@ -198,7 +198,7 @@ def flux():
 
 def chroma():
     """Texts of which 7 and 3 tokens are read, as `ChromaPipeline` masks them (there with numbers
-    that attention adds to its scores, where the original code has a mask of truth values)."""
+    that attention adds to its scores, where the original code has a mask of booleans)."""
     height, width, length = 3, 2, 7
     x = torch.randn(2, height * width, 64).requires_grad_()
     inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 3)

@@ -29,7 +29,7 @@ class Tokens:
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
-    """Which tokens are to be predicted; never the first, which nothing stands before."""
+    """Which tokens are to be predicted; never the first, which has no token before it."""
     stops: tuple[int, ...]
     """Where answers end in a token that stops generation; all of them are learnt."""
     answers: int
@@ -93,7 +93,7 @@ def tokens_of(
     answer includes the token that ends its turn.
 
     Raises:
-        ValueError: the template refuses the example, or gives an answer another text when more
+        ValueError: the template rejects the example, or gives an answer another text when more
             messages follow.
     """
     if isinstance(example, Preference):

@@ -81,7 +81,7 @@ def positions(
 
 
 def over_tokens(latents: Tensor, length: int, transformer: Transformer) -> Tensor:
-    """What a transformer makes of latents (B, C, H, W), squares of which are its tokens.
+    """The prediction of a transformer for latents (B, C, H, W), squares of which are its tokens.
 
     Args:
         latents: with even sides.

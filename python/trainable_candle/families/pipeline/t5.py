@@ -26,7 +26,7 @@ class T5:
     Args:
         model: the encoder.
         tokenizer: its tokens.
-        length: tokens of a caption; longer ones are cut.
+        length: tokens of a caption; longer ones are truncated.
         device: of the encoder.
     """
 

@@ -73,7 +73,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         """Check that the text encoders have the layers that are left out.
 
         Raises:
-            ConfigError: they have not.
+            ConfigError: they do not have them.
         """
         counts = [self.facts.parts[name].config["num_hidden_layers"] for name in _TEXT_ENCODERS]
         # The last layer is left out anyway, and one must remain to have adapters.
@@ -114,7 +114,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """The noise that the model was trained with."""
+        """The noise schedule that the model was trained with."""
         return schedule(self.weights, self.config.prediction_type)
 
     def objective(self, device: str) -> NoiseObjective:
@@ -126,7 +126,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         return Sampler(self.schedule, steps, sampler or "euler")
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """What the UNet says."""
+        """The prediction of the UNet."""
         return self.model(
             sample,
             times,
@@ -140,7 +140,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         frames: Sequence[Frame],
         guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Sizes and cuts: "micro-conditioning", arXiv:2307.01952, section 2.2."""
+        """Sizes and crops: "micro-conditioning", arXiv:2307.01952, section 2.2."""
         return {"time_ids": tc.tensor(np.array([time_ids(frame) for frame in frames], np.float32))}
 
     def text_identity(self) -> dict[str, str]:
@@ -170,6 +170,6 @@ class SDXL(PipelineFamily[TextEncoders]):
 
 
 def time_ids(frame: Frame) -> tuple[int, ...]:
-    """Height and width of the original; top and left of the cut; height and width of the cut."""
+    """Height and width of the original; top and left of the crop; height and width of the crop."""
     width, height = frame.original
     return height, width, frame.top, frame.left, frame.bucket.height, frame.bucket.width

@@ -15,7 +15,7 @@ def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
     """The noise that the model was trained with, and what it predicts.
 
     Args:
-        weights: a pipeline's folder, whose scheduler says it; an original checkpoint says that it
+        weights: a pipeline's folder, whose scheduler has it; an original checkpoint marks that it
             predicts velocities by a tensor `v_pred`, and that its last timestep is noise alone by
             `ztsnr`, as ComfyUI reads them.
         prediction_type: overrules it.

@@ -197,7 +197,7 @@ class FlowObjective:
         return huber / delta if self._loss == "smooth_l1" else huber
 
     def _deltas(self, levels: Tensor) -> Tensor:
-        """Where the Huber losses turn linear (arXiv:2403.16728)."""
+        """The error from which the Huber losses are linear (arXiv:2403.16728)."""
         if self._schedule == "exponential":
             return (levels * math.log(self._delta)).exp()
         if self._schedule == "snr":

@@ -183,7 +183,7 @@ class TextTask:
         """The tokens of a conversation, up to where the answer begins.
 
         Raises:
-            ConfigError: the chat template refuses it, or it leaves no room for an answer.
+            ConfigError: the chat template rejects it, or it leaves no room for an answer.
         """
         try:
             tokens = self.family.tokenizer.prompt(messages)

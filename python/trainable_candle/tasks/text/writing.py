@@ -29,7 +29,7 @@ class WritingOptions:
     """Above 1: tokens that the text already has become less likely (arXiv:1909.05858)."""
     seed: int = 0
     stop: tuple[str, ...] = ()
-    """Texts that end an answer, besides the tokens that do, and are not part of it."""
+    """Texts that end an answer, besides end tokens, and are not part of it."""
 
     def arguments(self, stops: Collection[int]) -> dict[str, Any]:
         """What `CausalLM.generate` and `stream` are called with."""

@@ -1,4 +1,4 @@
-//! [`Generator`]: where a random generator stands.
+//! [`Generator`]: the position of a random generator.
 
 use super::effects::note_seed;
 

@@ -11,7 +11,7 @@
 //! | a gradient: whether there is one, and where | `GradientSlot` |
 //! | how often a variable was changed in place | `Version` |
 //! | what was made from a variable's value, and whether it is up to date | [`Follower`] |
-//! | where a random generator stands | `Generator` |
+//! | the position of a random generator | `Generator` |
 //!
 //! Work that the device must do before every call is registered with [`before_replay`].
 

@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 
 use crate::Raw;
 
-/// A closure as a custom operation of candle; the name stands in candle's error messages.
+/// A closure as a custom operation of candle; the name is for candle's error messages.
 struct Call<F> {
     op: &'static str,
     f: F,

@@ -6,7 +6,7 @@
 
 use std::f32::consts::LOG2_E;
 
-/// 1.5 * 2^23: adding it rounds a small number to an integer, which then stands in the low bits.
+/// 1.5 * 2^23: adding it rounds a small number to an integer, which is then in the low bits.
 const ROUND: f32 = 12_582_912.0;
 /// ln 2 in two parts; the first has so few bits that its products with exponents are exact.
 const LN_2_HI: f32 = 0.693_359_4;

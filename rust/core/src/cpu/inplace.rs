@@ -1,6 +1,6 @@
 //! Changes tensors in place, including views of larger buffers.
 //!
-//! The tensor that is changed must not repeat elements, and its source must have another storage: candle refuses both.
+//! The tensor that is changed must not repeat elements, and its source must have another storage: candle rejects both.
 
 use candle_core::{CpuStorage, DType, Layout};
 

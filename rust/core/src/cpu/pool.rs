@@ -1,6 +1,6 @@
 //! The thread pool of the CPU engine.
 //!
-//! All CPU work of the library runs on one pool, whose size [`set_num_threads`] changes at any time. Work is cut at
+//! All CPU work of the library runs on one pool, whose size [`set_num_threads`] changes at any time. Work is split at
 //! boundaries that depend on its size alone, never on the number of threads, so a result is the same bit for bit
 //! whatever the pool's size. The calling thread takes part in the work, and work that fits in one piece never
 //! touches the pool.
@@ -72,7 +72,7 @@ pub fn num_threads() -> usize {
 /// Sets the number of threads that CPU work is spread over. Results do not depend on it.
 ///
 /// # Errors
-/// [`Error::Argument`] if `n` is 0 or above 1024, or if the operating system refuses to start the threads; the pool then stays as it
+/// [`Error::Argument`] if `n` is 0 or above 1024, or if the operating system rejects to start the threads; the pool then stays as it
 /// was.
 pub fn set_num_threads(n: usize) -> Result<()> {
     if n == 0 || n > MOST_THREADS {

@@ -12,7 +12,7 @@ use crate::{Error, Raw, Result};
 /// The elements of a tensor in row-major order, on the host: those alone are moved. `T` is the type of its dtype. Waits for the device.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not on a CUDA device, the driver refuses, or `T` is not its type; [`Error::Index`] if a kernel met an id
+/// [`Error::Device`] if it is not on a CUDA device, the driver reports an error, or `T` is not its type; [`Error::Index`] if a kernel met an id
 /// out of range.
 pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     const OP: &str = "to_cpu";

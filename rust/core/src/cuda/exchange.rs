@@ -53,7 +53,7 @@ unsafe fn order(first: CUstream, second: CUstream) -> std::result::Result<(), Dr
 /// `consumer` is a stream of the device, or 1 or 2 for its default streams.
 ///
 /// # Errors
-/// As [`address`], and if the driver refuses.
+/// As [`address`], and if the driver reports an error.
 pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;

@@ -98,7 +98,7 @@ impl Gpu {
         // SAFETY: the handle is candle's for this device; the workspace lives as long as the device.
         unsafe {
             check_blas(blas::cublasSetWorkspace_v2(*blas.handle(), pointer as *mut _, BLAS_WORKSPACE))?;
-            // Sums of products in f16 and bf16 stay in f32 also where they are cut in parts.
+            // Sums of products in f16 and bf16 stay in f32 also where they are split.
             let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check_blas(blas::cublasSetMathMode(*blas.handle(), mode))?;
         }

@@ -109,7 +109,7 @@ impl<A: Arguments> Function<A> {
     /// The memory that the arguments name is valid for what the kernel does with it.
     ///
     /// # Errors
-    /// [`Error::DType`] if memory has other elements than the kernel reads or writes, [`Error::Device`] if the driver refuses.
+    /// [`Error::DType`] if memory has other elements than the kernel reads or writes, [`Error::Device`] if the driver reports an error.
     pub unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: A) -> Result<()> {
         arguments.lend(|places, elements| {
             check(op, &self.loaded.name, self.loaded.pointers, elements)?;

@@ -78,7 +78,7 @@ fn stats(gpu: &Gpu) -> std::result::Result<MemoryStats, DriverError> {
 /// What the device holds.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device or the driver refuses.
+/// [`Error::Device`] if it is not a CUDA device or the driver reports an error.
 pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     const OP: &str = "memory_stats";
     stats(Gpu::of_device(OP, device)?).map_err(|error| driver_error(OP, error))

@@ -154,7 +154,7 @@ impl Profile {
 /// Queue a launch of this name; measured if a profile is being made, and no graph.
 ///
 /// # Errors
-/// What `queue` raises, [`Error::Device`] if the driver refuses.
+/// What `queue` raises, [`Error::Device`] if the driver reports an error.
 pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce() -> Result<T>) -> Result<T> {
     if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
         return queue();

@@ -32,7 +32,7 @@ impl Copier {
     /// Copies to `slots` slots.
     ///
     /// # Errors
-    /// [`Error::Device`] if it is not a CUDA device, or the driver refuses.
+    /// [`Error::Device`] if it is not a CUDA device, or the driver reports an error.
     pub fn new(device: &Device, slots: usize) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -70,7 +70,7 @@ impl Copier {
     /// Queue copies to `slot` after all work that is queued now. `owner` owns their sources, and lives as long as a graph with them.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver refuses, or another thread captures.
+    /// [`Error::Device`] if the driver reports an error, or another thread captures.
     pub fn copy(&self, slot: usize, parts: &[(&Pinned, &Raw)], owner: &Arc<impl Any + Send + Sync>) -> Result<()> {
         recorder::check_thread(OP)?;
         let copies = self.copies.fork(self.gpu.stream()).map_err(|error| driver_error(OP, error))?;
@@ -92,7 +92,7 @@ impl Copier {
     /// Let the device's stream wait for the last copy to `slot`.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver refuses.
+    /// [`Error::Device`] if the driver reports an error.
     pub fn wait(&self, slot: usize) -> Result<()> {
         self.filled[slot].before(self.gpu.stream().cu_stream()).map_err(|error| driver_error(OP, error))
     }

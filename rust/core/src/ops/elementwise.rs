@@ -47,7 +47,7 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
 
 /// Declares functions: name, doc, what the backward reads, value, derivative (times the gradient `g`), domain for tests.
 macro_rules! pointwise_ops {
-    // `integers` names what computes it of integers, which an operation otherwise refuses.
+    // `integers` names what computes it of integers, which an operation otherwise rejects.
     ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident $(integers $integers:path)?: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {
         $(
             static $info: OpInfo = OpInfo::cheap(stringify!($name));

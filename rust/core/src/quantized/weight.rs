@@ -166,7 +166,7 @@ impl<'a> WeightRef<'a> {
         self.tensor().is_some_and(Tensor::requires_grad)
     }
 
-    /// The values in `dtype`, cut from the tape.
+    /// The values in `dtype`, detached from the tape.
     ///
     /// # Errors
     /// [`Error::DType`](crate::Error::DType) if `dtype` is not floating point, [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do

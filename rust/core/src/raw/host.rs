@@ -8,7 +8,7 @@ use super::storage::{Raw, from_vec};
 use crate::cpu::pool::par_chunks_mut;
 use crate::{Error, Result, compute};
 
-/// A contiguous copy of `raw` with storage of its own, cut from any candle graph.
+/// A contiguous copy of `raw` with storage of its own, detached from any candle graph.
 pub fn own_copy(raw: &Raw) -> Result<Raw> {
     compute::copy(raw)
 }

@@ -56,12 +56,12 @@ pub fn is_float(dtype: DType) -> bool {
 /// (its allocation failure aborts the process).
 ///
 /// # Errors
-/// [`Error::OutOfMemory`] with the size asked for and the memory available.
+/// [`Error::OutOfMemory`] with the requested size and the available memory.
 pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Result<usize> {
     const ALWAYS_FINE: usize = 256 << 20;
     let count = check_size(op, dims, dtype)?;
     let bytes = count * dtype.size_in_bytes();
-    // Asking the system costs microseconds, so small tensors go without.
+    // Asking the system costs microseconds, so small tensors are not checked.
     let available = if bytes > ALWAYS_FINE { crate::memory::available_bytes() } else { None };
     if let Some(available) = available.filter(|&a| bytes > a) {
         return Err(Error::OutOfMemory {
@@ -77,7 +77,7 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
-/// As [`check_allocation`] on the CPU. A CUDA device says itself what does not fit.
+/// As [`check_allocation`] on the CPU. A CUDA device reports this itself.
 ///
 /// # Errors
 /// As [`check_allocation`].

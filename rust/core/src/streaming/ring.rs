@@ -124,7 +124,7 @@ impl Ring {
     /// Bring `unit` and start to copy the one that is needed next: the one after it, or the one before it while a checkpoint recomputes.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver refuses.
+    /// [`Error::Device`] if the driver reports an error.
     pub fn enter(&self, unit: usize) -> Result<()> {
         self.go(unit, if checkpoint::is_replaying() { Direction::Down } else { Direction::Up })
     }

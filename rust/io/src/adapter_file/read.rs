@@ -163,7 +163,7 @@ fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divid
     }
 }
 
-/// Read the parameters of an adapter file into `set`, which sits on `part`.
+/// Read the parameters of an adapter file into `set`, which is on `part`.
 ///
 /// # Errors
 /// As [`read_adapters`] and [`AdapterSet::load`]; nothing is changed then.

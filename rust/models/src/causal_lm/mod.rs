@@ -3,7 +3,7 @@
 //! Follows
 //! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/qwen3/modeling_qwen3.py> and its siblings.
 //!
-//! Tokens of all texts stand in one row, each text a segment of it: padding does not exist inside the model.
+//! Tokens of all texts are in one row, each text a segment of it: padding does not exist inside the model.
 
 mod cache;
 mod config;
@@ -27,7 +27,7 @@ pub use sampling::Sampling;
 
 use crate::registry::ModelKind;
 
-/// What errors call the model.
+/// The model's name in errors.
 const OP: &str = "CausalLM";
 
 /// The language models among the kinds of models.

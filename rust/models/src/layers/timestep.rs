@@ -19,10 +19,10 @@ impl Sinusoids {
     /// `dim` sinusoids, an even number.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Candle`] if they cannot be brought to the device.
+    /// [`trainable_candle_core::Error::Candle`] if they cannot be copied to the device.
     pub fn new(dim: usize, device: &Device) -> Result<Self> {
         let half = dim / 2;
-        // In f32 throughout, as the models were trained: a time of 1000 makes a thousand of a frequency's rounding.
+        // In f32 throughout, as the models were trained: a timestep of 1000 multiplies a frequency's rounding error by 1000.
         let frequency = |i: usize| (-MAX_PERIOD.ln() as f32 * i as f32 / half as f32).exp();
         let frequencies: Vec<f32> = (0..half).map(frequency).collect();
         Ok(Self { frequencies: Tensor::from_vec(frequencies, (1, half), &Device::Cpu)?.to_device(device)? })
@@ -38,7 +38,7 @@ impl Sinusoids {
     }
 }
 
-/// What diffusers calls the layers of a [`TimestepEmbedding`].
+/// The names in diffusers of the layers of a [`TimestepEmbedding`].
 pub(crate) const LINEAR: [&str; 2] = ["linear_1", "linear_2"];
 
 /// Two linear layers with SiLU between them, over sinusoids or other features.
@@ -83,7 +83,7 @@ impl TimestepEmbedding {
         self.linear_2.forward(&self.linear_1.forward(&features)?.silu()?)
     }
 
-    /// Where the parameters are.
+    /// The device of the parameters.
     pub fn device(&self) -> &Device {
         self.linear_1.weight.device()
     }

@@ -68,7 +68,7 @@ pub struct Part {
     pub role: Role,
     /// Its architecture.
     pub model: &'static ModelKind,
-    /// Its folder in a pipeline's, and diffusers' name of it in adapter files; empty for a model that stands alone.
+    /// Its folder in a pipeline's, and diffusers' name of it in adapter files; empty for a model without a pipeline.
     pub subfolder: &'static str,
     /// Where files of one piece have it; the first is written.
     pub sections: &'static [Section],
@@ -203,12 +203,12 @@ impl Place {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
         let fits = |place: &Self| (place.part.fits)(config);
-        // What may stand alone does, unless a file says that it is a part.
+        // A model that may be without a pipeline is, unless a file says that it is a part.
         let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
 
-    /// What other tools call `model`, which stands in this place, and its layers.
+    /// What other tools call `model` in this place, and its layers.
     pub fn names(self, model: &dyn Model) -> PartNames {
         let Some(adapter) = self.part.adapter else { return PartNames::default() };
         let config = model.configuration();

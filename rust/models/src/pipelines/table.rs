@@ -445,7 +445,7 @@ static FLUX2: Pipeline = Pipeline {
     ],
 };
 
-/// The demo's generator of digits, a model that stands alone.
+/// The demo's generator of digits, a model without a pipeline.
 static DIGITS: Pipeline = Pipeline {
     name: "digits",
     title: "the digits",
@@ -463,7 +463,7 @@ static DIGITS: Pipeline = Pipeline {
     }],
 };
 
-/// Language models, which stand alone.
+/// Language models, which have no pipeline.
 static CAUSAL_LM: Pipeline = Pipeline {
     name: "causal-lm",
     title: "a language model",

@@ -28,7 +28,7 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
 
 /// Write `models`, each with the folder that it would have in a pipeline, to one file under the names of the original checkpoints,
 /// converted to `dtype` if one is given. All else is taken from the checkpoint `base`, if there is one, as it is. The header holds
-/// their configurations, which the names and shapes do not tell whole.
+/// their configurations, which names and shapes do not fully determine.
 ///
 /// # Errors
 /// [`Error::Argument`] if a model has no place in such a file, [`Error::Io`] naming what cannot be read or written.

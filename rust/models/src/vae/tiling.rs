@@ -3,7 +3,7 @@
 
 use trainable_candle_core::{Result, Tensor};
 
-/// How an image is cut and its result put together; numbers are pixels.
+/// How an image is split and its result put together; numbers are pixels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiling {
     /// Height and width of a tile of the input.

@@ -76,7 +76,7 @@ impl Block {
         })
     }
 
-    /// What the condition `(B, C)` says, for [`forward`](Self::forward); none if the block is not modulated.
+    /// The modulation by the condition `(B, C)`, for [`forward`](Self::forward); none if the block is not modulated.
     pub fn modulation(&self, condition: &Tensor) -> Result<Option<Tensor>> {
         self.modulation.as_ref().map(|layer| layer.forward(condition)).transpose()
     }

@@ -81,7 +81,7 @@ impl Positions {
         Rope::stack(&(0..shown.dims()[0]).map(sample).collect::<Result<Vec<_>>>()?)
     }
 
-    /// Positions of all tokens, (S, 3), of an image that stands at `time (1)`.
+    /// Positions of all tokens, (S, 3), of an image at `time (1)`.
     fn ids(&self, extent: Extent, time: &Tensor) -> Result<Tensor> {
         let Extent { height, width, text } = extent;
         let area = extent.area();

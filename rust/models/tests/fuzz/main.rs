@@ -165,7 +165,7 @@ fn configurations() {
 #[test]
 fn configurations_of_other_models() {
     let folder = Folder::new("configurations_of_other_models");
-    // Weights that fit none: what a configuration asks for is refused at its first parameter.
+    // Weights that fit none: what a configuration asks for is rejected at its first parameter.
     let others = small_file(&folder.join("model.safetensors"), "").len();
     let path = folder.join("config.json");
     let seeds = ["sdxl/unet", "sdxl/vae", "sdxl/text_encoder_2"]

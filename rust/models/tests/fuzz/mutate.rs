@@ -126,7 +126,7 @@ fn text_of(rng: &mut Rng, mut value: Value) -> Vec<u8> {
         change(rng, &mut value);
     }
     if rng.below(500) == 0 {
-        // Deeper than any reader may go down by calling itself.
+        // A nesting deeper than any recursive reader may accept.
         let depth = 1 + rng.below(100_000);
         let (open, close) = *rng.pick(&[("[", "]"), ("{\"a\":", "}")]);
         return [open.repeat(depth), value.to_string(), close.repeat(rng.below(2) * depth)].concat().into_bytes();

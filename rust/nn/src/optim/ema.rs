@@ -53,7 +53,7 @@ impl EMA {
     ///
     /// # Errors
     /// [`Error::Argument`] if the decay is outside its range, [`Error::DType`] if the buffer is not f32 (averages of shorter
-    /// numbers would stand still), [`Error::OutOfMemory`] if the averages do not fit.
+    /// averages would never change), [`Error::OutOfMemory`] if the averages do not fit.
     pub fn new(buffer: &FlatBuffer, config: EMAConfig) -> Result<Self> {
         if !(0.0..1.0).contains(&config.decay) {
             return Err(Error::argument(OP, format!("found decay {}, expected a number in [0, 1)", config.decay)));

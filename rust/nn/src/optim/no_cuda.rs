@@ -1,4 +1,4 @@
-//! What stands in for [`cuda`](super) in a build without CUDA, where no variable is on a CUDA device: nothing of this is ever made.
+//! The surface of [`cuda`](super) in a build without CUDA, where no variable is on a CUDA device: nothing of this is ever made.
 
 use std::convert::Infallible;
 

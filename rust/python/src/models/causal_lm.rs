@@ -31,7 +31,7 @@ const OP: &str = "CausalLM";
 /// Raises:
 ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
 ///
-/// Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
+/// Inside, all texts are in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
 /// from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
 /// are padding.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]

@@ -276,7 +276,7 @@ impl Tensor {
         let py = slf.py();
         let grad = if kind == "tensor" && tensor.requires_grad() { ", requires_grad=True" } else { "" };
         if tensor.elem_count() == 0 {
-            // numpy refuses shapes whose other sizes overflow.
+            // numpy rejects shapes whose other sizes overflow.
             return Ok(format!("{kind}([], shape={:?}, dtype={}{grad})", tensor.dims(), tensor.dtype().as_str()));
         }
         let options = PyDict::new(py);

@@ -3,9 +3,9 @@
 //! Operands are given with their strides, so a transpose is never copied. Numbers are converted to the accumulator
 //! (f32 for f16 and bf16) when a block is packed, and sums stay in it until the result is written.
 //!
-//! The result is cut into blocks that are computed on several threads; each packs its operands and runs the register
+//! The result is split into blocks that are computed on several threads; each packs its operands and runs the register
 //! tiles of [`kernel`] over them (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
-//! Sums are cut at multiples of a constant and each element is computed the same way in any block, so the result
+//! Sums are split at multiples of a constant and each element is computed the same way in any block, so the result
 //! does not depend on the number of threads.
 
 pub(crate) mod batch;

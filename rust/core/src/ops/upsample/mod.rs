@@ -19,7 +19,7 @@ pub use cases::ENTRIES;
 static UPSAMPLE_NEAREST2D: OpInfo = OpInfo::cheap("upsample_nearest2d");
 
 /// The image in another size, each pixel a copy of the nearest one: `x (batch, height, width, channels)` →
-/// (batch, `size[0]`, `size[1]`, channels). Pixel i of n meets pixel ⌊i · (m / n)⌋ of m, computed in f32, as torch's
+/// (batch, `size[0]`, `size[1]`, channels). Pixel i of n copies pixel ⌊i · (m / n)⌋ of m, computed in f32, as torch's
 /// `interpolate(mode="nearest")` does. Saves nothing.
 ///
 /// # Errors
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(sources(3, 5), [0, 0, 1, 1, 2]);
         assert_eq!(sources(4, 7), [0, 0, 1, 1, 2, 2, 3]);
         assert_eq!(sources(7, 3), [0, 2, 4]);
-        // Half way, but 41 · (2 / 82) is below 1 in f32.
+        // Exactly 1, but 41 · (2 / 82) is below 1 in f32.
         assert_eq!(sources(2, 82)[40..44], [0, 0, 1, 1]);
         assert_eq!(copies(2, 5), [0..3, 3..5]);
         assert_eq!(copies(3, 2), [0..1, 1..2, 2..2]);

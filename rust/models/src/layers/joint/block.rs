@@ -18,7 +18,7 @@ pub struct DoubleBlockKind {
     pub dual: bool,
     /// Whether the text is only read: nothing follows on it after the last block.
     pub image_only: bool,
-    /// Whether the model says the modulation, and the block has no layers for it.
+    /// Whether the model gives the modulation, and the block has no layers for it.
     pub told_modulation: bool,
     /// Its feed-forward layers.
     pub feed_forward: FeedForwardKind,
@@ -26,7 +26,7 @@ pub struct DoubleBlockKind {
 
 /// Attention of an image and a text to both, then a feed-forward layer for each; all modulated, gated and added to their input.
 pub struct DoubleBlock {
-    /// What modulates the image and the text, unless the model says it.
+    /// What modulates the image and the text, unless the model gives it.
     norms: Option<[Linear<Tensor>; 2]>,
     dim: usize,
     attn: JointAttention,
@@ -61,7 +61,7 @@ impl DoubleBlock {
     /// What the condition `(B, D)`, after SiLU, says to the image and to the text; for [`forward`](Self::forward).
     ///
     /// # Errors
-    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model says the modulation.
+    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model gives the modulation.
     pub fn modulation(&self, condition: &Tensor) -> Result<[Tensor; 2]> {
         let Some([image, text]) = &self.norms else {
             return Err(Error::argument("DoubleBlock", "the block has no modulation of its own"));

@@ -43,7 +43,7 @@ impl Groups {
     /// steps before and after; nothing waits.
     ///
     /// # Errors
-    /// [`Error::Device`] if the driver refuses.
+    /// [`Error::Device`] if the driver reports an error.
     pub fn configure(&self, op: &'static str, group: usize, settings: Settings, like: Option<usize>) -> Result<()> {
         let gpu = Gpu::of(op, &self.settings)?;
         let function = gpu.function(&OPTIM_CONFIGURE, &[])?;

@@ -18,7 +18,7 @@ use super::quant::{BLOCK_SIZE, Codebook};
 pub(super) trait Lanes: Copy {
     /// `WIDTH` values.
     type Values: Copy;
-    /// A truth value for each.
+    /// A boolean for each.
     type Mask: Copy;
     /// What is looked up at once for four registers of codes.
     type Decoded: Copy;

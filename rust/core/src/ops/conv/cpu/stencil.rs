@@ -239,7 +239,7 @@ impl Phase<'_> {
     }
 }
 
-/// Into how many parts each of `tasks` is cut, at most `most`, so that all threads have work to the end.
+/// Into how many parts each of `tasks` is split, at most `most`, so that all threads have work to the end.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {

@@ -222,7 +222,7 @@ impl Backward for RowNormBackward {
 
 impl RowNormBackward {
     fn on_cpu(&self, context: &mut BackwardContext<'_>, [x, grad, rstd]: [&Raw; 3], mean: Option<&Raw>) -> Result<()> {
-        // RMS norm takes off nothing; any tensor stands in.
+        // RMS norm subtracts nothing; any tensor will do.
         let mean = mean.unwrap_or(rstd);
         dispatch_float!(x.dtype(), self.op, T => {
             let scale = self.kind.factors(self.affine.scale(self.size.len)?);

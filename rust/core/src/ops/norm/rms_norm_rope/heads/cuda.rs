@@ -12,7 +12,7 @@ use crate::cuda::launch::{
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Error, Raw, Result};
 
-/// What the kernels for heads take beside the tensors; the tensors keep the addresses good.
+/// What the kernels for heads take beside the tensors; the tensors keep the addresses valid.
 struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],
