@@ -84,8 +84,8 @@ struct Place {
 template <typename T, int ROWS, int VEC, int THREADS> struct WindowTile {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = ROWS / PASS;
     static_assert(ROWS % PASS == 0);
-    // For each row: the source pixel under its first tap, and which taps are inside the image: bits 0..16 vertically, 16..32
-    // horizontally.
+    // For each row: the source pixel under its first tap, and which taps are inside the image: bits 0..16 vertically,
+    // 16..32 horizontally.
     int pixel[PASSES];
     uint32_t inside[PASSES];
 
