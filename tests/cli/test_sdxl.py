@@ -390,7 +390,7 @@ def test_another_model_is_refused(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "out"
-    refused(run(*flags(out, weights=digits_base)), "is no SDXL model", "unet")
+    refused(run(*flags(out, weights=digits_base)), "is not a model of SDXL", "unet")
     refused(run(*flags(out, weights=tmp_path / "none")), "there is no file or folder")
     # In the form of a name on the hub, which no test asks.
     unreachable = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
@@ -399,7 +399,7 @@ def test_another_model_is_refused(
         subprocess.run(command, capture_output=True, text=True, check=False, env=unreachable),
         "nobody/nothing: there is no such file or folder",
     )
-    refused(run(*flags(out, weights=digits_base / "model.safetensors")), "is no SDXL checkpoint")
+    refused(run(*flags(out, weights=digits_base / "model.safetensors")), "is not a checkpoint of SDXL")
     refused(run(*flags(out, model="digits", resolution=64)), "has no effect on the model `digits`")
     truncated = tmp_path / "truncated"
     shutil.copytree(sdxl_base, truncated)

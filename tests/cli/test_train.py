@@ -131,7 +131,7 @@ def test_every_optimizer_of_the_library_is_a_choice(
 
 
 def test_folders_may_have_any_name(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
-    name = os.fsdecode(b"# \xf0\x9f\x90\x88 'a' \xff")  # an emoji, and a byte that is no UTF-8
+    name = os.fsdecode(b"# \xf0\x9f\x90\x88 'a' \xff")  # an emoji, and a byte that is not UTF-8
     dataset, output = tmp_path / name, tmp_path / f"{name} out"
     shutil.copytree(digits_folder, dataset)
     result = run(*training(digits_base, dataset, output, 2))

@@ -173,7 +173,7 @@ def test_what_has_no_cuda_form_says_what_has(cuda: Any) -> None:
 def train_adapter(
     device: str, dtype: str, *, adaptive: bool, captured: bool = False
 ) -> list[np.ndarray]:
-    """The parameters after eight steps on a layer with LoRA, the learning rate falling."""
+    """The parameters after eight steps on a layer with LoRA and a decreasing learning rate."""
     rng = np.random.default_rng(0)
     base, down, up = (rng.standard_normal(s) / 8 for s in ((96, 64), (8, 64), (96, 8)))
     layer = tc.nn.LoRALinear(tc.tensor(base, dtype=dtype, device=device), 8, 8.0)

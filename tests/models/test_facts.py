@@ -81,7 +81,7 @@ def test_a_damaged_pipeline_says_what_is_damaged(pipeline: Path) -> None:
     with pytest.raises(tc.WeightsFormatError, match=f"vae/{weights.name}"):
         tc.inspect(pipeline)
     shutil.rmtree(pipeline / "vae")
-    with pytest.raises(tc.WeightsFormatError, match="no SDXL model: it has no folder vae"):
+    with pytest.raises(tc.WeightsFormatError, match="not a model of SDXL: it has no folder vae"):
         tc.inspect(pipeline)
 
 

@@ -1,4 +1,4 @@
-"""Torch's schedulers of other schedulers, of one cycle, and of a measured value."""
+"""Torch's schedulers that combine others, OneCycleLR and ReduceLROnPlateau."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class _Several(ChainableScheduler):
         super().__init__(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all."""
+        """Return the states of all schedulers."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {**super().state_dict(), "schedulers": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where others of these kinds were.
+        """Load the state of schedulers of these kinds.
 
         Raises:
             ArgumentError: If they are of other kinds.
@@ -269,6 +269,6 @@ class ReduceLROnPlateau:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another was."""
+        """Load the state of another scheduler."""
         for name in self.state_dict():
             setattr(self, name, state[name])

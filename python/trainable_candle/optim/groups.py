@@ -62,7 +62,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return len(self._known()) + 1 + len(self._own)
 
     def __repr__(self) -> str:
-        """Return the entries, of the variables their number."""
+        """Return the entries, with the number of variables in their place."""
         shown = {name: value for name, value in self.items() if name != "params"}
         return f"ParamGroup({len(self['params'])} variables, {shown})"
 
@@ -83,12 +83,12 @@ class GroupedOptimizer(Optimizer):
 
 
 def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, Any]) -> None:
-    """Let an optimizer know what it was made of."""
+    """Record the variables that an optimizer was made of."""
     optimizer._groups = _settings_of(params, settings)  # noqa: SLF001 - the class is of this file
 
 
 def listed(params: Any) -> Any:
-    """The parameters of an optimizer, such that they can be read twice."""
+    """The parameters of an optimizer as lists, which can be read twice."""
     if isinstance(params, Mapping) or not isinstance(params, Iterable):
         return params
     if isinstance(params, Tensor):

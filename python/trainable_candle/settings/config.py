@@ -102,7 +102,7 @@ class TrainConfig(
 
         Raises:
             MissingFileError: there is no such file.
-            ConfigError: the file cannot be read or is no YAML, a name is unknown, a value is wrong.
+            ConfigError: the file cannot be read or is not YAML, a name is unknown, a value is wrong.
         """
         return cls.from_mapping(read_settings(path), os.fsdecode(path))
 
@@ -156,7 +156,7 @@ def read_settings(path: str | bytes | Path) -> dict[str, Any]:
 
     Raises:
         MissingFileError: there is no such file.
-        ConfigError: the file cannot be read or is no YAML, or a name is unknown.
+        ConfigError: the file cannot be read or is not YAML, or a name is unknown.
     """
     file = Path(os.fsdecode(path)).expanduser()
     lines = read_yaml(file)

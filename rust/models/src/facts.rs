@@ -154,7 +154,7 @@ impl PartFacts {
         Ok((all - streamed.blocks - streamed.modulation + streamed.slots, streamed))
     }
 
-    /// About how many values the tape holds at its fullest, for one sample of `size`.
+    /// About how many values the tape holds at its peak, for one sample of `size`.
     ///
     /// # Errors
     /// As [`Saved::values`].
@@ -298,7 +298,7 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
     let alone = class.map_or_else(String::new, |class| format!(" (it holds a {class} alone)"));
     let expected = "expected the folder of a diffusers pipeline, or a single .safetensors file";
-    let text = format!("it is no {} model{alone}: it has no folder {}; {expected}", pipeline.title, missing.join(", "));
+    let text = format!("it is not a model of {}{alone}: it has no folder {}; {expected}", pipeline.title, missing.join(", "));
     Error::weights(path, text)
 }
 
@@ -306,7 +306,7 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
 fn incomplete_file(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Result<Error> {
     let names = WeightFile::open(path)?.names();
     let like = pipelines::recognised(&names).map_or_else(String::new, |what| format!("; it looks like {what}"));
-    let text = format!("it is no {} checkpoint: it has no {}{like}", pipeline.title, missing.join(" and no "));
+    let text = format!("it is not a checkpoint of {}: it has no {}{like}", pipeline.title, missing.join(" and no "));
     Ok(Error::weights(path, text))
 }
 

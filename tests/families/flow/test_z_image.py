@@ -1,4 +1,4 @@
-"""What is particular to Z-Image: captions of their own length, the clock, the tokenizer."""
+"""Z-Image alone: captions of their own length, times from noise to data, the tokenizer."""
 
 import shutil
 from pathlib import Path

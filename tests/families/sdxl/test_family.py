@@ -185,7 +185,7 @@ def test_what_is_no_sdxl_model_is_refused(
         facts(tmp_path / "none")
     with pytest.raises(WeightsFormatError, match="it has no folder unet, vae"):
         facts(digits_base)
-    with pytest.raises(WeightsFormatError, match="is no SDXL checkpoint: it has no unet"):
+    with pytest.raises(WeightsFormatError, match="is not a checkpoint of SDXL: it has no unet"):
         facts(sdxl_base / "unet" / "diffusion_pytorch_model.safetensors")
     assert facts(sdxl_file).factor == facts(sdxl_base).factor == 2
 
@@ -209,7 +209,7 @@ def test_what_is_no_sdxl_model_is_refused(
 def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: str) -> None:
     path = tmp_path / "a.safetensors"
     tc.save_file({name: tc.ones(1) for name in names}, path)
-    with pytest.raises(WeightsFormatError, match=f"is no SDXL .*; it looks like {message}"):
+    with pytest.raises(WeightsFormatError, match=f"is not a checkpoint of SDXL.*; it looks like {message}"):
         facts(path)
 
 

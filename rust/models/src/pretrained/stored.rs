@@ -32,7 +32,7 @@ impl Stored for StoredWeights {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         let stored = self.files.shape(&key).unwrap_or_default();
         let misfit =
-            || Error::weights(self.files.path(), format!("\"{key}\" has shape {stored:?}, which is no {name}"));
+            || Error::weights(self.files.path(), format!("\"{key}\" has shape {stored:?}, which does not fit {name}"));
         form.shape(stored).map(Some).ok_or_else(misfit)
     }
 

@@ -290,7 +290,7 @@ impl Model {
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError: if it is no LoRA of linear layers, or a layer has one already.
+    ///     ConfigError: if it is not a LoRA of linear layers, or a layer has one already.
     #[pyo3(signature = (path, scale=Argument::of(1.0)))]
     fn add_training_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<TrainingAdapter> {
         const OP: &str = "add_training_adapter";

@@ -2,7 +2,7 @@
 //!
 //! A tile of the result is held in registers as `V` vectors by `N` columns and summed up as outer products; the
 //! vectors run along the rows of the packed `a`, each element of the packed `b` is broadcast. Every element of the
-//! result is one chain of fused multiply-adds in the order of `k`, so it does not depend on the tile it falls in.
+//! result is one chain of fused multiply-adds in the order of `k`, so it does not depend on its tile.
 
 use pulp::{Simd, WithSimd};
 
@@ -292,7 +292,7 @@ impl<T: Real> Tile<'_, T> {
                             *sum = T::multiply_add(simd, vector, element, *sum);
                         }
                     }
-                    // Behind the last step there may be no memory.
+                    // There may be no memory after the last step.
                     a = a.wrapping_add(self.a_step);
                     b = b.wrapping_add(step);
                 }

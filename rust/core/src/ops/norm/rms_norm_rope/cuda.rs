@@ -13,7 +13,7 @@ use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
 use crate::tape::BackwardContext;
 use crate::{Raw, Result};
 
-/// What the kernels take beside the tensors; the tensors keep the addresses good.
+/// What the kernels take beside the tensors; the tensors keep the addresses valid.
 struct Arguments {
     tables: [Raw; 2],
     weight: Option<Raw>,
