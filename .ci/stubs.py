@@ -71,7 +71,8 @@ def with_composed_methods(source: str) -> str:
     source = source[:place] + source[place:].replace("-> str:", "-> Device:", 1)
     first = source.index("from ")
     names = "from trainable_candle._device import device as Device\n"
-    names += "from trainable_candle._methods import ComposedMethods, VarMethods\n"
+    names += "from trainable_candle._in_place import VarMethods\n"
+    names += "from trainable_candle._methods import ComposedMethods\n"
     return source[:first] + names + source[first:]
 
 

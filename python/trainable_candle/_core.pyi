@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
 from trainable_candle._device import device as Device
-from trainable_candle._methods import ComposedMethods, VarMethods
+from trainable_candle._in_place import VarMethods
+from trainable_candle._methods import ComposedMethods
 
 __all__ = [
     "__version__",
