@@ -57,7 +57,7 @@ def qualify_hidden_builtins(source: str) -> str:
 
 
 def with_composed_methods(source: str) -> str:
-    """Name the Python classes whose methods `_methods.attach` puts on classes of the extension."""
+    """Name what `_methods.attach` puts on classes of the extension."""
     for old, new in (
         ("class Tensor:", "class Tensor(ComposedMethods):"),
         ("class Var(Tensor):", "class Var(VarMethods, Tensor):"),
@@ -65,8 +65,14 @@ def with_composed_methods(source: str) -> str:
         if source.count(old) != 1:
             sys.exit(f"stubs: there is no `{old}`")
         source = source.replace(old, new)
+    # `_arguments.attach` gives the device's name its `type` and `index`.
+    start = source.index("class Tensor(")
+    place = source.index("def device(self, /) -> str:", start)
+    source = source[:place] + source[place:].replace("-> str:", "-> Device:", 1)
     first = source.index("from ")
-    names = "from trainable_candle._methods import ComposedMethods, VarMethods\n"
+    names = "from trainable_candle._device import device as Device\n"
+    names += "from trainable_candle._in_place import VarMethods\n"
+    names += "from trainable_candle._methods import ComposedMethods\n"
     return source[:first] + names + source[first:]
 
 

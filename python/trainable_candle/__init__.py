@@ -1,6 +1,7 @@
 """Fine-tune large models with LoRA and DoRA, without PyTorch."""
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -276,6 +277,8 @@ def __getattr__(name: str) -> Any:
         return SimpleNamespace(data=data, checkpoint=SimpleNamespace(checkpoint=checkpoint))
     if name in _FROM_PEFT:
         return getattr(import_module(f"{__name__}.peft"), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle import _core
+from trainable_candle._device import device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,7 +19,7 @@ _MISSING: Final = {
     "retain_grad": "use tc.grad(loss, [tensor]), which needs no preparation",
     "is_leaf": "a leaf is a tc.Var: isinstance(tensor, tc.Var)",
     "grad_fn": "tensor.requires_grad says whether there is a graph",
-    "is_cuda": 'use tensor.device != "cpu"',
+    "is_cuda": 'use tensor.device.type == "cuda"',
     "pin_memory": 'memory is not pinned by hand; move the tensor with to("cuda")',
     "share_memory_": "threads share tensors as they are",
     "data_ptr": "use tensor.__dlpack__(), which shares the memory",
@@ -32,6 +33,10 @@ def attach() -> None:
         setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
     # Not in `ComposedMethods`, where a type checker would take every name for an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
+    where, known = vars(_core.Tensor)["device"], lru_cache(device)
+    _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
+        lambda tensor: known(where.__get__(tensor)), doc=where.__doc__
+    )
     reads = _core.Tensor.requires_grad
     _core.Tensor.requires_grad = property(  # type: ignore[method-assign,assignment]
         reads.__get__, _refused, doc=reads.__doc__

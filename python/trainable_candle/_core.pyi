@@ -12,7 +12,9 @@ from _typeshed import SupportsGetItem, SupportsLenAndGetItem
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
-from trainable_candle._methods import ComposedMethods, VarMethods
+from trainable_candle._device import device as Device
+from trainable_candle._in_place import VarMethods
+from trainable_candle._methods import ComposedMethods
 
 __all__ = [
     "__version__",
@@ -2504,7 +2506,7 @@ class Tensor(ComposedMethods):
         The same values (shared storage), detached from the tape.
         """
     @property
-    def device(self, /) -> str:
+    def device(self, /) -> Device:
         """
         The device: "cpu" or "cuda:0".
         """

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from trainable_candle import _core
-from trainable_candle._generator import Generator
+from trainable_candle._generator import drawing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import SupportsIndex
 
     from trainable_candle._core import DType, Tensor
+    from trainable_candle._generator import Generator
 
 __all__ = ["full", "ones", "rand", "randint", "randn", "tensor", "zeros"]
 
@@ -145,7 +145,7 @@ def rand(
         ArgumentError: If a size is negative.
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
     """
-    with _drawing("rand", generator):
+    with drawing("rand", generator):
         made = _core.rand(*shape, dtype=dtype, device=device)
     return _leaf(made, requires_grad=requires_grad)
 
@@ -173,7 +173,7 @@ def randn(
         ArgumentError: If a size is negative.
         DTypeError, DeviceError, CudaUnavailableError: If dtype or device cannot be used.
     """
-    with _drawing("randn", generator):
+    with drawing("randn", generator):
         made = _core.randn(*shape, dtype=dtype, device=device)
     return _leaf(made, requires_grad=requires_grad)
 
@@ -202,17 +202,8 @@ def randint(
         ArgumentError: If the range is empty, or a size is negative.
         DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
     """
-    with _drawing("randint", generator):
+    with drawing("randint", generator):
         return _core.randint(low, high, shape, device)
-
-
-def _drawing(name: str, generator: object) -> Any:
-    if generator is None:
-        return nullcontext()
-    if not isinstance(generator, Generator):
-        kind = type(generator).__name__
-        raise TypeError(f"{name}: generator is {kind}, expected a tc.Generator or None")
-    return generator
 
 
 def _leaf(made: Tensor, *, requires_grad: bool) -> Tensor:

@@ -20,9 +20,10 @@ class device(str):  # noqa: N801 - torch's name
 
         device = tc.device("cuda" if tc.cuda.is_available() else "cpu")
         x = tc.zeros(2, 3, device=device)
+        assert x.device.type == device.type
 
     Args:
-        name: "cpu", "cuda" or "cuda:1".
+        type: "cpu", "cuda" or "cuda:1"; or the number of a GPU.
         index: The number of a GPU, if the name has none.
 
     Raises:
@@ -31,11 +32,15 @@ class device(str):  # noqa: N801 - torch's name
 
     __slots__ = ()
 
-    def __new__(cls, name: str, index: int | None = None) -> Self:
+    def __new__(cls, type: str | int, index: int | None = None) -> Self:
         """Check the name."""
-        text = str(name) if index is None else f"{name}:{index}"
+        if isinstance(type, int) and not isinstance(type, bool):
+            type = f"cuda:{type}"
+        text = str(type) if index is None else f"{type}:{index}"
         if not _DEVICE.fullmatch(text):
-            raise ArgumentError(f'device: found {text!r}, expected "cpu", "cuda" or "cuda:1"')
+            raise ArgumentError(
+                f'device: found {text!r}, expected "cpu", "cuda", "cuda:1" or the number of a GPU'
+            )
         return super().__new__(cls, text)
 
     @property

@@ -9,12 +9,14 @@ import numpy as np
 
 from trainable_candle import _core
 from trainable_candle._explained import explained
+from trainable_candle._generator import drawing
 from trainable_candle.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainable_candle._core import Tensor
+    from trainable_candle._generator import Generator
 
 NAMES = (
     "abs", "all", "any", "argmax", "argmin", "argsort", "chunk", "clamp", "clip", "cos", "cumsum",
@@ -95,36 +97,64 @@ def linspace(
 
 
 @explained
-def randperm(n: int, device: str = "cpu") -> Tensor:
-    """Return the integers from 0 to n - 1 in random order, i64, drawn by the library's generator.
+def randperm(n: int, device: str = "cpu", *, generator: Generator | None = None) -> Tensor:
+    """Return the integers from 0 to n - 1 in random order, i64.
 
         assert sorted(tc.randperm(3).tolist()) == [0, 1, 2]
+
+    Args:
+        n: How many numbers.
+        device: The device.
+        generator: Where they are drawn; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If n is negative.
     """
     count = _count("randperm", "n", n)
-    order = np.argsort(_core.rand((count,), dtype="f64").numpy(), kind="stable")
+    with drawing("randperm", generator):
+        keys = _core.rand((count,), dtype="f64").numpy()
+    order = np.argsort(keys, kind="stable")
     return _core.tensor(order.astype(np.int64), device=device)
 
 
 @explained
-def normal(mean: float, std: float, size: Sequence[int], device: str = "cpu") -> Tensor:
+def normal(
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    device: str = "cpu",
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
     """Return normal random numbers of a mean and a standard deviation.
 
         assert tc.normal(5.0, 0.1, (2, 3)).shape == (2, 3)
+
+    Args:
+        mean: The mean.
+        std: The standard deviation.
+        size: The sizes.
+        device: The device.
+        generator: Where they are drawn; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If the deviation is negative.
     """
     if _number("normal", "std", std) < 0:
         raise ArgumentError(f"normal: std is {std}, expected at least 0")
-    drawn = _core.randn(tuple(size), device=device)
+    with drawing("normal", generator):
+        drawn = _core.randn(tuple(size), device=device)
     return drawn * float(std) + _number("normal", "mean", mean)
 
 
 @explained
-def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+def multinomial(
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: Generator | None = None,
+) -> Tensor:
     """Draw indices with probabilities in proportion to weights, on the host.
 
         weights = tc.tensor([0.0, 1.0, 3.0])
@@ -134,6 +164,7 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> T
         input: Weights of at least 0: (n,), or (rows, n).
         num_samples: How many indices to draw per row.
         replacement: Whether an index may be drawn again.
+        generator: Where they are drawn; default the library's (`manual_seed`).
 
     Returns:
         (num_samples,) or (rows, num_samples), i64.
@@ -155,14 +186,15 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False) -> T
         )
     if not replacement and ((rows > 0).sum(1) < count).any():
         raise ArgumentError(f"multinomial: fewer than {count} weights of a row are above 0")
+    with drawing("multinomial", generator):
+        shape = (len(rows), count) if replacement else rows.shape
+        drawn = _core.rand(shape, dtype="f64").numpy()
     if replacement:
         ends = np.cumsum(rows, 1) / rows.sum(1, keepdims=True)
-        drawn = _core.rand((len(rows), count), dtype="f64").numpy()
         found = np.stack([np.searchsorted(e, d, "right") for e, d in zip(ends, drawn, strict=True)])
         found = np.minimum(found, rows.shape[1] - 1)
     else:
         # The smallest of exponential variables with these rates (Efraimidis and Spirakis 2006).
-        drawn = _core.rand(rows.shape, dtype="f64").numpy()
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(rows > 0, -np.log1p(-drawn) / rows, np.inf)
         found = np.argsort(times, 1, kind="stable")[:, :count]

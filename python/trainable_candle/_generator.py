@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainable_candle import _core
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Generator"]
+__all__ = ["Generator", "drawing"]
 
 
 class Generator:
@@ -25,9 +26,14 @@ class Generator:
         device: Ignored: every device draws from the same streams.
     """
 
+    _entered: ClassVar[list[Generator]] = []
+    """Those whose contexts are open; the last one is the library's generator now."""
+    _library: ClassVar[tuple[int, int]] = (0, 0)
+    """The state of the library's own generator while any is open."""
+
     def __init__(self, device: str = "cpu") -> None:
         del device
-        self._outside: list[tuple[int, int]] = []
+        self._state = (0, 0)
         self.manual_seed(0)
 
     def manual_seed(self, seed: int) -> Generator:
@@ -35,27 +41,30 @@ class Generator:
         before = _core.get_rng_state()
         try:
             _core.manual_seed(seed)
-            self._state = _core.get_rng_state()
+            state = _core.get_rng_state()
         finally:
             _core.set_rng_state(before)
-        return self
+        return self.set_state(state)
 
     def initial_seed(self) -> int:
         """Return the seed."""
-        return self._state[0]
+        return self.get_state()[0]
 
     def get_state(self) -> tuple[int, int]:
         """Return the seed and the position."""
-        return self._state
+        return _core.get_rng_state() if self._is_open() else self._state
 
     def set_state(self, state: tuple[int, int]) -> Generator:
         """Continue from what `get_state` returned."""
+        if self._is_open():
+            _core.set_rng_state(state)
         self._state = state
         return self
 
     def __enter__(self) -> Self:
         """Be the library's generator."""
-        self._outside.append(_core.get_rng_state())
+        self._leave()
+        self._entered.append(self)
         _core.set_rng_state(self._state)
         return self
 
@@ -65,6 +74,29 @@ class Generator:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the library's generator continue where it was."""
-        self._state = _core.get_rng_state()
-        _core.set_rng_state(self._outside.pop())
+        """Let the generator outside continue where it was, which may be this one."""
+        self._leave()
+        self._entered.pop()
+        outside = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
+        _core.set_rng_state(outside)
+
+    def _is_open(self) -> bool:
+        return bool(self._entered) and self._entered[-1] is self
+
+    def _leave(self) -> None:
+        """Note where the generator is that draws now."""
+        state = _core.get_rng_state()
+        if self._entered:
+            self._entered[-1]._state = state  # noqa: SLF001
+        else:
+            Generator._library = state
+
+
+def drawing(function: str, generator: object) -> Any:
+    """The context in which a function draws, of its argument `generator`."""
+    if generator is None:
+        return nullcontext()
+    if not isinstance(generator, Generator):
+        kind = type(generator).__name__
+        raise TypeError(f"{function}: generator is {kind}, expected a tc.Generator or None")
+    return generator

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import ContextDecorator
+from functools import wraps
+from inspect import isgeneratorfunction
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from trainable_candle._core import set_grad_enabled as _switch
 
@@ -12,16 +14,58 @@ __all__ = ["enable_grad", "inference_mode", "no_grad", "set_grad_enabled"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _GradMode(ContextDecorator):
+class _Decorator(ContextDecorator):
+    """A context that decorates functions; of a generator, it is around every step."""
+
+    def __call__(self, function: F) -> F:
+        """Decorate a function."""
+        if not isgeneratorfunction(function):
+            return super().__call__(function)
+
+        @wraps(function)
+        def steps(*args: Any, **kwargs: Any) -> Any:
+            # The mode belongs to the generator's own code, not to what runs between its values.
+            generator = function(*args, **kwargs)
+            resume, argument = generator.send, None
+            try:
+                while True:
+                    with self._recreate_cm():
+                        found = resume(argument)
+                    try:
+                        argument = yield found
+                        resume = generator.send
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - it is the generator's to handle
+                        resume, argument = generator.throw, error
+            except StopIteration as end:
+                return end.value
+            finally:
+                with self._recreate_cm():
+                    generator.close()
+
+        return cast("F", steps)
+
+    def _recreate_cm(self) -> Any:
+        """Give each call of a decorated function its own instance."""
+        raise NotImplementedError
+
+
+class _GradMode(_Decorator):
     """Sets the mode on entry and restores the previous one on exit; may be nested and reused."""
 
     _enabled: bool
+
+    def __new__(cls, mode: Any = None) -> Any:
+        """Make a context, or decorate the function that stands below the name alone."""
+        if callable(mode):
+            return cls()(mode)
+        return super().__new__(cls)
 
     def __init__(self) -> None:
         self._earlier: list[bool] = []
 
     def _recreate_cm(self) -> "_GradMode":
-        """Give each call of a decorated function its own instance."""
         return type(self)()
 
     def __enter__(self) -> None:
@@ -39,7 +83,7 @@ class _GradMode(ContextDecorator):
 class no_grad(_GradMode):  # noqa: N801 - torch's name
     """Do not record operations of this thread: nothing is saved for a backward pass.
 
-    A context manager and a decorator:
+    A context manager and a decorator, with parentheses or without:
 
         with tc.no_grad():
             prediction = model(x)
@@ -82,7 +126,7 @@ class inference_mode(_GradMode):  # noqa: N801 - torch's name
         return type(self)(mode=not self._enabled)
 
 
-class set_grad_enabled(ContextDecorator):  # noqa: N801 - torch's name
+class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
     """Record operations of this thread, or not: at once, or inside a `with`, or of a function.
 
         with tc.set_grad_enabled(False):

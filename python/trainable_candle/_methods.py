@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainable_candle import _arguments, _core
+from trainable_candle import _arguments, _core, _division
 from trainable_candle._explained import explained
+from trainable_candle._in_place import VarMethods
 from trainable_candle._parts import (
-    as_f64,
     is_mask,
     is_tensor,
     no_tape,
@@ -25,7 +25,6 @@ from trainable_candle._parts import (
     place_of,
     plain,
     reduced,
-    set_value,
     sizes_of,
     triangle,
     true,
@@ -33,7 +32,7 @@ from trainable_candle._parts import (
 from trainable_candle.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
-    from trainable_candle._core import Tensor, Var
+    from trainable_candle._core import Tensor
 
 __all__ = ["ComposedMethods", "Sorted"]
 
@@ -189,17 +188,28 @@ class ComposedMethods:
         return _core.where(tensor.abs() < _WHOLE, up - tie * odd, tensor)
 
     def __floordiv__(self, other: Any) -> Tensor:
-        """Divide and round down."""
-        tensor = own(self)
-        whole = tensor.dtype not in _FLOATS
-        quotient: Tensor = tensor.to("f64") / as_f64(other) if whole else tensor / other
-        return quotient.floor().to(tensor.dtype)
+        """Divide and round down, on the host.
+
+        Raises:
+            ArgumentError: If both are whole numbers, and the divisor has a 0.
+        """
+        return _division.floor_divided("floordiv", own(self), other)
+
+    def __rfloordiv__(self, other: Any) -> Tensor:
+        """Divide by this tensor and round down, on the host."""
+        return _division.floor_divided("floordiv", other, own(self))
 
     def __mod__(self, other: Any) -> Tensor:
-        """Return what is left of a division, with the sign of the divisor."""
-        tensor = own(self)
-        rest: Tensor = tensor - tensor.__floordiv__(other) * other
-        return rest
+        """Return what is left of a division, with the sign of the divisor; the host computes it.
+
+        Raises:
+            ArgumentError: If both are whole numbers, and the divisor has a 0.
+        """
+        return _division.remainder("mod", own(self), other)
+
+    def __rmod__(self, other: Any) -> Tensor:
+        """Return what is left of a division by this tensor; the host computes it."""
+        return _division.remainder("mod", other, own(self))
 
     def rsqrt(self) -> Tensor:
         """Return 1 / sqrt(x)."""
@@ -425,39 +435,6 @@ class ComposedMethods:
         if requires_grad:
             return tensor if isinstance(tensor, _core.Var) else _core.Var(tensor)
         return tensor.detach()
-
-
-class VarMethods:
-    """In-place changes of variables, as `Var.set` makes them."""
-
-    @property
-    def data(self) -> Tensor:
-        """The value, without gradient."""
-        return own(self).detach()
-
-    def copy_(self, value: Tensor) -> Var:
-        """Take over a value."""
-        return set_value(self, value.detach().to(own(self).dtype).to(own(self).device))
-
-    def fill_(self, value: float) -> Var:
-        """Make every element this number."""
-        return set_value(self, own(self).detach() * 0 + value)
-
-    def zero_(self) -> Var:
-        """Make every element zero."""
-        return set_value(self, _core.zeros_like(own(self).detach()))
-
-    def add_(self, other: Any, alpha: float = 1) -> Var:
-        """Add `alpha` times a tensor or a number."""
-        return set_value(self, own(self).detach() + plain(other) * alpha)
-
-    def sub_(self, other: Any, alpha: float = 1) -> Var:
-        """Subtract `alpha` times a tensor or a number."""
-        return set_value(self, own(self).detach() - plain(other) * alpha)
-
-    def mul_(self, other: Any) -> Var:
-        """Multiply by a tensor or a number."""
-        return set_value(self, own(self).detach() * plain(other))
 
 
 def attach() -> None:

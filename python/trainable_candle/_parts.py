@@ -12,7 +12,7 @@ from trainable_candle.errors import ArgumentError, ShapeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from trainable_candle._core import Tensor, Var
+    from trainable_candle._core import Tensor
 
 
 def own(tensor: object) -> Tensor:
@@ -38,16 +38,6 @@ def no_tape() -> Any:
     from trainable_candle._grad_mode import no_grad  # noqa: PLC0415 - it decorates
 
     return no_grad()
-
-
-def set_value(variable: object, value: Tensor) -> Var:
-    var = cast("Var", variable)
-    var.set(value)
-    return var
-
-
-def as_f64(value: Any) -> Any:
-    return value.to("f64") if is_tensor(value) else float(value)
 
 
 def true(value: Any, like: Any = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""CUDA devices."""
+"""CUDA devices, by name or by number."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def device_count() -> int:
     return _core.cuda_device_count() if is_available() else 0
 
 
-def synchronize(device: str = "cuda") -> None:
+def synchronize(device: str | int = "cuda") -> None:
     """Wait until all work queued on `device` is done.
 
     Raises:
@@ -50,20 +50,20 @@ def synchronize(device: str = "cuda") -> None:
         IndexOutOfRangeError: If an operation met an id out of range: ids on a GPU are checked when
             a value is read or the device is synchronized.
     """
-    _core.cuda_synchronize(device)
+    _core.cuda_synchronize(_named(device))
 
 
-def get_device_name(device: str = "cuda") -> str:
+def get_device_name(device: str | int = "cuda") -> str:
     """Return what its maker calls `device`, such as `NVIDIA H200`.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device.
     """
-    return _core.cuda_device_name(device)
+    return _core.cuda_device_name(_named(device))
 
 
-def set_memory_limit(limit: int | None, device: str = "cuda") -> None:
+def set_memory_limit(limit: int | None, device: str | int = "cuda") -> None:
     """Limit the memory of `device` that tensors and workspaces may take from now on.
 
     An allocation above the limit fails as if the memory of the device had run out. What CUDA itself
@@ -77,10 +77,10 @@ def set_memory_limit(limit: int | None, device: str = "cuda") -> None:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device.
     """
-    _core.cuda_set_memory_limit(device, limit)
+    _core.cuda_set_memory_limit(_named(device), limit)
 
 
-def memory_stats(device: str = "cuda") -> dict[str, int]:
+def memory_stats(device: str | int = "cuda") -> dict[str, int]:
     """Return the memory statistics of `device`.
 
     Returns:
@@ -106,27 +106,27 @@ def memory_stats(device: str = "cuda") -> dict[str, int]:
         "free",
         "total",
     )
-    return dict(zip(names, _core.cuda_memory_stats(device), strict=True))
+    return dict(zip(names, _core.cuda_memory_stats(_named(device)), strict=True))
 
 
-def empty_cache(device: str = "cuda") -> int:
+def empty_cache(device: str | int = "cuda") -> int:
     """Release the cached memory of `device` to other processes; return its bytes.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device.
     """
-    return _core.cuda_empty_cache(device)
+    return _core.cuda_empty_cache(_named(device))
 
 
-def reset_peak_memory_stats(device: str = "cuda") -> None:
+def reset_peak_memory_stats(device: str | int = "cuda") -> None:
     """Reset the peaks to the memory in use now.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device.
     """
-    _core.cuda_reset_peak_memory_stats(device)
+    _core.cuda_reset_peak_memory_stats(_named(device))
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Profile:
 
 
 @contextmanager
-def profile(device: str = "cuda") -> Iterator[Profile]:
+def profile(device: str | int = "cuda") -> Iterator[Profile]:
     """Measure how long the GPU takes for each kernel that is launched in this context.
 
     The GPU pauses while launches are queued, so that the times do not include waiting for the host.
@@ -186,7 +186,7 @@ def profile(device: str = "cuda") -> Iterator[Profile]:
         DeviceError: If `device` is not a CUDA device, or a kernel failed.
         ArgumentError: If another profile is active.
     """
-    _core.cuda_start_profile(device)
+    _core.cuda_start_profile(_named(device))
     found = Profile()
     try:
         yield found
@@ -258,6 +258,34 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
         AutogradError: If an input needs a gradient.
     """
     return Captured(function, static_inputs)
+
+
+def _named(device: str | int) -> str:
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    return f"cuda:{device}" if is_number else str(device)
+
+
+_INSTEAD = {
+    "manual_seed": "use tc.manual_seed, whose numbers are the same on every device",
+    "manual_seed_all": "use tc.manual_seed, whose numbers are the same on every device",
+    "memory_allocated": 'use tc.cuda.memory_stats()["allocated"]',
+    "max_memory_allocated": 'use tc.cuda.memory_stats()["peak_allocated"]',
+    "memory_reserved": 'use tc.cuda.memory_stats()["reserved"]',
+    "max_memory_reserved": 'use tc.cuda.memory_stats()["peak_reserved"]',
+    "mem_get_info": 'use tc.cuda.memory_stats(), of which "free" and "total" are the device\'s',
+    "set_device": 'give device="cuda:1" where tensors and models are made',
+    "current_device": 'there is none: "cuda" is GPU 0',
+    "amp": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
+    "Event": "use tc.cuda.profile, or time.perf_counter after tc.cuda.synchronize()",
+    "CUDAGraph": "use tc.cuda.capture",
+    "graph": "use tc.cuda.capture",
+}
+"""What to use where torch has something that is not here."""
+
+
+def __getattr__(name: str) -> Any:
+    advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise AttributeError(f"module {__name__!r} has no {name!r}{advice}")
 
 
 def _checked(function: object, static_inputs: object) -> list[Tensor]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise, repeat
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,14 @@ import numpy as np
 from trainable_candle import _core
 from trainable_candle._explained import explained
 from trainable_candle._functions import randperm
+from trainable_candle._generator import drawing
 from trainable_candle.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from trainable_candle._core import Tensor
+    from trainable_candle._generator import Generator
 
 __all__ = [
     "DataLoader",
@@ -36,6 +39,9 @@ __all__ = [
     "default_collate",
     "random_split",
 ]
+
+_END = object()
+"""After the last batch of an iterable."""
 
 
 class Dataset:
@@ -69,12 +75,14 @@ class TensorDataset(Dataset):
         features, label = rows[3]
 
     Raises:
-        ShapeError: If the lengths differ, or there is no tensor.
+        ShapeError: If the lengths differ, there is no tensor, or one has no rows to count.
     """
 
     @explained
     def __init__(self, *tensors: Tensor) -> None:
-        lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
+        if not all(tensor.ndim for tensor in tensors):
+            raise ShapeError("TensorDataset: a tensor has no dimension; expected rows, (n, ...)")
+        lengths = {tensor.shape[0] for tensor in tensors}
         if len(lengths) != 1:
             raise ShapeError(
                 f"TensorDataset: found lengths {sorted(lengths)}, expected tensors of one length"
@@ -114,8 +122,10 @@ class Subset(Dataset):
 
 
 @explained
-def random_split(dataset: Any, lengths: Sequence[float]) -> list[Subset]:
-    """Divide a data set at random, by the library's generator.
+def random_split(
+    dataset: Any, lengths: Sequence[float], generator: Generator | None = None
+) -> list[Subset]:
+    """Divide a data set at random.
 
         train, validation = tc.loader.random_split(range(10), [0.8, 0.2])
         assert len(train) == 8
@@ -123,19 +133,22 @@ def random_split(dataset: Any, lengths: Sequence[float]) -> list[Subset]:
     Args:
         dataset: The data set.
         lengths: Numbers of items, or parts that sum to 1.
+        generator: Where the order is drawn; default the library's (`manual_seed`).
 
     Raises:
-        ArgumentError: If the lengths do not sum to the number of items.
+        ArgumentError: If a length is negative, or they do not sum to the number of items.
     """
-    count, wanted = len(dataset), list(lengths)
+    items, wanted = len(dataset), list(lengths)
+    if any(length < 0 for length in wanted):
+        raise ArgumentError(f"random_split: lengths are {wanted}, expected none below 0")
     if any(isinstance(length, float) for length in wanted) and abs(sum(wanted) - 1) < 1e-6:
-        whole = [int(count * part) for part in wanted]
-        for place in range(count - sum(whole)):
+        whole = [int(items * part) for part in wanted]
+        for place in range(items - sum(whole)):
             whole[place % len(whole)] += 1
         wanted = [*whole]
-    if sum(wanted) != count:
-        raise ArgumentError(f"random_split: lengths sum to {sum(wanted)}, expected {count}")
-    order = randperm(count).tolist()
+    if sum(wanted) != items:
+        raise ArgumentError(f"random_split: lengths sum to {sum(wanted)}, expected {items}")
+    order = randperm(items, generator=generator).tolist()
     ends = np.cumsum([0, *(index(length) for length in wanted)]).tolist()  # type: ignore[arg-type]
     return [Subset(dataset, order[a:b]) for a, b in pairwise(ends)]
 
@@ -151,7 +164,10 @@ def default_collate(items: Sequence[Any]) -> Any:
 
     Raises:
         TypeError: If an item is something else.
+        ArgumentError: If there is no item.
     """
+    if not items:
+        raise ArgumentError("default_collate: found no items, expected at least one")
     first = items[0]
     if isinstance(first, _core.Tensor):
         return _core.stack(list(items))
@@ -177,8 +193,8 @@ def default_collate(items: Sequence[Any]) -> Any:
 class DataLoader:
     """Batches of a sequence, or of an iterable; each `for` is a new pass.
 
-    The workers are threads: reading files, decoding and numpy run beside the training. A batch
-    stays on the CPU unless items are elsewhere.
+    The workers are threads: reading files, decoding and numpy run beside the training. An iterable
+    is read by one of them. A batch stays on the CPU unless items are elsewhere.
 
         rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
         for inputs, targets in tc.loader.DataLoader(rows, 5, shuffle=True, num_workers=2):
@@ -187,13 +203,17 @@ class DataLoader:
     Args:
         dataset: Anything with `__len__` and `__getitem__`, or an iterable.
         batch_size: Items of a batch; None for items as they are.
-        shuffle: Whether each pass has a new order, by the library's generator.
+        shuffle: Whether each pass has a new order.
         sampler: Places in the order to take; excludes `shuffle`.
         batch_sampler: Lists of places; excludes the three above and `drop_last`.
         num_workers: Threads that make batches ahead; 0 for none.
         collate_fn: Makes a batch of a list of items.
         drop_last: Whether a last batch that is not full is left out.
-        prefetch_factor: Batches that a worker is ahead.
+        prefetch_factor: Batches that a worker is ahead; default 2.
+        generator: Where orders are drawn; default the library's (`manual_seed`).
+        worker_init_fn: What each worker calls with its number before its first batch of a pass.
+        pin_memory: Ignored: memory is not pinned by hand.
+        persistent_workers: Ignored: threads start at once.
 
     Raises:
         ArgumentError: If arguments exclude each other, or a number is out of range.
@@ -210,8 +230,15 @@ class DataLoader:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
-        prefetch_factor: int = 2,
+        prefetch_factor: int | None = None,
+        *,
+        generator: Generator | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = False,
     ) -> None:
+        del pin_memory, persistent_workers
+        drawing("DataLoader", generator)
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
@@ -221,10 +248,16 @@ class DataLoader:
                 raise ArgumentError(f"DataLoader: {name} is {value}, expected at least {least}")
         if shuffle and sampler is not None:
             raise ArgumentError("DataLoader: a sampler has its order; leave out shuffle")
-        if batch_sampler is not None and (shuffle or sampler is not None or batch_size != 1):
+        if batch_sampler is not None and (
+            shuffle or sampler is not None or batch_size != 1 or drop_last
+        ):
             raise ArgumentError(
-                "DataLoader: a batch_sampler has the batches; leave out batch_size, shuffle and "
-                "sampler"
+                "DataLoader: a batch_sampler has the batches; leave out batch_size, shuffle, "
+                "sampler and drop_last"
+            )
+        if batch_size is None and drop_last:
+            raise ArgumentError(
+                "DataLoader: without batch_size there are no batches; leave out drop_last"
             )
         self.is_sequence = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if not self.is_sequence and (shuffle or sampler is not None or batch_sampler is not None):
@@ -234,24 +267,28 @@ class DataLoader:
             )
         self.dataset, self.batch_size, self.shuffle = dataset, batch_size, shuffle
         self.sampler, self.batch_sampler, self.drop_last = sampler, batch_sampler, drop_last
-        self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
+        self.num_workers, self.prefetch_factor = num_workers, prefetch_factor or 2
+        self.generator, self.worker_init_fn = generator, worker_init_fn
         self.collate_fn = collate_fn or default_collate
 
     def __len__(self) -> int:
         """Return how many batches a pass has."""
         if self.batch_sampler is not None:
             return len(self.batch_sampler)  # type: ignore[arg-type]  # a list, most often
-        count = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
+        items = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
         if self.batch_size is None:
-            return count
-        return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
+            return items
+        return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the batches of a pass."""
         if not self.is_sequence:
-            return (self._joined(items) for items in self._batches(iter(self.dataset)))
+            made = (self._joined(items) for items in self._batches(iter(self.dataset)))
+            # Only one thread at a time can take the next item.
+            return self._ahead(repeat(partial(next, made, _END)), 1) if self.num_workers else made
         if self.num_workers:
-            return self._ahead()
+            tasks = (partial(self._read, places) for places in self._places())
+            return self._ahead(tasks, self.num_workers)
         return (self._read(places) for places in self._places())
 
     def _places(self) -> Iterator[Any]:
@@ -260,8 +297,10 @@ class DataLoader:
             return iter(self.batch_sampler)
         if self.sampler is not None:
             return self._batches(iter(self.sampler))
-        count = len(self.dataset)
-        return self._batches(iter(randperm(count).tolist() if self.shuffle else range(count)))
+        items = len(self.dataset)
+        if not self.shuffle:
+            return self._batches(iter(range(items)))
+        return self._batches(iter(randperm(items, generator=self.generator).tolist()))
 
     def _batches(self, items: Iterator[Any]) -> Iterator[Any]:
         if self.batch_size is None:
@@ -287,17 +326,43 @@ class DataLoader:
             return items
         return self.collate_fn(items)
 
-    def _ahead(self) -> Iterator[Any]:
-        """Batches in order, of which the workers make the next ones."""
-        places, waiting = self._places(), deque[Any]()
-        with ThreadPoolExecutor(self.num_workers, "loader") as workers:
+    def _ahead(self, tasks: Iterator[Callable[[], Any]], threads: int) -> Iterator[Any]:
+        """What the tasks return, in order, up to `_END`; the workers do the next ones."""
+        waiting, numbers = deque[Any](), count()
+        beginning = _Beginning(lambda: (self.worker_init_fn or _nothing)(next(numbers)))
+        with ThreadPoolExecutor(threads, "loader", beginning) as workers:
             try:
-                for where in places:
-                    waiting.append(workers.submit(self._read, where))
+                for task in tasks:
+                    waiting.append(workers.submit(beginning.then, task))
                     if len(waiting) >= self.num_workers * self.prefetch_factor:
-                        yield waiting.popleft().result()
+                        if (batch := waiting.popleft().result()) is _END:
+                            return
+                        yield batch
                 while waiting:
                     yield waiting.popleft().result()
             finally:
                 for future in waiting:
                     future.cancel()
+
+
+def _nothing(number: int) -> None:
+    """Prepare no worker."""
+
+
+class _Beginning:
+    """What each worker does first; an error of it arrives with the worker's results."""
+
+    def __init__(self, prepare: Callable[[], Any]) -> None:
+        self._prepare = prepare
+        self._error: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._prepare()
+        except BaseException as error:  # noqa: BLE001 - `then` raises it
+            self._error = error
+
+    def then(self, task: Callable[[], Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return task()

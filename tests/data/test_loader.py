@@ -1,6 +1,7 @@
 """The loader of batches."""
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,3 +100,73 @@ def test_random_parts_are_disjoint() -> None:
     assert Subset("abc", [2, 0])[0] == "c"
     with pytest.raises(tc.ArgumentError, match="lengths sum to 9, expected 10"):
         random_split(ROWS, [4, 5])
+
+
+def test_orders_come_from_the_generator() -> None:
+    state = tc.get_rng_state()
+    generator = tc.Generator().manual_seed(1)
+    loader = DataLoader(ROWS, 3, shuffle=True, generator=generator)
+    first, second = firsts(loader), firsts(loader)
+    generator.manual_seed(1)
+    assert firsts(loader) == first != second
+    parts = random_split(ROWS, [6, 4], generator=generator.manual_seed(2))
+    again = random_split(ROWS, [0.6, 0.4], generator=generator.manual_seed(2))
+    assert [part.indices for part in parts] == [part.indices for part in again]
+    assert tc.get_rng_state() == state
+    with pytest.raises(TypeError, match=r"DataLoader: generator is int, expected a tc\.Generator"):
+        DataLoader(ROWS, generator=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_worker_reads_an_iterable_once_and_ahead(batch_size: int | None) -> None:
+    threads = set()
+
+    def items() -> Iterator[int]:
+        for number in range(9):
+            threads.add(threading.current_thread().name)
+            yield number
+
+    alone = list(DataLoader(items(), batch_size))
+    threads.clear()
+    found = list(DataLoader(items(), batch_size, num_workers=3))
+    assert [np.asarray(x).tolist() for x in found] == [np.asarray(x).tolist() for x in alone]
+    assert threads == {"loader_0"}
+
+
+def test_errors_of_iterables_arrive() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("item 1")
+
+    with pytest.raises(OSError, match="item 1"):
+        list(DataLoader(items(), num_workers=2))
+
+
+def test_workers_are_prepared() -> None:
+    numbers: list[int] = []
+    options: Any = {"pin_memory": True, "persistent_workers": True, "prefetch_factor": None}
+    loader = DataLoader(ROWS, 2, num_workers=2, worker_init_fn=numbers.append, **options)
+    assert len(firsts(loader)) == 5
+    assert sorted(numbers) in ([0], [0, 1])
+
+    def broken(number: int) -> None:
+        raise OSError(f"worker {number}")
+
+    with pytest.raises(OSError, match="worker 0"):
+        list(DataLoader(ROWS, num_workers=1, worker_init_fn=broken))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: DataLoader(ROWS, batch_sampler=[[1]], drop_last=True), "leave out batch_size"),
+        (lambda: DataLoader(ROWS, None, drop_last=True), "leave out drop_last"),
+        (lambda: random_split(ROWS, [12, -2]), r"lengths are \[12, -2\], expected none below 0"),
+        (lambda: random_split(ROWS, [1.5, -0.5]), "expected none below 0"),
+        (lambda: default_collate([]), "default_collate: found no items"),
+        (lambda: TensorDataset(tc.ones(2), tc.tensor(1.0)), "a tensor has no dimension"),
+    ],
+)
+def test_what_makes_no_batches_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(tc.Error, match=message):
+        call()

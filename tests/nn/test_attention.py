@@ -66,8 +66,42 @@ def test_wrong_shapes_are_named() -> None:
     with pytest.raises(tc.ArgumentError, match="num_heads is 3, expected a divisor of embed_dim"):
         tc.nn.MultiheadAttention(8, 3)
     x = tc.ones(S, E, dtype="f64")
-    with pytest.raises(tc.ShapeError, match="a mask has shape"):
+    with pytest.raises(tc.ShapeError, match="attn_mask has shape"):
         made()(x, x, x, attn_mask=tc.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "masks", "message"),
+    [
+        # A transposed mask has as many elements.
+        ([(B, S, E), (B, L, E)], {"attn_mask": (L, S)}, rf"attn_mask .*\({S}, {L}\) or \({B * H}"),
+        ([(B, S, E), (B, L, E)], {"attn_mask": (B, H, S, L)}, "attn_mask has shape"),
+        ([(B, S, E), (B, L, E)], {"key_padding_mask": (L, B)}, rf"key_.*expected \({B}, {L}\)"),
+        ([(S, E), (L, E)], {"key_padding_mask": (1, L)}, rf"key_padding.*expected \({L},\)"),
+        ([(B, S, E), (1, L, E)], {}, "expected one B for all"),
+        ([(B, S, E), (B, L, E), (B, S, E)], {}, "one S for key and value"),
+    ],
+)
+def test_shapes_that_torch_refuses_are_refused(
+    shapes: Any, masks: dict[str, tuple[int, ...]], message: str
+) -> None:
+    inputs = [tc.ones(shape, dtype="f64") for shape in (*shapes, shapes[-1])[:3]]
+    given: Any = {name: tc.zeros(shape, dtype="u8") for name, shape in masks.items()}
+    with pytest.raises(tc.ShapeError, match=message):
+        made(batch_first=True)(*inputs, **given)
+    torch = pytest.importorskip("torch")
+    theirs = torch.nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
+    given = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in masks.items()}
+    with pytest.raises((RuntimeError, AssertionError)):
+        theirs(*(torch.ones(x.shape, dtype=torch.float64) for x in inputs), **given)
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
+def test_masks_of_whole_numbers_are_refused(name: str) -> None:
+    x = tc.ones(1, S, E, dtype="f64")
+    mask = tc.zeros((S, S) if name == "attn_mask" else (1, S), dtype="i64")
+    with pytest.raises(tc.DTypeError, match=rf"{name} has dtype i64, expected u8.*to\(.u8.\)"):
+        made(batch_first=True)(x, x, x, **{name: mask})
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

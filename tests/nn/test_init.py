@@ -59,3 +59,18 @@ def test_wrong_arguments_are_named() -> None:
         init.xavier_uniform_(tc.Var(tc.zeros(2)))
     with pytest.raises(tc.ArgumentError, match="nonlinearity is 'gelu', expected one of"):
         init.calculate_gain("gelu")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda v: init.normal_(v, std=-1.0), "normal_: std is -1.0, expected at least 0"),
+        (lambda v: init.trunc_normal_(v, std=0.0), "trunc_normal_: std is 0.0, expected above 0"),
+        (lambda v: init.uniform_(v, 1.0, 0.0), r"uniform_: \[1.0, 0.0\) has no values"),
+    ],
+)
+def test_impossible_distributions_are_named(call, message):
+    v = tc.Var(tc.zeros(3, 3))
+    with pytest.raises(tc.ArgumentError, match=message):
+        call(v)
+    assert v.tolist() == tc.zeros(3, 3).tolist()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,3 +134,63 @@ def test_wrong_arguments_are_named() -> None:
         ours.ChainedScheduler([ours.StepLR(optimizer(), 1)], optimizer())
     with pytest.raises(TypeError, match="fused is 3, expected True, False or None"):
         tc.optim.SGD([tc.Var(tc.zeros(1))], lr=0.1, fused=3)  # type: ignore[call-arg]
+
+
+class After:
+    """Schedulers that go on after epoch 9."""
+
+    def __init__(self, schedulers: Any) -> None:
+        self._schedulers = schedulers
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(getattr(self._schedulers, name), last_epoch=9)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c not in {"chained", "sequential"}])
+@pytest.mark.filterwarnings("ignore")
+def test_a_last_epoch_continues(case: str) -> None:
+    o = optimizer()
+    first = CASES[case](ours, o)
+    rates(first, 10)
+    lrs = o.group_lrs
+    expected = rates(first, 11)
+    o.group_lrs = lrs
+    assert rates(CASES[case](After(ours), o), 11) == expected
+    with pytest.raises(ArgumentError, match='last_epoch is 9, expected param_groups with an "init'):
+        CASES[case](After(ours), optimizer())
+    torch = pytest.importorskip("torch")
+    if "cycle" in case or case == "restarts":
+        return  # torch's needs more entries of the groups; it does not count cycles from the start
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "initial_lr": initial}
+        for lr, initial in zip(lrs, LR, strict=True)
+    ]
+    theirs = rates(CASES[case](After(torch.optim.lr_scheduler), torch.optim.SGD(groups)), 11)
+    for one, other in zip(expected, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-15)
+
+
+def test_one_cycle_counts_epochs() -> None:
+    expected = rates(ours.OneCycleLR(optimizer(), 0.3, 40))
+    assert rates(ours.OneCycleLR(optimizer(), 0.3, epochs=4, steps_per_epoch=10)) == expected
+    with pytest.raises(ArgumentError, match="expected total_steps, or epochs and steps_per_epoch"):
+        ours.OneCycleLR(optimizer(), 0.3, epochs=4)
+    # All of the rise in the first step.
+    assert rates(ours.OneCycleLR(optimizer(), 0.3, 10, pct_start=0.1), 0) == [[0.3, 0.3]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: ours.StepLR(o, 2, gamma="x"),
+        lambda o: ours.MultiStepLR(o, [2], gamma="x"),
+        lambda o: ours.ExponentialLR(o, "x"),
+        lambda o: ours.ConstantLR(o, "x"),
+        lambda o: ours.PolynomialLR(o, 3, "x"),
+        lambda o: ours.CosineAnnealingLR(o, 3, "x"),
+        lambda o: ours.CosineAnnealingWarmRestarts(o, 3, 1, "x"),
+    ],
+)
+def test_factors_are_numbers(make: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match=r"(LR|Restarts): \w+ is 'x', expected a number"):
+        make(optimizer())

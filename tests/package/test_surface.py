@@ -231,3 +231,27 @@ def test_the_gil_is_released_in_long_calls():
         start.set()
         sys.setswitchinterval(before)
         thread.join()
+
+
+def test_modules_are_imported_at_first_use():
+    code = "import trainable_candle as tc, sys; assert 'trainable_candle.lora' not in sys.modules; "
+    code += "assert tc.lora.resize and tc.data.load_dataset"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        getattr(tc, "nothing")  # noqa: B009 - a type checker knows better
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("max_memory_allocated", "peak_allocated"), ("set_device", "cuda:1")]
+)
+def test_what_cuda_lacks_says_what_is(name, advice):
+    with pytest.raises(AttributeError, match=advice):
+        getattr(tc.cuda, name)
+
+
+def test_gpus_have_numbers():
+    if tc.cuda.is_available():
+        assert tc.cuda.get_device_name(0) == tc.cuda.get_device_name("cuda:0")
+        return
+    with pytest.raises(tc.CudaUnavailableError):
+        tc.cuda.get_device_name(0)

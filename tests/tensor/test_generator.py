@@ -1,5 +1,8 @@
 """Generators, leaves, devices and modes of recording with torch's names."""
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 
 import trainable_candle as tc
@@ -22,6 +25,53 @@ def test_a_generator_is_a_stream_of_its_own() -> None:
         tc.randn(2, generator=3)
 
 
+def test_a_generator_inside_of_itself_goes_on() -> None:
+    whole = tc.randn(16, generator=tc.Generator().manual_seed(3)).tolist()
+    tc.manual_seed(9)
+    after = tc.randn(2).tolist()
+    tc.manual_seed(9)
+    one, other = tc.Generator().manual_seed(3), tc.Generator().manual_seed(4)
+    found = []
+    with one:
+        found += tc.randn(4).tolist()
+        found += tc.randn(4, generator=one).tolist()
+        with other, one:
+            found += tc.randn(4).tolist()
+            assert one.get_state() == tc.get_rng_state()
+        found += tc.randn(4).tolist()
+    assert found == whole
+    assert other.get_state() == tc.Generator().manual_seed(4).get_state()
+    assert tc.randn(2).tolist() == after
+    with one:
+        one.manual_seed(3)
+        assert tc.randn(16).tolist() == whole
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g: tc.randperm(20, generator=g),
+        lambda g: tc.normal(1.0, 2.0, (5,), generator=g),
+        lambda g: tc.multinomial(tc.ones(9), 4, generator=g),
+        lambda g: tc.multinomial(tc.ones(9), 4, replacement=True, generator=g),
+        *(
+            lambda g, name=name: getattr(tc.nn.init, name)(tc.Var(tc.zeros(4, 6)), generator=g)
+            for name in tc.nn.init.__all__
+            if name.startswith(("uniform", "normal", "trunc", "xavier", "kaiming", "orthogonal"))
+        ),
+    ],
+)
+def test_whatever_draws_takes_a_generator(draw: Callable[[object], tc.Tensor]) -> None:
+    state = tc.get_rng_state()
+    generator = tc.Generator().manual_seed(5)
+    first, second = draw(generator).tolist(), draw(generator).tolist()
+    assert first != second
+    assert draw(generator.manual_seed(5)).tolist() == first
+    assert tc.get_rng_state() == state
+    with pytest.raises(TypeError, match=r"generator is int, expected a tc\.Generator or None"):
+        draw(3)
+
+
 def test_leaves_need_a_gradient() -> None:
     v = tc.tensor([1.0, 2.0], requires_grad=True)
     (v * v).sum().backward()
@@ -37,6 +87,9 @@ def test_devices_are_their_names() -> None:
     assert device == "cuda:1"
     assert (device.type, device.index) == ("cuda", 1)
     assert tc.device("cpu").index is None
+    assert tc.device(0) == tc.device(type="cuda", index=0) == "cuda:0"
+    assert (tc.ones(2).device.type, tc.ones(2).device.index) == ("cpu", None)
+    assert isinstance(tc.Var(tc.ones(2)).device, tc.device)
     assert tc.ones(2, device=tc.device("cpu")).to(tc.device("cpu")).device == "cpu"
     with pytest.raises(tc.ArgumentError, match="device: found 'gpu', expected"):
         tc.device("gpu")
@@ -65,6 +118,56 @@ def test_recording_is_switched() -> None:
         tc.set_grad_enabled(True)
         assert tc.is_grad_enabled()
     assert tc.is_grad_enabled()
+
+
+@pytest.mark.parametrize("mode", [tc.no_grad, tc.inference_mode, tc.no_grad()])
+def test_a_mode_decorates_functions_and_generators(mode: Any) -> None:
+    @mode
+    def evaluated(number: int) -> tuple[int, bool]:
+        return number, tc.is_grad_enabled()
+
+    @mode
+    def steps() -> Iterator[Any]:
+        try:
+            sent = yield tc.is_grad_enabled()
+            yield sent, tc.is_grad_enabled()
+        except KeyError:
+            yield "caught", tc.is_grad_enabled()
+        finally:
+            ends.append(tc.is_grad_enabled())
+        return "end"
+
+    def around() -> Iterator[Any]:
+        yield (yield from steps())
+
+    ends: list[bool] = []
+    assert evaluated(3) == (3, False)
+    assert evaluated.__name__ == "evaluated"
+    generator = around()
+    assert next(generator) is False
+    assert tc.is_grad_enabled()
+    assert generator.send(4) == (4, False)
+    with tc.no_grad():
+        assert next(generator) == "end"
+        assert not tc.is_grad_enabled()
+    generator = steps()
+    next(generator)
+    assert generator.throw(KeyError()) == ("caught", False)
+    generator.close()
+    assert ends == [False, False]
+    assert tc.is_grad_enabled()
+
+
+def test_a_generator_records_in_its_own_mode() -> None:
+    @tc.enable_grad
+    def steps() -> Iterator[bool]:
+        yield tc.is_grad_enabled()
+        yield tc.is_grad_enabled()
+
+    with tc.no_grad():
+        for recording in steps():
+            assert recording
+            assert not tc.is_grad_enabled()
 
 
 def test_other_names_of_arguments() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainable_candle._core import Tensor, Var, full, tensor, where, zeros, zeros_like
 from trainable_candle._explained import explained
-from trainable_candle.errors import ArgumentError, ShapeError
+from trainable_candle.errors import ArgumentError, DTypeError, ShapeError
 from trainable_candle.nn import functional, init
 from trainable_candle.nn.layers import whole
 from trainable_candle.nn.linear import Linear
@@ -15,6 +15,8 @@ from trainable_candle.nn.module import Module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from trainable_candle._core import DType
 
 __all__ = ["MultiheadAttention"]
 
@@ -94,7 +96,7 @@ class MultiheadAttention(Module):
             value: (L, B, E), alike.
             key_padding_mask: (B, L), or (L,) without batch.
             need_weights: Whether the weights are returned.
-            attn_mask: (S, L), or (B * num_heads, S, L).
+            attn_mask: (S, L), or (B * num_heads, S, L), B being 1 without batch.
             average_attn_weights: Whether these are averaged over the heads.
             is_causal: Whether position i attends only to positions up to i; without `attn_mask`.
 
@@ -115,9 +117,17 @@ class MultiheadAttention(Module):
         inputs = [x.transpose(0, 1) if flip else x for x in (query, key, value)]
         if not batched:
             inputs = [x.unsqueeze(0) for x in inputs]
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        sizes = [x.shape for x in inputs]
+        if sizes[1][:2] != sizes[2][:2] or sizes[0][0] != sizes[1][0]:
+            form = "(B, S, E)" if self.batch_first else "(S, B, E)"
+            form = f"{form}, as batch_first={self.batch_first} says" if batched else "(S, E)"
+            raise ShapeError(
+                f"MultiheadAttention: found shapes {query.shape}, {key.shape} and {value.shape}, "
+                f"expected one B for all, and one S for key and value; each is {form}"
+            )
         q, k, v = self._projected(inputs)
-        mask = self._mask(q, k, key_padding_mask, attn_mask, is_causal=is_causal)
+        masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+        mask = self._mask(q, k, masks, batched=batched, is_causal=is_causal)
         chance = self.dropout if self.training else 0.0
         weights = None
         if need_weights or chance:
@@ -153,40 +163,48 @@ class MultiheadAttention(Module):
         self,
         q: Tensor,
         k: Tensor,
-        padding: Tensor | None,
-        given: Tensor | None,
+        masks: dict[str, Tensor | None],
         *,
+        batched: bool,
         is_causal: bool,
     ) -> Tensor | None:
         """What is added to the scores: (1 or B, 1 or heads, 1 or S, L)."""
         batch, heads, length, keys = (*q.shape[:3], k.shape[2])
-        if given is None and is_causal:
+        if masks["attn_mask"] is None and is_causal:
             later = [[column > row for column in range(keys)] for row in range(length)]
-            given = tensor(later, device=q.device)
+            masks["attn_mask"] = tensor(later, device=q.device)
+        accepted: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
+            "attn_mask": {
+                (length, keys): (1, 1, length, keys),
+                (batch * heads, length, keys): (batch, heads, length, keys),
+            },
+            "key_padding_mask": {((batch, keys) if batched else (keys,)): (batch, 1, 1, keys)},
+        }
         total = None
-        for mask in (given, padding):
-            if mask is None:
-                continue
-            if mask.dtype == "u8":
-                nothing = zeros_like(mask, dtype=q.dtype)
-                low = full((), -math.inf, dtype=q.dtype, device=q.device)
-                added = where(mask, low, nothing)
-            else:
-                added = mask.to(q.dtype)
-            if mask is padding:
-                shape: tuple[int, ...] = (batch, 1, 1, keys)
-            elif mask.ndim == 3:
-                shape = (batch, heads, length, keys)
-            else:
-                shape = (1, 1, length, keys)
-            if math.prod(mask.shape) != math.prod(shape):
-                raise ShapeError(
-                    f"MultiheadAttention: a mask has shape {mask.shape}, expected {shape} without "
-                    "the dimensions of size 1"
-                )
-            added = added.reshape(shape)
-            total = added if total is None else total + added
+        for name, mask in masks.items():
+            if mask is not None:
+                added = _added(name, mask, accepted[name], q.dtype)
+                total = added if total is None else total + added
         return total
 
     def _facts(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, batch_first={self.batch_first}"
+
+
+def _added(
+    name: str, mask: Tensor, accepted: dict[tuple[int, ...], tuple[int, ...]], dtype: DType
+) -> Tensor:
+    """What a mask adds to scores of four dimensions."""
+    if mask.shape not in accepted:
+        shapes = " or ".join(map(str, accepted))
+        raise ShapeError(f"MultiheadAttention: {name} has shape {mask.shape}, expected {shapes}")
+    shape = accepted[mask.shape]
+    if mask.dtype == "u8":
+        low = full((), -math.inf, dtype=dtype, device=mask.device)
+        return where(mask, low, zeros_like(mask, dtype=dtype)).reshape(shape)
+    if mask.dtype not in {"f32", "f64", "f16", "bf16"}:
+        raise DTypeError(
+            f"MultiheadAttention: {name} has dtype {mask.dtype}, expected u8, which is 1 where "
+            f'attention is forbidden (mask.to("u8")), or numbers to add, such as {dtype}'
+        )
+    return mask.to(dtype).reshape(shape)

@@ -1,4 +1,7 @@
-"""Initial values of variables, which the functions set and return: torch's `nn.init`."""
+"""Initial values of variables, which the functions set and return: torch's `nn.init`.
+
+Those that draw take a `generator`; the default is the library's (`manual_seed`).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import numpy as np
 
 from trainable_candle import _core
 from trainable_candle._explained import explained
+from trainable_candle._generator import drawing
 from trainable_candle.errors import ArgumentError, ShapeError
 
 if TYPE_CHECKING:
     from trainable_candle._core import Tensor, Var
+    from trainable_candle._generator import Generator
 
 __all__ = [
     "calculate_gain",
@@ -32,45 +37,68 @@ __all__ = [
 
 
 @explained
-def uniform_(tensor: Var, a: float = 0.0, b: float = 1.0) -> Var:
+def uniform_(
+    tensor: Var, a: float = 0.0, b: float = 1.0, generator: Generator | None = None
+) -> Var:
     """Draw values from [a, b).
 
-    ```python
-    tc.nn.init.uniform_(model[0].weight, -0.1, 0.1)
-    ```
+        tc.nn.init.uniform_(model[0].weight, -0.1, 0.1)
+
+    Raises:
+        ArgumentError: If b is less than a.
     """
-    return _set("uniform_", tensor, _core.rand(tensor.shape, dtype="f32") * (b - a) + a)
+    if not a <= b:
+        raise ArgumentError(f"uniform_: [{a}, {b}) has no values, expected a to be at most b")
+    with drawing("uniform_", generator):
+        drawn = _core.rand(_shape("uniform_", tensor), dtype="f32")
+    return _set("uniform_", tensor, drawn * (b - a) + a)
 
 
 @explained
-def normal_(tensor: Var, mean: float = 0.0, std: float = 1.0) -> Var:
+def normal_(
+    tensor: Var, mean: float = 0.0, std: float = 1.0, generator: Generator | None = None
+) -> Var:
     """Draw normal values.
 
-    ```python
-    tc.nn.init.normal_(model[0].weight, std=0.02)
-    ```
+        tc.nn.init.normal_(model[0].weight, std=0.02)
+
+    Raises:
+        ArgumentError: If the deviation is negative.
     """
-    return _set("normal_", tensor, _core.randn(tensor.shape, dtype="f32") * std + mean)
+    if not std >= 0:
+        raise ArgumentError(f"normal_: std is {std}, expected at least 0")
+    with drawing("normal_", generator):
+        drawn = _core.randn(_shape("normal_", tensor), dtype="f32")
+    return _set("normal_", tensor, drawn * std + mean)
 
 
 @explained
 def trunc_normal_(
-    tensor: Var, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+    tensor: Var,
+    mean: float = 0.0,
+    std: float = 1.0,
+    a: float = -2.0,
+    b: float = 2.0,
+    generator: Generator | None = None,
 ) -> Var:
     """Draw normal values that are in [a, b]; others are drawn again.
 
         tc.nn.init.trunc_normal_(model[0].weight, std=0.02)
 
     Raises:
-        ArgumentError: If the range has less than one in a thousand of the values.
+        ArgumentError: If the deviation is not above 0, or the range has less than one in a
+            thousand of the values.
     """
+    if not std > 0:
+        raise ArgumentError(f"trunc_normal_: std is {std}, expected above 0; see constant_")
     low, high = (0.5 * (1 + math.erf((end - mean) / (std * math.sqrt(2)))) for end in (a, b))
     if high - low < 1e-3:
         raise ArgumentError(f"trunc_normal_: [{a}, {b}] is too far from the mean {mean}")
-    values = np.full(tensor.shape, np.nan)
-    while (missing := ~((values >= a) & (values <= b))).any():
-        count = int(missing.sum())
-        values[missing] = _core.randn((count,), dtype="f64").numpy() * std + mean
+    values = np.full(_shape("trunc_normal_", tensor), np.nan)
+    with drawing("trunc_normal_", generator):
+        while (missing := ~((values >= a) & (values <= b))).any():
+            count = int(missing.sum())
+            values[missing] = _core.randn((count,), dtype="f64").numpy() * std + mean
     return _set("trunc_normal_", tensor, _core.tensor(values, dtype="f32"))
 
 
@@ -121,7 +149,7 @@ def eye_(tensor: Var) -> Var:
 
 
 @explained
-def xavier_uniform_(tensor: Var, gain: float = 1.0) -> Var:
+def xavier_uniform_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
     """Draw values of variance gain^2 * 2 / (fan_in + fan_out), uniform (Glorot & Bengio 2010).
 
     ```python
@@ -129,23 +157,28 @@ def xavier_uniform_(tensor: Var, gain: float = 1.0) -> Var:
     ```
     """
     bound = gain * math.sqrt(6 / sum(_fans("xavier_uniform_", tensor)))
-    return uniform_(tensor, -bound, bound)
+    return uniform_(tensor, -bound, bound, generator)
 
 
 @explained
-def xavier_normal_(tensor: Var, gain: float = 1.0) -> Var:
+def xavier_normal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
     """Draw values of variance gain^2 * 2 / (fan_in + fan_out), normal (Glorot & Bengio 2010).
 
     ```python
     tc.nn.init.xavier_normal_(model[0].weight)
     ```
     """
-    return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(_fans("xavier_normal_", tensor))))
+    std = gain * math.sqrt(2 / sum(_fans("xavier_normal_", tensor)))
+    return normal_(tensor, 0.0, std, generator)
 
 
 @explained
 def kaiming_uniform_(
-    tensor: Var, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+    tensor: Var,
+    a: float = 0.0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: Generator | None = None,
 ) -> Var:
     """Draw uniform values of variance gain^2 / fan (He et al. 2015, arXiv:1502.01852).
 
@@ -156,18 +189,23 @@ def kaiming_uniform_(
         a: The slope of a leaky ReLU below 0.
         mode: "fan_in" or "fan_out".
         nonlinearity: What `calculate_gain` takes.
+        generator: Where they are drawn; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If the mode or the function is unknown.
         ShapeError: If there are fewer than two dimensions.
     """
     bound = math.sqrt(3) * _kaiming("kaiming_uniform_", tensor, a, mode, nonlinearity)
-    return uniform_(tensor, -bound, bound)
+    return uniform_(tensor, -bound, bound, generator)
 
 
 @explained
 def kaiming_normal_(
-    tensor: Var, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+    tensor: Var,
+    a: float = 0.0,
+    mode: str = "fan_in",
+    nonlinearity: str = "leaky_relu",
+    generator: Generator | None = None,
 ) -> Var:
     """Draw normal values of variance gain^2 / fan; takes what `kaiming_uniform_` takes.
 
@@ -175,11 +213,12 @@ def kaiming_normal_(
     tc.nn.init.kaiming_normal_(model[0].weight, mode="fan_out")
     ```
     """
-    return normal_(tensor, 0.0, _kaiming("kaiming_normal_", tensor, a, mode, nonlinearity))
+    std = _kaiming("kaiming_normal_", tensor, a, mode, nonlinearity)
+    return normal_(tensor, 0.0, std, generator)
 
 
 @explained
-def orthogonal_(tensor: Var, gain: float = 1.0) -> Var:
+def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
     """Set rows, or columns, of random directions that are orthogonal (arXiv:1312.6120).
 
     Dimensions after the first count as one.
@@ -193,7 +232,8 @@ def orthogonal_(tensor: Var, gain: float = 1.0) -> Var:
         raise ShapeError(f"orthogonal_: the shape is {tensor.shape}, expected two dimensions")
     rows = tensor.shape[0]
     columns = math.prod(tensor.shape[1:])
-    drawn = _core.randn((max(rows, columns), min(rows, columns)), dtype="f64").numpy()
+    with drawing("orthogonal_", generator):
+        drawn = _core.randn((max(rows, columns), min(rows, columns)), dtype="f64").numpy()
     q, r = np.linalg.qr(drawn)
     q *= np.sign(np.diag(r))  # makes the directions uniform
     values = (q if rows >= columns else q.T).reshape(tensor.shape) * gain
@@ -224,9 +264,14 @@ def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
     return gains[nonlinearity]
 
 
-def _set(name: str, tensor: object, values: Tensor) -> Var:
+def _shape(name: str, tensor: object) -> tuple[int, ...]:
     if not isinstance(tensor, _core.Var):
         raise TypeError(f"{name}: found {type(tensor).__name__}, expected a Var, which can change")
+    return tensor.shape
+
+
+def _set(name: str, tensor: Var, values: Tensor) -> Var:
+    _shape(name, tensor)
     tensor.set(values.to(tensor.dtype).to(tensor.device))
     return tensor
 

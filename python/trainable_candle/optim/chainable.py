@@ -38,14 +38,33 @@ class ChainableScheduler:
 
     Args:
         optimizer: The optimizer.
+        last_epoch: The last epoch that is done: the next one has the learning rates that are set,
+            and the `initial_lr` of `param_groups` is what they began with. -1 for a new start.
+
+    Raises:
+        ArgumentError: If there is no `initial_lr` to go on from, or no such epoch.
     """
 
+    _is_closed = False
+    """Whether the rates of an epoch do not depend on those of the one before."""
+
     @explained
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
         self.optimizer = _checked(optimizer)
-        groups = self.optimizer.param_groups
+        name, groups = type(self).__name__, self.optimizer.param_groups
+        after = at_least(-1, name, "last_epoch", last_epoch)
+        if after >= 0 and not all("initial_lr" in group for group in groups):
+            raise ArgumentError(
+                f'{name}: last_epoch is {after}, expected param_groups with an "initial_lr"; set '
+                'it: group["initial_lr"] = ..., or use load_state_dict of a new scheduler'
+            )
         self.base_lrs = [float(group.setdefault("initial_lr", group["lr"])) for group in groups]
-        self.restart(optimizer.group_lrs)
+        if after < 0:
+            self.restart(optimizer.group_lrs)
+        else:
+            self.last_epoch = after + 1
+            if self._is_closed:
+                self.optimizer.group_lrs = self._next(self.optimizer.group_lrs)
 
     def restart(self, lrs: Sequence[float] | None = None) -> None:
         """Go to epoch 0, from the optimizer's initial learning rates or from others."""
@@ -92,7 +111,7 @@ class _ByFunctions(ChainableScheduler):
     """Takes a function, or one for each group."""
 
     @explained
-    def __init__(self, optimizer: Optimizer, lr_lambda: Any) -> None:
+    def __init__(self, optimizer: Optimizer, lr_lambda: Any, last_epoch: int = -1) -> None:
         groups = len(_checked(optimizer).group_lrs)
         each = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else [lr_lambda] * groups
         if len(each) != groups or not all(callable(function) for function in each):
@@ -101,7 +120,7 @@ class _ByFunctions(ChainableScheduler):
                 f"for each of {groups} groups"
             )
         self._functions: list[Callable[[int], float]] = each
-        super().__init__(optimizer)
+        super().__init__(optimizer, last_epoch)
 
     def _factors(self) -> list[float]:
         return [float(function(self.last_epoch)) for function in self._functions]
@@ -125,6 +144,8 @@ class LambdaLR(_ByFunctions):
     Raises:
         ArgumentError: If it is neither.
     """
+
+    _is_closed = True
 
     def _first(self, lrs: list[float]) -> list[float]:
         return self._next(lrs)
@@ -167,9 +188,12 @@ class StepLR(ChainableScheduler):
     """
 
     @explained
-    def __init__(self, optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> None:
-        self.step_size, self.gamma = _at_least_one("StepLR", "step_size", step_size), gamma
-        super().__init__(optimizer)
+    def __init__(
+        self, optimizer: Optimizer, step_size: int, gamma: float = 0.1, last_epoch: int = -1
+    ) -> None:
+        self.step_size = at_least(1, "StepLR", "step_size", step_size)
+        self.gamma = _number("StepLR", "gamma", gamma)
+        super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
         return [lr * self.gamma for lr in lrs] if self.last_epoch % self.step_size == 0 else lrs
@@ -185,9 +209,16 @@ class MultiStepLR(ChainableScheduler):
     """
 
     @explained
-    def __init__(self, optimizer: Optimizer, milestones: Sequence[int], gamma: float = 0.1) -> None:
-        self.milestones, self.gamma = dict(Counter(milestones)), gamma
-        super().__init__(optimizer)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        milestones: Sequence[int],
+        gamma: float = 0.1,
+        last_epoch: int = -1,
+    ) -> None:
+        self.milestones = dict(Counter(milestones))
+        self.gamma = _number("MultiStepLR", "gamma", gamma)
+        super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
         return [lr * self.gamma ** self.milestones.get(self.last_epoch, 0) for lr in lrs]
@@ -204,9 +235,9 @@ class ExponentialLR(ChainableScheduler):
     """
 
     @explained
-    def __init__(self, optimizer: Optimizer, gamma: float) -> None:
-        self.gamma = gamma
-        super().__init__(optimizer)
+    def __init__(self, optimizer: Optimizer, gamma: float, last_epoch: int = -1) -> None:
+        self.gamma = _number("ExponentialLR", "gamma", gamma)
+        super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
         return [lr * self.gamma for lr in lrs]
@@ -223,10 +254,16 @@ class ConstantLR(ChainableScheduler):
     """
 
     @explained
-    def __init__(self, optimizer: Optimizer, factor: float = 1 / 3, total_iters: int = 5) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        factor: float = 1 / 3,
+        total_iters: int = 5,
+        last_epoch: int = -1,
+    ) -> None:
         self.factor = _fraction("ConstantLR", "factor", factor)
-        self.total_iters = _at_least_one("ConstantLR", "total_iters", total_iters)
-        super().__init__(optimizer)
+        self.total_iters = at_least(1, "ConstantLR", "total_iters", total_iters)
+        super().__init__(optimizer, last_epoch)
 
     def _first(self, lrs: list[float]) -> list[float]:
         return [lr * self.factor for lr in lrs]
@@ -257,11 +294,12 @@ class LinearLR(ChainableScheduler):
         start_factor: float = 1 / 3,
         end_factor: float = 1.0,
         total_iters: int = 5,
+        last_epoch: int = -1,
     ) -> None:
         self.start_factor = _fraction("LinearLR", "start_factor", start_factor)
         self.end_factor = _fraction("LinearLR", "end_factor", end_factor, zero=True)
-        self.total_iters = _at_least_one("LinearLR", "total_iters", total_iters)
-        super().__init__(optimizer)
+        self.total_iters = at_least(1, "LinearLR", "total_iters", total_iters)
+        super().__init__(optimizer, last_epoch)
 
     def _first(self, lrs: list[float]) -> list[float]:
         return [lr * self.start_factor for lr in lrs]
@@ -286,10 +324,16 @@ class PolynomialLR(ChainableScheduler):
     """
 
     @explained
-    def __init__(self, optimizer: Optimizer, total_iters: int = 5, power: float = 1.0) -> None:
-        self.total_iters = _at_least_one("PolynomialLR", "total_iters", total_iters)
-        self.power = power
-        super().__init__(optimizer)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_iters: int = 5,
+        power: float = 1.0,
+        last_epoch: int = -1,
+    ) -> None:
+        self.total_iters = at_least(1, "PolynomialLR", "total_iters", total_iters)
+        self.power = _number("PolynomialLR", "power", power)
+        super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
         left = self.total_iters - self.last_epoch
@@ -313,9 +357,16 @@ class CosineAnnealingLR(ChainableScheduler):
     """
 
     @explained
-    def __init__(self, optimizer: Optimizer, T_max: int, eta_min: float = 0.0) -> None:  # noqa: N803 - torch's name
-        self.T_max, self.eta_min = _at_least_one("CosineAnnealingLR", "T_max", T_max), eta_min
-        super().__init__(optimizer)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        T_max: int,  # noqa: N803 - torch's name
+        eta_min: float = 0.0,
+        last_epoch: int = -1,
+    ) -> None:
+        self.T_max = at_least(1, "CosineAnnealingLR", "T_max", T_max)
+        self.eta_min = _number("CosineAnnealingLR", "eta_min", eta_min)
+        super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
         low, turn = self.eta_min, math.pi / self.T_max
@@ -342,6 +393,8 @@ class CosineAnnealingWarmRestarts(ChainableScheduler):
         ArgumentError: If `T_0` or `T_mult` is below 1.
     """
 
+    _is_closed = True
+
     @explained
     def __init__(
         self,
@@ -349,11 +402,12 @@ class CosineAnnealingWarmRestarts(ChainableScheduler):
         T_0: int,  # noqa: N803 - torch's names
         T_mult: int = 1,  # noqa: N803
         eta_min: float = 0.0,
+        last_epoch: int = -1,
     ) -> None:
-        self.T_0 = _at_least_one("CosineAnnealingWarmRestarts", "T_0", T_0)
-        self.T_mult = _at_least_one("CosineAnnealingWarmRestarts", "T_mult", T_mult)
-        self.eta_min = eta_min
-        super().__init__(optimizer)
+        self.T_0 = at_least(1, "CosineAnnealingWarmRestarts", "T_0", T_0)
+        self.T_mult = at_least(1, "CosineAnnealingWarmRestarts", "T_mult", T_mult)
+        self.eta_min = _number("CosineAnnealingWarmRestarts", "eta_min", eta_min)
+        super().__init__(optimizer, last_epoch)
 
     def _next(self, lrs: list[float]) -> list[float]:
         del lrs
@@ -373,16 +427,23 @@ def _checked(optimizer: object) -> GroupedOptimizer:
     return optimizer
 
 
-def _at_least_one(name: str, argument: str, value: Any) -> int:
+def at_least(least: int, name: str, argument: str, value: Any) -> int:
+    """A whole number, checked."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {argument} is {value!r}, expected a whole number")
-    if value < 1:
-        raise ArgumentError(f"{name}: {argument} is {value}, expected at least 1")
+    if value < least:
+        raise ArgumentError(f"{name}: {argument} is {value}, expected at least {least}")
+    return value
+
+
+def _number(name: str, argument: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: {argument} is {value!r}, expected a number")
     return value
 
 
 def _fraction(name: str, argument: str, value: float, *, zero: bool = False) -> float:
-    if not (0 if zero else 1e-300) <= value <= 1:
+    if not (0 if zero else 1e-300) <= _number(name, argument, value) <= 1:
         least = "at least" if zero else "above"
         raise ArgumentError(f"{name}: {argument} is {value}, expected {least} 0 and at most 1")
     return value

@@ -143,26 +143,41 @@ class OneCycleLR(ChainableScheduler):
         optimizer: The optimizer.
         max_lr: The highest learning rate.
         total_steps: Steps of the cycle.
+        epochs: Without `total_steps`, epochs of `steps_per_epoch` steps each.
+        steps_per_epoch: Steps of an epoch.
         pct_start: The part of the steps that rises, in (0, 1).
         anneal_strategy: "cos" or "linear".
         div_factor: The highest rate over the first.
         final_div_factor: The first rate over the last.
+        last_epoch: The last step that is done; -1 for a new start.
 
     Raises:
-        ArgumentError: If a number is out of range, or a step is after the last.
+        ArgumentError: If there is no number of steps, a number is out of range, or a step is after
+            the last.
     """
+
+    _is_closed = True
 
     @explained
     def __init__(
         self,
         optimizer: Optimizer,
         max_lr: float,
-        total_steps: int,
+        total_steps: int | None = None,
+        epochs: int | None = None,
+        steps_per_epoch: int | None = None,
         pct_start: float = 0.3,
         anneal_strategy: str = "cos",
         div_factor: float = 25.0,
         final_div_factor: float = 1e4,
+        last_epoch: int = -1,
     ) -> None:
+        if total_steps is None:
+            if epochs is None or steps_per_epoch is None:
+                raise ArgumentError(
+                    "OneCycleLR: expected total_steps, or epochs and steps_per_epoch"
+                )
+            total_steps = epochs * steps_per_epoch
         if not (total_steps > 0 < max_lr and 0 < pct_start < 1):
             raise ArgumentError(
                 f"OneCycleLR: found max_lr {max_lr}, total_steps {total_steps} and pct_start "
@@ -176,7 +191,7 @@ class OneCycleLR(ChainableScheduler):
         self.peak = pct_start * total_steps - 1
         low = max_lr / div_factor
         self.rates = (low, max_lr, low / final_div_factor)
-        super().__init__(optimizer)
+        super().__init__(optimizer, last_epoch)
 
     def _first(self, lrs: list[float]) -> list[float]:
         return self._next(lrs)
@@ -187,7 +202,8 @@ class OneCycleLR(ChainableScheduler):
             raise ArgumentError(f"OneCycleLR: all {self.total_steps} steps are done")
         low, high, end = self.rates
         if self.last_epoch <= self.peak:
-            begin, stop, part = low, high, self.last_epoch / self.peak
+            begin, stop = low, high
+            part = self.last_epoch / self.peak if self.peak else 1.0
         else:
             begin, stop = high, end
             part = (self.last_epoch - self.peak) / (last - self.peak)

@@ -1,0 +1,93 @@
+"""Methods that change variables, under torch's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from trainable_candle import _core
+from trainable_candle._generator import drawing
+from trainable_candle._parts import own, plain
+from trainable_candle.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from trainable_candle._core import Tensor, Var
+    from trainable_candle._generator import Generator
+
+__all__ = ["VarMethods"]
+
+_FLOATS = ("f32", "f16", "bf16", "f64")
+
+
+class VarMethods:
+    """In-place changes of variables, as `Var.set` makes them."""
+
+    @property
+    def data(self) -> Tensor:
+        """The value, without gradient."""
+        return own(self).detach()
+
+    def copy_(self, value: Tensor) -> Var:
+        """Take over a value."""
+        return _changed(self, value.detach().to(own(self).dtype).to(own(self).device))
+
+    def fill_(self, value: float) -> Var:
+        """Make every element this number."""
+        var = own(self)
+        return _changed(self, _core.full(var.shape, value, dtype=var.dtype, device=var.device))
+
+    def zero_(self) -> Var:
+        """Make every element zero."""
+        return _changed(self, _core.zeros_like(own(self).detach()))
+
+    def add_(self, other: Any, alpha: float = 1) -> Var:
+        """Add `alpha` times a tensor or a number."""
+        return _changed(self, own(self).detach() + plain(other) * alpha)
+
+    def sub_(self, other: Any, alpha: float = 1) -> Var:
+        """Subtract `alpha` times a tensor or a number."""
+        return _changed(self, own(self).detach() - plain(other) * alpha)
+
+    def mul_(self, other: Any) -> Var:
+        """Multiply by a tensor or a number."""
+        return _changed(self, own(self).detach() * plain(other))
+
+    def div_(self, other: Any) -> Var:
+        """Divide by a tensor or a number."""
+        return _changed(self, own(self).detach() / plain(other))
+
+    def lerp_(self, end: Tensor, weight: float) -> Var:
+        """Go a part of the way to another tensor, as moving averages do."""
+        start = own(self).detach()
+        return _changed(self, start + (end.detach() - start) * weight)
+
+    def clamp_(self, min: Any = None, max: Any = None) -> Var:
+        """Limit to a range."""
+        return _changed(self, own(self).detach().clamp(min, max))
+
+    def normal_(
+        self, mean: float = 0.0, std: float = 1.0, *, generator: Generator | None = None
+    ) -> Var:
+        """Draw normal values; as `nn.init.normal_`."""
+        if not std >= 0:
+            raise ArgumentError(f"normal_: std is {std}, expected at least 0")
+        with drawing("normal_", generator):
+            drawn = _core.randn(own(self).shape, dtype="f32", device=own(self).device)
+        return _changed(self, drawn * std + mean)
+
+    def uniform_(
+        self, a: float = 0.0, b: float = 1.0, *, generator: Generator | None = None
+    ) -> Var:
+        """Draw values from [a, b); as `nn.init.uniform_`."""
+        if not a <= b:
+            raise ArgumentError(f"uniform_: [{a}, {b}) has no values, expected a to be at most b")
+        with drawing("uniform_", generator):
+            drawn = _core.rand(own(self).shape, dtype="f32", device=own(self).device)
+        return _changed(self, drawn * (b - a) + a)
+
+
+def _changed(variable: object, value: Tensor) -> Var:
+    """Set a variable, which keeps its dtype if both are floating point."""
+    var = cast("Var", variable)
+    both = var.dtype in _FLOATS and value.dtype in _FLOATS
+    var.set(value.to(var.dtype) if both else value)
+    return var

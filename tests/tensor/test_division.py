@@ -1,0 +1,95 @@
+"""Whole quotients and remainders, which are Python's and torch's."""
+
+import operator
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+VALUES = [-7.5, -3.0, -1.0, -0.3, 0.0, 0.3, 1.0, 2.5, 7.0]
+DIVISORS = [-2.0, -0.7, -0.1, 0.1, 0.3, 1.0, 3.0]
+
+
+TORCH = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i64": "int64",
+         "u8": "uint8"}  # fmt: skip
+
+
+def rows(one: str, other: str) -> Iterator[tc.Tensor]:
+    """Every value with every divisor, as far as the dtypes hold them."""
+    whole, signed = "f" not in other, "u8" not in {one, other}
+    pairs = [(a, b) for a, b in product(VALUES, DIVISORS) if int(b) or not whole]
+    for dtype, column in zip((one, other), zip(*pairs, strict=True), strict=True):
+        values = np.array(column if signed else np.abs(column))
+        yield tc.tensor(values if "f" in dtype else values.astype(np.int64)).to(dtype)
+
+
+@pytest.mark.parametrize("function", [operator.floordiv, operator.mod])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(d, d) for d in ("f64", "f32", "f16", "bf16", "i64", "u8")]
+    + [("i64", "f16"), ("u8", "i64"), ("f16", "bf16"), ("f64", "i64")],
+)
+def test_results_are_torchs(function: Callable[..., Any], one: str, other: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def theirs(x: tc.Tensor) -> Any:
+        dtype = getattr(torch, TORCH[str(x.dtype)])
+        return torch.tensor(x.to("f64").tolist(), dtype=torch.float64).to(dtype)
+
+    def compare(x: Any, y: Any) -> None:
+        found = function(x, y)
+        expected = function(*(theirs(v) if isinstance(v, tc.Tensor) else v for v in (x, y)))
+        assert getattr(torch, TORCH[str(found.dtype)]) == expected.dtype
+        np.testing.assert_array_equal(found.to("f64").numpy(), expected.double().numpy())
+
+    a, b = rows(one, other)
+    compare(a, b)
+    for number in (3, -2.5):
+        compare(a, number)
+        compare(number, b)
+
+
+def test_large_whole_numbers_stay_exact() -> None:
+    x = tc.tensor([2**62 + 1, -(2**62) - 1])
+    assert (x // 1).tolist() == [2**62 + 1, -(2**62) - 1]
+    assert (x % 10).tolist() == [(2**62 + 1) % 10, (-(2**62) - 1) % 10]
+    assert (tc.tensor([5, 6]) // 2.5).tolist() == [2.0, 2.0]
+    assert (5 // tc.tensor([2, 3])).tolist() == [2, 1]
+    assert (np.array([5, 7]) % tc.tensor([2, 4])).tolist() == [1, 3]
+
+
+def test_remainders_have_torchs_gradients() -> None:
+    x, y = tc.Var(tc.tensor([5.5, -5.5])), tc.Var(tc.tensor([2.0, 2.0]))
+    assert ((x // y) * 2).requires_grad is False
+    rest = x % y
+    assert rest.tolist() == [1.5, 0.5]
+    rest.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 1.0]
+    assert y.grad is not None
+    assert y.grad.tolist() == [-2.0, 3.0]
+
+
+X = tc.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: X // 0, tc.ArgumentError, "floordiv: the divisor is 0"),
+        (lambda: X % tc.tensor([1, 0]), tc.ArgumentError, "mod: the divisor is 0, or has one"),
+        (lambda: X // tc.ones(3), tc.ShapeError, r"floordiv: shapes \[2\] and \[3\] do not"),
+        (lambda: X.to("u8") % 300, tc.ArgumentError, "mod: the number 300 does not fit into u8"),
+        (lambda: X // "a", TypeError, "unsupported operand type.* for //: .*Tensor' and 'str'"),
+        (lambda: None % X, TypeError, "unsupported operand type.* for %: 'NoneType' and"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,60 @@
+"""Methods that change variables, against torch where it is."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+X = np.array([[1.5, -2.0, 0.5], [3.0, 0.25, -1.0]], np.float32)
+Y = np.array([2.0, -0.5, 4.0])
+
+CHANGES: list[Callable[[Any, Any], Any]] = [
+    lambda v, y: v.add_(y),
+    lambda v, y: v.add_(y, alpha=-0.5),
+    lambda v, y: v.sub_(y),
+    lambda v, y: v.mul_(y),
+    lambda v, y: v.div_(y),
+    lambda v, y: v.lerp_(y.to(v.dtype).reshape((1, 3)), 0.25),
+    lambda v, y: v.copy_(y.reshape((1, 3)) + v.detach()),
+    lambda v, _: v.clamp_(-1.0, 1.0),
+    lambda v, _: v.clamp_(min=0.0).add_(1).mul_(2.0),
+    lambda v, _: v.fill_(math.inf).fill_(3.0),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_values_and_dtypes_are_torchs(change: Callable[[Any, Any], Any]) -> None:
+    torch = pytest.importorskip("torch")
+    v, y = tc.Var(tc.tensor(X)), tc.tensor(Y)
+    assert change(v, y) is v
+    expected = change(torch.tensor(X), torch.tensor(Y))
+    assert v.dtype == "f32"
+    np.testing.assert_allclose(v.numpy(), expected.numpy(), rtol=1e-6)
+
+
+def test_a_wider_value_keeps_the_dtype() -> None:
+    v = tc.Var(tc.tensor([1.0, 2.0], dtype="bf16"))
+    v.add_(tc.tensor([1.0, 2.0], dtype="f64"))
+    assert (str(v.dtype), v.tolist()) == ("bf16", [2.0, 4.0])
+
+
+def test_a_fill_forgets_what_was() -> None:
+    v = tc.Var(tc.tensor([math.nan, math.inf]))
+    assert v.fill_(2.0).tolist() == [2.0, 2.0]
+
+
+def test_draws_are_in_place() -> None:
+    v = tc.Var(tc.zeros(2000))
+    assert v.normal_(3.0, 0.5, generator=tc.Generator()) is v
+    assert float(v.mean()) == pytest.approx(3.0, abs=0.05)
+    assert float(v.std()) == pytest.approx(0.5, abs=0.05)
+    v.uniform_(-1.0, 2.0)
+    assert -1 <= float(v.min()) < float(v.max()) < 2
+    with pytest.raises(tc.ArgumentError, match=r"normal_: std is -1\.0"):
+        v.normal_(0.0, -1.0)
+    with pytest.raises(tc.ArgumentError, match=r"uniform_: .* has no values"):
+        v.uniform_(1.0, 0.0)
