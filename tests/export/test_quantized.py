@@ -1,4 +1,4 @@
-"""`merge --to nf4`: folders that bitsandbytes' readers and this package load, and their loss."""
+"""`merge --to`: folders that transformers and this package load, and their loss."""
 
 import json
 from pathlib import Path
@@ -23,52 +23,81 @@ def merged(base: Path, adapter: Path, output: Path, *flags: str) -> int:
     return main([*given, "--output", str(output), *flags])
 
 
-def rounded(folder: Path) -> dict[str, np.ndarray]:
+def rounded(folder: Path, to: str) -> dict[str, np.ndarray]:
     """The weights of a merged folder, its linear layers rounded."""
     return {
-        key: (fake_quantize(weight, "nf4") if key.endswith(LINEAR) else weight).numpy()
+        key: (fake_quantize(weight, to) if key.endswith(LINEAR) else weight).numpy()
         for key, weight in CausalLM.from_pretrained(folder, dtype="f32").named_tensors().items()
     }
 
 
+@pytest.mark.parametrize("to", ["nf4", "int8", "fp8"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_folder_holds_the_rounded_merged_weights(
     weights: Path,  # noqa: F811
     tmp_path: Path,
     sharded: bool,
+    to: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if sharded:
         into_shards(weights)
     make_adapter(weights, adapter := tmp_path / "a.safetensors")
     assert merged(weights, adapter, tmp_path / "plain", "--dtype", "f32") == 0
-    assert merged(weights, adapter, tmp_path / "nf4", "--dtype", "f32", "--to", "nf4") == 0
-    assert "layers in nf4: relative error of their weights" in capsys.readouterr().out
-    expected = rounded(tmp_path / "plain")
-    model = CausalLM.from_pretrained(tmp_path / "nf4", dtype="f32")
-    model.save_pretrained(tmp_path / "read")
-    found = CausalLM.from_pretrained(tmp_path / "read", dtype="f32").named_tensors()
+    assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
+    assert f"layers in {to}: relative error of their weights" in capsys.readouterr().out
+    expected = rounded(tmp_path / "plain", to)
+    model = CausalLM.from_pretrained(tmp_path / to, dtype="f32")
+    found = model.named_tensors()
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         np.testing.assert_allclose(found[key].numpy(), value, rtol=1e-6, err_msg=key)
 
 
-def test_transformers_loads_it_with_bitsandbytes(weights: Path, tmp_path: Path) -> None:  # noqa: F811
-    transformers = pytest.importorskip("transformers")
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    pytest.importorskip("accelerate")
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+def test_its_codes_are_the_base_in_that_format(weights: Path, tmp_path: Path, to: str) -> None:  # noqa: F811
+    """A base in the format of its file is the file: it is not rounded again."""
     make_adapter(weights, adapter := tmp_path / "a.safetensors")
-    assert merged(weights, adapter, tmp_path / "nf4", "--dtype", "f32", "--to", "nf4") == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", device_map="cpu")
-    assert merged(weights, adapter, tmp_path / "plain", "--dtype", "f32") == 0
-    expected, compared = rounded(tmp_path / "plain"), 0
-    for name, layer in theirs.named_modules():
+    assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
+    plain = CausalLM.from_pretrained(tmp_path / to, dtype="f32")
+    stored = CausalLM.from_pretrained(tmp_path / to, dtype="f32", quantize=to)
+    assert stored.nbytes < plain.nbytes / 2
+    np.testing.assert_allclose(scores(stored), scores(plain), rtol=1e-4, atol=1e-4)
+
+
+def loaded_by_transformers(folder: Path) -> dict[str, np.ndarray]:
+    """The values of the quantized layers in transformers' model."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+    found = {}
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
         if type(layer).__name__ == "Linear4bit":
-            state = layer.weight.quant_state
-            values = bitsandbytes.functional.dequantize_4bit(layer.weight.data, state).float()
-            np.testing.assert_allclose(values.numpy(), expected[f"{name}.weight"], rtol=1e-6)
-            compared += 1
-    assert compared == sum(key.endswith(LINEAR) for key in expected)
+            functional = pytest.importorskip("bitsandbytes").functional
+            found[name] = functional.dequantize_4bit(weight.data, weight.quant_state).float()
+        elif type(layer).__name__ == "Linear8bitLt":
+            scales = weight.SCB if weight.SCB is not None else layer.state.SCB
+            found[name] = weight.data.float() * scales[:, None] / 127
+        elif hasattr(layer, "quantization_scheme"):
+            found[name] = weight.float() * getattr(layer, "weight_scale", 1)
+    return {f"{name}.weight": values.detach().numpy() for name, values in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("to", "library"),
+    [("nf4", "bitsandbytes"), ("int8", "bitsandbytes"), ("fp8", "compressed_tensors")],
+)
+def test_transformers_loads_it(weights: Path, tmp_path: Path, to: str, library: str) -> None:  # noqa: F811
+    pytest.importorskip(library)
+    make_adapter(weights, adapter := tmp_path / "a.safetensors")
+    assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
+    found = loaded_by_transformers(tmp_path / to)
+    assert merged(weights, adapter, tmp_path / "plain", "--dtype", "f32") == 0
+    expected = rounded(tmp_path / "plain", to)
+    assert found.keys() == {key for key in expected if key.endswith(LINEAR)}
+    for key, values in found.items():
+        np.testing.assert_allclose(values, expected[key], rtol=1e-6, atol=1e-9, err_msg=key)
 
 
 def test_what_was_trained_with_qat_is_what_is_stored(tmp_path: Path) -> None:
@@ -109,7 +138,7 @@ def test_the_loss_before_and_after_is_told(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--to", "int8"], "--to is int8, expected nf4"),
+        (["--to", "int4"], "--to is int4, expected one of nf4, int8, fp8"),
         (["--dataset", "d"], "--dataset has no effect without --to"),
     ],
 )

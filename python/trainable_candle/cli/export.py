@@ -79,7 +79,7 @@ def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str) -> None:
     tuned = task.loss_on(dataset)
     other = families.load(family.name, merged, None, "cpu")
     print(
-        f"loss: base {base:.4f}, with the adapter {tuned:.4f}, merged {other.loss_on(dataset):.4f}"  # type: ignore[attr-defined]
+        f"loss: base {base:.4f}, with the adapter {tuned:.4f}, merged {other.loss_on(dataset):.4f}"
     )
 
 

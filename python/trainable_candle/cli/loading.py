@@ -10,6 +10,7 @@ from trainable_candle.cli.adapter_files import scales_of
 from trainable_candle.cli.options import factor
 from trainable_candle.errors import ConfigError
 from trainable_candle.settings.checks import existing
+from trainable_candle.settings.machine import FORMATS, SAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +44,12 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         help="factor on the effect of all adapters, or of each (default: 1)",
     )
     group.add_argument("--precision", metavar="NAME", help=precision)
+    group.add_argument(
+        "--base-precision",
+        metavar="NAME",
+        choices=(SAME, *FORMATS),
+        help=f"of the model's linear layers, adapters apart: {', '.join(FORMATS)}",
+    )
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
 
 
@@ -62,17 +69,25 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
     """
     # After the arguments proved right.
     from trainable_candle import families  # noqa: PLC0415
+    from trainable_candle.cli.roundings import notes  # noqa: PLC0415
     from trainable_candle.settings import TrainConfig  # noqa: PLC0415
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
 
     if "scale" in given and "adapter" not in given:
         raise ConfigError("--scale has no effect without --adapter; give that, or leave it out")
 
-    parts = TrainConfig(text_encoder=given.get("text_encoder", []), vae=given.get("vae"))
+    parts = TrainConfig(
+        text_encoder=given.get("text_encoder", []),
+        vae=given.get("vae"),
+        base_precision=given.get("base_precision", SAME),
+    )
     task = families.load(given["model"], given.get("weights"), dtype, device, parts)
     if "adapter" in given:
         adapters = [existing("adapter", Path(text).expanduser()) for text in given["adapter"]]
         scales = scales_of(given, len(adapters))
+        for path in adapters:
+            for note in notes(path, parts.base_format, given.get("to")):
+                print(note)
         if len(adapters) == 1:
             task.load_adapter(adapters[0], scales[0])
         elif isinstance(task, LatentTask):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from trainable_candle.cli.loading import add_model, load_model
 from trainable_candle.cli.options import Parser, add_help
@@ -12,7 +12,12 @@ from trainable_candle.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from trainable_candle.tasks.task import Task
     from trainable_candle.tasks.text import TextTask
+
+
+_BEFORE: Final = ("adapter", "scale", "base_precision")
+"""The flags of what is merged, which the merged model has no more."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -22,45 +27,57 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "model", "adapter", "output")
 
     output = Path(given["output"]).expanduser()
-    if "dataset" in given and "to" not in given:
-        raise ConfigError("--dataset has no effect without --to; give that, or leave it out")
-    task = load_model(given, "cpu", given.get("precision"))
     if "to" in given:
-        _quantized(task, given, output)
+        _quantized(given, output)
+    elif "dataset" in given:
+        raise ConfigError("--dataset has no effect without --to; give that, or leave it out")
     else:
-        task.save_merged(output)
+        load_model(given, "cpu", given.get("precision")).save_merged(output)
     print(f"merged model: {output}")
     return 0
 
 
-def _quantized(task: object, given: Mapping[str, Any], output: Path) -> None:
-    """Merge, quantize what was written, and print what that cost."""
+def _quantized(given: Mapping[str, Any], output: Path) -> None:
+    """Merge, quantize what is written, and print what that cost."""
     # After the arguments proved right.
-    from trainable_candle import families  # noqa: PLC0415
-    from trainable_candle.export import quantized  # noqa: PLC0415
+    from trainable_candle.export.quantized import FORMATS  # noqa: PLC0415
+    from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
     from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
 
-    if given["to"] not in quantized.FORMATS:
-        known = ", ".join(quantized.FORMATS)
-        raise ConfigError(f"--to is {given['to']}, expected {known}; for GGUF see export --gguf")
-    if not isinstance(task, TextTask):
-        raise ConfigError(
-            f"--to {given['to']} writes language models, and {given['model']} draws images; leave "
-            "it out"
-        )
+    to = given["to"]
+    if to not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ConfigError(f"--to is {to}, expected one of {known}; for GGUF see export --gguf")
+    task = load_model(given, "cpu", given.get("precision"))
+    if isinstance(task, LatentTask) and to == "nf4":
+        raise ConfigError("--to nf4 writes language models; for image models give fp8 or int8")
     apart = _loss(task, given)
-    family = task.family
-    layers = [name for name in family.layers() if name.split(".")[-1] in family.targets]
-    task.save_merged(output)
-    error = quantized.quantize_folder(output, layers)
-    print(f"{len(layers)} layers in {given['to']}: relative error of their weights {error:.2%}")
+    if isinstance(task, LatentTask):
+        if apart is not None:
+            # Measuring has dropped parts that are written.
+            task = load_model(given, "cpu", given.get("precision"))
+        assert isinstance(task, LatentTask)
+        task.save_merged(output, to)
+    elif isinstance(task, TextTask):
+        _quantized_text(task, output, to)
     if apart is not None:
-        merged = families.load(family.name, output, given.get("precision"), "cpu")
-        loss = merged.loss_on(given["dataset"])  # type: ignore[attr-defined]
+        unadapted = {key: value for key, value in given.items() if key not in _BEFORE}
+        merged = load_model({**unadapted, "weights": str(output)}, "cpu", given.get("precision"))
+        loss = _loss(merged, given)
         print(f"loss: with the adapter apart {apart:.4f}, merged and quantized {loss:.4f}")
 
 
-def _loss(task: TextTask, given: Mapping[str, Any]) -> float | None:
+def _quantized_text(task: TextTask, output: Path, to: str) -> None:
+    from trainable_candle.export.quantized import quantize_folder  # noqa: PLC0415
+
+    family = task.family
+    layers = [name for name in family.layers() if name.split(".")[-1] in family.targets]
+    task.save_merged(output)
+    error = quantize_folder(output, layers, to)
+    print(f"{len(layers)} layers in {to}: relative error of their weights {error:.2%}")
+
+
+def _loss(task: Task, given: Mapping[str, Any]) -> float | None:
     return task.loss_on(given["dataset"]) if "dataset" in given else None
 
 
@@ -75,10 +92,12 @@ def make_parser(program: str) -> Parser:
     add_model(group, "dtype of the written weights (default: as stored)")
     group.add_argument("--output", metavar="DIR", help="new folder, or .safetensors file")
     group.add_argument(
-        "--to", metavar="FORMAT", help="quantize language models: nf4, as bitsandbytes stores it"
+        "--to",
+        metavar="FORMAT",
+        help="quantize: nf4, int8 or fp8; image models int8 or fp8, into a .safetensors file",
     )
     group.add_argument(
-        "--dataset", metavar="PATH", help="with --to: texts to compare the loss before and after on"
+        "--dataset", metavar="PATH", help="with --to: data to compare the loss before and after on"
     )
     add_help(group)
     return parser

@@ -1,9 +1,10 @@
-"""A language model's folder with layers in four bits, as bitsandbytes stores them."""
+"""A language model's folder with layers in eight or four bits, as its readers store them."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -15,26 +16,30 @@ from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.nn.functional import fake_quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from trainable_candle import Tensor
 
-FORMATS: Final = ("nf4",)
 _BLOCK: Final = 64
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
-def quantize_folder(folder: Path, layers: Collection[str]) -> float:
-    """Replace weights in a folder of transformers by NF4, which it loads with bitsandbytes.
+def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
+    """Replace weights in a folder of transformers by quantized ones, in a form that it loads.
 
-    Scales stay in f32 (4.5 bits per weight), as those that `--qat nf4` trains with. Keys follow
-    `QuantState.as_dict(packed=True)` and the configuration `BitsAndBytesConfig`:
-    <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
+    - `"nf4"`: bitsandbytes, scales in f32 (4.5 bits a weight), as those that `--qat nf4` trains
+      with. Keys follow `QuantState.as_dict(packed=True)` and the configuration
+      `BitsAndBytesConfig`:
+      <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
+    - `"int8"`: bitsandbytes, the largest magnitude of each row in `SCB` (`Linear8bitLt`).
+    - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row, for weights alone:
+      <https://github.com/vllm-project/compressed-tensors>.
 
     Args:
         folder: holds `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
+        to: one of `FORMATS`.
 
     Returns:
         The relative error of the replaced weights: the length of the difference by theirs.
@@ -46,40 +51,57 @@ def quantize_folder(folder: Path, layers: Collection[str]) -> float:
     """
     left, error, length = set(layers), 0.0, 0.0
     places: dict[str, str] = {}
+    form = _FORMS[to]
     for name in shards(folder):
         tensors: dict[str, Tensor] = {}
+        codes: dict[str, str] = {}
         for key, weight in tc.load_file(folder / name).items():
             layer = key.removesuffix(".weight")
             if layer not in left or layer == key:
                 tensors[key] = weight
                 continue
             left.remove(layer)
-            tensors |= _parts(key, weight)
             exact = weight.to("f32")
-            lost = (fake_quantize(exact, "nf4") - exact).numpy()
+            rounded = fake_quantize(exact, to)  # says what is wrong with a weight
+            tensors |= form.parts(key, exact, _DTYPES[str(weight.dtype)])
+            if to in _CODES:
+                codes[key] = to
+            lost = (rounded - exact).numpy()
             error += float((lost.astype(np.float64) ** 2).sum())
             length += float((exact.numpy().astype(np.float64) ** 2).sum())
-        tc.save_file(tensors, folder / name, {"format": "pt"})
+        tc.save_file(tensors, folder / name, {"format": "pt"}, codes)
         places |= dict.fromkeys(tensors, name)
     if left:
         raise WeightsFormatError(f"weights: {folder} has no weight of {min(left)}")
     if (folder / INDEX).is_file():
         index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
         write_atomically(folder / INDEX, json.dumps(index | {"weight_map": places}, indent=2))
-    _configure(folder / "config.json")
+    path = folder / "config.json"
+    config = parse_json(path.read_text(encoding="utf-8"))
+    dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
+    config["quantization_config"] = form.configuration(dtype)
+    write_atomically(path, json.dumps(config, indent=2))
     return math.sqrt(error / length) if length else 0.0
 
 
-def _parts(key: str, weight: Tensor) -> dict[str, Tensor]:
-    """The codes of a weight and what they need, under bitsandbytes' names."""
-    rows, columns = weight.shape
-    fake_quantize(weight, "nf4")  # an error that says what is wrong with its size
-    exact = weight.to("f32")
+@dataclass(frozen=True)
+class _Form:
+    """How a format is stored."""
+
+    parts: Callable[[str, Tensor, str], dict[str, Tensor]]
+    """The codes of a weight, under its key, and what is beside them; takes its values in f32 and
+    the name of the dtype that it had."""
+    configuration: Callable[[str], dict[str, object]]
+    """The `quantization_config`, of the dtype that is computed in."""
+
+
+def _nf4(key: str, exact: Tensor, dtype: str) -> dict[str, Tensor]:
+    rows, columns = exact.shape
     scales = np.abs(exact.numpy().reshape(-1, _BLOCK)).max(1)
     state: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": _BLOCK,
-        "dtype": _DTYPES[str(weight.dtype)],
+        "dtype": dtype,
         "shape": [rows, columns],
     }
     packed = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
@@ -91,6 +113,24 @@ def _parts(key: str, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _int8(key: str, exact: Tensor, _dtype: str) -> dict[str, Tensor]:
+    layer = key.removesuffix("weight")
+    return {
+        key: tc.quantize(exact, "int8").tensors()["codes"].reshape(exact.shape),
+        f"{layer}SCB": tc.tensor(np.abs(exact.numpy()).max(1)),
+        # Weights lie row by row.
+        f"{layer}weight_format": tc.tensor(np.array(0, np.uint8)),
+    }
+
+
+def _fp8(key: str, exact: Tensor, _dtype: str) -> dict[str, Tensor]:
+    parts = tc.quantize(exact, "fp8").tensors()
+    return {
+        key: parts["codes"].reshape(exact.shape),
+        f"{key}_scale": parts["scales"].reshape((-1, 1)),
+    }
+
+
 def _values() -> np.ndarray[Any, np.dtype[np.float32]]:
     """The sixteen values of the codes: blocks whose scale is 1, rounded."""
     blocks = np.linspace(-1, 1, 64 * 63, dtype=np.float32).reshape(64, 63)
@@ -98,11 +138,8 @@ def _values() -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.unique(fake_quantize(tc.tensor(blocks), "nf4").numpy())
 
 
-def _configure(path: Path) -> None:
-    """Say in the configuration how the weights are stored."""
-    config = parse_json(path.read_text(encoding="utf-8"))
-    dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
-    config["quantization_config"] = {
+def _bitsandbytes4(dtype: str) -> dict[str, object]:
+    return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "load_in_8bit": False,
@@ -112,4 +149,34 @@ def _configure(path: Path) -> None:
         "bnb_4bit_quant_storage": "uint8",
         "llm_int8_skip_modules": ["lm_head"],
     }
-    write_atomically(path, json.dumps(config, indent=2))
+
+
+def _bitsandbytes8(_dtype: str) -> dict[str, object]:
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": False,
+        "load_in_8bit": True,
+        "llm_int8_skip_modules": ["lm_head"],
+    }
+
+
+def _compressed(_dtype: str) -> dict[str, object]:
+    weights = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+_FORMS: Final = {
+    "nf4": _Form(_nf4, _bitsandbytes4),
+    "int8": _Form(_int8, _bitsandbytes8),
+    "fp8": _Form(_fp8, _compressed),
+}
+_CODES: Final = ("int8", "fp8")
+FORMATS: Final = tuple(_FORMS)

@@ -221,6 +221,14 @@ class Digits(LatentFamily):
             )
         models[self.component].save_pretrained(output)
 
+    def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:  # noqa: ARG002
+        """There are no such files.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"--to {to}: {self.name} has no files in eight bits; leave it out")
+
 
 def to_model(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """RGB pixels as the model sees them: (n, 8, 8, 3), 0..255 -> grey (n, 1, 8, 8), -1..1."""

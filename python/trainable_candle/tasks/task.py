@@ -223,6 +223,13 @@ class Task(Protocol):
                 another model.
         """
 
+    def loss_on(self, dataset: str) -> float:
+        """The mean loss on a data set, with the adapters if there are any.
+
+        Raises:
+            DatasetError: it cannot be used.
+        """
+
     def save_merged(self, output: Path) -> None:
         """Write the whole model with its adapters merged into the weights.
 

@@ -11,6 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from trainable_candle.settings.adapter import INITS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -22,6 +24,12 @@ _MODELSPEC_PREDICTIONS: Final = {"epsilon": "epsilon", "v_prediction": "v"}
 _UNKNOWN: Final = "0" * 64
 _HASHES: Final = ("sshs_model_hash", "modelspec.hash_sha256")
 _BLOCK: Final = 2**20
+BASE: Final = "trainable_candle.base_precision"
+"""The entry with the format of the base, if that was quantized."""
+QAT: Final = "trainable_candle.qat"
+"""The entry with what the adapted weights were rounded to."""
+INIT: Final = "trainable_candle.init"
+"""The entry with how the adapter started, if not without an effect."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ def training_metadata(
         "modelspec.resolution": f"{side}x{side}" if side else None,
         "modelspec.trigger_phrase": config.trigger,
         "modelspec.prediction_type": _MODELSPEC_PREDICTIONS.get(config.prediction_type or ""),
+        **roundings(config),
         **of_data,
         _HASHES[0]: _UNKNOWN,
         _HASHES[1]: f"0x{_UNKNOWN}",
@@ -100,6 +109,15 @@ def training_metadata(
     # Names of files may contain bytes that are not valid text.
     texts = {name: str(value).encode(errors="replace").decode() for name, value in facts.items()}
     return {name: text for name, text in texts.items() if facts[name] not in {None, ""}}
+
+
+def roundings(config: TrainConfig) -> dict[str, str | None]:
+    """The entries that say which rounding of the base an adapter was trained with."""
+    return {
+        BASE: config.base_format,
+        QAT: config.qat,
+        INIT: None if config.init == INITS[0] else config.init,
+    }
 
 
 class Stamped:

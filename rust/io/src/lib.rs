@@ -3,8 +3,8 @@
 pub mod adapter_file;
 mod atomic;
 mod bitsandbytes;
+mod eight_bits;
 pub mod form;
-mod fp8;
 mod gguf;
 pub mod tensor_file;
 mod tensor_writer;
@@ -16,8 +16,9 @@ pub use adapter_file::{
     read_adapters, save_adapters,
 };
 pub use atomic::write_atomically;
+pub use eight_bits::comfy_format;
 pub use gguf::GgufFile;
 pub use tensor_file::{TensorFile, load_tensors};
-pub use tensor_writer::{TensorEntry, save_entries, save_tensors};
+pub use tensor_writer::{EightBits, TensorEntry, save_entries, save_tensors};
 pub use weight_file::WeightFile;
-pub use weight_files::WeightFiles;
+pub use weight_files::{WeightFiles, quantized};

@@ -13,7 +13,8 @@ use trainable_candle_core::compute::{cast, copy_into};
 use trainable_candle_core::raw::{check_allocation, filled_in_parts, from_vec, is_float};
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor};
 
-use crate::fp8;
+use crate::eight_bits;
+use crate::tensor_writer::EightBits;
 
 /// The longest header that the format allows.
 const LONGEST_HEADER: u64 = 100_000_000;
@@ -159,7 +160,7 @@ impl TensorFile {
     fn read_fp8(&mut self, info: &TensorInfo, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
-        let known: Vec<bf16> = (0..=u8::MAX).map(fp8::value).collect();
+        let known: Vec<bf16> = (0..=u8::MAX).map(eight_bits::value).collect();
         let values: Vec<bf16> = bytes.into_iter().map(|byte| known[usize::from(byte)]).collect();
         let read = from_vec(values, info.shape.as_slice()).to_device(device)?;
         Ok(Tensor::from_raw(&if dtype == DType::BF16 { read } else { cast(&read, dtype)? }))
@@ -174,9 +175,13 @@ impl TensorFile {
         Ok(Tensor::from_raw(&self.read_stored(info, DType::U8)?))
     }
 
-    /// Whether a tensor is of numbers of eight bits.
-    pub(crate) fn is_fp8(&self, name: &str) -> bool {
-        self.metadata.info(name).is_some_and(|info| info.dtype == Dtype::F8_E4M3)
+    /// What numbers of eight bits a tensor is of, if it is.
+    pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
+        match self.metadata.info(name)?.dtype {
+            Dtype::F8_E4M3 => Some(EightBits::Fp8),
+            Dtype::I8 => Some(EightBits::Int8),
+            _ => None,
+        }
     }
 
     /// The values of a tensor as they are stored, read by several threads.

@@ -25,8 +25,19 @@ pub struct TensorEntry<'a> {
     pub shape: Vec<usize>,
     /// Its dtype.
     pub dtype: DType,
+    /// What its numbers of eight bits are, where its values are their codes (u8).
+    pub codes: Option<EightBits>,
     /// Its values.
     pub values: Box<dyn FnOnce() -> Result<Tensor> + 'a>,
+}
+
+/// Numbers of eight bits that tensors have no dtype for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EightBits {
+    /// Two's complement.
+    Int8,
+    /// e4m3 (Micikevicius et al. 2022, arXiv:2209.05433).
+    Fp8,
 }
 
 impl<'a> TensorEntry<'a> {
@@ -36,8 +47,15 @@ impl<'a> TensorEntry<'a> {
             name: name.into(),
             shape: tensor.dims().to_vec(),
             dtype: tensor.dtype(),
+            codes: None,
             values: Box::new(|| Ok(tensor.clone())),
         }
+    }
+
+    /// The same, its values the codes (u8) of other numbers.
+    #[must_use]
+    pub fn with_codes(self, codes: Option<EightBits>) -> Self {
+        Self { codes, ..self }
     }
 }
 
@@ -92,7 +110,8 @@ fn header(tensors: &[TensorEntry<'_>], metadata: &BTreeMap<String, String>) -> R
         entries.insert("__metadata__".into(), json!(metadata));
     }
     let mut start = 0;
-    for TensorEntry { name, shape, dtype, .. } in tensors {
+    for entry in tensors {
+        let TensorEntry { name, shape, dtype, .. } = entry;
         if name == "__metadata__" {
             return Err(Error::argument(
                 "save",
@@ -100,7 +119,7 @@ fn header(tensors: &[TensorEntry<'_>], metadata: &BTreeMap<String, String>) -> R
             ));
         }
         let end = start + shape.iter().product::<usize>() * dtype.size_in_bytes();
-        let entry = json!({"dtype": dtype_name(name, *dtype)?, "shape": shape, "data_offsets": [start, end]});
+        let entry = json!({"dtype": dtype_name(entry)?, "shape": shape, "data_offsets": [start, end]});
         entries.insert(name.clone(), entry);
         start = end;
     }
@@ -109,20 +128,30 @@ fn header(tensors: &[TensorEntry<'_>], metadata: &BTreeMap<String, String>) -> R
     Ok(header)
 }
 
-fn dtype_name(tensor: &str, dtype: DType) -> Result<&'static str> {
-    Ok(match dtype {
-        DType::F64 => "F64",
-        DType::F32 => "F32",
-        DType::F16 => "F16",
-        DType::BF16 => "BF16",
-        DType::I64 => "I64",
-        DType::U32 => "U32",
-        DType::U8 => "U8",
-        other => {
+fn dtype_name(entry: &TensorEntry<'_>) -> Result<&'static str> {
+    let TensorEntry { name, dtype, codes, .. } = entry;
+    Ok(match (dtype, codes) {
+        (DType::U8, Some(EightBits::Int8)) => "I8",
+        (DType::U8, Some(EightBits::Fp8)) => "F8_E4M3",
+        (other, Some(_)) => {
             let message =
-                format!("tensor \"{tensor}\" has dtype {}, which safetensors files do not hold", other.as_str());
+                format!("tensor \"{name}\" has dtype {}, expected u8 for codes of eight bits", other.as_str());
             return Err(Error::dtype("save", message));
         }
+        (dtype, None) => match dtype {
+            DType::F64 => "F64",
+            DType::F32 => "F32",
+            DType::F16 => "F16",
+            DType::BF16 => "BF16",
+            DType::I64 => "I64",
+            DType::U32 => "U32",
+            DType::U8 => "U8",
+            other => {
+                let message =
+                    format!("tensor \"{name}\" has dtype {}, which safetensors files do not hold", other.as_str());
+                return Err(Error::dtype("save", message));
+            }
+        },
     })
 }
 

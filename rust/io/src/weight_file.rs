@@ -9,6 +9,7 @@ use trainable_candle_core::{DType, Device, Result, Tensor};
 
 use crate::gguf::{self, GgufFile};
 use crate::tensor_file::TensorFile;
+use crate::tensor_writer::EightBits;
 
 /// An open file whose tensors are read one at a time.
 pub enum WeightFile {
@@ -101,8 +102,8 @@ impl WeightFile {
         }
     }
 
-    /// Whether a tensor is of numbers of eight bits.
-    pub(crate) fn is_fp8(&self, name: &str) -> bool {
-        self.safetensors().is_some_and(|file| file.is_fp8(name))
+    /// What numbers of eight bits a tensor is of, if it is.
+    pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
+        self.safetensors()?.eight_bits(name)
     }
 }

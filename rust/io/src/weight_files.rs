@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use trainable_candle_core::quantized::{Ggml, create_dynamic_map, nf4_values};
+use trainable_candle_core::quantized::{Format, Ggml, create_dynamic_map, nf4_values};
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor};
 
 use crate::bitsandbytes::{self, State};
-use crate::fp8;
+use crate::eight_bits::{self, Beside};
 use crate::gguf::GgufFile;
+use crate::tensor_file::TensorFile;
+use crate::tensor_writer::EightBits;
 use crate::weight_file::WeightFile;
 
 /// Open files whose tensors are read one at a time, as if they were one file.
@@ -17,8 +19,8 @@ pub struct WeightFiles {
     files: Vec<WeightFile>,
     /// The index of the file of each name.
     index: BTreeMap<String, usize>,
-    /// What the values of a weight of eight bits are multiplied by.
-    scales: BTreeMap<String, f32>,
+    /// What the values of a weight of eight bits are multiplied by (f32): one for all, or one for each row.
+    scales: BTreeMap<String, Tensor>,
     /// The weights of four bits, and the files of what is beside them.
     packed: BTreeMap<String, Packed>,
 }
@@ -54,33 +56,57 @@ impl WeightFiles {
 
     /// Take what says how weights of eight bits were scaled out of the names: it is part of their values.
     fn take_scales(&mut self) -> Result<()> {
-        let is_fp8 = |&(name, &file): &(&String, &usize)| self.files[file].is_fp8(name);
-        let weights: Vec<String> = self.index.iter().filter(is_fp8).map(|(name, _)| name.clone()).collect();
-        for weight in weights {
-            for key in fp8::keys_beside(&weight) {
+        let kind = |(name, &file): (&String, &usize)| Some((name.clone(), self.files[file].eight_bits(name)?));
+        let weights: Vec<(String, EightBits)> = self.index.iter().filter_map(kind).collect();
+        for (weight, bits) in weights {
+            for (key, beside) in eight_bits::keys_beside(&weight) {
                 let Some(file) = self.index.remove(&key) else { continue };
-                let values = &mut self.files[file];
-                if key.ends_with("comfy_quant") {
-                    let json = values.read(&key, &Device::Cpu)?.to_vec::<u8>()?;
-                    if let Some(format) = fp8::other_format(&json) {
-                        let message = format!(
-                            "\"{weight}\" is quantised as \"{format}\", which is not supported; use a file of bf16, f16 or \
-                             fp8 (float8_e4m3fn)"
-                        );
-                        return Err(Error::weights(values.path(), message));
-                    }
-                } else if fp8::scales_of(&weight).is_some_and(|scales| scales.contains(&key)) {
-                    let scale = values.read_as(&key, Some(DType::F32), &Device::Cpu)?;
-                    let &[factor] = scale.reshape(scale.elem_count())?.to_vec::<f32>()?.as_slice() else {
-                        let message =
-                            format!("\"{key}\" has shape {:?}, expected one scale for the tensor", scale.dims());
-                        return Err(Error::weights(values.path(), message));
-                    };
-                    self.scales.insert(weight.clone(), factor);
-                }
+                self.take_beside((&weight, bits), &key, beside, file)?;
             }
         }
-        self.index.retain(|name, _| name.rsplit('.').next() != Some(fp8::MARK));
+        self.index.retain(|name, _| name.rsplit('.').next() != Some(eight_bits::MARK));
+        Ok(())
+    }
+
+    /// Take the tensor `key` of `file`, which is beside a weight of eight bits.
+    fn take_beside(&mut self, (weight, bits): (&str, EightBits), key: &str, beside: Beside, file: usize) -> Result<()> {
+        let rows = self.shape(weight).and_then(|dims| dims.first().copied()).unwrap_or(1);
+        let file = &mut self.files[file];
+        match beside {
+            Beside::Scales | Beside::Largest => {
+                let scales = flat(&file.read_as(key, Some(DType::F32), &Device::Cpu)?)?;
+                if ![1, rows].contains(&scales.elem_count()) {
+                    let found = file.shape(key).unwrap_or_default();
+                    let text = format!(
+                        "\"{key}\" has shape {found:?}, expected one scale for the tensor or one for each of its {rows} rows"
+                    );
+                    return Err(Error::weights(file.path(), text));
+                }
+                let scales = if beside == Beside::Largest {
+                    let factors = scales.to_vec::<f32>()?.into_iter().map(|largest| largest / eight_bits::LARGEST_INT8);
+                    Tensor::new(factors.collect::<Vec<f32>>().as_slice(), &Device::Cpu)?
+                } else {
+                    scales
+                };
+                self.scales.insert(weight.to_owned(), scales);
+            }
+            Beside::Comfy => {
+                if let Some(format) = eight_bits::other_format(&bytes(file, key)?, bits) {
+                    let text = format!(
+                        "\"{weight}\" is quantised as \"{format}\", which is not supported; use a file of bf16, f16 or fp8 \
+                         (float8_e4m3fn)"
+                    );
+                    return Err(Error::weights(file.path(), text));
+                }
+            }
+            Beside::Order => {
+                if bytes(file, key)? != [0] {
+                    let text = format!("\"{weight}\" does not lie row by row, which is not supported; save it again");
+                    return Err(Error::weights(file.path(), text));
+                }
+            }
+            Beside::Nothing => {}
+        }
         Ok(())
     }
 
@@ -133,6 +159,9 @@ impl WeightFiles {
         if let Some(packed) = self.packed.get(name) {
             return Some(packed.state.dtype);
         }
+        if let Some((EightBits::Int8, _)) = self.eight_bits(name) {
+            return Some(DType::BF16);
+        }
         self.files[*self.index.get(name)?].dtype_of(name)
     }
 
@@ -140,6 +169,10 @@ impl WeightFiles {
     pub fn common_dtype(&self, prefix: &str) -> Option<DType> {
         let mut elements: Vec<(DType, usize)> = Vec::new();
         for name in self.names().filter(|name| name.starts_with(prefix)) {
+            // Integers of eight bits do not tell what they were made from.
+            if self.eight_bits(name).is_some_and(|(bits, _)| bits == EightBits::Int8) {
+                continue;
+            }
             let Some(dtype) = self.dtype(name).filter(|&dtype| is_float(dtype)) else { continue };
             let count = self.shape(name).map_or(0, |dims| dims.iter().product());
             match elements.iter_mut().find(|(known, _)| *known == dtype) {
@@ -167,9 +200,17 @@ impl WeightFiles {
             let matrix = self.read_nf4(name)?.to_device(device)?;
             return matrix.dequantize(dtype.unwrap_or_else(|| matrix.dtype()));
         }
-        let Some(&scale) = self.scales.get(name) else { return self.files[file].read_as(name, dtype, device) };
-        let values = self.files[file].read_as(name, Some(DType::F32), device)?;
-        values.mul_scalar(f64::from(scale))?.to_dtype(dtype.unwrap_or(DType::BF16))
+        if !self.scales.contains_key(name) {
+            return self.files[file].read_as(name, dtype, device);
+        }
+        let Some((bits, codes, scales)) = self.read_eight_bits(name)? else {
+            return Err(Error::weights(self.path(), format!("\"{name}\" has scales and is not of eight bits")));
+        };
+        // Of a convolution, a row is what one of its outputs is made with.
+        let rows = codes.dims().first().copied().unwrap_or(1);
+        let matrix = codes.reshape((rows, codes.elem_count() / rows.max(1)))?;
+        let values = quantized(bits, &matrix, &scales, dtype.unwrap_or(DType::BF16))?.to_device(device)?;
+        values.dequantize(values.dtype())?.reshape(codes.dims())
     }
 
     /// Whether a weight is of four bits, as bitsandbytes stores it.
@@ -213,15 +254,25 @@ impl WeightFiles {
         Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype)
     }
 
-    /// The codes of a weight of e4m3 numbers in its shape, and what they are multiplied by; none for other weights.
+    /// What a weight of eight bits is of, its codes (u8) in its shape, and what they are multiplied by (f32): one for all, or one for
+    /// each row; none for other weights, and for integers without scales.
     ///
     /// # Errors
     /// [`Error::Io`] if reading fails.
-    pub fn read_fp8(&mut self, name: &str) -> Result<Option<(Tensor, f32)>> {
-        let Some(&file) = self.index.get(name).filter(|&&file| self.files[file].is_fp8(name)) else { return Ok(None) };
-        let scale = self.scales.get(name).copied().unwrap_or(1.0);
-        let Some(file) = self.files[file].safetensors() else { return Ok(None) };
-        Ok(Some((file.read_codes(name)?, scale)))
+    pub fn read_eight_bits(&self, name: &str) -> Result<Option<(EightBits, Tensor, Tensor)>> {
+        let Some((bits, file)) = self.eight_bits(name) else { return Ok(None) };
+        let scales = match self.scales.get(name) {
+            Some(scales) => scales.clone(),
+            None => Tensor::new(&[1f32], &Device::Cpu)?,
+        };
+        Ok(Some((bits, file.read_codes(name)?, scales)))
+    }
+
+    /// What a weight of eight bits is of, and its file.
+    fn eight_bits(&self, name: &str) -> Option<(EightBits, &TensorFile)> {
+        let file = self.files[*self.index.get(name)?].safetensors()?;
+        let bits = file.eight_bits(name)?;
+        (bits == EightBits::Fp8 || self.scales.contains_key(name)).then_some((bits, file))
     }
 
     /// The first file, if it is a GGUF file.
@@ -242,4 +293,30 @@ impl WeightFiles {
         let file = self.index.get(name).and_then(|&file| self.files[file].gguf());
         file.map_or(Ok(None), |file| file.read_blocks(name))
     }
+}
+
+/// The matrix of codes (rows, columns) and scales, one for all or one for each row, standing for values of `dtype`.
+///
+/// # Errors
+/// As [`Quantized::from_eight_bits`].
+pub fn quantized(bits: EightBits, codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Quantized> {
+    match bits {
+        EightBits::Fp8 => Quantized::from_eight_bits(Format::Fp8, codes, scales, dtype),
+        EightBits::Int8 => {
+            let (rows, mut each) = (codes.dims().first().copied().unwrap_or(1), scales.to_vec::<f32>()?);
+            if let &[one] = each.as_slice() {
+                each = vec![one; rows];
+            }
+            let scales = Tensor::new(each.as_slice(), &Device::Cpu)?;
+            Quantized::from_eight_bits(Format::Int8, codes, &scales, dtype)
+        }
+    }
+}
+
+fn flat(tensor: &Tensor) -> Result<Tensor> {
+    tensor.reshape(tensor.elem_count())
+}
+
+fn bytes(file: &mut WeightFile, key: &str) -> Result<Vec<u8>> {
+    flat(&file.read(key, &Device::Cpu)?)?.to_vec::<u8>()
 }

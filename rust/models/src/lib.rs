@@ -31,7 +31,7 @@ pub use facts::{Facts, PartFacts, Plan, inspect};
 pub use flux::FluxTransformer;
 pub use flux2::Flux2Transformer;
 pub use pipelines::Pipeline;
-pub use pretrained::{Architecture, Choice, Configuration, Pretrained, save_checkpoint, save_pretrained};
+pub use pretrained::{Architecture, Choice, Configuration, Pretrained, Written, save_checkpoint, save_pretrained};
 pub use registry::{Loaded, Model, load};
 pub use sd3::SD3Transformer;
 pub use sdxl::SDXLUNet;

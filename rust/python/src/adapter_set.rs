@@ -40,6 +40,7 @@ use crate::var::Var;
 ///     decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
 ///     qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
 ///         does, to "int8", "int4", "fp8" or "nf4".
+///     qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale a token.
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -51,7 +52,7 @@ impl LoraConfig {
     #[new]
     #[pyo3(signature = (r=Integer::of(8), lora_alpha=Argument::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Argument::of(0.0),
         use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
-        decompose_both=false, decompose_factor=Integer::of(-1), qat=None))]
+        decompose_both=false, decompose_factor=Integer::of(-1), qat=None, qat_activations=false))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: Integer,
@@ -68,6 +69,7 @@ impl LoraConfig {
         decompose_both: bool,
         decompose_factor: Integer,
         qat: Option<&str>,
+        qat_activations: bool,
     ) -> Result<Self> {
         const OP: &str = "LoraConfig";
         let rank =
@@ -89,6 +91,7 @@ impl LoraConfig {
             decompose_both,
             decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
             qat: qat.map(str::parse).transpose()?,
+            qat_activations,
             rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
             alpha_pattern: alpha_pattern.get(OP, "alpha_pattern")?.unwrap_or_default(),
         };
@@ -191,6 +194,12 @@ impl LoraConfig {
     #[getter]
     fn qat(&self) -> Option<&'static str> {
         self.0.qat.map(tc::ops::fake_quantize::Grid::name)
+    }
+
+    /// Whether the inputs of these layers are rounded too.
+    #[getter]
+    const fn qat_activations(&self) -> bool {
+        self.0.qat_activations
     }
 
     /// Other ranks for layers by name.

@@ -20,16 +20,20 @@ use crate::tensor::Tensor;
 ///     tensors: tensors by name.
 ///     path: the file.
 ///     metadata: text entries for the file's header.
+///     codes: names of u8 tensors that are the codes of other numbers of eight bits, "int8" or "fp8" (e4m3), as a QuantizedTensor has them.
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
+///     ArgumentError: if a name of codes is of no tensor, or the numbers are others.
+///     DTypeError: if such a tensor is not u8, or safetensors files do not hold a dtype.
 #[pyfunction]
-#[pyo3(signature = (tensors, path, metadata=Argument::of(None)))]
+#[pyo3(signature = (tensors, path, metadata=Argument::of(None), codes=Argument::of(None)))]
 pub fn save_file(
     py: Python<'_>,
     tensors: Argument<BTreeMap<String, PyRef<'_, Tensor>>>,
     path: FilePath,
     metadata: Argument<Option<BTreeMap<String, String>>>,
+    codes: Argument<Option<BTreeMap<String, String>>>,
 ) -> Result<()> {
     const OP: &str = "save_file";
     let path = path.get(OP)?;
@@ -37,7 +41,24 @@ pub fn save_file(
     let tensors: BTreeMap<String, tc::Tensor> =
         tensors.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
     let metadata = metadata.get(OP, "metadata")?.unwrap_or_default();
-    detached(py, || io::save_tensors(&path, tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)), &metadata))
+    let codes = codes.get(OP, "codes")?.unwrap_or_default();
+    let codes = codes
+        .into_iter()
+        .map(|(name, format)| {
+            if !tensors.contains_key(&name) {
+                return Err(tc::Error::argument(OP, format!("codes names \"{name}\", which is none of the tensors")));
+            }
+            match format.as_str() {
+                "int8" => Ok((name, io::EightBits::Int8)),
+                "fp8" => Ok((name, io::EightBits::Fp8)),
+                _ => Err(tc::Error::argument(OP, format!("codes: found \"{format}\", expected int8 or fp8"))),
+            }
+        })
+        .collect::<tc::Result<BTreeMap<_, _>>>()?;
+    detached(py, || {
+        let entry = |(name, tensor)| io::TensorEntry::of(name, tensor).with_codes(codes.get(name).copied());
+        io::save_entries(&path, tensors.iter().map(entry).collect(), &metadata)
+    })
 }
 
 /// Read a safetensors file.

@@ -201,3 +201,16 @@ class PipelineFamily(LatentFamily, Generic[E]):
             OSError: it cannot be written.
         """
         saving.save_merged(self.weights, self.parts, models, output)
+
+    def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
+        """Write one file under the original names, the denoiser as ComfyUI stores eight bits.
+
+        Raises:
+            ConfigError: `output` is no new `.safetensors` file.
+            OSError: it cannot be written.
+        """
+        if output.suffix != ".safetensors":
+            raise ConfigError(
+                f"--output is {output}; with --to, expected the name of a new .safetensors file"
+            )
+        saving.save_file(self.weights, self.parts, models, output, {self.component: to})

@@ -32,7 +32,7 @@ def save_merged(
         OSError: it cannot be written.
     """
     if output.suffix == ".safetensors":
-        _save_file(weights, parts, models, output)
+        save_file(weights, parts, models, output, {})
     elif weights.is_dir():
         _save_folder(weights, parts, models, output)
     else:
@@ -41,17 +41,33 @@ def save_merged(
         )
 
 
-def _save_file(
-    weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
+def save_file(
+    weights: Path,
+    parts: Sequence[str],
+    models: Mapping[str, Model],
+    output: Path,
+    quantize: Mapping[str, str],
 ) -> None:
-    """Write one file under the original names, all but `models` as it is in `weights`."""
+    """Write one file under the original names, all but `models` as it is in `weights`.
+
+    Args:
+        weights: the checkpoint from which all but `models` is taken.
+        parts: the folders of a pipeline's models.
+        models: those that have changed, by their folders.
+        output: a new file.
+        quantize: the formats of models in eight bits, by their folders.
+
+    Raises:
+        ConfigError: there is something else.
+        OSError: it cannot be written.
+    """
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists; expected a new file")
     if weights.is_dir():
         others = {name: load(weights, subfolder=name) for name in parts if name not in models}
-        save_checkpoint(output, {**models, **others})
+        save_checkpoint(output, {**models, **others}, quantize=quantize)
     else:
-        save_checkpoint(output, dict(models), base=weights)
+        save_checkpoint(output, dict(models), base=weights, quantize=quantize)
 
 
 def _save_folder(

@@ -342,3 +342,17 @@ class LatentModel(ABC):
             ConfigError: there is something else.
             OSError: it cannot be written.
         """
+
+    @abstractmethod
+    def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
+        """Write the whole model with the denoiser's linear layers in eight bits.
+
+        Args:
+            models: the parts that are not as in the weights, and the denoiser.
+            output: a new `.safetensors` file.
+            to: "fp8" or "int8".
+
+        Raises:
+            ConfigError: there is something else, or the family has no such files.
+            OSError: it cannot be written.
+        """

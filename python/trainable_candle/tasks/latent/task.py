@@ -384,8 +384,13 @@ class LatentTask:
         self._adapted = tuple(sets)
         return Adapters(sets)
 
-    def save_merged(self, output: Path) -> None:
+    def save_merged(self, output: Path, to: str | None = None) -> None:
         """Write the whole model with its adapters merged into the weights.
+
+        Args:
+            output: a new or an empty folder, or a new `.safetensors` file.
+            to: what the linear layers in the denoiser's blocks are written in, "fp8" or "int8", as
+                ComfyUI stores them; then `output` is a file.
 
         Raises:
             ConfigError: `output` is not a place for it.
@@ -394,4 +399,20 @@ class LatentTask:
         models = {name: self._part(name) for name in self._adapted}
         for model in models.values():
             model.merge_adapter()
-        self.family.save_merged(models, output)
+        if to is None:
+            self.family.save_merged(models, output)
+            return
+        component = self.family.component
+        models.setdefault(component, self._part(component))
+        self.family.save_quantized(models, output, to)
+
+    def loss_on(self, dataset: str) -> float:
+        """The mean loss on the images of a folder, each with the same noise at every call.
+
+        Raises:
+            DatasetError: it cannot be used.
+        """
+        family = self.family
+        family.config = family.config.with_(dataset=dataset, cache="memory")
+        data = Split(family.dataset(dataset), None)
+        return self.prepare(data, lambda _: None).train.validation_loss()

@@ -151,12 +151,13 @@ impl Quantized {
         Self { dims: [rows, columns], dtype: matrix.dtype(), parts: Arc::new([part]) }.to_device(matrix.device())
     }
 
-    /// A matrix (rows, columns) of e4m3 codes (u8) and their scales (f32), one for each row or one for all, as files have them. It
-    /// represents values of `dtype`.
+    /// A matrix (rows, columns) of codes of eight bits (u8) and their scales (f32), as files have them: `Int8` has a scale for each row,
+    /// `Fp8` one for each row or one for all. It represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if codes and scales do not fit each other, [`Error::DType`] if they have other dtypes.
-    pub fn from_fp8(codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Self> {
+    /// [`Error::Shape`] if codes and scales do not fit each other, [`Error::DType`] if they have other dtypes, [`Error::Argument`] if
+    /// the format is another or a code is NaN.
+    pub fn from_eight_bits(format: Format, codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Self> {
         let (codes, scales) = (&codes.raw, &scales.raw);
         let &[rows, columns] = codes.dims() else {
             return Err(Error::shape(OP, format!("the codes have shape {:?}, expected a matrix", codes.dims())));
@@ -165,14 +166,21 @@ impl Quantized {
             let found = [codes.dtype(), scales.dtype(), dtype].map(|dtype| dtype.as_str());
             return Err(Error::dtype(OP, format!("found {found:?}, expected codes of u8, scales of f32 and a float")));
         }
-        if scales.elem_count() != 1 && scales.elem_count() != rows {
-            let found = scales.dims();
-            return Err(Error::shape(OP, format!("the scales have shape {found:?}, expected 1 or {rows} of them")));
+        if scales.elem_count() != rows && (format == Format::Int8 || scales.elem_count() != 1) {
+            let (found, one) = (scales.dims(), if format == Format::Int8 { "" } else { "1 or " });
+            return Err(Error::shape(OP, format!("the scales have shape {found:?}, expected {one}{rows} of them")));
         }
-        if with_bytes(codes, |codes| codes.iter().any(|code| code & 0x7f == 0x7f))? {
-            return Err(Error::argument(OP, "the codes have NaN among them; is the file damaged?"));
-        }
-        let scales = Scales::Fp8(crate::compute::contiguous(&scales.flatten_all()?)?);
+        let scales = crate::compute::contiguous(&scales.flatten_all()?)?;
+        let scales = match format {
+            Format::Int8 => Scales::Int8(scales),
+            Format::Fp8 if with_bytes(codes, |codes| codes.iter().any(|code| code & 0x7f == 0x7f))? => {
+                return Err(Error::argument(OP, "the codes have NaN among them; is the file damaged?"));
+            }
+            Format::Fp8 => Scales::Fp8(scales),
+            other => {
+                return Err(Error::argument(OP, format!("found the format {}, expected int8 or fp8", other.name())));
+            }
+        };
         let part = Part { rows, codes: crate::compute::contiguous(codes)?, scales };
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
     }

@@ -74,11 +74,14 @@ const fn t5_part(subfolder: &'static str) -> Part {
         role: Role::TextEncoder,
         model: &t5::KIND,
         subfolder,
-        sections: &[Section {
-            prefixes: &["text_encoders.t5xxl.transformer.", ""],
-            naming: Naming::Own,
-            probe: "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-        }],
+        sections: &[
+            Section {
+                prefixes: &["text_encoders.t5xxl.transformer.", ""],
+                naming: Naming::Own,
+                probe: "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            },
+            Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "enc.blk.0.attn_rel_b.weight" },
+        ],
         fits: any,
         published: || T5Config::default().to_json(),
         adapter: None,

@@ -22,7 +22,7 @@ use trainable_candle_nn::{Module, Quantization, Source, StreamOptions, Streaming
 pub use architecture::{Architecture, Configuration};
 use files::{refuse_pickle, refuse_pickles_in, weights_in};
 pub use layout::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
-pub use save::{save_checkpoint, save_pretrained};
+pub use save::{Written, save_checkpoint, save_pretrained};
 pub use sizes::StoredSizes;
 use stored::StoredWeights;
 
@@ -298,21 +298,26 @@ pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
 }
 
-/// Take out what says that the weights are NF4 of bitsandbytes: they tell it themselves.
+/// Take out what says that the weights are of a form that is read: they tell it themselves.
 fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), String> {
     const FIELD: &str = "quantization_config";
     let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };
     let is = |name: &str| given.get(name).and_then(Value::as_bool).unwrap_or(false);
     let text = |name: &str| given.get(name).and_then(Value::as_str).unwrap_or("missing");
-    let is_four_bits = is("load_in_4bit") || is("_load_in_4bit");
-    if text("quant_method") == "bitsandbytes" && is_four_bits && text("bnb_4bit_quant_type") == "nf4" {
+    let is_read = match text("quant_method") {
+        "bitsandbytes" if is("load_in_4bit") || is("_load_in_4bit") => text("bnb_4bit_quant_type") == "nf4",
+        "bitsandbytes" => is("load_in_8bit") || is("_load_in_8bit"),
+        "compressed-tensors" => ["float-quantized", "int-quantized", "naive-quantized"].contains(&text("format")),
+        _ => false,
+    };
+    if is_read {
         map.remove(FIELD);
         return Ok(());
     }
     let method = text("quant_method");
     Err(format!(
-        "weights with a {FIELD} of \"{method}\" are not supported, unless they are bitsandbytes' nf4; load the unquantized weights, \
-         with quantize= (--base-precision)"
+        "weights with a {FIELD} of \"{method}\" are not supported, unless they are nf4 or int8 of bitsandbytes, or of eight bits of \
+         compressed-tensors; load the unquantized weights, with quantize= (--base-precision)"
     ))
 }
 

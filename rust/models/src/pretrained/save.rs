@@ -3,9 +3,11 @@
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::rc::Rc;
 
-use trainable_candle_core::{DType, Device, Error, Result, Weight, WeightRef};
-use trainable_candle_io::{TensorEntry, WeightFiles, save_entries, write_atomically};
+use trainable_candle_core::quantized::Format;
+use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor, Weight, WeightRef};
+use trainable_candle_io::{EightBits, TensorEntry, WeightFiles, comfy_format, save_entries, write_atomically};
 
 use super::layout::{Form, Layout, Original};
 use super::{CONFIG, config_entry};
@@ -18,7 +20,7 @@ use crate::pipelines::{self, Pipeline, Place, Section, places};
 /// # Errors
 /// [`Error::Io`] naming what cannot be written, [`Error::Argument`] if only a part of the model was loaded.
 pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
-    let entries = entries(model, model.layout(None, None).as_ref(), None)?;
+    let entries = entries(model, model.layout(None, None).as_ref(), None, None)?;
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
     let metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     save_entries(&folder.join(model.kind().weights_name), entries, &metadata)?;
@@ -26,18 +28,34 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
 }
 
+/// How weights are written.
+#[derive(Clone, Debug, Default)]
+pub struct Written {
+    /// What all are converted to; each keeps its own without it.
+    pub dtype: Option<DType>,
+    /// `Fp8` or `Int8`, by the folders of the models: what their linear layers are quantized to that may be, as `ComfyUI` stores it, with
+    /// one scale for a tensor of `Fp8` and one for each row of `Int8`.
+    pub formats: BTreeMap<String, Format>,
+}
+
 /// Write `models`, each with the folder that it would have in a pipeline, to one file under the names of the original checkpoints,
-/// converted to `dtype` if one is given. All else is taken from the checkpoint `base`, if there is one, as it is. The header holds
-/// their configurations, which names and shapes do not fully determine.
+/// as `written` says. All else is taken from the checkpoint `base`, if there is one, as it is. The header holds
+/// their configurations, which the names and shapes do not tell whole.
 ///
 /// # Errors
-/// [`Error::Argument`] if a model has no place in such a file, [`Error::Io`] naming what cannot be read or written.
+/// [`Error::Argument`] if a model has no place in such a file, or no layers that may be quantized, or the format is another; [`Error::Io`] naming what cannot be read or written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
     base: Option<&Path>,
-    dtype: Option<DType>,
+    written: &Written,
 ) -> Result<()> {
+    if let Some(other) = written.formats.keys().find(|name| !models.iter().any(|(known, _)| known == name)) {
+        return Err(Error::argument(
+            "save_checkpoint",
+            format!("quantize names \"{other}\", which is none of the models"),
+        ));
+    }
     let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
     let pipeline =
         pipelines::of_models(models, |key| base.as_ref().is_some_and(|base| base.borrow().shape(key).is_some()));
@@ -57,7 +75,7 @@ pub fn save_checkpoint(
             }
             None => model.layout(Some(first), None),
         };
-        all.extend(entries(model, layout.as_ref(), dtype)?);
+        all.extend(entries(model, layout.as_ref(), written.dtype, written.formats.get(subfolder).copied())?);
     }
     let mut metadata = BTreeMap::from([("format".to_string(), "pt".to_string())]);
     if let Some(base) = &base {
@@ -73,7 +91,7 @@ pub fn save_checkpoint(
             };
             let (name, read) = (name.to_owned(), name.to_owned());
             let values = Box::new(move || base.borrow_mut().read(&read, None, &Device::Cpu));
-            all.push(TensorEntry { name, shape: shape.to_vec(), dtype, values });
+            all.push(TensorEntry { name, shape: shape.to_vec(), dtype, codes: None, values });
         }
     }
     for &(subfolder, model) in models {
@@ -107,26 +125,117 @@ fn json_text(model: &dyn Model) -> Result<String> {
 }
 
 /// The tensors of `model` as `layout` writes them.
-fn entries(model: &dyn Model, layout: &dyn Layout, dtype: Option<DType>) -> Result<Vec<TensorEntry<'static>>> {
+fn entries(
+    model: &dyn Model,
+    layout: &dyn Layout,
+    dtype: Option<DType>,
+    format: Option<Format>,
+) -> Result<Vec<TensorEntry<'static>>> {
     model.require_whole()?;
-    let mut grouped: BTreeMap<String, Vec<(Form, Weight)>> = BTreeMap::new();
+    let bits = match format {
+        None => None,
+        Some(Format::Fp8) => Some(EightBits::Fp8),
+        Some(Format::Int8) => Some(EightBits::Int8),
+        Some(other) => {
+            let text = format!("found the format {}, expected fp8 or int8 for such a file", other.name());
+            return Err(Error::argument("save_checkpoint", text));
+        }
+    };
+    if bits.is_some() {
+        model.kind().check_quantizable("save_checkpoint")?;
+    }
+    let mut grouped: BTreeMap<String, Group> = BTreeMap::new();
     for (name, weight) in model.named_weights() {
         let Some(place) = layout.places(&name).into_iter().next() else {
             return Err(Error::argument("save", format!("{name} has no name in this kind of file")));
         };
-        grouped.entry(place.key).or_default().push((place.form, weight));
+        let is_layer = name.strip_suffix(".weight").is_some_and(|layer| model.kind().quantizable.has(layer));
+        let group =
+            grouped.entry(place.key).or_insert_with(|| Group { parts: Vec::new(), is_quantized: bits.is_some() });
+        group.is_quantized &= is_layer;
+        group.parts.push((place.form, weight));
     }
-    let entry = |(key, parts): (String, Vec<(Form, Weight)>)| {
-        let shape = match parts.first() {
-            Some((form, weight)) => form.stored_shape(weight.dims()),
-            None => Vec::new(),
+    let mut all = Vec::new();
+    for (key, group) in grouped {
+        let name = format!("{}{key}", layout.prefix());
+        let group = Rc::new(group);
+        match bits.filter(|_| group.is_quantized && group.shape().len() == 2) {
+            Some(bits) => all.extend(of_eight_bits(&name, &group, bits)?),
+            None => all.push(group.entry(name, dtype)),
+        }
+    }
+    Ok(all)
+}
+
+/// The parameters under one key.
+struct Group {
+    parts: Vec<(Form, Weight)>,
+    /// Whether they are a matrix that may be quantized.
+    is_quantized: bool,
+}
+
+impl Group {
+    fn shape(&self) -> Vec<usize> {
+        self.parts.first().map_or_else(Vec::new, |(form, weight)| form.stored_shape(weight.dims()))
+    }
+
+    fn values(&self) -> Result<Tensor> {
+        let values = |(form, weight): &(Form, Weight)| Ok((*form, WeightRef::from(weight).values(weight.dtype())?));
+        Form::write(&self.parts.iter().map(values).collect::<Result<Vec<_>>>()?)
+    }
+
+    fn entry(self: Rc<Self>, name: String, dtype: Option<DType>) -> TensorEntry<'static> {
+        let shape = self.shape();
+        let dtype = dtype.unwrap_or_else(|| self.parts.first().map_or(DType::F32, |(_, weight)| weight.dtype()));
+        TensorEntry { name, shape, dtype, codes: None, values: Box::new(move || self.values()?.to_dtype(dtype)) }
+    }
+
+    /// Codes and scales of the whole.
+    fn quantized(&self, bits: EightBits) -> Result<(Tensor, Tensor)> {
+        let values = self.values()?;
+        let quantized = match bits {
+            EightBits::Int8 => Quantized::new(&values, Format::Int8)?,
+            // One row has one scale.
+            EightBits::Fp8 => Quantized::new(&values.reshape((1, values.elem_count()))?, Format::Fp8)?,
         };
-        let dtype = dtype.unwrap_or_else(|| parts.first().map_or(DType::F32, |(_, weight)| weight.dtype()));
-        let values = Box::new(move || {
-            let values = |(form, weight): &(Form, Weight)| Ok((*form, WeightRef::from(weight).values(weight.dtype())?));
-            Form::write(&parts.iter().map(values).collect::<Result<Vec<_>>>()?)?.to_dtype(dtype)
-        });
-        TensorEntry { name: format!("{}{key}", layout.prefix()), shape, dtype, values }
+        let parts = quantized.tensors()?;
+        let found = |name| parts.iter().flatten().find(|(known, _)| *known == name).map(|(_, tensor)| tensor.clone());
+        found("codes").zip(found("scales")).ok_or_else(|| Error::argument("save", "the matrix has no codes"))
+    }
+}
+
+/// The tensors of a matrix as `ComfyUI` stores it.
+fn of_eight_bits(name: &str, group: &Rc<Group>, bits: EightBits) -> Result<[TensorEntry<'static>; 3]> {
+    let layer = name.strip_suffix("weight").unwrap_or(name);
+    let format = serde_json::json!({ "format": comfy_format(bits) }).to_string().into_bytes();
+    let (of_codes, of_scales) = (Rc::clone(group), Rc::clone(group));
+    let shape = group.shape();
+    let scales = match bits {
+        EightBits::Fp8 => Vec::new(),
+        EightBits::Int8 => vec![shape[0], 1],
     };
-    Ok(grouped.into_iter().map(entry).collect())
+    let (to, of) = (shape.clone(), scales.clone());
+    Ok([
+        TensorEntry {
+            name: name.to_owned(),
+            shape,
+            dtype: DType::U8,
+            codes: Some(bits),
+            values: Box::new(move || of_codes.quantized(bits)?.0.reshape(to)),
+        },
+        TensorEntry {
+            name: format!("{layer}weight_scale"),
+            shape: scales,
+            dtype: DType::F32,
+            codes: None,
+            values: Box::new(move || of_scales.quantized(bits)?.1.reshape(of)),
+        },
+        TensorEntry {
+            name: format!("{layer}comfy_quant"),
+            shape: vec![format.len()],
+            dtype: DType::U8,
+            codes: None,
+            values: Box::new(move || Tensor::new(format.as_slice(), &Device::Cpu)),
+        },
+    ])
 }

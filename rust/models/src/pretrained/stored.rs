@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use trainable_candle_core::quantized::Format;
 use trainable_candle_core::{DType, Device, Error, Quantized, Result, Tensor, Weight};
-use trainable_candle_io::WeightFiles;
+use trainable_candle_io::{EightBits, WeightFiles, quantized};
 use trainable_candle_nn::Stored;
 
 use super::layout::{Form, Layout};
@@ -74,14 +74,21 @@ impl StoredWeights {
             let matrix = self.files.read_nf4(&key)?;
             return Ok(Some(matrix.with_dtype(self.dtype.unwrap_or_else(|| matrix.dtype()))));
         }
-        if format != Some(Format::Fp8) {
+        let of_eight = match format {
+            Some(Format::Int8) => EightBits::Int8,
+            Some(Format::Fp8) => EightBits::Fp8,
+            _ => return Ok(None),
+        };
+        let Some((_, codes, scales)) = self.files.read_eight_bits(&key)?.filter(|(bits, ..)| *bits == of_eight) else {
             return Ok(None);
-        }
-        // One scale for all lets rows and halves be cut out.
-        let Some((codes, scale)) = self.files.read_fp8(&key)? else { return Ok(None) };
-        let scale = Tensor::new(&[scale], &Device::Cpu)?;
-        let codes = form.read(&codes)?;
-        Quantized::from_fp8(&codes, &scale, self.dtype.unwrap_or(DType::BF16)).map(Some)
+        };
+        // One scale for all lets any part be cut out.
+        let scales = match scales.elem_count() {
+            1 => scales,
+            _ if !form.keeps_rows() => return Ok(None),
+            rows => form.read(&scales.reshape((rows, 1))?)?,
+        };
+        quantized(of_eight, &form.read(&codes)?, &scales, self.dtype.unwrap_or(DType::BF16)).map(Some)
     }
 
     fn read_weight_to(&mut self, name: &str, format: Option<Format>, device: &Device) -> Result<Weight> {

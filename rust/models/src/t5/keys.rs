@@ -1,16 +1,19 @@
-//! The names of an encoder's parameters in files: transformers', everywhere.
+//! The names of an encoder's parameters in files: transformers', and in GGUF files llama.cpp's.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
 
 use super::{FeedForward, T5Config};
-use crate::pretrained::{Key, Layout, Original};
+use crate::pretrained::{Key, Layout, Naming, Original};
 
 /// The embedding's name, which is the model's own, and the one that the encoder knows it by; files have either or both.
 const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
-/// The names in a folder, or after the prefix of a file that holds other models too.
+/// The names in a folder, behind the prefix of a file that holds other models too, or in a GGUF file.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
+    if original.is_some_and(|original| original.naming == Naming::LlamaCpp) {
+        return Box::new(LlamaCpp);
+    }
     Box::new(Transformers { prefix: original.map_or("", |original| original.prefix) })
 }
 
@@ -36,22 +39,65 @@ impl Layout for Transformers {
     }
 }
 
+/// The names of `MODEL_ARCH.T5ENCODER` in
+/// <https://github.com/ggml-org/llama.cpp/blob/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c/gguf-py/gguf/tensor_mapping.py>.
+struct LlamaCpp;
+
+impl Layout for LlamaCpp {
+    fn places(&self, name: &str) -> Vec<Key> {
+        const OUTSIDE: [(&str, &str); 2] =
+            [(EMBEDDINGS[0], "token_embd.weight"), ("encoder.final_layer_norm.weight", "enc.output_norm.weight")];
+        const INSIDE: [(&str, &str); 11] = [
+            ("layer.0.SelfAttention.q", "attn_q"),
+            ("layer.0.SelfAttention.k", "attn_k"),
+            ("layer.0.SelfAttention.v", "attn_v"),
+            ("layer.0.SelfAttention.o", "attn_o"),
+            ("layer.0.SelfAttention.relative_attention_bias", "attn_rel_b"),
+            ("layer.0.layer_norm", "attn_norm"),
+            ("layer.1.DenseReluDense.wi_0", "ffn_gate"),
+            ("layer.1.DenseReluDense.wi_1", "ffn_up"),
+            ("layer.1.DenseReluDense.wi", "ffn_up"),
+            ("layer.1.DenseReluDense.wo", "ffn_down"),
+            ("layer.1.layer_norm", "ffn_norm"),
+        ];
+        if let Some((_, theirs)) = OUTSIDE.iter().find(|(ours, _)| *ours == name) {
+            return vec![Key::plain(*theirs)];
+        }
+        let inside = || {
+            let (block, rest) = name.strip_prefix("encoder.block.")?.split_once('.')?;
+            let layer = rest.strip_suffix(".weight")?;
+            let (_, theirs) = INSIDE.iter().find(|(ours, _)| *ours == layer)?;
+            Some(Key::plain(format!("enc.blk.{block}.{theirs}.weight")))
+        };
+        inside().into_iter().collect()
+    }
+
+    /// The decoder.
+    fn ignores(&self, key: &str) -> bool {
+        key.starts_with("dec.") || key == "output.weight"
+    }
+}
+
 /// The configuration of an encoder in a file, from the shapes of its tensors. What leaves no trace in them is T5's in all its sizes,
 /// or come from the first of the `known` configurations whose sizes are these.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Config>) -> Result<T5Config> {
-    let matrix = |key: &str| match files.shape(&format!("{}{key}", original.prefix)) {
-        Some(&[rows, columns]) => Ok((rows, columns)),
-        _ => Err(Error::Config(format!(
-            "{}: the shapes of the checkpoint do not tell the size of {key}; give config=, the config.json of the text encoder",
-            files.path().display()
-        ))),
+    let layout = layout(Some(original));
+    let matrix = |name: &str| {
+        let shape = |place: Key| files.shape(&format!("{}{}", original.prefix, place.key));
+        match layout.places(name).into_iter().find_map(shape) {
+            Some(&[rows, columns]) => Ok((rows, columns)),
+            _ => Err(Error::Config(format!(
+                "{}: the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the text encoder",
+                files.path().display()
+            ))),
+        }
     };
     let query = |block: usize| matrix(&format!("encoder.block.{block}.layer.0.SelfAttention.q.weight"));
     let middle = |name: &str| matrix(&format!("encoder.block.0.layer.1.DenseReluDense.{name}.weight"));
-    let (vocab_size, d_model) = matrix(EMBEDDINGS[0]).or_else(|_| matrix(EMBEDDINGS[1]))?;
+    let (vocab_size, d_model) = matrix(EMBEDDINGS[0])?;
     let (buckets, heads) = matrix("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight")?;
     let (feed_forward_proj, d_ff) = match middle("wi_0") {
         Ok((rows, _)) => (FeedForward::GatedGelu, rows),

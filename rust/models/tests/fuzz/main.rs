@@ -205,7 +205,7 @@ fn original_checkpoints() {
     let folder = Folder::new("original_checkpoints");
     let path = folder.join("checkpoint.safetensors");
     let model = model("sdxl/text_encoder");
-    save_checkpoint(&path, &[("text_encoder", &*model)], None, None).unwrap();
+    save_checkpoint(&path, &[("text_encoder", &*model)], None, &trainable_candle_models::Written::default()).unwrap();
     let seeds = [std::fs::read(&path).unwrap()];
     let choice = Choice { subfolder: Some("text_encoder".into()), ..Choice::default() };
     run("original_checkpoints", &path, &seeds, 0, mutate::safetensors, || load(&path, &choice, None, &CPU).is_ok());

@@ -37,6 +37,9 @@ pub struct LoraConfig {
     pub use_rslora: bool,
     /// Quantization-aware training: the grid that adapted weights are rounded to, in linear layers.
     pub qat: Option<Grid>,
+    /// With `qat` in [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to it, a scale a token, as servers do that
+    /// multiply in eight bits.
+    pub qat_activations: bool,
     /// Other ranks for layers by name (the rules of `target_modules`).
     pub rank_pattern: BTreeMap<String, usize>,
     /// Other alphas for layers by name.
@@ -58,6 +61,7 @@ impl Default for LoraConfig {
             decompose_factor: None,
             use_rslora: false,
             qat: None,
+            qat_activations: false,
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
         }
@@ -96,6 +100,12 @@ impl LoraConfig {
                 "LoraConfig: lora_dropout is {}, expected 0 with qat \"{}\", which trains one rounded weight",
                 self.lora_dropout,
                 grid.name()
+            )));
+        }
+        if self.qat_activations && !matches!(self.qat, Some(Grid::Int8 | Grid::Fp8)) {
+            let found = self.qat.map_or("none", Grid::name);
+            return Err(Error::Config(format!(
+                "LoraConfig: qat_activations rounds inputs to the format of qat, which is {found}; expected int8 or fp8"
             )));
         }
         self.kind()?;
@@ -336,6 +346,8 @@ mod tests {
         assert!(wrong.validate().unwrap_err().to_string().contains("lora_dropout is 1"));
         let wrong = LoraConfig { lora_dropout: 0.1, qat: Some(Grid::Int8), ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("expected 0 with qat \"int8\""));
+        let wrong = LoraConfig { qat: Some(Grid::Nf4), qat_activations: true, ..LoraConfig::default() };
+        assert!(wrong.validate().unwrap_err().to_string().contains("which is nf4; expected int8 or fp8"));
         let wrong = LoraConfig { r: 0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("rank"));
     }

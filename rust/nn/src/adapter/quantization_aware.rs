@@ -14,6 +14,8 @@ use crate::base::{Base, Operation};
 pub struct QuantizationAware {
     inner: Box<dyn Adapter>,
     grid: Grid,
+    /// Whether inputs are rounded to it too.
+    activations: bool,
 }
 
 impl QuantizationAware {
@@ -41,14 +43,30 @@ impl QuantizationAware {
         if let Err(Error::Shape { message, .. }) = grid.check(base.weight.dims()) {
             return refuse(format!("{message}; leave the layer out with exclude_modules"));
         }
-        Ok(Self { inner, grid })
+        Ok(Self { inner, grid, activations: false })
+    }
+
+    /// Round inputs too, with a scale a token that follows its largest magnitude: torchao's `Int8DynamicActivationInt8Weight` with
+    /// symmetric activations, and `Float8DynamicActivationFloat8Weight` by rows
+    /// (<https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_api.py>).
+    #[must_use]
+    pub fn with_activations(self, activations: bool) -> Self {
+        Self { activations, ..self }
+    }
+
+    /// The input as a server has it.
+    fn rounded(&self, x: &Tensor) -> Result<Tensor> {
+        let Some(&columns) = x.dims().last().filter(|_| self.activations && x.elem_count() > 0) else {
+            return Ok(x.clone());
+        };
+        fake_quantize(&x.reshape((x.elem_count() / columns, columns))?, self.grid)?.reshape(x.dims())
     }
 }
 
 impl Adapter for QuantizationAware {
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let weight = self.adapted_weight(base)?.to_dtype(x.dtype())?;
-        base.operation.apply(x, &weight, base.bias)
+        base.operation.apply(&self.rounded(x)?, &weight, base.bias)
     }
 
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {

@@ -183,7 +183,8 @@ impl AdapterSet {
             let mut adapter = (kind.build)(&parameters, &base, &settings).map_err(|e| at_layer(name, e))?;
             if let Some(grid) = config.qat {
                 let aware = QuantizationAware::over(adapter, &base, &settings, grid);
-                adapter = Box::new(aware.map_err(|e| at_layer(name, e))?);
+                let aware = aware.map_err(|e| at_layer(name, e))?;
+                adapter = Box::new(aware.with_activations(config.qat_activations));
             }
             members.push(Member {
                 name: name.to_string(),

@@ -369,28 +369,33 @@ impl Model {
 ///         Adapters are left out; a merged one is part of its layer's weight.
 ///     base: a checkpoint from which all else is taken, as it is.
 ///     dtype: convert the weights of the models.
+///     quantize: "fp8" or "int8", by the places of models whose linear layers are written as ComfyUI stores them: e4m3 numbers with a
+///         scale a tensor, or integers with a scale a row.
 ///
 /// Raises:
-///     ArgumentError: if a model has no such place.
+///     ArgumentError: if a model has no such place, or no layers that may be quantized; if the format is another.
 ///     FileError, MissingFileError: if a file cannot be written or read.
 #[pyfunction]
-#[pyo3(signature = (path, models, base=None, dtype=None))]
+#[pyo3(signature = (path, models, base=None, dtype=None, quantize=Argument::of(None)))]
 pub fn save_checkpoint(
     py: Python<'_>,
     path: FilePath,
     models: BTreeMap<String, PyRef<'_, Model>>,
     base: Option<FilePath>,
     dtype: Option<DTypeArg>,
+    quantize: Argument<Option<BTreeMap<String, String>>>,
 ) -> Result<()> {
     const OP: &str = "save_checkpoint";
+    let formats = quantize.get(OP, "quantize")?.unwrap_or_default();
+    let formats = formats.into_iter().map(|(place, format)| Ok((place, format.parse()?))).collect::<tc::Result<_>>()?;
     let path = path.get(OP)?;
     let base = base.map(|base| base.get(OP)).transpose()?;
     let models: Vec<(String, Loaded)> = models.into_iter().map(|(place, model)| (place, model.model.clone())).collect();
-    let dtype = dtype.map(|dtype| dtype.0);
+    let written = models::Written { dtype: dtype.map(|dtype| dtype.0), formats };
     detached(py, || {
         let models: Vec<(&str, &dyn models::Model)> =
             models.iter().map(|(place, model)| (place.as_str(), &**model)).collect();
-        models::save_checkpoint(&path, &models, base.as_deref(), dtype)
+        models::save_checkpoint(&path, &models, base.as_deref(), &written)
     })
 }
 

@@ -1,0 +1,47 @@
+"""What is said of an adapter whose base was rounded otherwise in training than it is in use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from trainable_candle.files import safetensors_metadata
+from trainable_candle.settings.adapter import LOFTQ
+from trainable_candle.settings.machine import FORMATS
+from trainable_candle.train.metadata import BASE, INIT, QAT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_IN_PEFT: Final = "adapter_model.safetensors"
+_CURES: Final = {form: f": merge --to {form} writes them so" for form in FORMATS}
+
+
+def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
+    """What to tell the user, one sentence each; nothing of files that do not say their making.
+
+    Args:
+        adapter: a file, or a folder of peft.
+        base: the format that the base is loaded in, if it is quantized.
+        merged: the format that is merged to, if weights are written in one.
+    """
+    path = adapter / _IN_PEFT if adapter.is_dir() else adapter
+    try:
+        facts = safetensors_metadata(path)
+    except (OSError, ValueError):
+        return []  # reading the adapter itself tells what is wrong
+    told = []
+    trained, grid = facts.get(BASE), facts.get(QAT)
+    if trained not in {None, base}:
+        why = (
+            ", and starts with what that took from the weights" if facts.get(INIT) == LOFTQ else ""
+        )
+        told.append(
+            f"note: {adapter.name} was trained over a base in {trained}{why}; here the base is in "
+            f"{base or 'its own precision'}: give --base-precision {trained} for what was trained"
+        )
+    if grid not in {None, merged, base}:
+        told.append(
+            f"note: {adapter.name} was trained for weights rounded to {grid} (--qat); here they "
+            f"are not{_CURES.get(str(grid), '')}"
+        )
+    return told

@@ -1,0 +1,156 @@
+"""`merge --to fp8` and `int8` of image models: files as ComfyUI has them, and their loss."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.cli import main
+from trainable_candle.run import train_adapter
+from trainable_candle.train import TrainConfig
+
+from .test_parts import files  # noqa: F401 - a fixture
+
+LARGEST = {"fp8": 448, "int8": 127}
+FORMATS = {"fp8": ("F8_E4M3", "float8_e4m3fn"), "int8": ("I8", "int8_tensorwise")}
+
+
+def make_adapter(transformer: Path, path: Path) -> Path:
+    """A LoRA of the transformer in a folder of diffusers that has an effect."""
+    model = tc.models.load(transformer, dtype="f32")
+    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    tc.manual_seed(3)
+    for var in adapter.parameters():
+        var.set(tc.randn(var.shape) * 0.1)
+    adapter.save(path)
+    return path
+
+
+def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """The tensors of a safetensors file, byte by byte: numbers of eight bits as their codes."""
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    kinds = {"F32": np.float32, "U8": np.uint8, "I8": np.int8, "F8_E4M3": np.uint8}
+    found = {}
+    for key, entry in header.items():
+        if key != "__metadata__":
+            start, end = (8 + size + at for at in entry["data_offsets"])
+            values = np.frombuffer(data[start:end], kinds[entry["dtype"]])
+            found[key] = (entry["dtype"], values.reshape(entry["shape"]))
+    return found
+
+
+def e4m3(codes: np.ndarray) -> np.ndarray:
+    bits = codes.astype(np.int64)
+    exponent, fraction = bits >> 3 & 15, bits & 7
+    normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    return np.where(exponent == 0, fraction / 8 * 2.0**-6, normal) * np.where(bits & 128, -1, 1)
+
+
+def merged(given: list[str], output: Path, *flags: str) -> int:
+    return main(["merge", *given, "--output", str(output), "--precision", "f32", *flags])
+
+
+@pytest.mark.parametrize("to", ["fp8", "int8"])
+def test_the_file_is_one_of_comfyui(
+    files: tuple[str, Path, Path, TrainConfig],  # noqa: F811
+    tmp_path: Path,
+    sdxl_folder: Path,
+    to: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, base, weights, config = files
+    adapter = make_adapter(base / "transformer", tmp_path / "adapter.safetensors")
+    given = ["--model", name, "--weights", str(weights), "--adapter", str(adapter)]
+    given += ["--vae", str(config.vae)]
+    given += [part for path in config.text_encoder for part in ("--text-encoder", str(path))]
+    plain, written = tmp_path / "plain.safetensors", tmp_path / "written.safetensors"
+    assert merged(given, plain) == 0
+    assert merged(given, written, "--to", to, "--dataset", str(sdxl_folder)) == 0
+
+    # The loss of both is that of one model up to the rounding.
+    told = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
+    apart, after = (float(part.split()[-1]) for part in told.split(","))
+    assert apart > 0
+    assert abs(after - apart) < 0.1 * apart
+
+    expected, found = raw_tensors(plain), raw_tensors(written)
+    kind, format = FORMATS[to]
+    quantized = [key for key, (dtype, _) in found.items() if dtype == kind]
+    assert any("qkv" in key or "linear1" in key for key in quantized)
+    for key in quantized:
+        layer, values = key.removesuffix("weight"), expected[key][1]
+        scale = found[f"{layer}weight_scale"][1]
+        largest = np.abs(values).max() if to == "fp8" else np.abs(values).max(1, keepdims=True)
+        assert scale.shape == (() if to == "fp8" else (values.shape[0], 1))
+        np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
+        codes = found[key][1]
+        steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
+        # Half of a last place: of three bits of fraction, or of an integer.
+        within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
+        assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
+        assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}
+    beside = {f"{key.removesuffix('weight')}{end}" for key in quantized
+              for end in ("weight_scale", "comfy_quant")}  # fmt: skip
+    assert found.keys() - beside == expected.keys()
+    for key in expected.keys() - set(quantized):
+        np.testing.assert_array_equal(found[key][1], expected[key][1], key)
+
+    # It is read as it is written: the codes are the base's in that format.
+    read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
+    model, stored = (tc.models.load(written, **read, **more) for more in ({}, {"quantize": to}))
+    assert stored.nbytes < model.nbytes
+    values = stored.named_tensors()
+    for key, tensor in model.named_tensors().items():
+        if key in values:
+            np.testing.assert_array_equal(values[key].numpy(), tensor.numpy(), key)
+
+
+@pytest.mark.parametrize("flags", [["--to", "fp8"], ["--to", "nf4"]])
+def test_what_cannot_be_written_is_named(
+    flux_base: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(flux_base / "transformer", tmp_path / "adapter.safetensors")
+    given = ["--model", "flux", "--weights", str(flux_base), "--adapter", str(adapter)]
+    assert merged(given, tmp_path / "folder", *flags) == 2
+    found = capsys.readouterr().err
+    assert ("expected the name of a new .safetensors file" in found) == (flags[1] == "fp8")
+    assert ("--to nf4 writes language models" in found) == (flags[1] == "nf4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "told"),
+    [
+        ({"base_precision": "nf4"}, [], "trained over a base in nf4; here the base is in its own"),
+        ({"base_precision": "nf4"}, ["--base-precision", "nf4"], ""),
+        ({"qat": "int8", "base_precision": "same"}, [], "merge --to int8 writes them so"),
+        ({"qat": "int8", "base_precision": "same"}, ["--to", "int8"], ""),
+    ],
+)
+def test_a_note_tells_what_an_adapter_was_trained_with(
+    flux_base: Path,
+    sdxl_folder: Path,
+    tmp_path: Path,
+    settings: dict[str, str],
+    flags: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = train_adapter(
+        TrainConfig(
+            model="flux", weights=str(flux_base), dataset=str(sdxl_folder), steps=1, rank=2,
+            resolution=32, cache="memory", device="cpu", precision="f32",
+            output=str(tmp_path / "run"), **settings,
+        )
+    )  # fmt: skip
+    capsys.readouterr()
+    given = ["--model", "flux", "--weights", str(flux_base), "--adapter", str(result.adapter_path)]
+    assert merged(given, tmp_path / "merged.safetensors", *flags) == 0
+    found = capsys.readouterr().out
+    assert ("note: adapter" in found) == bool(told)
+    assert told in found
