@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from posixpath import dirname, join, normpath
 
 import reference
 from mkdocs.config.defaults import MkDocsConfig
@@ -11,22 +12,26 @@ from mkdocs.structure.files import File, Files
 SOURCES = "https://github.com/trainable-candle/trainable-candle/blob/main/"
 
 
-def front(readme: str) -> str:
-    """The README with links as the site has them; other links go to the source."""
+def page(path: str) -> str:
+    """A README with links as the site has them; what the site has not is a link to the source."""
 
     def link(match: re.Match[str]) -> str:
-        target = match[1]
-        if target.startswith(("http", "#")):
+        if match[1].startswith(("http", "#")):
             return match[0]
+        target = normpath(join(dirname(path), match[1]))
         inside = target.removeprefix("docs/")
         return f"]({inside})" if inside != target else f"]({SOURCES}{target})"
 
-    return re.sub(r"\]\(([^)\s]+)\)", link, readme)
+    return re.sub(r"\]\(([^)\s]+)\)", link, (reference.ROOT / path).read_text())
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
-    made = {"index.md": front((reference.ROOT / "README.md").read_text()), **reference.pages()}
+    made = {
+        "index.md": page("README.md"),
+        "examples.md": page("examples/README.md"),
+        **reference.pages(),
+    }
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     config.nav = [*(config.nav or []), {"Reference": [*reference.pages()]}]

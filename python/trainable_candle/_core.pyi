@@ -226,6 +226,14 @@ class Adapter:
 class AdapterFile:
     """
     An adapter file that is complete but not written yet, made by `prepare_adapters`.
+
+    ```python
+    unet = tc.models.load("sdxl")
+    adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
+    file = tc.prepare_adapters("lora.safetensors", [adapter])
+    assert file.idle  # layers that have learnt nothing yet
+    file.write()
+    ```
     """
     def __repr__(self, /) -> str: ...
     @property
@@ -245,6 +253,12 @@ class AdapterFile:
 class AdapterModule:
     """
     One layer's adapter in a file; a module that holds those of several layers is there once for each.
+
+    ```python
+    report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+    module = report.modules[0]
+    assert (module.kind, module.rank, module.fault) == ("lora", 4, None)
+    ```
     """
     @property
     def alpha(self, /) -> float | None:
@@ -301,6 +315,11 @@ class AdapterModule:
 class AdapterReport:
     """
     How other tools read an adapter file.
+
+    ```python
+    report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+    assert report.good and "ComfyUI" in report.tools
+    ```
     """
     @property
     def good(self, /) -> bool:
@@ -332,6 +351,13 @@ class AdapterReport:
 class AdapterSet:
     """
     The adapters of a model, made by `add_adapter` or `load_adapter`.
+
+    ```python
+    unet = tc.models.load("sdxl")
+    adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules="all-attention"))
+    optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-4)
+    adapter.save("lora.safetensors")
+    ```
     """
     def __repr__(self, /) -> str: ...
     @property
@@ -395,6 +421,13 @@ class AutoencoderKL(Model):
     """
     The autoencoder between images and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
     `from_pretrained`.
+
+    ```python
+    vae = tc.models.AutoencoderKL.from_pretrained("sdxl", subfolder="vae")
+    mean, logvar = vae.encode(tc.zeros(1, 3, 64, 64))
+    images = vae.decode(mean)
+    assert images.shape == (1, 3, 64, 64)
+    ```
     """
     def decode(self, /, latent: Tensor, *, tile_size: SupportsIndex | None = None) -> Tensor:
         """
@@ -449,6 +482,12 @@ class CLIPTextModel(Model):
     """
     A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
     "text_model.", as in the published files. Made by `from_pretrained`.
+
+    ```python
+    encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
+    features = encoder(tc.tensor([[1, 2, 3]]))
+    assert features.penultimate.shape[:2] == (1, 3)
+    ```
     """
     def __call__(self, /, input_ids: Tensor) -> TextFeatures:
         """
@@ -501,6 +540,12 @@ class CausalLM(Model):
     first layers alone, as a text encoder.
 
     The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
+
+    ```python
+    lm = tc.models.CausalLM.from_pretrained("llama")
+    tokens = [257, *b"upper: clavo", 256, 258]  # bytes, and where turns begin and end
+    (answer,) = lm.generate([tokens], max_new_tokens=8)
+    ```
 
     Args:
         config: the `config.json`.
@@ -756,6 +801,12 @@ class CausalLM(Model):
 class CheckpointFacts:
     """
     What a checkpoint is, as its headers and configurations say.
+
+    ```python
+    facts = tc.inspect("sdxl")
+    assert (facts.model, facts.prediction_type) == ("sdxl", "epsilon")
+    assert sorted(facts.parts) == ["text_encoder", "text_encoder_2", "unet", "vae"]
+    ```
     """
     @property
     def factor(self, /) -> int | None:
@@ -830,6 +881,12 @@ class DType:
     Equal to its name in either spelling: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`.
     A name works wherever a dtype is expected.
 
+    ```python
+    dtype = tc.zeros(2).dtype
+    assert dtype == tc.float32 == "f32"
+    assert tc.zeros(2).to(tc.bfloat16).dtype == "bf16"
+    ```
+
     Args:
         name: "f32", "f16", "bf16", "f64", "u8", "u32" or "i64", or torch's name ("float32", "bfloat16", ...).
 
@@ -865,6 +922,13 @@ class DType:
 class DiffusionObjective:
     """
     The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised latents.
+
+    ```python
+    objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule(), min_snr_gamma=5.0)
+    noised = objective.noise(tc.randn(2, 4, 8, 8))
+    prediction = tc.zeros(2, 4, 8, 8)  # of a model, for noised.sample at noised.timesteps
+    loss = objective.loss(prediction, noised)
+    ```
 
     Args:
         schedule: the noise schedule of the model's training.
@@ -990,6 +1054,12 @@ class DigitsTransformer(Model):
 
     The constructor makes a fresh model whose parameters are trainable; `from_pretrained` loads a frozen one.
 
+    ```python
+    digits = tc.models.DigitsTransformer(num_layers=1)
+    velocity = digits(tc.randn(2, 1, 8, 8), tc.tensor([1000.0, 500.0]), tc.tensor([3, 7]))
+    assert velocity.shape == (2, 1, 8, 8)
+    ```
+
     Args:
         sample_size: height and width of an image in pixels.
         patch_size: height and width of the square that becomes one token.
@@ -1038,6 +1108,15 @@ class EMA:
     """
     The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside `with ema:` the
     adapter computes with the averages, and saving it writes them.
+
+    ```python
+    digits = tc.models.DigitsTransformer()
+    adapter = digits.add_adapter(tc.LoraConfig(r=2, target_modules="all-linear"))
+    ema = tc.optim.EMA(adapter, decay=0.99)
+    ema.update()  # after each step of the optimizer
+    with ema:
+        adapter.save("averaged.safetensors")
+    ```
 
     Args:
         adapter: the adapter from `add_adapter`.
@@ -1107,6 +1186,13 @@ class EMA:
 class FlowMatching:
     """
     The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
+
+    ```python
+    flow = tc.train.FlowMatching("logit_normal", shift=3.0)
+    sample, levels, target = flow.noise(tc.randn(2, 16, 8, 8))
+    loss = F.mse_loss(tc.zeros(2, 16, 8, 8), target)
+    assert flow.sigmas(4)[0] == 1.0
+    ```
 
     Args:
         distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
@@ -1267,8 +1353,14 @@ class FluxTransformer(Model):
 @final
 class Generation:
     """
-    Generation of several texts: an iterator over the steps, each of which adds one token to every text. A step gives a list
-    with the new token of every text, None for those that have ended; iteration ends with the last text. Made by `CausalLM.stream`.
+    Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
+    those that have ended; it ends with the last text. Made by `CausalLM.stream`.
+
+    ```python
+    lm = tc.models.CausalLM.from_pretrained("llama")
+    for tokens in lm.stream([[257, 104, 105], [257, 97]], max_new_tokens=4):
+        assert len(tokens) == 2
+    ```
     """
     def __iter__(self, /) -> Generation: ...
     def __next__(self, /) -> list[int | None]: ...
@@ -1288,6 +1380,15 @@ class GradScaler:
 
     One iteration: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` and clipping if wanted, `scaler.step(opt)`,
     `scaler.update()`.
+
+    ```python
+    scaler = tc.optim.GradScaler()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    tc.optim.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    ```
 
     Args:
         init_scale: the first scale.
@@ -1358,6 +1459,14 @@ class KVCache:
     """
     Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
 
+    ```python
+    lm = tc.models.CausalLM.from_pretrained("llama")
+    cache = tc.models.KVCache(1)
+    scores = lm.extend(cache, [[257, 104]])
+    scores = lm.extend(cache, [[105]])  # a pass over this token alone
+    assert cache.tokens(0) == [257, 104, 105]
+    ```
+
     Args:
         texts: how many.
     """
@@ -1379,6 +1488,11 @@ class LoraConfig:
     A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
     whole name; "all-linear" means every linear layer, "all-conv" for every convolution, "all-attention" for the
     projections of attention.
+
+    ```python
+    config = tc.LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_v"], rank_pattern={"to_v": 4})
+    assert config.select({"mid.to_q": (8, 8), "mid.to_v": (8, 8), "mid.to_k": (8, 8)}) == {"mid.to_q": 16, "mid.to_v": 4}
+    ```
 
     Args:
         r: rank, at least 1.
@@ -1518,6 +1632,14 @@ class LoraConfig:
 class Model:
     """
     A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
+
+    ```python
+    unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
+    unet.enable_gradient_checkpointing()
+    adapter = unet.load_adapter("adapter.safetensors", scale=0.8)
+    unet.merge_adapter()
+    unet.save_pretrained("merged")
+    ```
     """
     def __repr__(self, /) -> str: ...
     def add_adapter(self, /, config: LoraConfig) -> AdapterSet:
@@ -1775,6 +1897,11 @@ class NoiseSchedule:
     """
     The noise level of each timestep in a diffusion model's training. Names are diffusers', defaults SDXL's.
 
+    ```python
+    schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    assert (schedule.num_train_timesteps, schedule.alphas_cumprod[-1]) == (1000, 0.0)
+    ```
+
     Args:
         beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
         beta_start: that of the first timestep, in (0, 1).
@@ -1850,6 +1977,12 @@ class NoisedLatents:
     """
     A noised batch: the model's input and its target.
 
+    ```python
+    objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule())
+    noised = objective.noise(tc.randn(2, 4, 8, 8))
+    assert noised.timesteps.shape == (2,) and noised.target.shape == (2, 4, 8, 8)
+    ```
+
     Args:
         sample: the noised latents, (B, C, ...).
         timesteps: the timestep of each example, (B,), i64.
@@ -1876,6 +2009,15 @@ class NoisedLatents:
 class Optimizer:
     """
     The methods of all optimizers. Construct one of its subclasses, which the library's registry names.
+
+    ```python
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.lr = 1e-4
+    again = tc.optim.AdamW(model.parameters(), lr=1e-4)
+    again.load_state_dict(optimizer.state_dict())
+    ```
     """
     def __new__(
         cls,
@@ -1948,6 +2090,12 @@ class Optimizer:
 class PartFacts:
     """
     One model of a checkpoint.
+
+    ```python
+    unet = tc.inspect("sdxl").parts["unet"]
+    assert unet.class_name == "SDXLUNet"
+    assert unet.weight_bytes("bf16") == 2 * unet.elements
+    ```
     """
     @property
     def blocks(self, /) -> int:
@@ -2085,6 +2233,12 @@ class PartFacts:
 class QuantizedTensor:
     """
     A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
+
+    ```python
+    weight = tc.quantize(tc.randn(64, 128), "int8")
+    y = tc.nn.functional.linear(tc.randn(3, 128), weight)
+    assert (y.shape, weight.nbytes) == ((3, 64), 64 * 128 + 64 * 4)
+    ```
     """
     def __repr__(self, /) -> str: ...
     def dequantize(self, /, dtype: DType | str | None = None) -> Tensor:
@@ -2188,6 +2342,14 @@ class SD3Transformer(Model):
 class SDXLUNet(Model):
     """
     SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+
+    ```python
+    unet = tc.models.SDXLUNet.from_pretrained("sdxl", "f32")
+    text, pooled = tc.randn(1, 77, 128), tc.randn(1, 64)
+    sizes = tc.tensor([[128, 128, 0, 0, 128, 128]])
+    noise = unet(tc.randn(1, 4, 16, 16), 500, text, text_embeds=pooled, time_ids=sizes)
+    assert noise.shape == (1, 4, 16, 16)
+    ```
     """
     def __call__(
         self,
@@ -2220,6 +2382,14 @@ class SDXLUNet(Model):
 class Sampler:
     """
     One run of a diffusion model from noise to data.
+
+    ```python
+    sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10, "dpmpp_2m")
+    x = sampler.init_noise(tc.randn(1, 4, 8, 8))
+    for i, timestep in enumerate(sampler.timesteps):
+        output = tc.zeros(1, 4, 8, 8)  # of a model, for sampler.scale_input(x, i) at the timestep
+        x = sampler.step(output, i, x)
+    ```
 
     Args:
         schedule: the noise schedule of the model's training.
@@ -2346,6 +2516,12 @@ class Tensor(ComposedMethods):
     Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend on a
     `Var`; `backward` follows it. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
     operation must have the same dtype; plain numbers adopt the tensor's.
+
+    ```python
+    t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert (t @ t.T).sum(1).tolist() == [16.0, 36.0]
+    assert (t.shape, t.dtype, t.device) == ((2, 2), "f32", "cpu")
+    ```
     """
 
     __array_priority__: Final = 1000.0
@@ -2985,6 +3161,12 @@ class Tensor(ComposedMethods):
 class TextFeatures:
     """
     What a text encoder makes of texts.
+
+    ```python
+    encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
+    features = encoder(tc.tensor([[1, 2, 3]]))
+    assert features.last_hidden_state.shape[:2] == features.skipped(1).shape[:2]
+    ```
     """
     @property
     def hidden_states(self, /) -> list[Tensor]:
@@ -3018,6 +3200,13 @@ class TextFeatures:
 class TrainingAdapter:
     """
     A frozen LoRA beside whatever is trained on a model, made by `add_training_adapter`.
+
+    ```python
+    unet = tc.models.load("sdxl")
+    frozen = unet.add_training_adapter("adapter.safetensors")
+    adapter = unet.add_adapter(tc.LoraConfig(r=4))  # trained beside it
+    frozen.set_enabled(False)
+    ```
     """
     def __len__(self, /) -> int:
         """
@@ -3043,6 +3232,13 @@ class Var(VarMethods, Tensor):
 
     A `Var` is accepted wherever a `Tensor` is. Tensors computed from it before a change are stale: a backward pass
     through them is an error, never a wrong gradient.
+
+    ```python
+    v = tc.Var([1.0, 2.0, 3.0])
+    (v * v).sum().backward()
+    assert v.grad.tolist() == [2.0, 4.0, 6.0]
+    v.set(v.detach() - 0.1 * v.grad)
+    ```
 
     Args:
         data: a tensor (any strides; its values are copied and its graph is cut) or anything `tensor` takes.
@@ -3135,6 +3331,10 @@ def add_layer_norm(
     """
     input + residual, and `layer_norm` of that sum: the step between two layers of a transformer block, one kernel on CUDA.
 
+    ```python
+    total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
+    ```
+
     Args:
         input: (..., *normalized_shape).
         residual: of the input's shape and dtype.
@@ -3161,6 +3361,11 @@ def arange(
     """
     `start`, `start + step`, ... up to but without `end`.
 
+    ```python
+    assert tc.arange(4).tolist() == [0, 1, 2, 3]
+    assert tc.arange(1, 2, 0.5).tolist() == [1.0, 1.5]
+    ```
+
     Args:
         start: the first value; with one argument it is the end, and the start is 0.
         end: the end.
@@ -3175,11 +3380,20 @@ def arange(
 def available_bytes() -> int | None:
     """
     Bytes of host memory that can still be allocated, if the system reports it.
+
+    ```python
+    free = tc.memory.available_bytes()
+    assert free is None or free > 0
+    ```
     """
 
 def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Concatenate tensors along `dim`; all other sizes must agree.
+
+    ```python
+    assert tc.cat([tc.zeros(2, 3), tc.ones(1, 3)]).shape == (3, 3)
+    ```
 
     Raises:
         ArgumentError: without tensors.
@@ -3194,6 +3408,12 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
 
     The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
     same mask. Variables that it captures get their gradients.
+
+    ```python
+    layer = tc.nn.Linear(4, 4)
+    y = tc.checkpoint(lambda x: F.gelu(layer(x)), tc.randn(2, 4))
+    y.sum().backward()  # computes the layer again
+    ```
 
     Args:
         function: takes the tensors, returns a Tensor or a tuple of Tensors.
@@ -3221,6 +3441,11 @@ def classifier_free_guidance(
     """
     Guide a model's output away from its output for a negative prompt (arXiv:2207.12598).
 
+    ```python
+    negative, positive = tc.zeros(2), tc.ones(2)
+    assert tc.train.classifier_free_guidance(negative, positive, 7.0).tolist() == [7.0, 7.0]
+    ```
+
     Args:
         negative: its output for the negative prompt.
         positive: its output for the prompt.
@@ -3241,6 +3466,12 @@ def clip_grad_norm_(
 ) -> Tensor:
     """
     Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as torch's function.
+
+    ```python
+    loss.backward()
+    norm = tc.optim.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    ```
 
     Args:
         parameters: the variables; those without a gradient are ignored.
@@ -3269,6 +3500,11 @@ def conv2d(
 ) -> Tensor:
     """
     Two-dimensional convolution.
+
+    ```python
+    y = F.conv2d(tc.randn(1, 3, 8, 8), tc.randn(4, 3, 3, 3), padding=1, stride=2)
+    assert y.shape == (1, 4, 4, 4)
+    ```
 
     Args:
         input: (B, C, H, W).
@@ -3299,6 +3535,10 @@ def cross_entropy(
 ) -> Tensor:
     """
     The cross-entropy of logits and class ids.
+
+    ```python
+    loss = F.cross_entropy(tc.randn(4, 10), tc.tensor([1, 2, 3, -100]), label_smoothing=0.1)
+    ```
 
     Args:
         input: (..., classes) logits.
@@ -3409,6 +3649,12 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: boo
     """
     Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
 
+    ```python
+    x = tc.ones(1000)
+    assert set(F.dropout(x, 0.5).tolist()) == {0.0, 2.0}
+    assert F.dropout(x, 0.5, training=False).tolist() == x.tolist()
+    ```
+
     Args:
         input: any shape.
         p: the probability, in [0, 1].
@@ -3422,6 +3668,11 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: boo
 def embedding(input: Tensor, weight: Tensor) -> Tensor:
     """
     The rows of a table at given positions.
+
+    ```python
+    table = tc.Var(tc.randn(100, 8))
+    assert F.embedding(tc.tensor([[1, 2, 3]]), table).shape == (1, 3, 8)
+    ```
 
     Args:
         input: i64 or u32 positions of any shape.
@@ -3440,6 +3691,11 @@ def empty_like(
 ) -> Tensor:
     """
     A tensor in the shape of `input` with arbitrary values; dtype and device are its own unless given.
+
+    ```python
+    x = tc.tensor([1, 2, 3])
+    assert tc.empty_like(x, dtype="f32").shape == x.shape
+    ```
     """
 
 def eye(
@@ -3450,6 +3706,10 @@ def eye(
 ) -> Tensor:
     """
     The identity matrix (n, m): ones on the diagonal, zeros elsewhere.
+
+    ```python
+    assert tc.eye(2).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    ```
 
     Args:
         n: rows.
@@ -3465,6 +3725,12 @@ def fake_quantize(input: Tensor, format: str) -> Tensor:
     """
     A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
     range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator).
+
+    ```python
+    weight = tc.Var(tc.randn(64, 64))
+    y = F.linear(tc.randn(2, 64), F.fake_quantize(weight, "int8"))
+    y.sum().backward()  # as if nothing had been rounded
+    ```
 
     Args:
         input: floating point, (out_features, in_features).
@@ -3483,6 +3749,10 @@ def fake_quantize(input: Tensor, format: str) -> Tensor:
 def from_dlpack(data: Any) -> Tensor:
     """
     A tensor with a copy of the values of an object with `__dlpack__`, on their device.
+
+    ```python
+    assert tc.from_dlpack(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
+    ```
 
     Raises:
         DeviceError: if they are neither on the CPU nor on a CUDA device.
@@ -3514,6 +3784,10 @@ def geglu(input: Tensor) -> Tensor:
     """
     `h * gelu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
 
+    ```python
+    assert F.geglu(tc.randn(2, 8)).shape == (2, 4)
+    ```
+
     Args:
         input: (..., 2 n).
 
@@ -3528,16 +3802,35 @@ def geglu(input: Tensor) -> Tensor:
 def get_float32_matmul_precision() -> str:
     """
     How products of f32 matrices are computed on CUDA devices: "highest" or "high".
+
+    ```python
+    tc.set_float32_matmul_precision("high")
+    assert tc.get_float32_matmul_precision() == "high"
+    tc.set_float32_matmul_precision("highest")
+    ```
     """
 
 def get_num_threads() -> int:
     """
     The number of threads of CPU work.
+
+    ```python
+    before = tc.get_num_threads()
+    tc.set_num_threads(1)
+    tc.set_num_threads(before)
+    ```
     """
 
 def get_rng_state() -> tuple[int, int]:
     """
     Seed and position of the generator; `set_rng_state` repeats the draws that followed.
+
+    ```python
+    state = tc.get_rng_state()
+    drawn = tc.randn(3)
+    tc.set_rng_state(state)
+    assert tc.randn(3).tolist() == drawn.tolist()
+    ```
     """
 
 def get_w8a8() -> bool:
@@ -3561,6 +3854,12 @@ def grad(
 ) -> list[Tensor | None]:
     """
     The gradients of `loss` with respect to `inputs`, without a change of `.grad`.
+
+    ```python
+    x = tc.Var([3.0])
+    (dx,) = tc.grad((x * x).sum(), x)
+    assert dx.tolist() == [6.0] and x.grad is None
+    ```
 
     Args:
         loss: a tensor on the tape.
@@ -3586,6 +3885,10 @@ def gradcheck(
     """
     Check the gradient of `function` at `inputs` against central differences in f64:
     `|analytic - numeric| <= atol + rtol * |numeric|` for every entry.
+
+    ```python
+    assert tc.gradcheck(lambda x: x.tanh() * x, tc.randn(3, dtype="f64"))
+    ```
 
     Args:
         function: takes the inputs, returns a Tensor of any shape.
@@ -3623,6 +3926,10 @@ def group_norm(
     """
     Group normalisation (Wu & He 2018, arXiv:1803.08494).
 
+    ```python
+    assert F.group_norm(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
+    ```
+
     Args:
         input: (B, C, ...).
         num_groups: the number of groups of channels, a divisor of C.
@@ -3648,6 +3955,10 @@ def group_norm_silu(
     """
     SiLU of `group_norm`, in one operation that does not save the norm's result.
 
+    ```python
+    assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
+    ```
+
     Args:
         input: (B, C, ...).
         num_groups: the number of groups of channels, a divisor of C.
@@ -3669,6 +3980,12 @@ def huber_loss(
 ) -> Tensor:
     """
     The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
+
+    ```python
+    loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+    each = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+    assert loss.item() == each.mean().item()
+    ```
 
     Args:
         input: any shape.
@@ -3705,6 +4022,10 @@ def inspect(
     """
     What a checkpoint is, determined from its headers and configurations; no weight is read.
 
+    ```python
+    assert tc.inspect("sdxl").resolution == 128  # the built-in one
+    ```
+
     Args:
         path: a pipeline's folder, an original checkpoint in one file, or a model alone.
         model: a family, "sdxl", all of whose models must be there.
@@ -3719,11 +4040,22 @@ def inspect(
 def is_grad_enabled() -> bool:
     """
     Whether operations of this thread are recorded.
+
+    ```python
+    with tc.no_grad():
+        assert not tc.is_grad_enabled()
+    ```
     """
 
 def l1_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """
     The mean absolute error.
+
+    ```python
+    loss = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+    each = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+    assert loss.item() == each.mean().item()
+    ```
 
     Args:
         input: any shape.
@@ -3745,6 +4077,11 @@ def layer_norm(
     """
     Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
 
+    ```python
+    y = F.layer_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
+    assert y.shape == (2, 8)
+    ```
+
     Args:
         input: (..., *normalized_shape).
         normalized_shape: the sizes of the trailing dimensions, or the last one's.
@@ -3760,6 +4097,11 @@ def layer_norm(
 def linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """
     `input @ weight.T + bias`.
+
+    ```python
+    y = F.linear(tc.randn(3, 4), tc.randn(2, 4), tc.zeros(2))
+    assert y.shape == (3, 2)
+    ```
 
     Args:
         input: (..., in_features).
@@ -3780,6 +4122,12 @@ def linear_cross_entropy(
     The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
     matrix of all logits never exists, and the gradients are made on the way.
 
+    ```python
+    states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
+    found = F.linear_cross_entropy(states, head, ids)
+    assert tc.allclose(found, F.cross_entropy(states @ head.T, ids, reduction="sum"), rtol=1e-4)
+    ```
+
     Args:
         input: (N, D) states.
         weight: (classes, D), in the dtype of the states. Where it is frozen its gradient costs nothing.
@@ -3797,6 +4145,11 @@ def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, in the
     backward again.
 
+    ```python
+    states, head = tc.randn(3, 8), tc.randn(100, 8)
+    assert F.linear_log_probs(states, head, tc.tensor([5, 7, -100])).shape == (3,)
+    ```
+
     Args:
         input: (N, D) states.
         weight: (classes, D), in the dtype of the states.
@@ -3812,6 +4165,11 @@ def load_file(
 ) -> dict[str, Tensor]:
     """
     Read a safetensors file.
+
+    ```python
+    tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
+    assert tc.load_file("tensors.safetensors")["a"].tolist() == [1.0, 1.0]
+    ```
 
     Args:
         path: the file.
@@ -3834,6 +4192,12 @@ def lora_backward(
 ) -> tuple[Tensor, Tensor]:
     """
     The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.
+
+    ```python
+    x, down, up = tc.randn(5, 8), tc.randn(2, 8), tc.randn(4, 2)
+    grad_down, grad_up = tc.lora_backward(tc.ones(5, 4), x, down, up, 0.5)
+    assert (grad_down.shape, grad_up.shape) == (down.shape, up.shape)
+    ```
 
     Args:
         grad_output: (..., out_features), the gradient of y.
@@ -3860,6 +4224,12 @@ def lora_backward_(
     `lora_backward` of many layers at once, added to the gradients of the matrices, in place if these are in a flat buffer. On a CUDA
     device, products of one size run together, without synchronization.
 
+    ```python
+    x, down, up = tc.randn(5, 8), tc.Var(tc.randn(2, 8)), tc.Var(tc.randn(4, 2))
+    tc.lora_backward_([tc.ones(5, 4)], [x], [down], [up], 0.5)
+    assert down.grad.shape == down.shape
+    ```
+
     Args:
         grad_outputs: for each layer (..., out_features).
         inputs: for each layer (..., in_features).
@@ -3876,6 +4246,13 @@ def manual_seed(seed: SupportsIndex) -> None:
     """
     Start the generator's stream of `seed`.
 
+    ```python
+    tc.manual_seed(0)
+    drawn = tc.randn(3)
+    tc.manual_seed(0)
+    assert tc.randn(3).tolist() == drawn.tolist()
+    ```
+
     Args:
         seed: 0 to 2**64 - 1.
     """
@@ -3886,6 +4263,11 @@ def modulated_layer_norm(
     """
     Layer normalisation of the last dimension, times 1 + scale, plus shift, both given for each example: adaLN of diffusion
     transformers (Peebles & Xie 2022, arXiv:2212.09748).
+
+    ```python
+    y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
+    assert y.shape == (2, 16, 8)
+    ```
 
     Args:
         input: (B, ..., features).
@@ -3904,6 +4286,12 @@ def modulated_layer_norm(
 def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """
     The mean squared error.
+
+    ```python
+    loss = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+    each = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+    assert loss.item() == each.mean().item()
+    ```
 
     Args:
         input: any shape.
@@ -3972,6 +4360,11 @@ def ones(
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
     Ones in the shape of `input`; dtype and device are its own unless given.
+
+    ```python
+    x = tc.tensor([1, 2, 3])
+    assert tc.ones_like(x, dtype="f32").shape == x.shape
+    ```
     """
 
 def optimizer_kinds() -> list[tuple[str, str, int, dict[str, Any]]]:
@@ -3998,6 +4391,13 @@ def prepare_adapters(
     """
     Copy what `save_adapters` would write to the CPU, to write it while training continues.
 
+    ```python
+    unet = tc.models.load("sdxl")
+    adapter = unet.load_adapter("adapter.safetensors")
+    file = tc.prepare_adapters("copy.safetensors", [adapter], dtype="bf16")
+    file.write()  # in another thread, while training continues
+    ```
+
     Args:
         path: the file.
         adapters: the adapters of each model.
@@ -4012,6 +4412,12 @@ def prepare_adapters(
 def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
     """
     Quantize a frozen matrix.
+
+    ```python
+    weight = tc.randn(64, 128)
+    codes = tc.quantize(weight, "nf4")
+    assert (codes.dequantize() - weight).abs().mean().item() < 0.1
+    ```
 
     Args:
         tensor: floating point, (out_features, in_features).
@@ -4028,6 +4434,10 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
 def quick_gelu(input: Tensor) -> Tensor:
     """
     `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
+
+    ```python
+    assert F.quick_gelu(tc.tensor([0.0, 10.0])).tolist() == [0.0, 10.0]
+    ```
 
     Raises:
         DTypeError: if the input is not floating point.
@@ -4094,6 +4504,11 @@ def rms_norm(
     """
     Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
 
+    ```python
+    y = F.rms_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
+    assert y.shape == (2, 8)
+    ```
+
     Args:
         input: (..., features).
         normalized_shape: (features,) or features.
@@ -4116,6 +4531,12 @@ def rms_norm_rope(
     """
     `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of Flux and Qwen3.
 
+    ```python
+    angles = tc.randn(16, 4)
+    queries = F.rms_norm_rope(tc.randn(2, 16, 8), tc.ones(8), angles.cos(), angles.sin())
+    assert queries.shape == (2, 16, 8)
+    ```
+
     Args:
         x: (..., S, D), D even.
         weight: scale, (D,), in the dtype of `x` or f32; None for ones.
@@ -4137,6 +4558,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     """
     Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features rotated by angles.
 
+    ```python
+    angles = tc.arange(16.0).reshape(16, 1) * tc.tensor([1.0, 0.1, 0.01, 0.001])
+    queries = F.rope(tc.randn(2, 16, 8), angles.cos(), angles.sin())
+    assert queries.shape == (2, 16, 8)
+    ```
+
     Args:
         x: (..., S, D), D even.
         cos: (S, D / 2), cosines of the angles.
@@ -4156,6 +4583,12 @@ def save_adapters(
 ) -> list[str]:
     """
     Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+
+    ```python
+    unet = tc.models.load("sdxl")
+    adapter = unet.load_adapter("adapter.safetensors")
+    assert tc.save_adapters("copy.safetensors", [adapter], format="diffusers", dtype="f16") == []
+    ```
 
     Args:
         path: the file.
@@ -4181,6 +4614,11 @@ def save_checkpoint(
     """
     Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
 
+    ```python
+    unet = tc.models.SDXLUNet.from_pretrained("sdxl")
+    tc.models.save_checkpoint("checkpoint.safetensors", {"unet": unet}, dtype="f16")
+    ```
+
     Args:
         path: the file.
         models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
@@ -4201,6 +4639,11 @@ def save_file(
     """
     Write tensors to a safetensors file, complete or not at all.
 
+    ```python
+    tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
+    assert tc.load_file("tensors.safetensors")["a"].tolist() == [1.0, 1.0]
+    ```
+
     Args:
         tensors: tensors by name.
         path: the file.
@@ -4214,6 +4657,12 @@ def saved_bytes() -> int:
     """
     Bytes that the live tape saves for backward passes: saved activations and the inputs of checkpoints, each storage
     counted once; parameters are not counted.
+
+    ```python
+    x = tc.Var(tc.ones(1000))
+    y = x.exp()
+    assert tc.memory.saved_bytes() >= y.nbytes
+    ```
     """
 
 def scaled_dot_product_attention(
@@ -4227,6 +4676,11 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """
     softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
+
+    ```python
+    q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens
+    assert F.scaled_dot_product_attention(q, k, v, is_causal=True).shape == (1, 2, 16, 8)
+    ```
 
     Args:
         query: (..., S, D).
@@ -4246,6 +4700,12 @@ def scaled_dot_product_attention(
 def set_float32_matmul_precision(precision: str) -> None:
     """
     Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
+
+    ```python
+    tc.set_float32_matmul_precision("high")
+    assert tc.get_float32_matmul_precision() == "high"
+    tc.set_float32_matmul_precision("highest")
+    ```
 
     Args:
         precision: "highest" for f32, the default; "high" for TF32, whose factors have a mantissa of 10 bits: several
@@ -4275,6 +4735,12 @@ def set_num_threads(n: SupportsIndex) -> None:
     """
     Set the number of threads of CPU work. Results do not depend on it.
 
+    ```python
+    before = tc.get_num_threads()
+    tc.set_num_threads(1)
+    tc.set_num_threads(before)
+    ```
+
     Raises:
         ArgumentError: if `n` is 0, or the system refuses.
     """
@@ -4291,6 +4757,13 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
     """
     Continue from what `get_rng_state` returned.
+
+    ```python
+    state = tc.get_rng_state()
+    drawn = tc.randn(3)
+    tc.set_rng_state(state)
+    assert tc.randn(3).tolist() == drawn.tolist()
+    ```
     """
 
 def set_w8a8(enabled: bool) -> None:
@@ -4317,6 +4790,12 @@ def smooth_l1_loss(
     """
     The Huber loss divided by its threshold, torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083).
 
+    ```python
+    loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+    each = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+    assert loss.item() == each.mean().item()
+    ```
+
     Args:
         input: any shape.
         target: the same shape.
@@ -4332,6 +4811,13 @@ def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     Copy tensors to the CPU, unaffected by later changes, to write them while training continues.
 
+    ```python
+    v = tc.Var([1.0])
+    copy = tc.snapshot({"v": v})
+    v.set(tc.tensor([2.0]))
+    assert copy["v"].tolist() == [1.0]
+    ```
+
     Args:
         tensors: tensors or variables by name.
 
@@ -4345,6 +4831,10 @@ def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor:
     """
     Stack tensors of one shape along a new dimension `dim`.
+
+    ```python
+    assert tc.stack([tc.zeros(3), tc.ones(3)]).shape == (2, 3)
+    ```
 
     Raises:
         ArgumentError: without tensors.
@@ -4369,6 +4859,10 @@ def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int
 def swiglu(input: Tensor) -> Tensor:
     """
     `h * silu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+
+    ```python
+    assert F.swiglu(tc.randn(2, 8)).shape == (2, 4)
+    ```
 
     Args:
         input: (..., 2 n).
@@ -4407,6 +4901,11 @@ def upsample_nearest2d(
     """
     Resize an image by the nearest pixel, as torch's `interpolate(mode="nearest")`: position i of n copies floor(i * m / n) of m.
 
+    ```python
+    image = tc.tensor([[[[1.0, 2.0]]]])
+    assert F.upsample_nearest2d(image, scale_factor=2).tolist() == [[[[1.0, 1.0, 2.0, 2.0]] * 2]]
+    ```
+
     Args:
         input: (B, C, H, W).
         size: of the result, one number or (height, width).
@@ -4436,6 +4935,12 @@ def varlen_attention(
     key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
     graph can be replayed with others.
 
+    ```python
+    q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
+    y = F.varlen_attention(q, k, v, tc.tensor([0, 4, 10]))  # texts of 4 and 6 tokens
+    assert y.shape == (10, 2, 8)
+    ```
+
     Args:
         query: (N, heads, D).
         key: (N, key heads, D). The number of key heads divides that of heads; head h of the query attends to head
@@ -4463,6 +4968,11 @@ def verify_adapter(
     """
     Match an adapter file against a model's layers as ComfyUI, diffusers and other programs do.
 
+    ```python
+    report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
+    assert report.good  # ComfyUI applies all of it
+    ```
+
     Args:
         path: the file.
         model: the family, "sdxl", "sd3" or "flux".
@@ -4476,6 +4986,11 @@ def verify_adapter(
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:
     """
     `input` where `condition` is not 0, else `other`; shapes broadcast as in numpy.
+
+    ```python
+    x = tc.tensor([-1.0, 2.0])
+    assert tc.where(x > 0, x, 0.0).tolist() == [0.0, 2.0]
+    ```
 
     Args:
         condition: a u8 tensor, such as a comparison gives.
@@ -4507,4 +5022,9 @@ def zeros_like(
 ) -> Tensor:
     """
     Zeros in the shape of `input`; dtype and device are its own unless given.
+
+    ```python
+    x = tc.tensor([1, 2, 3])
+    assert tc.zeros_like(x, dtype="f32").shape == x.shape
+    ```
     """

@@ -27,12 +27,24 @@ __all__ = [
 
 
 def unavailable_reason() -> str | None:
-    """Return why CUDA cannot be used, or None if it can."""
+    """Return why CUDA cannot be used, or None if it can.
+
+    ```python
+    if not tc.cuda.is_available():
+        print(tc.cuda.unavailable_reason())
+    ```
+    """
     return _core.cuda_unavailable_reason()
 
 
 def is_available() -> bool:
-    """Return whether CUDA can be used."""
+    """Return whether CUDA can be used.
+
+    ```python
+    if not tc.cuda.is_available():
+        print(tc.cuda.unavailable_reason())
+    ```
+    """
     return unavailable_reason() is None
 
 

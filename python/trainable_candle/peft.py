@@ -49,6 +49,12 @@ class ModuleAdapter:
     Linear layers become `nn.LoRALinear` or `nn.DoRALinear`, convolutions `nn.LoRAConv2d`, in their
     places and with the same weights, which are frozen with all others.
 
+    ```python
+    adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules="all-linear"))
+    model(x).sum().backward()
+    adapter.save("adapters")
+    ```
+
     Args:
         module: Holds `nn.Linear` and `nn.Conv2d` layers in its attributes, however deep.
         config: Which layers, what kind and size; LoRA and DoRA.

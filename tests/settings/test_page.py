@@ -4,6 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from trainable_candle.cli.ray import make_parser
 from trainable_candle.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -28,3 +29,11 @@ def test_the_defaults_of_arguments_can_be_given() -> None:
         for name, cell in rows:
             given = {chosen: name, f"{chosen}_args": re.findall(r"`(.*?)`", cell)}
             TrainConfig(model="digits", **given)
+
+
+def test_the_options_of_ray_are_those_of_the_command() -> None:
+    text = (ROOT / "docs" / "many-gpus.md").read_text().split("## Ray")[1].split("\n## ")[0]
+    listed = set(re.findall(r"^\| `(--[\w-]+)", text, re.MULTILINE))
+    parser = make_parser("trainable-candle ray")
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    assert listed == {flag for flag in known if flag.startswith("--")} - {"--help"}

@@ -1,14 +1,14 @@
 """Several processes that train together, each with its own part of the data.
 
 The command line needs nothing of this: `train-lora --gpus 2`. A loop of one's own, started by
-torchrun, srun or mpirun, is::
+torchrun, srun or mpirun, is:
 
-    group = tc.distributed.init("cuda")
-    tc.distributed.broadcast_(parameters)
-    ...
-    loss.backward()
-    tc.distributed.average_gradients_(parameters)
+    device = tc.distributed.init("cpu")  # or "cuda", or "auto"
+    tc.distributed.broadcast_(model.parameters())
+    loss.backward()  # of batches of this process
+    tc.distributed.average_gradients_(model.parameters())
     optimizer.step()
+    tc.distributed.close()
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ _group: Group = Alone()
 
 def init(device: str = "auto") -> str:
     """Join the processes that a launcher has started with this one.
+
+    ```python
+    device = tc.distributed.init("cpu")
+    model.to(device)
+    tc.distributed.close()
+    ```
 
     Args:
         device: `cuda` or `auto` for this process's own GPU, or `cpu`.
@@ -89,17 +95,31 @@ def device_of(world: World | None, device: str) -> str:
 
 
 def rank() -> int:
-    """Return which of the processes this is, from 0."""
+    """Return which of the processes this is, from 0.
+
+    ```python
+    assert tc.distributed.rank() < tc.distributed.world_size()
+    ```
+    """
     return _group.rank
 
 
 def world_size() -> int:
-    """Return how many processes there are."""
+    """Return how many processes there are.
+
+    ```python
+    assert tc.distributed.rank() < tc.distributed.world_size()
+    ```
+    """
     return _group.size
 
 
 def barrier() -> None:
     """Wait until all processes are here.
+
+    ```python
+    tc.distributed.barrier()
+    ```
 
     Raises:
         DistributedError: another process has failed.
@@ -110,6 +130,11 @@ def barrier() -> None:
 def all_reduce(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over all processes.
 
+    ```python
+    total = tc.distributed.all_reduce(tc.tensor([1.0]))
+    assert total.item() == tc.distributed.world_size()
+    ```
+
     Raises:
         DistributedError: another process has failed.
     """
@@ -118,6 +143,11 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 def all_reduce_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     """Give variables the sums of their values over all processes.
+
+    ```python
+    counts = [tc.Var([1.0])]
+    tc.distributed.all_reduce_(counts)
+    ```
 
     Raises:
         DistributedError: another process has failed.
@@ -129,6 +159,10 @@ def all_reduce_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
 def broadcast_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     """Give variables their values of rank 0.
 
+    ```python
+    tc.distributed.broadcast_(model.parameters())  # all have what rank 0 has
+    ```
+
     Raises:
         DistributedError: another process has failed.
     """
@@ -137,6 +171,12 @@ def broadcast_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
 
 def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     """Replace the gradients by their mean over all processes.
+
+    ```python
+    loss.backward()
+    tc.distributed.average_gradients_(model.parameters())
+    optimizer.step()
+    ```
 
     Args:
         parameters: the same variables in all processes; one without a gradient has zeros.
@@ -154,7 +194,12 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
 
 
 def close() -> None:
-    """Leave the other processes in good order; for the end of a program."""
+    """Leave the other processes in good order; for the end of a program.
+
+    ```python
+    tc.distributed.close()
+    ```
+    """
     global _group  # noqa: PLW0603
     _group.close()
     _group = Alone()

@@ -35,6 +35,10 @@ NAMES: Final = {
 def find(name: str) -> type[Family]:
     """The family of a model.
 
+    ```python
+    assert tc.families.find("sdxl").default_weights() is not None
+    ```
+
     Raises:
         ConfigError: there is none of that name.
     """
@@ -47,6 +51,10 @@ def find(name: str) -> type[Family]:
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
     """The presets of a model by name: values of the settings that it has.
+
+    ```python
+    assert "fast" in tc.families.presets("sdxl")
+    ```
 
     Raises:
         ConfigError: there is no such model.
@@ -61,6 +69,10 @@ def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
 
 def weights_of(name: str, given: str | Path | None) -> Path:
     """Where the weights of a model are: as given, else those that the package ships.
+
+    ```python
+    folder = tc.families.weights_of("sdxl", None)  # the built-in one
+    ```
 
     Args:
         name: of the model.
@@ -91,6 +103,10 @@ def load(
     config: TrainConfig | None = None,
 ) -> Task:
     """A model by name, from its weights or those that the package ships, to use or to merge.
+
+    ```python
+    task = tc.families.load("digits", None, "f32", "cpu")
+    ```
 
     Args:
         name: of the model.

@@ -36,6 +36,10 @@ __all__ = [
 def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     """Return i64 rows with a 1 at the place of each class.
 
+    ```python
+    assert F.one_hot(tc.tensor([0, 2]), 3).tolist() == [[1, 0, 0], [0, 0, 1]]
+    ```
+
     Args:
         input: Classes from 0, of any shape.
         num_classes: The length of a row; -1 for the largest class and one.
@@ -59,6 +63,10 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 @explained
 def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
     """Add elements at both ends of dimensions, or take them away.
+
+    ```python
+    assert F.pad(tc.ones(2), (1, 0)).tolist() == [0.0, 1.0, 1.0]
+    ```
 
     Args:
         input: Any tensor.
@@ -105,6 +113,10 @@ def interpolate(
 ) -> Tensor:
     """Resize the trailing dimensions of (B, C, ...) to the nearest elements, as torch's "nearest".
 
+    ```python
+    assert F.interpolate(tc.zeros(1, 3, 4, 4), scale_factor=2).shape == (1, 3, 8, 8)
+    ```
+
     Args:
         input: (B, C, ...).
         size: Of these dimensions.
@@ -146,6 +158,10 @@ def conv1d(
 ) -> Tensor:
     """One-dimensional convolution of (B, in, length) with (out, in / groups, kernel).
 
+    ```python
+    assert F.conv1d(tc.zeros(1, 3, 8), tc.zeros(4, 3, 3), padding=1).shape == (1, 4, 8)
+    ```
+
     Raises:
         TypeError: If an operand is not a tensor.
         ShapeError, DTypeError, DeviceError: If the operands do not fit.
@@ -172,6 +188,10 @@ def conv1d(
 def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
     """Return the largest element of each window of (B, C, height, width).
 
+    ```python
+    assert F.max_pool2d(tc.ones(1, 1, 4, 4), 2).tolist() == [[[[1.0, 1.0]] * 2]]
+    ```
+
     Raises:
         TypeError: If the input is not a tensor.
         ShapeError, ArgumentError: If the windows do not fit.
@@ -186,6 +206,10 @@ def max_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any
 @explained
 def avg_pool2d(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
     """Return the mean of each window of (B, C, height, width), zeros of the padding included.
+
+    ```python
+    assert F.avg_pool2d(tc.ones(1, 1, 4, 4), 2).tolist() == [[[[1.0, 1.0]] * 2]]
+    ```
 
     Raises:
         TypeError: If the input is not a tensor.
@@ -204,6 +228,10 @@ def binary_cross_entropy_with_logits(
 ) -> Tensor:
     """Binary cross-entropy of sigmoid(input) and targets from 0 to 1.
 
+    ```python
+    loss = F.binary_cross_entropy_with_logits(tc.randn(4), tc.tensor([0.0, 1.0, 1.0, 0.0]))
+    ```
+
     Raises:
         TypeError: If an operand is not a tensor.
         ArgumentError: If the reduction is not "mean", "sum" or "none".
@@ -219,6 +247,10 @@ def kl_div(
     input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
 ) -> Tensor:
     """Kullback-Leibler divergence of target probabilities from `input`, which has logarithms.
+
+    ```python
+    loss = F.kl_div(F.log_softmax(x), F.softmax(tc.randn(3, 4)), reduction="sum")
+    ```
 
     Args:
         input: Logarithms of probabilities.
@@ -244,14 +276,24 @@ def kl_div(
 
 @explained
 def leaky_relu(input: Tensor, negative_slope: float = 0.01) -> Tensor:
-    """Return x where it is above 0, else `negative_slope` times x; raises for no tensor."""
+    """Return x where it is above 0, else `negative_slope` times x; raises for no tensor.
+
+    ```python
+    assert F.leaky_relu(tc.tensor([-1.0, 1.0]), 0.5).tolist() == [-0.5, 1.0]
+    ```
+    """
     _require("leaky_relu", input)
     return input.relu() - (-input).relu() * negative_slope
 
 
 @explained
 def softplus(input: Tensor, beta: float = 1.0) -> Tensor:
-    """Return log(1 + exp(beta x)) / beta, without overflow; raises for no tensor."""
+    """Return log(1 + exp(beta x)) / beta, without overflow; raises for no tensor.
+
+    ```python
+    assert F.softplus(tc.tensor([30.0])).tolist() == [30.0]
+    ```
+    """
     _require("softplus", input)
     x = input * beta
     return (x.relu() + ((-x.abs()).exp() + 1).log()) * (1.0 / beta)
@@ -259,7 +301,12 @@ def softplus(input: Tensor, beta: float = 1.0) -> Tensor:
 
 @explained
 def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
-    """Return x where it is above 0, else alpha (exp(x) - 1); raises for no tensor."""
+    """Return x where it is above 0, else alpha (exp(x) - 1); raises for no tensor.
+
+    ```python
+    assert F.elu(tc.tensor([30.0])).tolist() == [30.0]
+    ```
+    """
     _require("elu", input)
     return input.relu() + ((-(-input).relu()).exp() - 1) * alpha
 
@@ -267,6 +314,10 @@ def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
 @explained
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """Return the cosine between vectors along a dimension, each norm at least `eps`.
+
+    ```python
+    assert F.cosine_similarity(x, x).shape == (3,)
+    ```
 
     Raises:
         TypeError: If an operand is not a tensor.
@@ -279,6 +330,10 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
 @explained
 def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
     """Divide vectors along a dimension by their p-norms, which count as at least `eps`.
+
+    ```python
+    assert tc.allclose(F.normalize(x).norm(dim=1), tc.ones(3), rtol=1e-5)
+    ```
 
     Raises:
         TypeError: If the input is not a tensor.

@@ -96,35 +96,70 @@ __all__ = [
 
 
 def relu(input: Tensor) -> Tensor:
-    """Return max(input, 0)."""
+    """Return max(input, 0).
+
+    ```python
+    assert F.relu(tc.zeros(3)).tolist() == [0.0] * 3
+    ```
+    """
     return Tensor.relu(input)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """Return GELU, exact ("none") or by its approximation with tanh ("tanh")."""
+    """Return GELU, exact ("none") or by its approximation with tanh ("tanh").
+
+    ```python
+    assert F.gelu(tc.zeros(3)).tolist() == [0.0] * 3
+    ```
+    """
     return Tensor.gelu(input, approximate)
 
 
 def silu(input: Tensor) -> Tensor:
-    """Return input * sigmoid(input)."""
+    """Return input * sigmoid(input).
+
+    ```python
+    assert F.silu(tc.zeros(3)).tolist() == [0.0] * 3
+    ```
+    """
     return Tensor.silu(input)
 
 
 def sigmoid(input: Tensor) -> Tensor:
-    """Return 1 / (1 + exp(-input))."""
+    """Return 1 / (1 + exp(-input)).
+
+    ```python
+    assert F.sigmoid(tc.zeros(3)).tolist() == [0.5] * 3
+    ```
+    """
     return Tensor.sigmoid(input)
 
 
 def tanh(input: Tensor) -> Tensor:
-    """Return the hyperbolic tangent."""
+    """Return the hyperbolic tangent.
+
+    ```python
+    assert F.tanh(tc.zeros(3)).tolist() == [0.0] * 3
+    ```
+    """
     return Tensor.tanh(input)
 
 
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
-    """Return exp(input) over its sum along `dim`."""
+    """Return exp(input) over its sum along `dim`.
+
+    ```python
+    assert F.softmax(tc.zeros(2, 4)).tolist() == [[0.25] * 4] * 2
+    ```
+    """
     return Tensor.softmax(input, dim)
 
 
 def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
-    """Return the logarithm of `softmax`, computed directly."""
+    """Return the logarithm of `softmax`, computed directly.
+
+    ```python
+    assert tc.allclose(F.log_softmax(x).exp(), F.softmax(x), rtol=1e-5)
+    ```
+    """
     return Tensor.log_softmax(input, dim)

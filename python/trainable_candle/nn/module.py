@@ -22,7 +22,13 @@ _FLOATS: Final = ("f32", "f16", "bf16", "f64")
 
 
 class LoadResult(NamedTuple):
-    """Which names did not match in `Module.load_state_dict`."""
+    """Which names did not match in `Module.load_state_dict`.
+
+    ```python
+    result = model.load_state_dict({"0.weight": tc.zeros(8, 4)}, strict=False)
+    assert "0.bias" in result.missing and result.unexpected == []
+    ```
+    """
 
     missing: list[str]
     unexpected: list[str]

@@ -36,6 +36,14 @@ class ChainableScheduler:
     Epoch 0 is set at once. Several schedulers of an optimizer change one after the other what the
     one before has left.
 
+    ```python
+    schedulers = tc.optim.lr_scheduler
+    halved = schedulers.StepLR(optimizer, step_size=1, gamma=0.5)
+    assert isinstance(halved, schedulers.ChainableScheduler)
+    halved.step()
+    assert optimizer.lr == 5e-3
+    ```
+
     Args:
         optimizer: The optimizer.
         last_epoch: The last epoch that is done: the next one has the learning rates that are set,

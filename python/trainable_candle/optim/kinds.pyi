@@ -21,6 +21,13 @@ class AdamW8bit(GroupedOptimizer):
     """
     AdamW with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `AdamW8bit`.
 
+    ```python
+    optimizer = tc.optim.AdamW8bit(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
@@ -51,6 +58,13 @@ class Adam8bit(GroupedOptimizer):
     """
     Adam with 8-bit states (Dettmers et al. 2022, arXiv:2110.02861), as bitsandbytes' `Adam8bit`.
 
+    ```python
+    optimizer = tc.optim.Adam8bit(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
@@ -80,6 +94,13 @@ class Adam8bit(GroupedOptimizer):
 class AdamW(GroupedOptimizer):
     """
     Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101), as `torch.optim.AdamW`.
+
+    ```python
+    optimizer = tc.optim.AdamW(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
@@ -113,6 +134,13 @@ class Adam(GroupedOptimizer):
     """
     Adam (Kingma & Ba 2015, arXiv:1412.6980), as `torch.optim.Adam`.
 
+    ```python
+    optimizer = tc.optim.Adam(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
@@ -145,6 +173,13 @@ class Lion8bit(GroupedOptimizer):
     """
     Lion with an 8-bit momentum, as bitsandbytes' `Lion8bit`.
 
+    ```python
+    optimizer = tc.optim.Lion8bit(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
@@ -173,6 +208,13 @@ class Lion(GroupedOptimizer):
     """
     Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum.
 
+    ```python
+    optimizer = tc.optim.Lion(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0; 3 to 10 times smaller than Adam's.
@@ -198,6 +240,13 @@ class Lion(GroupedOptimizer):
 class Adafactor(GroupedOptimizer):
     """
     Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from those of its rows and columns.
+
+    ```python
+    optimizer = tc.optim.Adafactor(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
@@ -234,6 +283,13 @@ class CAME(GroupedOptimizer):
     """
     CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor that trusts consistent updates more.
 
+    ```python
+    optimizer = tc.optim.CAME(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
@@ -267,6 +323,13 @@ class CAME(GroupedOptimizer):
 class Prodigy(GroupedOptimizer):
     """
     Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size. All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+
+    ```python
+    optimizer = tc.optim.Prodigy(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
@@ -311,6 +374,13 @@ class Prodigy(GroupedOptimizer):
 class SGD(GroupedOptimizer):
     """
     Stochastic gradient descent with momentum, as `torch.optim.SGD`.
+
+    ```python
+    optimizer = tc.optim.SGD(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.

@@ -66,6 +66,12 @@ class LRScheduler:
 
     Step 0 is set at once, so that the optimizer's first step has its rate.
 
+    ```python
+    scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=100, warmup_steps=10)
+    assert scheduler.get_last_lr() == [0.0]
+    scheduler.step()
+    ```
+
     Args:
         optimizer: The optimizer.
         schedule: The factor as a function of the step.

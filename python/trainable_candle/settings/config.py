@@ -56,6 +56,11 @@ class TrainConfig(
 ):  # fmt: skip
     """Every setting of a training run.
 
+    ```python
+    config = tc.train.TrainConfig(model="digits", dataset="images", output="run", steps=300)
+    faster = config.with_(batch_size=8, learning_rate=2e-4)
+    ```
+
     Raises:
         ConfigError: a value has the wrong type or is outside its range.
     """

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the events of interest; each gets the trainer."""
+    """Override the events of interest; each gets the trainer.
+
+    ```python
+    class Losses(tc.train.Callback):
+        def on_step_end(self, trainer, report):
+            print(f"{report.step}: {report.loss:.3f}")
+    ```
+    """
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
         """Before the first step (after a resume)."""
@@ -44,6 +51,17 @@ class Callback:
 
 class ProgressBar(Callback):
     """A bar with epoch, loss (running mean), learning rate, time per step, rate and GPU memory.
+
+    ```python
+    class Batches:
+        def batch(self, index):
+            return batches[index % len(batches)]
+
+    loss = lambda batch: F.mse_loss(model(batch[0]), batch[1])
+    parameters = model.named_parameters()
+    bar = tc.train.ProgressBar()
+    tc.train.Trainer(loss, parameters, optimizer, Batches(), steps=3, callbacks=[bar]).train()
+    ```
 
     Args:
         file: where it is drawn; standard error by default.

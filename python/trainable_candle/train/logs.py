@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 class CsvLog(Callback):
     """A table of steps: loss, lr, gradient norm, seconds.
 
+    ```python
+    from pathlib import Path
+
+    class Batches:
+        def batch(self, index):
+            return batches[index % len(batches)]
+
+    loss = lambda batch: F.mse_loss(model(batch[0]), batch[1])
+    parameters = model.named_parameters()
+    log = tc.train.CsvLog(Path("train.csv"))
+    tc.train.Trainer(loss, parameters, optimizer, Batches(), steps=3, callbacks=[log]).train()
+    ```
+
     Args:
         path: the file.
         every: steps between two lines; the last step always has one.
@@ -48,6 +61,19 @@ class CsvLog(Callback):
 
 class JsonLog(Callback):
     """One JSON object per line: the steps of `CsvLog`, and every other metric with its step.
+
+    ```python
+    from pathlib import Path
+
+    class Batches:
+        def batch(self, index):
+            return batches[index % len(batches)]
+
+    loss = lambda batch: F.mse_loss(model(batch[0]), batch[1])
+    parameters = model.named_parameters()
+    log = tc.train.JsonLog(Path("train.jsonl"))
+    tc.train.Trainer(loss, parameters, optimizer, Batches(), steps=3, callbacks=[log]).train()
+    ```
 
     Args:
         path: the file.
@@ -83,6 +109,19 @@ class JsonLog(Callback):
 
 class TensorBoardLog(Callback):
     """The same as scalars for TensorBoard: `train/...` and `validation/...`.
+
+    ```python
+    from pathlib import Path
+
+    class Batches:
+        def batch(self, index):
+            return batches[index % len(batches)]
+
+    loss = lambda batch: F.mse_loss(model(batch[0]), batch[1])
+    parameters = model.named_parameters()
+    log = tc.train.TensorBoardLog(Path("logs"))
+    tc.train.Trainer(loss, parameters, optimizer, Batches(), steps=3, callbacks=[log]).train()
+    ```
 
     Args:
         folder: for the event files.

@@ -40,6 +40,14 @@ class ConditionedModel(Protocol):
 class Guided:
     """A model with a prompt and a negative prompt: classifier-free guidance (arXiv:2207.12598).
 
+    ```python
+    def denoise(x, timestep, text):
+        return x * 0 + text.mean(1, keepdim=True)
+
+    guided = tc.train.Guided(denoise, {"text": tc.ones(1, 8)}, {"text": tc.zeros(1, 8)}, scale=5.0)
+    assert guided(tc.zeros(1, 4), 500.0).tolist() == [[5.0] * 4]
+    ```
+
     Args:
         model: called as `model(x, timestep, **conditioning)`.
         positive: what `model` is given for the prompt; tensors with the batch first.
@@ -93,6 +101,11 @@ class Guided:
 @tc.no_grad()
 def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Tensor) -> Tensor:
     """A whole run.
+
+    ```python
+    sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10)
+    image = tc.train.sample(sampler, lambda x, timestep: x * 0, tc.randn(1, 4, 8, 8))
+    ```
 
     Args:
         sampler: says which steps.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle import Tensor, Var
+    from trainable_candle.data.batches import BatchSource
     from trainable_candle.distributed.group import Group
     from trainable_candle.optim import GradScaler, Optimizer
     from trainable_candle.optim.lr_scheduler import LRScheduler
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from trainable_candle.train.epochs import Moments
 
 Batch = TypeVar("Batch")
-BatchOut = TypeVar("BatchOut", covariant=True)
 Inputs: TypeAlias = Mapping[str, "Tensor"]
 """The inputs of a loss by name, on the device of the parameters."""
 
@@ -46,13 +46,6 @@ MAX_SKIPPED: Final = 50
 
 _SHARE: Final = "share"
 """The input that holds a batch's share in the loss of its step."""
-
-
-class BatchSource(Protocol[BatchOut]):
-    """Batches by number; a number always gives the same batch, so a run can continue anywhere."""
-
-    def batch(self, index: int) -> BatchOut:
-        """Batch number `index`, from 0."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,14 @@ class Trainer(Generic[Batch]):
 
     On a GPU a step is queued whole, and the next batch is made ready meanwhile; only then its loss
     and norm are waited for.
+
+    ```python
+    from trainable_candle.data import ShuffledBatches
+
+    rows = ShuffledBatches(len(x), batch_size=2, seed=0)
+    loss = lambda numbers: model(x[numbers.tolist()]).square().mean()
+    tc.train.Trainer(loss, model.named_parameters(), optimizer, rows, steps=10).train()
+    ```
 
     Args:
         loss: from a batch, or from what `inputs` made of it, to a single-element tensor.

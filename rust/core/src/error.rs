@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 /// A result whose error is [`Error`].
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong. A message starts with the operation, says what was found and what was
 /// expected and, where the caller can act, what to do.

@@ -1,4 +1,4 @@
-//! The adapters of a whole model and their configuration.
+//! The adapters of a whole model, and their files.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,226 +7,26 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use trainable_candle_core as tc;
 use trainable_candle_io as io;
-use trainable_candle_models::{Loaded, facts};
+use trainable_candle_models::Loaded;
 use trainable_candle_nn::adapter;
 
 use crate::argument::Argument;
-use crate::arguments::{FilePath, Integer, Names};
+use crate::arguments::FilePath;
 use crate::call::{detached, quick};
 use crate::dtype::DTypeArg;
 use crate::error::Result;
+use crate::lora_config::LoraConfig;
 use crate::named::NamedVars;
 use crate::var::Var;
 
-/// Which layers get an adapter, and of what kind and size. The names are peft's.
-///
-/// A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-/// whole name; "all-linear" means every linear layer, "all-conv" for every convolution, "all-attention" for the
-/// projections of attention.
-///
-/// Args:
-///     r: rank, at least 1.
-///     lora_alpha: numerator of the scale, lora_alpha / r.
-///     target_modules: the layers that get an adapter.
-///     exclude_modules: layers to leave out.
-///     lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
-///     use_dora: weight-decomposed adapters (DoRA) instead of LoRA.
-///     use_rslora: scale by lora_alpha / sqrt(r).
-///     rank_pattern: other ranks for layers by name.
-///     alpha_pattern: other alphas for layers by name.
-///     adapter: the kind of adapter by its name on the command line, "lora" for example.
-///     wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
-///     decompose_both: LoKr: whether the smaller factor may be low-rank, too.
-///     decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
-///     qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
-///         does, to "int8", "int4", "fp8" or "nf4".
-///     qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale a token.
-///
-/// Raises:
-///     ConfigError: if a value is out of range.
-#[pyclass(frozen, module = "trainable_candle")]
-pub struct LoraConfig(adapter::LoraConfig);
-
-#[pymethods]
-impl LoraConfig {
-    #[new]
-    #[pyo3(signature = (r=Integer::of(8), lora_alpha=Argument::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Argument::of(0.0),
-        use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
-        decompose_both=false, decompose_factor=Integer::of(-1), qat=None, qat_activations=false))]
-    #[allow(clippy::too_many_arguments)] // peft's
-    fn new(
-        r: Integer,
-        lora_alpha: Argument<f64>,
-        target_modules: Option<Names>,
-        exclude_modules: Option<Names>,
-        lora_dropout: Argument<f64>,
-        use_dora: bool,
-        use_rslora: bool,
-        rank_pattern: Option<BTreeMap<String, Integer>>,
-        alpha_pattern: Argument<Option<BTreeMap<String, f64>>>,
-        adapter: &str,
-        wd_on_output: bool,
-        decompose_both: bool,
-        decompose_factor: Integer,
-        qat: Option<&str>,
-        qat_activations: bool,
-    ) -> Result<Self> {
-        const OP: &str = "LoraConfig";
-        let rank =
-            |(name, rank): (String, Integer)| Ok((name.clone(), rank.count(OP, &format!("rank_pattern[{name:?}]"))?));
-        let config = adapter::LoraConfig {
-            r: r.count(OP, "r")?,
-            lora_alpha: lora_alpha.get(OP, "lora_alpha")?,
-            target_modules: match target_modules {
-                Some(names) => names.get(OP, "target_modules")?,
-                None => adapter::LoraConfig::default().target_modules,
-            },
-            exclude_modules: exclude_modules
-                .map_or_else(|| Ok(Vec::new()), |names| names.get(OP, "exclude_modules"))?,
-            lora_dropout: lora_dropout.get(OP, "lora_dropout")?,
-            use_dora,
-            use_rslora,
-            adapter: adapter.to_owned(),
-            wd_on_output,
-            decompose_both,
-            decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
-            qat: qat.map(str::parse).transpose()?,
-            qat_activations,
-            rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
-            alpha_pattern: alpha_pattern.get(OP, "alpha_pattern")?.unwrap_or_default(),
-        };
-        config.validate()?;
-        Ok(Self(config))
-    }
-
-    /// The layers that get an adapter, with their ranks.
-    ///
-    /// Args:
-    ///     layers: the shapes of layers' weights as files have them, (out, in) or (out, in, height, width), by name.
-    ///
-    /// Raises:
-    ///     ConfigError: if a pattern is not a regular expression.
-    fn select(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>) -> Result<BTreeMap<String, usize>> {
-        detached(py, || self.0.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4))))
-    }
-
-    /// What the adapters take: how many numbers their parameters consist of, and the bytes of an optimizer's states.
-    ///
-    /// Args:
-    ///     layers: as for `select`.
-    ///     optimizer: the name of one in small letters, "adamw8bit".
-    ///
-    /// Raises:
-    ///     ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
-    ///     ShapeError: if a shape is not a layer's.
-    fn plan(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<(usize, usize)> {
-        let plan = detached(py, || facts::plan(&self.0, &layers, optimizer))?;
-        Ok((plan.parameters, plan.state_bytes))
-    }
-
-    /// Rank.
-    #[getter]
-    fn r(&self) -> usize {
-        self.0.r
-    }
-
-    /// The numerator of the scale.
-    #[getter]
-    fn lora_alpha(&self) -> f64 {
-        self.0.lora_alpha
-    }
-
-    /// The layers that get an adapter.
-    #[getter]
-    fn target_modules(&self) -> Vec<String> {
-        self.0.target_modules.clone()
-    }
-
-    /// The layers that are left out.
-    #[getter]
-    fn exclude_modules(&self) -> Vec<String> {
-        self.0.exclude_modules.clone()
-    }
-
-    /// The probability of dropping an element of an adapter's input while training.
-    #[getter]
-    fn lora_dropout(&self) -> f64 {
-        self.0.lora_dropout
-    }
-
-    /// Whether adapters are weight-decomposed (DoRA).
-    #[getter]
-    fn use_dora(&self) -> bool {
-        self.0.use_dora
-    }
-
-    /// Whether the scale is lora_alpha / sqrt(r).
-    #[getter]
-    fn use_rslora(&self) -> bool {
-        self.0.use_rslora
-    }
-
-    /// The kind of adapter.
-    #[getter]
-    fn adapter(&self) -> &str {
-        &self.0.adapter
-    }
-
-    /// Whether DoRA has one magnitude for each output (otherwise for each input).
-    #[getter]
-    fn wd_on_output(&self) -> bool {
-        self.0.wd_on_output
-    }
-
-    /// Whether the smaller factor of LoKr may be low-rank, too.
-    #[getter]
-    fn decompose_both(&self) -> bool {
-        self.0.decompose_both
-    }
-
-    /// The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
-    #[getter]
-    fn decompose_factor(&self) -> i64 {
-        self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
-    }
-
-    /// The grid that adapted weights are rounded to while training, if any.
-    #[getter]
-    fn qat(&self) -> Option<&'static str> {
-        self.0.qat.map(tc::ops::fake_quantize::Grid::name)
-    }
-
-    /// Whether the inputs of these layers are rounded too.
-    #[getter]
-    const fn qat_activations(&self) -> bool {
-        self.0.qat_activations
-    }
-
-    /// Other ranks for layers by name.
-    #[getter]
-    fn rank_pattern(&self) -> BTreeMap<String, usize> {
-        self.0.rank_pattern.clone()
-    }
-
-    /// Other alphas for layers by name.
-    #[getter]
-    fn alpha_pattern(&self) -> BTreeMap<String, f64> {
-        self.0.alpha_pattern.clone()
-    }
-
-    fn __repr__(&self) -> String {
-        format!("{:?}", self.0)
-    }
-}
-
-impl LoraConfig {
-    /// A copy of the configuration.
-    pub fn inner(&self) -> adapter::LoraConfig {
-        self.0.clone()
-    }
-}
-
 /// The adapters of a model, made by `add_adapter` or `load_adapter`.
+///
+/// ```python
+/// unet = tc.models.load("sdxl")
+/// adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules="all-attention"))
+/// optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-4)
+/// adapter.save("lora.safetensors")
+/// ```
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterSet {
     set: Arc<adapter::AdapterSet>,
@@ -349,6 +149,12 @@ fn options(
 
 /// Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
 ///
+/// ```python
+/// unet = tc.models.load("sdxl")
+/// adapter = unet.load_adapter("adapter.safetensors")
+/// assert tc.save_adapters("copy.safetensors", [adapter], format="diffusers", dtype="f16") == []
+/// ```
+///
 /// Args:
 ///     path: the file.
 ///     adapters: the adapters of each model.
@@ -378,6 +184,13 @@ pub fn save_adapters(
 }
 
 /// Copy what `save_adapters` would write to the CPU, to write it while training continues.
+///
+/// ```python
+/// unet = tc.models.load("sdxl")
+/// adapter = unet.load_adapter("adapter.safetensors")
+/// file = tc.prepare_adapters("copy.safetensors", [adapter], dtype="bf16")
+/// file.write()  # in another thread, while training continues
+/// ```
 ///
 /// Args:
 ///     path: the file.
@@ -422,6 +235,14 @@ fn prepared(
 }
 
 /// An adapter file that is complete but not written yet, made by `prepare_adapters`.
+///
+/// ```python
+/// unet = tc.models.load("sdxl")
+/// adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
+/// file = tc.prepare_adapters("lora.safetensors", [adapter])
+/// assert file.idle  # layers that have learnt nothing yet
+/// file.write()
+/// ```
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct AdapterFile(io::AdapterFile);
 

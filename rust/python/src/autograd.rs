@@ -66,6 +66,12 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
 
 /// The gradients of `loss` with respect to `inputs`, without a change of `.grad`.
 ///
+/// ```python
+/// x = tc.Var([3.0])
+/// (dx,) = tc.grad((x * x).sum(), x)
+/// assert dx.tolist() == [6.0] and x.grad is None
+/// ```
+///
 /// Args:
 ///     loss: a tensor on the tape.
 ///     inputs: variables, or any tensors on the tape.
@@ -94,6 +100,11 @@ pub fn grad(
 }
 
 /// Whether operations of this thread are recorded.
+///
+/// ```python
+/// with tc.no_grad():
+///     assert not tc.is_grad_enabled()
+/// ```
 #[pyfunction]
 pub fn is_grad_enabled() -> bool {
     tc::tape::is_grad_enabled()
@@ -176,6 +187,12 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 /// The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
 /// same mask. Variables that it captures get their gradients.
 ///
+/// ```python
+/// layer = tc.nn.Linear(4, 4)
+/// y = tc.checkpoint(lambda x: F.gelu(layer(x)), tc.randn(2, 4))
+/// y.sum().backward()  # computes the layer again
+/// ```
+///
 /// Args:
 ///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
 ///     tensors: its arguments; capture anything else in the function.
@@ -228,6 +245,10 @@ pub fn checkpoint<'py>(
 
 /// Check the gradient of `function` at `inputs` against central differences in f64:
 /// `|analytic - numeric| <= atol + rtol * |numeric|` for every entry.
+///
+/// ```python
+/// assert tc.gradcheck(lambda x: x.tanh() * x, tc.randn(3, dtype="f64"))
+/// ```
 ///
 /// Args:
 ///     function: takes the inputs, returns a Tensor of any shape.

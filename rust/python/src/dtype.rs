@@ -42,6 +42,12 @@ fn unknown(found: &str) -> Error {
 /// Equal to its name in either spelling: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`.
 /// A name works wherever a dtype is expected.
 ///
+/// ```python
+/// dtype = tc.zeros(2).dtype
+/// assert dtype == tc.float32 == "f32"
+/// assert tc.zeros(2).to(tc.bfloat16).dtype == "bf16"
+/// ```
+///
 /// Args:
 ///     name: "f32", "f16", "bf16", "f64", "u8", "u32" or "i64", or torch's name ("float32", "bfloat16", ...).
 ///

@@ -19,13 +19,19 @@ use trainable_candle_nn::adapter::KINDS as ADAPTERS;
 use trainable_candle_nn::optim::KINDS as OPTIMIZERS;
 use trainable_candle_nn::{StreamOptions, StreamedBytes};
 
-use crate::adapter_set::LoraConfig;
 use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
+use crate::lora_config::LoraConfig;
 
 /// What a checkpoint is, as its headers and configurations say.
+///
+/// ```python
+/// facts = tc.inspect("sdxl")
+/// assert (facts.model, facts.prediction_type) == ("sdxl", "epsilon")
+/// assert sorted(facts.parts) == ["text_encoder", "text_encoder_2", "unet", "vae"]
+/// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct CheckpointFacts {
     /// What the command line calls the family that the models are of; None for a model that is part of none.
@@ -43,6 +49,12 @@ pub struct CheckpointFacts {
 }
 
 /// One model of a checkpoint.
+///
+/// ```python
+/// unet = tc.inspect("sdxl").parts["unet"]
+/// assert unet.class_name == "SDXLUNet"
+/// assert unet.weight_bytes("bf16") == 2 * unet.elements
+/// ```
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct PartFacts(facts::PartFacts);
 
@@ -228,6 +240,10 @@ fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Resul
 }
 
 /// What a checkpoint is, determined from its headers and configurations; no weight is read.
+///
+/// ```python
+/// assert tc.inspect("sdxl").resolution == 128  # the built-in one
+/// ```
 ///
 /// Args:
 ///     path: a pipeline's folder, an original checkpoint in one file, or a model alone.

@@ -20,6 +20,11 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
 
 /// `input @ weight.T + bias`.
 ///
+/// ```python
+/// y = F.linear(tc.randn(3, 4), tc.randn(2, 4), tc.zeros(2))
+/// assert y.shape == (3, 2)
+/// ```
+///
 /// Args:
 ///     input: (..., in_features).
 ///     weight: (out_features, in_features), or what `quantize` makes of it, which gets no gradient. The backward pass saves the input only if the weight needs a gradient.
@@ -41,6 +46,12 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 /// A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
 /// range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator).
 ///
+/// ```python
+/// weight = tc.Var(tc.randn(64, 64))
+/// y = F.linear(tc.randn(2, 64), F.fake_quantize(weight, "int8"))
+/// y.sum().backward()  # as if nothing had been rounded
+/// ```
+///
 /// Args:
 ///     input: floating point, (out_features, in_features).
 ///     format: "int8" or "fp8", as `quantize` followed by `dequantize` rounds; "nf4", likewise but with scales in f32;
@@ -60,6 +71,12 @@ pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str) -> Result<Ten
 }
 
 /// The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.
+///
+/// ```python
+/// x, down, up = tc.randn(5, 8), tc.randn(2, 8), tc.randn(4, 2)
+/// grad_down, grad_up = tc.lora_backward(tc.ones(5, 4), x, down, up, 0.5)
+/// assert (grad_down.shape, grad_up.shape) == (down.shape, up.shape)
+/// ```
 ///
 /// Args:
 ///     grad_output: (..., out_features), the gradient of y.
@@ -91,6 +108,12 @@ pub fn lora_backward(
 
 /// `lora_backward` of many layers at once, added to the gradients of the matrices, in place if these are in a flat buffer. On a CUDA
 /// device, products of one size run together, without synchronization.
+///
+/// ```python
+/// x, down, up = tc.randn(5, 8), tc.Var(tc.randn(2, 8)), tc.Var(tc.randn(4, 2))
+/// tc.lora_backward_([tc.ones(5, 4)], [x], [down], [up], 0.5)
+/// assert down.grad.shape == down.shape
+/// ```
 ///
 /// Args:
 ///     grad_outputs: for each layer (..., out_features).
@@ -132,6 +155,11 @@ pub fn lora_backward_(
 }
 
 /// Two-dimensional convolution.
+///
+/// ```python
+/// y = F.conv2d(tc.randn(1, 3, 8, 8), tc.randn(4, 3, 3, 3), padding=1, stride=2)
+/// assert y.shape == (1, 4, 4, 4)
+/// ```
 ///
 /// Args:
 ///     input: (B, C, H, W).
@@ -193,6 +221,11 @@ pub fn with_channels_last(
 
 /// Resize an image by the nearest pixel, as torch's `interpolate(mode="nearest")`: position i of n copies floor(i * m / n) of m.
 ///
+/// ```python
+/// image = tc.tensor([[[[1.0, 2.0]]]])
+/// assert F.upsample_nearest2d(image, scale_factor=2).tolist() == [[[[1.0, 1.0, 2.0, 2.0]] * 2]]
+/// ```
+///
 /// Args:
 ///     input: (B, C, H, W).
 ///     size: of the result, one number or (height, width).
@@ -235,6 +268,10 @@ pub fn upsample_nearest2d(
 
 /// `input * sigmoid(1.702 * input)`, an approximation of GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415), used by CLIP.
 ///
+/// ```python
+/// assert F.quick_gelu(tc.tensor([0.0, 10.0])).tolist() == [0.0, 10.0]
+/// ```
+///
 /// Raises:
 ///     DTypeError: if the input is not floating point.
 #[pyfunction]
@@ -243,6 +280,10 @@ pub fn quick_gelu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 }
 
 /// `h * gelu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+///
+/// ```python
+/// assert F.geglu(tc.randn(2, 8)).shape == (2, 4)
+/// ```
 ///
 /// Args:
 ///     input: (..., 2 n).
@@ -260,6 +301,10 @@ pub fn geglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 
 /// `h * silu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
 ///
+/// ```python
+/// assert F.swiglu(tc.randn(2, 8)).shape == (2, 4)
+/// ```
+///
 /// Args:
 ///     input: (..., 2 n).
 ///
@@ -275,6 +320,11 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 }
 
 /// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
+///
+/// ```python
+/// q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens
+/// assert F.scaled_dot_product_attention(q, k, v, is_causal=True).shape == (1, 2, 16, 8)
+/// ```
 ///
 /// Args:
 ///     query: (..., S, D).
@@ -308,6 +358,12 @@ pub fn scaled_dot_product_attention(
 /// Causal attention inside the segments of a packed row, several sequences that do not attend to one another: softmax(query @
 /// key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
 /// graph can be replayed with others.
+///
+/// ```python
+/// q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
+/// y = F.varlen_attention(q, k, v, tc.tensor([0, 4, 10]))  # texts of 4 and 6 tokens
+/// assert y.shape == (10, 2, 8)
+/// ```
 ///
 /// Args:
 ///     query: (N, heads, D).
@@ -346,6 +402,12 @@ pub fn varlen_attention(
 
 /// Zero each element with probability `p` and scale the others by 1 / (1 - p) (Srivastava et al. 2014).
 ///
+/// ```python
+/// x = tc.ones(1000)
+/// assert set(F.dropout(x, 0.5).tolist()) == {0.0, 2.0}
+/// assert F.dropout(x, 0.5, training=False).tolist() == x.tolist()
+/// ```
+///
 /// Args:
 ///     input: any shape.
 ///     p: the probability, in [0, 1].
@@ -363,6 +425,11 @@ pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool)
 
 /// The rows of a table at given positions.
 ///
+/// ```python
+/// table = tc.Var(tc.randn(100, 8))
+/// assert F.embedding(tc.tensor([[1, 2, 3]]), table).shape == (1, 3, 8)
+/// ```
+///
 /// Args:
 ///     input: i64 or u32 positions of any shape.
 ///     weight: (entries, features).
@@ -379,6 +446,12 @@ pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tens
 }
 
 /// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features rotated by angles.
+///
+/// ```python
+/// angles = tc.arange(16.0).reshape(16, 1) * tc.tensor([1.0, 0.1, 0.01, 0.001])
+/// queries = F.rope(tc.randn(2, 16, 8), angles.cos(), angles.sin())
+/// assert queries.shape == (2, 16, 8)
+/// ```
 ///
 /// Args:
 ///     x: (..., S, D), D even.

@@ -16,6 +16,11 @@ use crate::tensor::Tensor;
 
 /// Write tensors to a safetensors file, complete or not at all.
 ///
+/// ```python
+/// tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
+/// assert tc.load_file("tensors.safetensors")["a"].tolist() == [1.0, 1.0]
+/// ```
+///
 /// Args:
 ///     tensors: tensors by name.
 ///     path: the file.
@@ -63,6 +68,11 @@ pub fn save_file(
 
 /// Read a safetensors file.
 ///
+/// ```python
+/// tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
+/// assert tc.load_file("tensors.safetensors")["a"].tolist() == [1.0, 1.0]
+/// ```
+///
 /// Args:
 ///     path: the file.
 ///     device: the device of the tensors.
@@ -81,6 +91,13 @@ pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<N
 }
 
 /// Copy tensors to the CPU, unaffected by later changes, to write them while training continues.
+///
+/// ```python
+/// v = tc.Var([1.0])
+/// copy = tc.snapshot({"v": v})
+/// v.set(tc.tensor([2.0]))
+/// assert copy["v"].tolist() == [1.0]
+/// ```
 ///
 /// Args:
 ///     tensors: tensors or variables by name.

@@ -18,6 +18,7 @@ mod exceptions;
 mod facts;
 mod functional;
 mod io;
+mod lora_config;
 mod loss;
 mod models;
 mod named;
@@ -42,7 +43,7 @@ mod _core {
     #[pymodule_export]
     use crate::adapter::{Adapter, init_linear};
     #[pymodule_export]
-    use crate::adapter_set::{AdapterFile, AdapterSet, LoraConfig, prepare_adapters, save_adapters};
+    use crate::adapter_set::{AdapterFile, AdapterSet, prepare_adapters, save_adapters};
     #[pymodule_export]
     use crate::autograd::{checkpoint, grad, gradcheck, is_grad_enabled, set_grad_enabled};
     #[pymodule_export]
@@ -68,6 +69,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::io::{load_file, save_file, snapshot};
+    #[pymodule_export]
+    use crate::lora_config::LoraConfig;
     #[pymodule_export]
     use crate::loss::{
         cross_entropy, huber_loss, l1_loss, linear_cross_entropy, linear_log_probs, mse_loss, smooth_l1_loss,

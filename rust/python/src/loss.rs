@@ -12,6 +12,12 @@ use crate::tensor::Tensor;
 
 /// The mean squared error.
 ///
+/// ```python
+/// loss = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+/// each = F.mse_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+/// assert loss.item() == each.mean().item()
+/// ```
+///
 /// Args:
 ///     input: any shape.
 ///     target: the same shape.
@@ -29,6 +35,12 @@ pub fn mse_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str
 
 /// The mean absolute error.
 ///
+/// ```python
+/// loss = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+/// each = F.l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+/// assert loss.item() == each.mean().item()
+/// ```
+///
 /// Args:
 ///     input: any shape.
 ///     target: the same shape.
@@ -45,6 +57,12 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 }
 
 /// The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
+///
+/// ```python
+/// loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+/// each = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+/// assert loss.item() == each.mean().item()
+/// ```
 ///
 /// Args:
 ///     input: any shape.
@@ -71,6 +89,12 @@ pub fn huber_loss(
 
 /// The Huber loss divided by its threshold, torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083).
 ///
+/// ```python
+/// loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
+/// each = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]), reduction="none")
+/// assert loss.item() == each.mean().item()
+/// ```
+///
 /// Args:
 ///     input: any shape.
 ///     target: the same shape.
@@ -95,6 +119,10 @@ pub fn smooth_l1_loss(
 }
 
 /// The cross-entropy of logits and class ids.
+///
+/// ```python
+/// loss = F.cross_entropy(tc.randn(4, 10), tc.tensor([1, 2, 3, -100]), label_smoothing=0.1)
+/// ```
 ///
 /// Args:
 ///     input: (..., classes) logits.
@@ -129,6 +157,12 @@ pub fn cross_entropy(
 /// The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
 /// matrix of all logits never exists, and the gradients are computed with the loss.
 ///
+/// ```python
+/// states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
+/// found = F.linear_cross_entropy(states, head, ids)
+/// assert tc.allclose(found, F.cross_entropy(states @ head.T, ids, reduction="sum"), rtol=1e-4)
+/// ```
+///
 /// Args:
 ///     input: (N, D) states.
 ///     weight: (classes, D), in the dtype of the states. A frozen weight gets no gradient, which costs nothing.
@@ -155,6 +189,11 @@ pub fn linear_cross_entropy(
 
 /// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, and
 /// again in the backward pass.
+///
+/// ```python
+/// states, head = tc.randn(3, 8), tc.randn(100, 8)
+/// assert F.linear_log_probs(states, head, tc.tensor([5, 7, -100])).shape == (3,)
+/// ```
 ///
 /// Args:
 ///     input: (N, D) states.

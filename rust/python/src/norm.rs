@@ -26,6 +26,11 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> R
 
 /// Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the trailing dimensions.
 ///
+/// ```python
+/// y = F.layer_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
+/// assert y.shape == (2, 8)
+/// ```
+///
 /// Args:
 ///     input: (..., *normalized_shape).
 ///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
@@ -52,6 +57,10 @@ pub fn layer_norm(
 }
 
 /// input + residual, and `layer_norm` of that sum: the step between two layers of a transformer block, one kernel on CUDA.
+///
+/// ```python
+/// total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
+/// ```
 ///
 /// Args:
 ///     input: (..., *normalized_shape).
@@ -87,6 +96,11 @@ pub fn add_layer_norm(
 /// Layer normalisation of the last dimension, times 1 + scale, plus shift, both given for each example: adaLN of diffusion
 /// transformers (Peebles & Xie 2022, arXiv:2212.09748).
 ///
+/// ```python
+/// y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
+/// assert y.shape == (2, 16, 8)
+/// ```
+///
 /// Args:
 ///     input: (B, ..., features).
 ///     scale: (B, features).
@@ -114,6 +128,11 @@ pub fn modulated_layer_norm(
 }
 
 /// Root-mean-square normalisation (Zhang & Sennrich 2019, arXiv:1910.07467) of the last dimension.
+///
+/// ```python
+/// y = F.rms_norm(tc.randn(2, 8), 8, weight=tc.ones(8))
+/// assert y.shape == (2, 8)
+/// ```
 ///
 /// Args:
 ///     input: (..., features).
@@ -146,6 +165,10 @@ pub fn rms_norm(
 
 /// Group normalisation (Wu & He 2018, arXiv:1803.08494).
 ///
+/// ```python
+/// assert F.group_norm(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
+/// ```
+///
 /// Args:
 ///     input: (B, C, ...).
 ///     num_groups: the number of groups of channels, a divisor of C.
@@ -176,6 +199,10 @@ pub fn group_norm(
 
 /// SiLU of `group_norm`, in one operation that does not save the norm's result.
 ///
+/// ```python
+/// assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
+/// ```
+///
 /// Args:
 ///     input: (B, C, ...).
 ///     num_groups: the number of groups of channels, a divisor of C.
@@ -205,6 +232,12 @@ pub fn group_norm_silu(
 }
 
 /// `rope(rms_norm(x, D, weight, eps), cos, sin, interleaved)` in one operation, for the queries and keys of Flux and Qwen3.
+///
+/// ```python
+/// angles = tc.randn(16, 4)
+/// queries = F.rms_norm_rope(tc.randn(2, 16, 8), tc.ones(8), angles.cos(), angles.sin())
+/// assert queries.shape == (2, 16, 8)
+/// ```
 ///
 /// Args:
 ///     x: (..., S, D), D even.

@@ -15,6 +15,12 @@ use crate::tensor::Tensor;
 use crate::types::Sizes;
 
 /// A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
+///
+/// ```python
+/// weight = tc.quantize(tc.randn(64, 128), "int8")
+/// y = tc.nn.functional.linear(tc.randn(3, 128), weight)
+/// assert (y.shape, weight.nbytes) == ((3, 64), 64 * 128 + 64 * 4)
+/// ```
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct QuantizedTensor(pub tc::Quantized);
 
@@ -113,6 +119,12 @@ impl QuantizedTensor {
 }
 
 /// Quantize a frozen matrix.
+///
+/// ```python
+/// weight = tc.randn(64, 128)
+/// codes = tc.quantize(weight, "nf4")
+/// assert (codes.dequantize() - weight).abs().mean().item() < 0.1
+/// ```
 ///
 /// Args:
 ///     tensor: floating point, (out_features, in_features).

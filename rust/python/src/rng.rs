@@ -13,6 +13,13 @@ use crate::types::Anything;
 
 /// Start the generator's stream of `seed`.
 ///
+/// ```python
+/// tc.manual_seed(0)
+/// drawn = tc.randn(3)
+/// tc.manual_seed(0)
+/// assert tc.randn(3).tolist() == drawn.tolist()
+/// ```
+///
 /// Args:
 ///     seed: 0 to 2**64 - 1.
 #[pyfunction]
@@ -22,6 +29,13 @@ pub fn manual_seed(seed: Integer) -> Result<()> {
 }
 
 /// Seed and position of the generator; `set_rng_state` repeats the draws that followed.
+///
+/// ```python
+/// state = tc.get_rng_state()
+/// drawn = tc.randn(3)
+/// tc.set_rng_state(state)
+/// assert tc.randn(3).tolist() == drawn.tolist()
+/// ```
 #[pyfunction]
 pub fn get_rng_state() -> (u64, u64) {
     let State { seed, offset } = rng::state();
@@ -29,6 +43,13 @@ pub fn get_rng_state() -> (u64, u64) {
 }
 
 /// Continue from what `get_rng_state` returned.
+///
+/// ```python
+/// state = tc.get_rng_state()
+/// drawn = tc.randn(3)
+/// tc.set_rng_state(state)
+/// assert tc.randn(3).tolist() == drawn.tolist()
+/// ```
 #[pyfunction]
 pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
     const OP: &str = "set_rng_state";

@@ -9,24 +9,47 @@ use crate::error::Result;
 
 /// Bytes that the live tape saves for backward passes: saved activations and the inputs of checkpoints, each storage
 /// counted once; parameters are not counted.
+///
+/// ```python
+/// x = tc.Var(tc.ones(1000))
+/// y = x.exp()
+/// assert tc.memory.saved_bytes() >= y.nbytes
+/// ```
 #[pyfunction]
 pub fn saved_bytes() -> usize {
     tc::memory::saved_bytes()
 }
 
 /// Bytes of host memory that can still be allocated, if the system reports it.
+///
+/// ```python
+/// free = tc.memory.available_bytes()
+/// assert free is None or free > 0
+/// ```
 #[pyfunction]
 pub fn available_bytes() -> Option<usize> {
     tc::memory::available_bytes()
 }
 
 /// The number of threads of CPU work.
+///
+/// ```python
+/// before = tc.get_num_threads()
+/// tc.set_num_threads(1)
+/// tc.set_num_threads(before)
+/// ```
 #[pyfunction]
 pub fn get_num_threads() -> usize {
     tc::cpu::pool::num_threads()
 }
 
 /// Set the number of threads of CPU work. Results do not depend on it.
+///
+/// ```python
+/// before = tc.get_num_threads()
+/// tc.set_num_threads(1)
+/// tc.set_num_threads(before)
+/// ```
 ///
 /// Raises:
 ///     ArgumentError: if `n` is 0, or the system rejects.
@@ -37,6 +60,12 @@ pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
 }
 
 /// How products of f32 matrices are computed on CUDA devices: "highest" or "high".
+///
+/// ```python
+/// tc.set_float32_matmul_precision("high")
+/// assert tc.get_float32_matmul_precision() == "high"
+/// tc.set_float32_matmul_precision("highest")
+/// ```
 #[pyfunction]
 pub fn get_float32_matmul_precision() -> &'static str {
     match tc::compute::float32_matmul_precision() {
@@ -46,6 +75,12 @@ pub fn get_float32_matmul_precision() -> &'static str {
 }
 
 /// Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
+///
+/// ```python
+/// tc.set_float32_matmul_precision("high")
+/// assert tc.get_float32_matmul_precision() == "high"
+/// tc.set_float32_matmul_precision("highest")
+/// ```
 ///
 /// Args:
 ///     precision: "highest" for f32, the default; "high" for TF32, whose factors have a mantissa of 10 bits: several

@@ -8,6 +8,13 @@ use crate::call::quick;
 use crate::error::Result;
 
 /// A frozen LoRA beside whatever is trained on a model, made by `add_training_adapter`.
+///
+/// ```python
+/// unet = tc.models.load("sdxl")
+/// frozen = unet.add_training_adapter("adapter.safetensors")
+/// adapter = unet.add_adapter(tc.LoraConfig(r=4))  # trained beside it
+/// frozen.set_enabled(False)
+/// ```
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct TrainingAdapter {
     inner: adapter::TrainingAdapter,

@@ -14,6 +14,13 @@ use crate::tensor::{Tensor, from_data};
 /// A `Var` is accepted wherever a `Tensor` is. Tensors computed from it before a change are stale: a backward pass
 /// through them is an error, never a wrong gradient.
 ///
+/// ```python
+/// v = tc.Var([1.0, 2.0, 3.0])
+/// (v * v).sum().backward()
+/// assert v.grad.tolist() == [2.0, 4.0, 6.0]
+/// v.set(v.detach() - 0.1 * v.grad)
+/// ```
+///
 /// Args:
 ///     data: a tensor (any strides; its values are copied and its graph is detached) or anything `tensor` takes.
 ///     dtype: a floating point dtype; default: the data's.

@@ -11,6 +11,12 @@ use crate::call::detached;
 use crate::error::Result;
 
 /// One layer's adapter in a file; a module that holds those of several layers is there once for each.
+///
+/// ```python
+/// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+/// module = report.modules[0]
+/// assert (module.kind, module.rank, module.fault) == ("lora", 4, None)
+/// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterModule {
     /// Its name in the file.
@@ -36,6 +42,11 @@ pub struct AdapterModule {
 }
 
 /// How other tools read an adapter file.
+///
+/// ```python
+/// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
+/// assert report.good and "ComfyUI" in report.tools
+/// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterReport {
     /// The programs that the report is about.
@@ -51,6 +62,11 @@ pub struct AdapterReport {
 }
 
 /// Match an adapter file against a model's layers as ComfyUI, diffusers and other programs do.
+///
+/// ```python
+/// report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
+/// assert report.good  # ComfyUI applies all of it
+/// ```
 ///
 /// Args:
 ///     path: the file.

@@ -1,7 +1,7 @@
 //! Train a LoRA of SDXL's UNet from cached latents and text features, without Python.
 //!
 //! ```text
-//! cargo run --release --example train_sdxl_lora -- UNET CACHE OUTPUT [STEPS]
+//! cargo run --release --example train_sdxl_lora -- UNET CACHE OUTPUT [STEPS [DEVICE]]
 //! ```
 //!
 //! `UNET` is the folder or file of a checkpoint, `OUTPUT` the adapter to write, `CACHE` a safetensors file of examples of one size:
@@ -13,13 +13,15 @@
 //! | `text_embeds` | (N, 1280), the pooled text |
 //! | `time_ids` | (N, 6), original height and width, top and left of the crop, height and width |
 //!
+//! `DEVICE` is `cpu`, where the UNet computes in f32, or, built with `--features cuda`, `cuda`, where it does in bf16.
+//!
 //! Without arguments a tiny UNet with random weights learns a tiny random cache: a test of a few seconds.
 #![allow(clippy::print_stdout)] // it prints the progress of training
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use trainable_candle::core::rng;
+use trainable_candle::core::{device, rng};
 use trainable_candle::io::{SaveOptions, load_tensors, save_adapters, save_tensors};
 use trainable_candle::models::sdxl::{SDXLUNet, UNetConditions, UNetConfig};
 use trainable_candle::models::{Architecture, Choice, Pretrained, save_pretrained};
@@ -113,7 +115,8 @@ fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples
 fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     rng::manual_seed(0);
     let files = Pretrained::find(&run.unet, SDXLUNet::KIND, &Choice::default())?;
-    let unet = SDXLUNet::load(&files, None, device)?;
+    let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
+    let unet = SDXLUNet::load(&files, Some(dtype), device)?;
     let examples = Examples::load(&run.cache, device)?;
     let config =
         LoraConfig { r: 16, lora_alpha: 16.0, target_modules: vec!["all-attention".into()], ..LoraConfig::default() };
@@ -177,21 +180,22 @@ fn tiny(folder: &Path, device: &Device) -> Result<Run> {
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let device = Device::Cpu;
-    let usage = || Error::Config("usage: train_sdxl_lora UNET CACHE OUTPUT [STEPS], or nothing for a tiny run".into());
+    let usage =
+        || Error::Config("usage: train_sdxl_lora UNET CACHE OUTPUT [STEPS [DEVICE]], or nothing for a tiny run".into());
     match &arguments[..] {
         [] => {
             let folder = std::env::temp_dir().join(format!("train_sdxl_lora-{}", std::process::id()));
             std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, e))?;
-            let result = tiny(&folder, &device).and_then(|run| train(&run, &device));
+            let result = tiny(&folder, &Device::Cpu).and_then(|run| train(&run, &Device::Cpu));
             std::fs::remove_dir_all(&folder).map_err(|e| Error::io(&folder, e))?;
             let (before, after) = result?;
             assert!(after < before, "the loss went from {before} to {after}");
             Ok(())
         }
-        [unet, cache, output, rest @ ..] if rest.len() < 2 => {
+        [unet, cache, output, rest @ ..] if rest.len() < 3 => {
             let steps = rest.first().map_or(Ok(1000), |text| text.parse()).map_err(|_| usage())?;
             let run = Run { unet: unet.into(), cache: cache.into(), output: output.into(), steps, learning_rate: 1e-4 };
+            let device = device::parse(rest.get(1).map_or("cpu", String::as_str), Vec::new)?;
             train(&run, &device).map(drop)
         }
         _ => Err(usage()),

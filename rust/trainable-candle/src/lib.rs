@@ -2,6 +2,11 @@
 //!
 //! This crate is the whole library under one name: tensors and the autograd tape
 //! ([`core`]), layers, adapters and optimizers ([`nn`]), files ([`io`]), models ([`models`]), objectives and samplers ([`train`]).
+//! [`prelude`] has what most programs need. The feature `cuda` adds NVIDIA GPUs: building it takes CUDA's compiler, using it
+//! the libraries that [`core::device::cuda`] finds at run time.
+//!
+//! The folder `examples` has two whole programs: `train_network`, a small network and then LoRA on it, and `train_sdxl_lora`,
+//! SDXL's UNet from cached latents.
 //!
 //! # Gradients
 //!
@@ -113,6 +118,27 @@ pub use trainable_candle_nn::adapter::{DoRALinear, LoRABackwardOps, LoRALinear, 
 pub use trainable_candle_nn::optim::Optimizer;
 pub use trainable_candle_nn::optim::kinds::*;
 pub use trainable_candle_train as train;
+
+/// What most programs need.
+///
+/// ```
+/// use trainable_candle::prelude::*;
+///
+/// let layer = Linear::<Var>::new(4, 2, &Device::Cpu)?;
+/// let mut optimizer = AdamW::new(layer.vars(), 1e-3, 0.01)?; // learning rate, weight decay
+/// let x = Tensor::ones((3, 4), DType::F32, &Device::Cpu)?;
+/// let loss = mse_loss(&layer.forward(&x)?, &Tensor::zeros((3, 2), DType::F32, &Device::Cpu)?)?;
+/// optimizer.step(&loss.backward()?)?;
+/// # Ok::<(), Error>(())
+/// ```
+pub mod prelude {
+    pub use crate::nn::adapter::AdapterSet;
+    pub use crate::nn::{Module, Parameter, Visitor};
+    pub use crate::{
+        Adam8bit, AdamW, DType, Device, Error, Linear, LoRALinear, LoraConfig, MakeVar, Optimizer, Result, Shape,
+        Tensor, Var, cross_entropy, mse_loss, no_grad,
+    };
+}
 
 /// The mean of the squared differences of `input` and `target`, which have one shape: a single element.
 ///

@@ -378,6 +378,10 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
 
 /// A tensor with a copy of the values of an object with `__dlpack__`, on their device.
 ///
+/// ```python
+/// assert tc.from_dlpack(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
+/// ```
+///
 /// Raises:
 ///     DeviceError: if they are neither on the CPU nor on a CUDA device.
 ///     CudaUnavailableError: if they are on a CUDA device and CUDA cannot be used.

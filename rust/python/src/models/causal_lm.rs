@@ -24,6 +24,12 @@ const OP: &str = "CausalLM";
 ///
 /// The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
 ///
+/// ```python
+/// lm = tc.models.CausalLM.from_pretrained("llama")
+/// tokens = [257, *b"upper: clavo", 256, 258]  # bytes, and where turns begin and end
+/// (answer,) = lm.generate([tokens], max_new_tokens=8)
+/// ```
+///
 /// Args:
 ///     config: the `config.json`.
 ///     device: where its parameters are.

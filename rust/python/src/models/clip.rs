@@ -15,6 +15,12 @@ use crate::tensor::Tensor;
 
 /// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
 /// "text_model.", as in the published files. Made by `from_pretrained`.
+///
+/// ```python
+/// encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
+/// features = encoder(tc.tensor([[1, 2, 3]]))
+/// assert features.penultimate.shape[:2] == (1, 3)
+/// ```
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct CLIPTextModel(Arc<models::CLIPTextModel>);
 
@@ -38,6 +44,12 @@ impl CLIPTextModel {
 }
 
 /// What a text encoder makes of texts.
+///
+/// ```python
+/// encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
+/// features = encoder(tc.tensor([[1, 2, 3]]))
+/// assert features.last_hidden_state.shape[:2] == features.skipped(1).shape[:2]
+/// ```
 #[pyclass(frozen, module = "trainable_candle.models")]
 pub struct TextFeatures(clip::TextFeatures);
 

@@ -18,6 +18,12 @@ use crate::tensor::Tensor;
 ///
 /// The constructor makes a fresh model whose parameters are trainable; `from_pretrained` loads a frozen one.
 ///
+/// ```python
+/// digits = tc.models.DigitsTransformer(num_layers=1)
+/// velocity = digits(tc.randn(2, 1, 8, 8), tc.tensor([1000.0, 500.0]), tc.tensor([3, 7]))
+/// assert velocity.shape == (2, 1, 8, 8)
+/// ```
+///
 /// Args:
 ///     sample_size: height and width of an image in pixels.
 ///     patch_size: height and width of the square that becomes one token.

@@ -14,6 +14,12 @@ use crate::error::Result;
 
 /// Generation of several texts: an iterator over the steps, each of which adds one token to every text. A step gives a list
 /// with the new token of every text, None for those that have ended; iteration ends with the last text. Made by `CausalLM.stream`.
+///
+/// ```python
+/// lm = tc.models.CausalLM.from_pretrained("llama")
+/// for tokens in lm.stream([[257, 104, 105], [257, 97]], max_new_tokens=4):
+///     assert len(tokens) == 2
+/// ```
 #[pyclass(frozen, module = "trainable_candle.models")]
 pub struct Generation {
     model: Arc<models::CausalLM>,
@@ -103,6 +109,14 @@ pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32
 }
 
 /// Texts that `CausalLM.extend` continues, with the keys and values of their tokens.
+///
+/// ```python
+/// lm = tc.models.CausalLM.from_pretrained("llama")
+/// cache = tc.models.KVCache(1)
+/// scores = lm.extend(cache, [[257, 104]])
+/// scores = lm.extend(cache, [[105]])  # a pass over this token alone
+/// assert cache.tokens(0) == [257, 104, 105]
+/// ```
 ///
 /// Args:
 ///     texts: how many.

@@ -29,13 +29,14 @@ use trainable_candle_models::{self as models, Loaded};
 use trainable_candle_nn::StreamOptions;
 use trainable_candle_nn::adapter::AdapterSet as Set;
 
-use crate::adapter_set::{AdapterSet, Attached, LoraConfig};
+use crate::adapter_set::{AdapterSet, Attached};
 use crate::argument::Argument;
 use crate::arguments::{FilePath, Integer};
 use crate::call::detached;
 use crate::device;
 use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
+use crate::lora_config::LoraConfig;
 use crate::named::{NamedTensors, NamedVars};
 use crate::tensor::Tensor;
 use crate::training_adapter::TrainingAdapter;
@@ -57,6 +58,14 @@ pub use vae::AutoencoderKL;
 pub use z_image::ZImageTransformer;
 
 /// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
+///
+/// ```python
+/// unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
+/// unet.enable_gradient_checkpointing()
+/// adapter = unet.load_adapter("adapter.safetensors", scale=0.8)
+/// unet.merge_adapter()
+/// unet.save_pretrained("merged")
+/// ```
 #[pyclass(frozen, subclass, module = "trainable_candle.models")]
 pub struct Model {
     model: Loaded,
@@ -362,6 +371,11 @@ impl Model {
 }
 
 /// Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
+///
+/// ```python
+/// unet = tc.models.SDXLUNet.from_pretrained("sdxl")
+/// tc.models.save_checkpoint("checkpoint.safetensors", {"unet": unet}, dtype="f16")
+/// ```
 ///
 /// Args:
 ///     path: the file.

@@ -13,6 +13,14 @@ use crate::error::Result;
 use crate::tensor::{Operand, Tensor};
 
 /// SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+///
+/// ```python
+/// unet = tc.models.SDXLUNet.from_pretrained("sdxl", "f32")
+/// text, pooled = tc.randn(1, 77, 128), tc.randn(1, 64)
+/// sizes = tc.tensor([[128, 128, 0, 0, 128, 128]])
+/// noise = unet(tc.randn(1, 4, 16, 16), 500, text, text_embeds=pooled, time_ids=sizes)
+/// assert noise.shape == (1, 4, 16, 16)
+/// ```
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct SDXLUNet(Arc<models::SDXLUNet>);
 

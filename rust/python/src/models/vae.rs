@@ -14,6 +14,13 @@ use crate::tensor::Tensor;
 
 /// The autoencoder between images and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
 /// `from_pretrained`.
+///
+/// ```python
+/// vae = tc.models.AutoencoderKL.from_pretrained("sdxl", subfolder="vae")
+/// mean, logvar = vae.encode(tc.zeros(1, 3, 64, 64))
+/// images = vae.decode(mean)
+/// assert images.shape == (1, 3, 64, 64)
+/// ```
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct AutoencoderKL(Arc<models::AutoencoderKL>);
 

@@ -12,6 +12,12 @@ use crate::tensor::Tensor;
 
 /// Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as torch's function.
 ///
+/// ```python
+/// loss.backward()
+/// norm = tc.optim.clip_grad_norm_(model.parameters(), 1.0)
+/// optimizer.step()
+/// ```
+///
 /// Args:
 ///     parameters: the variables; those without a gradient are ignored.
 ///     max_norm: at least 0; infinity does not clip.

@@ -16,6 +16,15 @@ use crate::tensor::Tensor;
 /// The exponential moving average of an adapter's parameters. Call `update` after each step of the optimizer. Inside `with ema:` the
 /// adapter computes with the averages, and saving it writes them.
 ///
+/// ```python
+/// digits = tc.models.DigitsTransformer()
+/// adapter = digits.add_adapter(tc.LoraConfig(r=2, target_modules="all-linear"))
+/// ema = tc.optim.EMA(adapter, decay=0.99)
+/// ema.update()  # after each step of the optimizer
+/// with ema:
+///     adapter.save("averaged.safetensors")
+/// ```
+///
 /// Args:
 ///     adapter: the adapter from `add_adapter`.
 ///     decay: weight of the old average in each update, in [0, 1).

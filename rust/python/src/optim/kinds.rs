@@ -37,8 +37,9 @@ pub fn optimizer_kinds(py: Python<'_>) -> Result<Vec<Kind<'_>>> {
 
 fn docstring(kind: &OptimizerKind) -> String {
     let mut text = format!(
-        "{}\n\nArgs:\n    params: variables, or dicts with an entry \"params\" and their own hyper-parameters.\n",
-        kind.about
+        "{}\n\n```python\noptimizer = tc.optim.{}(model.parameters(), lr=1e-3)\nloss.backward()\noptimizer.step()\n\
+        optimizer.zero_grad()\n```\n\nArgs:\n    params: variables, or dicts with an entry \"params\" and their own hyper-parameters.\n",
+        kind.about, kind.name
     );
     for Field { name, doc, .. } in (kind.fields)() {
         text += &format!("    {name}: {}\n", doc.trim());

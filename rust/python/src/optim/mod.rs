@@ -30,6 +30,15 @@ use crate::tensor::Tensor;
 use crate::var::Var;
 
 /// The methods of all optimizers. Construct one of its subclasses, which the library's registry names.
+///
+/// ```python
+/// loss.backward()
+/// optimizer.step()
+/// optimizer.zero_grad()
+/// optimizer.lr = 1e-4
+/// again = tc.optim.AdamW(model.parameters(), lr=1e-4)
+/// again.load_state_dict(optimizer.state_dict())
+/// ```
 #[pyclass(frozen, subclass, module = "trainable_candle.optim")]
 pub struct Optimizer(Mutex<Box<dyn optim::Optimizer>>);
 

@@ -22,6 +22,15 @@ const OP: &str = "GradScaler";
 /// One iteration: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` and clipping if wanted, `scaler.step(opt)`,
 /// `scaler.update()`.
 ///
+/// ```python
+/// scaler = tc.optim.GradScaler()
+/// scaler.scale(loss).backward()
+/// scaler.unscale_(optimizer)
+/// tc.optim.clip_grad_norm_(model.parameters(), 1.0)
+/// scaler.step(optimizer)
+/// scaler.update()
+/// ```
+///
 /// Args:
 ///     init_scale: the first scale.
 ///     growth_factor: the scale is multiplied by this after `growth_interval` good steps in a row; above 1.

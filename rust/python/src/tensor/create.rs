@@ -150,6 +150,11 @@ fn filled_like(
 }
 
 /// Zeros in the shape of `input`; dtype and device are its own unless given.
+///
+/// ```python
+/// x = tc.tensor([1, 2, 3])
+/// assert tc.zeros_like(x, dtype="f32").shape == x.shape
+/// ```
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
@@ -157,6 +162,11 @@ pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
 }
 
 /// Ones in the shape of `input`; dtype and device are its own unless given.
+///
+/// ```python
+/// x = tc.tensor([1, 2, 3])
+/// assert tc.ones_like(x, dtype="f32").shape == x.shape
+/// ```
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
@@ -164,6 +174,11 @@ pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device
 }
 
 /// A tensor in the shape of `input` with arbitrary values; dtype and device are its own unless given.
+///
+/// ```python
+/// x = tc.tensor([1, 2, 3])
+/// assert tc.empty_like(x, dtype="f32").shape == x.shape
+/// ```
 #[pyfunction]
 #[pyo3(signature = (input, dtype=None, device=None))]
 pub fn empty_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device: Option<&str>) -> Result<Tensor> {
@@ -178,6 +193,11 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 }
 
 /// `start`, `start + step`, ... up to but without `end`.
+///
+/// ```python
+/// assert tc.arange(4).tolist() == [0, 1, 2, 3]
+/// assert tc.arange(1, 2, 0.5).tolist() == [1.0, 1.5]
+/// ```
 ///
 /// Args:
 ///     start: the first value; with one argument it is the end, and the start is 0.
@@ -222,6 +242,10 @@ pub fn arange(
 }
 
 /// The identity matrix (n, m): ones on the diagonal, zeros elsewhere.
+///
+/// ```python
+/// assert tc.eye(2).tolist() == [[1.0, 0.0], [0.0, 1.0]]
+/// ```
 ///
 /// Args:
 ///     n: rows.

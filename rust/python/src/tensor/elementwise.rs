@@ -72,6 +72,11 @@ impl Tensor {
 
 /// `input` where `condition` is not 0, else `other`; shapes broadcast as in numpy.
 ///
+/// ```python
+/// x = tc.tensor([-1.0, 2.0])
+/// assert tc.where(x > 0, x, 0.0).tolist() == [0.0, 2.0]
+/// ```
+///
 /// Args:
 ///     condition: a u8 tensor, such as a comparison gives.
 ///     input: a tensor or a number.

@@ -42,6 +42,12 @@ use crate::var::Var;
 /// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend on a
 /// `Var`; `backward` follows it. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
 /// operation must have the same dtype; plain numbers adopt the tensor's.
+///
+/// ```python
+/// t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
+/// assert (t @ t.T).sum(1).tolist() == [16.0, 36.0]
+/// assert (t.shape, t.dtype, t.device) == ((2, 2), "f32", "cpu")
+/// ```
 #[pyclass(frozen, subclass, module = "trainable_candle")]
 pub struct Tensor(pub tc::Tensor);
 

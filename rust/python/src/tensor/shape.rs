@@ -176,6 +176,10 @@ fn references<'a>(tensors: &'a [PyRef<'_, Tensor>]) -> Vec<&'a tc::Tensor> {
 
 /// Concatenate tensors along `dim`; all other sizes must agree.
 ///
+/// ```python
+/// assert tc.cat([tc.zeros(2, 3), tc.ones(1, 3)]).shape == (3, 3)
+/// ```
+///
 /// Raises:
 ///     ArgumentError: without tensors.
 ///     ShapeError: if the sizes do not agree.
@@ -190,6 +194,10 @@ pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Res
 }
 
 /// Stack tensors of one shape along a new dimension `dim`.
+///
+/// ```python
+/// assert tc.stack([tc.zeros(3), tc.ones(3)]).shape == (2, 3)
+/// ```
 ///
 /// Raises:
 ///     ArgumentError: without tensors.

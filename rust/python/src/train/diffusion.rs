@@ -14,6 +14,12 @@ use crate::tensor::Tensor;
 
 /// A noised batch: the model's input and its target.
 ///
+/// ```python
+/// objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule())
+/// noised = objective.noise(tc.randn(2, 4, 8, 8))
+/// assert noised.timesteps.shape == (2,) and noised.target.shape == (2, 4, 8, 8)
+/// ```
+///
 /// Args:
 ///     sample: the noised latents, (B, C, ...).
 ///     timesteps: the timestep of each example, (B,), i64.
@@ -49,6 +55,13 @@ impl NoisedLatents {
 }
 
 /// The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised latents.
+///
+/// ```python
+/// objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule(), min_snr_gamma=5.0)
+/// noised = objective.noise(tc.randn(2, 4, 8, 8))
+/// prediction = tc.zeros(2, 4, 8, 8)  # of a model, for noised.sample at noised.timesteps
+/// loss = objective.loss(prediction, noised)
+/// ```
 ///
 /// Args:
 ///     schedule: the noise schedule of the model's training.

@@ -13,6 +13,13 @@ use crate::tensor::Tensor;
 
 /// The flow-matching objective: the model receives (1 - s) * data + s * noise and predicts noise - data.
 ///
+/// ```python
+/// flow = tc.train.FlowMatching("logit_normal", shift=3.0)
+/// sample, levels, target = flow.noise(tc.randn(2, 16, 8, 8))
+/// loss = F.mse_loss(tc.zeros(2, 16, 8, 8), target)
+/// assert flow.sigmas(4)[0] == 1.0
+/// ```
+///
 /// Args:
 ///     distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
 ///     shift: shifts them towards noise (above 1) or data (below 1); 1 changes nothing.

@@ -14,6 +14,14 @@ use crate::tensor::Tensor;
 
 /// One run of a diffusion model from noise to data.
 ///
+/// ```python
+/// sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10, "dpmpp_2m")
+/// x = sampler.init_noise(tc.randn(1, 4, 8, 8))
+/// for i, timestep in enumerate(sampler.timesteps):
+///     output = tc.zeros(1, 4, 8, 8)  # of a model, for sampler.scale_input(x, i) at the timestep
+///     x = sampler.step(output, i, x)
+/// ```
+///
 /// Args:
 ///     schedule: the noise schedule of the model's training.
 ///     steps: calls of the model, at least 1.
@@ -95,6 +103,11 @@ impl Sampler {
 }
 
 /// Guide a model's output away from its output for a negative prompt (arXiv:2207.12598).
+///
+/// ```python
+/// negative, positive = tc.zeros(2), tc.ones(2)
+/// assert tc.train.classifier_free_guidance(negative, positive, 7.0).tolist() == [7.0, 7.0]
+/// ```
 ///
 /// Args:
 ///     negative: its output for the negative prompt.

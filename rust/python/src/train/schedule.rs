@@ -12,6 +12,11 @@ use crate::error::Result;
 
 /// The noise level of each timestep in a diffusion model's training. Names are diffusers', defaults SDXL's.
 ///
+/// ```python
+/// schedule = tc.train.NoiseSchedule(prediction_type="v_prediction", rescale_betas_zero_snr=True)
+/// assert (schedule.num_train_timesteps, schedule.alphas_cumprod[-1]) == (1000, 0.0)
+/// ```
+///
 /// Args:
 ///     beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
 ///     beta_start: that of the first timestep, in (0, 1).

@@ -1,0 +1,62 @@
+"""A language model from a JSONL file: the built-in Llama learns Pig Latin.
+
+A line of the file is a conversation, `{"messages": [{"role": "user", "content": ...}, ...]}`; the
+answers in it are what is learnt. The same code trains Qwen or Llama: give `weights`, a folder or a
+name on the Hugging Face hub. Takes half a minute on two cores:
+
+    python examples/05_language_model_from_jsonl.py [FOLDER]
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle.demo import words
+from trainable_candle.run import train_adapter
+from trainable_candle.tasks.text.writing import WritingOptions
+
+STEPS = 200
+ASKED = 20
+
+
+def write_chats(path: Path, count: int) -> None:
+    """Write a file of conversations: `pig: clavo` is answered by `avoclay`."""
+    drawn = words.words(np.random.default_rng(0), count)
+    lines = [json.dumps({"messages": words.chat(words.UNSEEN, word)}) for word in drawn]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main(folder: Path, steps: int = STEPS) -> float:
+    """Train and ask; returns the share of words without training that are answered correctly."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_chats(folder / "chats.jsonl", 600)
+    run = train_adapter(
+        tc.train.TrainConfig(
+            model="causal-lm",
+            dataset=str(folder / "chats.jsonl"),
+            output=str(folder / "run"),
+            rank=16,
+            steps=steps,
+            batch_size=2,
+            sequence_length=512,
+            learning_rate=1e-2,
+            validation_split=0.1,
+        )
+    )
+
+    # Words that no model here has been trained on.
+    asked = words.words(np.random.default_rng(1), ASKED, held_out=True)
+    questions = [[words.chat(words.UNSEEN, word)[0]] for word in asked]
+    answers = run.task.answers(questions, WritingOptions(tokens=24))
+    expected = [words.answer(words.UNSEEN, word) for word in asked]
+    right = sum(a.strip() == e for a, e in zip(answers, expected, strict=True))
+    print(f"{asked[0]} -> {answers[0]}; {right} of {ASKED} new words are right")
+    print(f"for transformers and peft: {folder / 'run' / 'peft'}")
+    return right / ASKED
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "pig-latin"))

@@ -1,0 +1,93 @@
+"""Several adapters at a time: weights for each, a joined file, a smaller one, a merged model.
+
+Two LoRAs of the tiny SDXL are trained for a few steps, each on photographs of its own. Takes about
+a minute on two cores:
+
+    python examples/06_many_adapters.py [FOLDER]
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.lora import LoraFile, combine, resize
+from trainable_candle.run import train_adapter
+from trainable_candle.tasks.latent import SampleOptions
+
+PHOTOS = Path(__file__).parent / "photos"
+SUBJECTS = {"coffee": "coffee*", "raccoon": "raccoon*"}
+STEPS = 100
+WEIGHTS = (1.0, 0.5)
+OPTIONS = SampleOptions(steps=10, seed=0)
+PROMPT = "a photo of a cup of coffee"
+
+Picture = npt.NDArray[np.uint8]
+
+
+def train(name: str, folder: Path, steps: int) -> Path:
+    """Train a LoRA on the photographs of one subject; returns its file."""
+    pictures = folder / f"{name}-pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for file in PHOTOS.glob(SUBJECTS[name]):
+        shutil.copy(file, pictures)
+    config = tc.train.TrainConfig(
+        model="sdxl",
+        dataset=str(pictures),
+        output=str(folder / name),
+        rank=8,
+        steps=steps,
+        batch_size=2,
+        learning_rate=2e-3,
+    )
+    return train_adapter(config, progress=False, report=lambda _: None).adapter_path
+
+
+def draw(*adapters: tuple[Path, float]) -> Picture:
+    """Draw with the built-in SDXL and these adapters, each with its weight."""
+    task = families.load("sdxl", None, "f32", "cpu")
+    if adapters:
+        task.load_adapters(list(adapters))
+    return task.draw([PROMPT], OPTIONS)[0]
+
+
+def distance(one: Picture, other: Picture) -> float:
+    """The mean difference of two pictures, of 255."""
+    return float(np.abs(one.astype(float) - other.astype(float)).mean())
+
+
+def main(folder: Path, steps: int = STEPS) -> dict[str, float]:
+    """Train both, and compare the ways to use them together."""
+    files = [train(name, folder, steps) for name in SUBJECTS]
+    together = draw(*zip(files, WEIGHTS, strict=True))
+
+    # One file that does the same: the ranks of a module add up, 8 + 8.
+    joined = combine([LoraFile.read(file) for file in files], WEIGHTS)
+    joined.write(folder / "joined.safetensors")
+
+    # The nearest file of rank 8, by singular values.
+    resize(joined, rank=8).write(folder / "small.safetensors")
+
+    # A checkpoint that contains both and needs no adapter.
+    task = families.load("sdxl", None, "f32", "cpu")
+    task.load_adapters(list(zip(files, WEIGHTS, strict=True)))
+    task.save_merged(folder / "merged")
+    merged = families.load("sdxl", folder / "merged", "f32", "cpu").draw([PROMPT], OPTIONS)[0]
+
+    distances = {
+        "without any": distance(together, draw()),
+        "joined": distance(together, draw((folder / "joined.safetensors", 1.0))),
+        "rank 8": distance(together, draw((folder / "small.safetensors", 1.0))),
+        "merged": distance(together, merged),
+    }
+    for name, value in distances.items():
+        print(f"{name}: {value:.2f} of 255 from both adapters at once")
+    return distances
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "many-adapters"))

@@ -1,0 +1,66 @@
+"""Hand an adapter over to ComfyUI: train, check what it will read, put the file where it looks.
+
+ComfyUI finds a LoRA by its file's name in `models/loras` and applies the modules whose names it
+knows; others it leaves out with a line in its log alone. `verify_adapter`, or `trainable-candle
+verify FILE`, knows the names and formulas of ComfyUI, A1111, diffusers, sd-scripts and peft. Takes
+some seconds on two cores:
+
+    python examples/07_hand_over_to_comfyui.py [FOLDER]
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.files import safetensors_metadata
+from trainable_candle.run import train_adapter
+
+PHOTOS = Path(__file__).parent / "photos"
+STEPS = 20
+
+
+def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.AdapterReport:
+    """Train, check and copy.
+
+    Args:
+        folder: of the run.
+        steps: of the optimizer.
+        comfyui: ComfyUI's folder; one inside `folder` by default.
+    """
+    run = train_adapter(
+        tc.train.TrainConfig(
+            model="sdxl",
+            dataset=str(PHOTOS),
+            output=str(folder),
+            # The file's name, which ComfyUI shows, and the text that activates it.
+            name="my-photos",
+            trigger="myphotos",
+            rank=8,
+            steps=steps,
+            batch_size=2,
+        )
+    )
+    # The sizes are those of the built-in model; for the published SDXL leave `weights` out.
+    weights = families.find("sdxl").default_weights()
+    report = tc.verify_adapter(run.adapter_path, "sdxl", weights)
+    for tool in report.tools:
+        applied = sum(tool not in {*m.ignored_by, *m.changed_by} for m in report.modules)
+        print(f"{tool}: {applied} of {len(report.modules)} modules as they were trained")
+    if not report.good:
+        raise SystemExit("ComfyUI would leave modules out; `trainable-candle verify` says which")
+
+    # What programs show of the file: title, trigger, size, resolution, hashes.
+    for key, value in sorted(safetensors_metadata(run.adapter_path).items()):
+        if key.startswith("modelspec."):
+            print(f"  {key}: {value}")
+
+    loras = (comfyui or folder / "ComfyUI") / "models" / "loras"
+    loras.mkdir(parents=True, exist_ok=True)
+    print(f"LoraLoader's lora_name: {shutil.copy(run.adapter_path, loras)}")
+    return report
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "comfyui"))

@@ -1,0 +1,126 @@
+"""A training loop of your own: batches, schedule, averaged weights, a checkpoint to go on from.
+
+`tc.train.Trainer` has all this ready; here it is by hand, as torch users write it. Takes some
+seconds on a CPU:
+
+    python examples/08_training_loop.py [FOLDER]
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import trainable_candle as tc
+from trainable_candle import nn
+from trainable_candle.demo import digits
+from trainable_candle.files import safetensors_metadata
+from trainable_candle.loader import DataLoader, TensorDataset
+
+EPOCHS = 4
+BATCH_SIZE = 64
+
+
+@dataclass
+class State:
+    """All that a run consists of between two epochs."""
+
+    model: nn.Module
+    optimizer: tc.optim.Optimizer
+    scheduler: tc.optim.lr_scheduler.LRScheduler
+    ema: tc.optim.VariableEMA
+    epoch: int = 0
+
+    def save(self, path: Path) -> None:
+        """Write one file, complete or not at all."""
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ema": self.ema.state_dict(),
+        }
+        tensors = {f"{p}:{name}": t for p, state in parts.items() for name, t in state.items()}
+        facts = {"epoch": str(self.epoch), "step": str(self.scheduler.last_step)}
+        tc.save_file(tensors, path, metadata=facts)
+
+    def load(self, path: Path) -> None:
+        """Go on from a file of `save`."""
+        parts: dict[str, dict[str, tc.Tensor]] = {"model": {}, "optimizer": {}, "ema": {}}
+        for key, tensor in tc.load_file(path).items():
+            part, _, name = key.partition(":")
+            parts[part][name] = tensor
+        self.model.load_state_dict(parts["model"])
+        self.optimizer.load_state_dict(parts["optimizer"])
+        self.ema.load_state_dict(parts["ema"])
+        facts = safetensors_metadata(path)
+        self.epoch = int(facts["epoch"])
+        self.scheduler.set_step(int(facts["step"]))
+
+
+def make(steps: int) -> State:
+    """A new run of so many steps."""
+    tc.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+    optimizer = tc.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
+    scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=steps, warmup_steps=10)
+    return State(model, optimizer, scheduler, tc.optim.VariableEMA(model.parameters(), 0.9))
+
+
+def pixels(pictures: digits.Digits) -> tc.Tensor:
+    """The pictures as rows of numbers from 0 to 1."""
+    return tc.tensor(pictures.pixels.reshape(-1, 64) / 16, dtype="f32")
+
+
+def train_epoch(state: State, data: TensorDataset) -> None:
+    """Train on all pictures once."""
+    # The order and the dropout of an epoch depend on its number alone, so that a run that was
+    # interrupted and continued is bit for bit the one that was not.
+    tc.manual_seed(state.epoch)
+    state.model.train()
+    for x, labels in DataLoader(data, batch_size=BATCH_SIZE, shuffle=True):
+        loss = nn.functional.cross_entropy(state.model(x), labels)
+        state.optimizer.zero_grad()
+        loss.backward()
+        tc.optim.clip_grad_norm_(state.model.parameters(), 1.0)
+        state.optimizer.step()
+        state.scheduler.step()
+        state.ema.update()
+    state.epoch += 1
+
+
+def accuracy(model: nn.Module, pictures: digits.Digits) -> float:
+    """The share of pictures that the model reads correctly."""
+    model.eval()
+    with tc.no_grad():
+        found = model(pixels(pictures)).argmax(1).numpy()
+    return float(np.mean(found == pictures.labels))
+
+
+def main(folder: Path) -> dict[str, tc.Tensor]:
+    """Train until half, go on from the checkpoint as a new process would; the final weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train, test = digits.split(digits.load())
+    data = TensorDataset(pixels(train), tc.tensor(train.labels, dtype="i64"))
+    steps = EPOCHS * -(-len(train) // BATCH_SIZE)
+
+    state = make(steps)
+    while state.epoch < EPOCHS // 2:
+        train_epoch(state, data)
+    state.save(folder / "checkpoint.safetensors")
+
+    state = make(steps)
+    state.load(folder / "checkpoint.safetensors")
+    while state.epoch < EPOCHS:
+        train_epoch(state, data)
+        with state.ema:  # The averages in place of the weights.
+            averaged = accuracy(state.model, test)
+        lr = state.scheduler.get_last_lr()[0]
+        print(
+            f"epoch {state.epoch}: learning rate {lr:.5f}, unseen digits read: "
+            f"{accuracy(state.model, test):.1%}, by the averaged weights {averaged:.1%}"
+        )
+    return state.model.state_dict()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "own-loop"))

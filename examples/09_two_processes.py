@@ -1,0 +1,83 @@
+"""One model in two processes, each with half of every batch: the result is that of one process.
+
+On one machine with GPUs, `train-lora --gpus 2` needs nothing of this. A loop of your own needs the
+four calls of `tc.distributed` below, and a launcher that says to each process which one it is:
+
+    torchrun --nproc-per-node 2 examples/09_two_processes.py
+
+Without a launcher the script starts both processes itself, on the CPU:
+
+    python examples/09_two_processes.py
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import zlib
+
+import trainable_candle as tc
+from trainable_candle import nn
+from trainable_candle.demo import digits
+
+STEPS = 30
+BATCH_SIZE = 64
+
+
+def train(device: str) -> tuple[float, int]:
+    """Train as one of the processes; the last loss over all, and a checksum of the weights."""
+    device = tc.distributed.init(device)
+    rank, size = tc.distributed.rank(), tc.distributed.world_size()
+
+    pictures, _ = digits.split(digits.load())
+    tc.manual_seed(rank)  # Each starts from other weights, until it has those of process 0.
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
+    parameters = model.parameters()
+    tc.distributed.broadcast_(parameters)
+    optimizer = tc.optim.AdamW(parameters, lr=5e-3)
+
+    for step in range(STEPS):
+        # The pictures of a step are the same for any number of processes; each takes its share.
+        start = step * BATCH_SIZE % (len(pictures) - BATCH_SIZE)
+        mine = slice(start + rank * BATCH_SIZE // size, start + (rank + 1) * BATCH_SIZE // size)
+        x = tc.tensor(pictures.pixels[mine].reshape(-1, 64) / 16, dtype="f32", device=device)
+        labels = tc.tensor(pictures.labels[mine], dtype="i64", device=device)
+        loss = nn.functional.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        tc.distributed.average_gradients_(parameters)
+        optimizer.step()
+
+    mean = float(tc.distributed.all_reduce(loss.detach()).item()) / size
+    weights = b"".join(p.detach().to("cpu").numpy().tobytes() for p in parameters)
+    tc.distributed.close()
+    return mean, zlib.crc32(weights)
+
+
+def launch(size: int) -> int:
+    """Start the processes, as torchrun does, and wait for them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, "cpu"],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(size)
+    ]
+    return max(process.wait() for process in processes)
+
+
+def main() -> int:
+    """Train under a launcher, or start two processes that do."""
+    if "RANK" not in os.environ:
+        return launch(2)
+    loss, weights = train(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    print(f"process {os.environ['RANK']}: loss {loss:.4f}, checksum of the weights {weights:08x}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

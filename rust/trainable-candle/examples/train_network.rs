@@ -1,0 +1,102 @@
+//! Train a small network, then a LoRA on it for a task that it was not trained for, without Python.
+//!
+//! ```text
+//! cargo run --release --package trainable-candle --example train_network
+//! cargo run --release --package trainable-candle --features cuda --example train_network -- cuda
+//! ```
+//!
+//! The network learns the sine of a number; then its adapters alone learn the cosine.
+#![allow(clippy::print_stdout)] // it prints the progress of training
+
+use trainable_candle::core::{device, rng};
+use trainable_candle::prelude::*;
+
+const HIDDEN: usize = 64;
+const BATCH: usize = 256;
+const STEPS: usize = 500;
+
+/// Two layers: of variables while they are trained, of frozen tensors afterwards.
+struct Network<T: Parameter> {
+    hidden: Linear<T>,
+    out: Linear<T>,
+}
+
+impl<T: Parameter> Network<T> {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.out.forward(&self.hidden.forward(x)?.silu()?)
+    }
+}
+
+impl Network<Var> {
+    fn new(device: &Device) -> Result<Self> {
+        Ok(Self { hidden: Linear::new(1, HIDDEN, device)?, out: Linear::new(HIDDEN, 1, device)? })
+    }
+
+    fn vars(&self) -> Vec<Var> {
+        [self.hidden.vars(), self.out.vars()].concat()
+    }
+
+    fn frozen(&self) -> Network<Tensor> {
+        let frozen = |layer: &Linear<Var>| {
+            Linear::from_weight(layer.weight.detach(), layer.bias.as_ref().map(|bias| bias.detach()))
+        };
+        Network { hidden: frozen(&self.hidden), out: frozen(&self.out) }
+    }
+}
+
+/// The parts by name: what adapters attach to, and what files hold.
+impl Module for Network<Tensor> {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
+        visitor.linear("hidden", &self.hidden)?;
+        visitor.linear("out", &self.out)
+    }
+}
+
+/// Trains `vars` until the network computes `target`; the last loss.
+fn fit<T: Parameter>(
+    network: &Network<T>,
+    vars: Vec<Var>,
+    target: impl Fn(&Tensor) -> Result<Tensor>,
+    device: &Device,
+) -> Result<f64> {
+    let mut optimizer = AdamW::new(vars, 1e-2, 0.0)?;
+    let mut last = f64::INFINITY;
+    for step in 1..=STEPS {
+        let x = Tensor::rand(-3.0, 3.0, (BATCH, 1), DType::F32, device)?;
+        let loss = mse_loss(&network.forward(&x)?, &target(&x)?)?;
+        optimizer.step(&loss.backward()?)?; // applies the gradients and clears them
+        if step % 100 == 0 {
+            last = loss.item()?;
+            println!("step {step}: loss {last:.5}");
+        }
+    }
+    Ok(last)
+}
+
+fn main() -> Result<()> {
+    let name = std::env::args().nth(1).unwrap_or_else(|| "cpu".into());
+    let device = device::parse(&name, Vec::new)?;
+    rng::manual_seed(0);
+
+    println!("the network learns the sine");
+    let trained = Network::new(&device)?;
+    let sine = fit(&trained, trained.vars(), Tensor::sin, &device)?;
+
+    println!("its adapters learn the cosine");
+    let network = trained.frozen();
+    let config = LoraConfig { r: 8, lora_alpha: 8.0, target_modules: vec!["all-linear".into()], ..Default::default() };
+    let adapter = AdapterSet::attach(config, &network.named_layers())?;
+    let cosine = fit(&network, adapter.vars().to_vec(), Tensor::cos, &device)?;
+
+    let x = Tensor::new(&[[0f32], [1.0]], &device)?;
+    let apart = network.forward(&x)?;
+    adapter.merge()?; // the layers compute with one weight each from here on
+    let merged = network.forward(&x)?;
+    let difference = mse_loss(&apart, &merged)?.item()?;
+    println!("merged, the squared difference is {difference:.1e}");
+    assert!(sine < 0.01 && cosine < 0.01 && difference < 1e-6, "losses of {sine} and {cosine}");
+
+    adapter.set_enabled(false); // the network as it was
+    assert!(mse_loss(&network.forward(&x)?, &x.sin()?)?.item()? < 0.05);
+    Ok(())
+}

@@ -1,0 +1,112 @@
+"""The scripts of `examples/` run, small, and do what they say."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import trainable_candle as tc
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {path.name[:2]: path for path in sorted((ROOT / "examples").glob("[0-9][0-9]_*.py"))}
+
+
+def script(number: str) -> Any:
+    """The module of a script, of which `main` has not been called."""
+    path = SCRIPTS[number]
+    spec = importlib.util.spec_from_file_location(f"example_{number}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_script_is_listed_and_tested() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    assert re.findall(r"\]\((\d\d_\w+\.py)\)", page) == [path.name for path in SCRIPTS.values()]
+    tested = set(re.findall(r'(?:script\(|SCRIPTS\[)"(\d\d)"', Path(__file__).read_text()))
+    assert tested == SCRIPTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("script", "files"),
+    [
+        (SCRIPTS["01"], {"config.json", "model.safetensors"}),
+        (
+            SCRIPTS["02"],
+            {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"},
+        ),
+    ],
+)
+def test_makers_of_the_built_in_models(script: Path, files: set[str], tmp_path: Path) -> None:
+    arguments = ["--steps", "2", "--output", str(tmp_path / "made")]
+    subprocess.run([sys.executable, str(script), *arguments], check=True, capture_output=True)
+    assert {path.name for path in (tmp_path / "made").iterdir()} == files
+
+
+def test_lora_on_a_model_of_ones_own(tmp_path: Path) -> None:
+    found = script("03").main(tmp_path)
+    assert found["after"] > 0.9 > 0.5 > found["before"]
+    assert found["merged"] == found["after"]
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"]) == ("LORA", 8)
+
+
+def test_sdxl_from_pictures(tmp_path: Path) -> None:
+    run = script("04").main(tmp_path, steps=2)
+    assert (run.completed, run.step) == (True, 2)
+    assert tc.verify_adapter(run.adapter_path, "sdxl").modules
+    with Image.open(tmp_path / "coffee.png") as picture:
+        assert np.ptp(np.asarray(picture)) > 50
+
+
+def test_a_language_model_from_a_file(tmp_path: Path) -> None:
+    assert script("05").main(tmp_path, steps=60) > 0.2
+    assert (tmp_path / "run" / "peft" / "adapter_model.safetensors").exists()
+
+
+def test_many_adapters(tmp_path: Path) -> None:
+    found = script("06").main(tmp_path, steps=4)
+    assert found["without any"] > 1
+    assert found["joined"] < 0.1
+    assert found["merged"] < 0.1
+    assert found["joined"] <= found["rank 8"] < found["without any"]
+
+
+def test_an_adapter_reaches_comfyui(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = script("07").main(tmp_path, steps=2, comfyui=tmp_path / "there")
+    assert report.good
+    assert (tmp_path / "there" / "models" / "loras" / "my-photos.safetensors").exists()
+    said = capsys.readouterr().out
+    assert "modelspec.trigger_phrase: myphotos" in said
+    assert re.search(r"ComfyUI: (\d+) of \1 modules", said, re.IGNORECASE)
+
+
+def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    example = script("08")
+    continued = example.main(tmp_path)
+    train, _ = example.digits.split(example.digits.load())
+    data = example.TensorDataset(example.pixels(train), tc.tensor(train.labels, dtype="i64"))
+    state = example.make(example.EPOCHS * -(-len(train) // example.BATCH_SIZE))
+    for _ in range(example.EPOCHS):
+        example.train_epoch(state, data)
+    for name, value in state.model.state_dict().items():
+        np.testing.assert_array_equal(continued[name].numpy(), value.numpy())
+
+
+def test_two_processes_agree() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS["09"])], check=True, capture_output=True, text=True
+    )
+    said = re.findall(r"process (\d): loss (\S+), checksum of the weights (\w+)", done.stdout)
+    assert {rank for rank, *_ in said} == {"0", "1"}
+    assert len({tuple(rest) for _, *rest in said}) == 1
