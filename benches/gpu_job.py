@@ -78,22 +78,29 @@ class Outcome:
     errors: str = ""
 
 
+def gpu_used() -> float:
+    """GiB in use on the first GPU, by all processes."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return int(used.split()[0]) / 1024
+
+
 @dataclass
 class Watch:
     """Looks at the memory of a process every fifth of a second."""
 
     process: int
+    before: float
+    """GiB that others had on the GPU, this program among them."""
     gpu: float = 0.0
     host: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         while not self.done.wait(0.2):
             status = Path(f"/proc/{self.process}/status")
             try:
-                used = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-                self.gpu = max(self.gpu, int(used.split()[0]) / 1024)
+                self.gpu = max(self.gpu, gpu_used() - self.before)
                 for line in status.read_text().splitlines():
                     if line.startswith("VmRSS"):
                         self.host = max(self.host, int(line.split()[1]) / 2**20)
@@ -104,13 +111,14 @@ class Watch:
 def command(*arguments: str) -> Outcome:
     """Run `trainable-candle` with these arguments."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    before = gpu_used()
     started = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "trainable_candle", *arguments],
             stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
         )  # fmt: skip
-        watch = Watch(process.pid)
+        watch = Watch(process.pid, before)
         watcher = threading.Thread(target=watch.run)
         watcher.start()
         assert process.stdout is not None

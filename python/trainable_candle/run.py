@@ -311,7 +311,8 @@ def _train(
         write_atomically(output / CONFIG, config.with_(resume=None).to_yaml(output))
     adapters.set_training(True)
     plot.prepare()
-    completed = trainer.train()
+    with _multiplying_codes(config):
+        completed = trainer.train()
     session.finish()
     if completed and group.rank == 0:
         session.conclude(trainer.step, report)
@@ -319,6 +320,17 @@ def _train(
         report(f"settings and logs: {output / CONFIG}, {LOG}, {JSON_LOG}")
     file = adapter_path(config, output).name
     return TrainingRun(task, adapters, output, trainer.step, completed, trainer.stopped_by, file)
+
+
+@contextmanager
+def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
+    """Within this context products are of codes if the settings say so."""
+    before = tc.get_w8a8()
+    tc.set_w8a8(before or config.w8a8)
+    try:
+        yield
+    finally:
+        tc.set_w8a8(before)
 
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.run import train_adapter
 from trainable_candle.tasks.estimate import ITEM_BYTES
@@ -40,6 +41,24 @@ def test_losses_are_near_those_over_the_whole_model(config: TrainConfig, tmp_pat
     found = losses(config.with_(output=str(tmp_path / "codes"), **settings))
     assert found != expected
     np.testing.assert_allclose(found, expected, rtol=0.1)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_products_of_codes_train_as_those_of_values(
+    config: TrainConfig, tmp_path: Path, form: str
+) -> None:
+    config = config.with_(base_precision=form)
+    expected = losses(config)
+    found = losses(config.with_(output=str(tmp_path / "codes"), w8a8=True))
+    # The sides of this tiny UNet's layers are no multiples of 16.
+    assert (found == expected) == (config.model == "sdxl")
+    np.testing.assert_allclose(found, expected, rtol=0.05)
+    assert not tc.get_w8a8()
+
+
+def test_products_of_codes_need_codes(config: TrainConfig) -> None:
+    with pytest.raises(tc.ConfigError, match="--base-precision int8 or fp8"):
+        losses(config.with_(base_precision="nf4", w8a8=True))
 
 
 def test_the_estimate_knows_the_bytes(config: TrainConfig) -> None:

@@ -25,6 +25,8 @@ SAME: Final = "same"
 """Weights in the precision of the computation."""
 FORMATS: Final = ("int8", "fp8", "nf4")
 """What the weights of linear layers may be quantized as."""
+EIGHT_BITS: Final = ("int8", "fp8")
+"""The formats whose codes GPUs multiply."""
 CHECKPOINTING: Final = ("none", "full", "selective")
 
 
@@ -45,6 +47,11 @@ class Machine(Group):
             ("cuda_graphs", "stream_blocks", "stream_modulation"),
             lambda c: c.on_gpu,
             "--device cuda",
+        ),
+        Condition(
+            ("w8a8",),
+            lambda c: c.base_precision in EIGHT_BITS,
+            "--base-precision int8 or fp8",
         ),
     )
 
@@ -76,6 +83,13 @@ class Machine(Group):
             rare=True,
         ),
     ] = AUTO
+    w8a8: Annotated[
+        bool,
+        Setting(
+            "multiply the codes of an 8-bit base, to which activations and gradients are rounded",
+            rare=True,
+        ),
+    ] = False
     gradient_checkpointing: Annotated[
         str,
         Setting(
