@@ -2125,7 +2125,7 @@ class QuantizedTensor:
         Raises:
             ArgumentError: if the format is unknown.
             ShapeError: if a row is not of whole blocks.
-            DTypeError: if a dtype is another.
+            DTypeError: if `blocks` is not u8, or `dtype` not floating point.
         """
     @property
     def nbytes(self, /) -> int:
@@ -3545,7 +3545,7 @@ def get_w8a8() -> bool:
 
 def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
     """
-    What a GGUF file says of its model, under the names of the format; None for a file of another kind.
+    The metadata of a GGUF file about its model, under the names of the format; None for a file of another kind.
 
     Raises:
         MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.

@@ -399,7 +399,9 @@ def test_another_model_is_refused(
         subprocess.run(command, capture_output=True, text=True, check=False, env=unreachable),
         "nobody/nothing: there is no such file or folder",
     )
-    refused(run(*flags(out, weights=digits_base / "model.safetensors")), "is not a checkpoint of SDXL")
+    refused(
+        run(*flags(out, weights=digits_base / "model.safetensors")), "is not a checkpoint of SDXL"
+    )
     refused(run(*flags(out, model="digits", resolution=64)), "has no effect on the model `digits`")
     truncated = tmp_path / "truncated"
     shutil.copytree(sdxl_base, truncated)

@@ -209,7 +209,9 @@ def test_what_is_no_sdxl_model_is_refused(
 def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: str) -> None:
     path = tmp_path / "a.safetensors"
     tc.save_file({name: tc.ones(1) for name in names}, path)
-    with pytest.raises(WeightsFormatError, match=f"is not a checkpoint of SDXL.*; it looks like {message}"):
+    with pytest.raises(
+        WeightsFormatError, match=f"is not a checkpoint of SDXL.*; it looks like {message}"
+    ):
         facts(path)
 
 
