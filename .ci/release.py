@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a release says of itself: its version, the same everywhere, and the changes of that version.
+"""The facts of a release: its version, the same everywhere, and the changes of that version.
 
 .ci/release.py check [TAG]   the version of Cargo.toml is that of the tag and has a dated section
 .ci/release.py notes         that section of the changelog

@@ -554,7 +554,7 @@ class CausalLM(Model):
     Raises:
         MissingFileError, ConfigError: if the configuration is missing or another model's.
 
-    Inside, all texts stand in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
+    Inside, all texts are in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
     from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
     are padding.
     """
@@ -821,7 +821,7 @@ class CheckpointFacts:
     @property
     def parts(self, /) -> dict[str, PartFacts]:
         """
-        The models by the names of their folders; a model that stands alone has an empty name.
+        The models by the names of their folders; a model without a pipeline has an empty name.
         """
     @property
     def prediction_type(self, /) -> str | None:
@@ -2159,7 +2159,7 @@ class PartFacts:
     @property
     def layers(self, /) -> dict[str, list[int]]:
         """
-        The shapes of the weights of layers that adapters can sit on, (out, in) or (out, in, height, width), by the layer's name.
+        The shapes of the weights of layers that adapters can be on, (out, in) or (out, in, height, width), by the layer's name.
         """
     @property
     def path(self, /) -> Path:
@@ -2281,7 +2281,7 @@ class QuantizedTensor:
         Raises:
             ArgumentError: if the format is unknown.
             ShapeError: if a row is not of whole blocks.
-            DTypeError: if a dtype is another.
+            DTypeError: if `blocks` is not u8, or `dtype` not floating point.
         """
     @property
     def nbytes(self, /) -> int:
@@ -3241,7 +3241,7 @@ class Var(VarMethods, Tensor):
     ```
 
     Args:
-        data: a tensor (any strides; its values are copied and its graph is cut) or anything `tensor` takes.
+        data: a tensor (any strides; its values are copied and its graph is detached) or anything `tensor` takes.
         dtype: a floating point dtype; default: the data's.
         device: the device; default: the data's.
 
@@ -3566,7 +3566,7 @@ def cuda_device_name(device: str) -> str:
     What its maker calls a CUDA device.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
     """
 
 def cuda_empty_cache(device: str) -> int:
@@ -3574,7 +3574,7 @@ def cuda_empty_cache(device: str) -> int:
     Release the cached memory of a CUDA device; returns its bytes.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
     """
 
 def cuda_finish_profile() -> list[tuple[str, int, float]]:
@@ -3592,7 +3592,7 @@ def cuda_memory_stats(device: str) -> list[int]:
     allocations, of mappings of device memory, of retries; bytes free on the device, and in total.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
     """
 
 def cuda_reset_peak_memory_stats(device: str) -> None:
@@ -3600,7 +3600,7 @@ def cuda_reset_peak_memory_stats(device: str) -> None:
     Reset the memory peaks of a CUDA device to the current values.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver refuses.
+        DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
     """
 
 def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
@@ -3840,7 +3840,7 @@ def get_w8a8() -> bool:
 
 def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
     """
-    What a GGUF file says of its model, under the names of the format; None for a file of another kind.
+    The metadata of a GGUF file about its model, under the names of the format; None for a file of another kind.
 
     Raises:
         MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
@@ -4742,7 +4742,7 @@ def set_num_threads(n: SupportsIndex) -> None:
     ```
 
     Raises:
-        ArgumentError: if `n` is 0, or the system refuses.
+        ArgumentError: if `n` is 0, or the system rejects.
     """
 
 def set_resolver(resolve: Callable[..., Any]) -> None:

@@ -246,7 +246,7 @@ class ComposedMethods:
         """Return the p-norm of the elements: 1, 2, infinity, "fro" or any number above 0.
 
         Raises:
-            ArgumentError: If p is another value.
+            ArgumentError: If p is not supported.
         """
         p = 2 if p == "fro" else p
         if not isinstance(p, (int, float)) or not p > 0:

@@ -28,7 +28,7 @@ def is_mask(key: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value without gradient; of an index, its numbers."""
+    """A value without gradient; tensors of an index become numpy arrays."""
     if isinstance(value, tuple):
         return tuple(v.numpy() if is_tensor(v) else v for v in value)
     return value.detach() if is_tensor(value) else value

@@ -108,7 +108,7 @@ def image_grid(
         gap: pixels between images, before scaling.
 
     Raises:
-        ArgumentError: the shape is another, or a number is out of its range.
+        ArgumentError: the shape is wrong, or a number is out of its range.
     """
     count = len(pictures)
     if pictures.ndim not in {3, 4} or count == 0 or pictures.shape[3:] not in {(), (3,)}:

@@ -377,7 +377,7 @@ def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
     """Check that all processes have read the same files: machines may have folders of their own.
 
     Raises:
-        DistributedError: one has others.
+        DistributedError: those of a process differ.
     """
     files = sorted(weights.rglob("*")) if weights.is_dir() else [weights]
     folder = weights if weights.is_dir() else weights.parent

@@ -251,7 +251,10 @@ def test_a_flag_can_mend_a_wrong_line_of_the_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--learning-rte", "1"], r"unknown flag `--learning-rte`; did you mean `--learning-rate`"),
-        (["--network_module", "networks.lora"], "--network-module has no .* give --adapter lora"),
+        (
+            ["--network_module", "networks.lora"],
+            "has no .* choose the kind with --adapter",
+        ),
         (["--xformers"], "--xformers is not needed here, .*: leave it out"),
         (["--xyzzy"], r"unknown flag `--xyzzy` \(see train-lora --help\)"),
         (["--learn", "1"], "unknown flag `--learn`"),

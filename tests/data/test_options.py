@@ -1,4 +1,4 @@
-"""The settings of a data set: what is accepted, and what is said about the rest."""
+"""The settings of a data set: valid ones, and errors for the others."""
 
 from collections.abc import Callable
 from pathlib import Path

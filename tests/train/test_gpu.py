@@ -59,7 +59,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
     )
     expected = curve(config)
     found = curve(config, device=gpu, output=str(tmp_path / "f32"))
-    # The same latents, noises and timesteps; what rounding changes grows with the steps.
+    # The same latents, noises and timesteps; the effect of rounding grows with the steps.
     np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
@@ -88,7 +88,7 @@ def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path
     )
     plain = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Without graphs no row is filled up, so other rows meet in a tile of a sum.
+    # Without graphs no row is filled up, so other rows share a tile of a sum.
     np.testing.assert_allclose(recorded, plain, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)

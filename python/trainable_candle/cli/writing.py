@@ -41,7 +41,7 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
 
 
 def writing_options(given: Mapping[str, Any]) -> WritingOptions:
-    """What the flags say.
+    """The options of the flags.
 
     Raises:
         ConfigError: a value is outside its range, or has no effect.

@@ -109,7 +109,7 @@ class Dataset:
         }
 
     def metadata(self) -> dict[str, str]:
-        """What adapter files say of the images, under kohya's names and ModelSpec's."""
+        """The metadata of adapter files about the images, under kohya's names and ModelSpec's."""
         return described(self.items, self._captions.separator)
 
     def part(self, numbers: Sequence[int]) -> Dataset:

@@ -1,4 +1,4 @@
-"""What adapter files say of the images, under the names of kohya's scripts and ModelSpec."""
+"""The metadata about images in adapter files, under kohya's names and ModelSpec's."""
 
 from __future__ import annotations
 

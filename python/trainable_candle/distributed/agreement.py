@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import StepReport, Trainer
 
 _SHOWN: Final = 3
-"""How many of the things that differ are named."""
+"""The most differences that a message names."""
 _TOLERANCE: Final = 1e-5
 """Relative: GPUs of other kinds add sums in another order, which moves the last bits."""
 
@@ -32,11 +32,11 @@ def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
 
     Args:
         group: the processes.
-        what: the facts are of, for the message: `data`, say.
+        what: the kind of facts, for the message: `data`, say.
         facts: by name.
 
     Raises:
-        DistributedError: in all processes, if one has others; it and the first few are named.
+        DistributedError: in all processes, if those of one differ; the message names them.
     """
     # Their hash first: a listing of many files is only sent where it is needed.
     if len(set(group.exchange(fingerprint(facts).encode()))) == 1:
@@ -72,7 +72,7 @@ class SameParameters(Callback):
         """Compare if the step is due.
 
         Raises:
-            DistributedError: in all processes, if the parameters of one are others; it is named.
+            DistributedError: in all processes, if the parameters of one differ; names it.
         """
         if not is_due(self._moments, report.step):
             return

@@ -54,7 +54,7 @@ class Link:
         facts: what must be equal in all processes, by name: versions, settings.
 
     Raises:
-        DistributedError: not all came in time, or one brought other facts; it is named.
+        DistributedError: a process is late or has other facts; the message names it.
     """
 
     def __init__(self, world: World, facts: dict[str, str]) -> None:

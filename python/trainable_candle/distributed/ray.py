@@ -236,7 +236,7 @@ class _Workers:
         """Check that another machine could continue from the checkpoints of rank 0.
 
         Raises:
-            ConfigError: the output folder is another one on some machine; it is named.
+            ConfigError: the output folder differs on a machine; the message names it.
         """
         ray, first = self._ray, self._actors[0]
         nodes = {place.node: rank for rank, place in reversed(list(enumerate(self.places)))}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainable_candle.export.adapter import TextAdapter
 
 FILE_TYPES: Final = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
-"""What `general.file_type` says of the kinds that models are written in."""
+"""`general.file_type` of each kind that models are written in."""
 _OUTSIDE: Final = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -54,7 +54,7 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
         kind: "f32", "f16", "bf16", "q8_0" or "q4_0".
 
     Raises:
-        ConfigError: llama.cpp does not know the model or its tokenizer, or the kind is another.
+        ConfigError: llama.cpp does not know the model or its tokenizer, or the kind is unknown.
         MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
         OSError: the file cannot be written.
     """
@@ -127,7 +127,7 @@ def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
 
 
 def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
-    """What the file says of the model's sizes.
+    """The sizes of the model as metadata of the file.
 
     Raises:
         ConfigError: llama.cpp does not know the model, or how it stretches positions.
@@ -165,13 +165,13 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How positions rotate, from a new configuration or an old one."""
+    """The scaling of positions, from a new configuration or an old one."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta", 10_000.0), **found}
 
 
 def _factors(config: Mapping[str, Any]) -> list[Entry]:
-    """What divides the frequencies of Llama 3's positions, if it does."""
+    """The divisors of the frequencies of Llama 3's positions, if there are any."""
     rope = _rope(config)
     if (rope.get("rope_type") or rope.get("type")) != "llama3":
         return []

@@ -29,7 +29,7 @@ _START: Final = "tokenizer.ggml."
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
-    """What a file says of the tokenizer in a folder.
+    """The metadata of a file about the tokenizer in a folder.
 
     Args:
         folder: with `tokenizer.json`.

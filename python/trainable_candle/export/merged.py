@@ -31,7 +31,7 @@ class Merged:
     weights: int = 0
     """Numbers of the adapted layers."""
     changed: int = 0
-    """How many of them are others than before."""
+    """How many of them changed."""
     squared_change: float = 0.0
     squared_loss: float = 0.0
     """The size of what rounding took from the change."""

@@ -125,7 +125,7 @@ def interpolate(
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If neither or both sizes are given, or the mode is another.
+        ArgumentError: If neither or both sizes are given, or the mode is unknown.
     """
     _require("interpolate", input)
     if mode != "nearest":
@@ -260,7 +260,7 @@ def kl_div(
 
     Raises:
         TypeError: If an operand is not a tensor.
-        ArgumentError: If the reduction is another.
+        ArgumentError: If the reduction is unknown.
     """
     _require("kl_div", input, target)
     if log_target:

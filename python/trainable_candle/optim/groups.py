@@ -35,7 +35,7 @@ class ParamGroup(MutableMapping[str, Any]):
         """Set the learning rate, or an entry of one's own.
 
         Raises:
-            ArgumentError: If it is another hyper-parameter, or the variables.
+            ArgumentError: If the name is a fixed hyper-parameter or `params`.
         """
         if name == "lr":
             rates = self._optimizer.group_lrs

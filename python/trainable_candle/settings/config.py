@@ -107,7 +107,7 @@ class TrainConfig(
 
         Raises:
             MissingFileError: there is no such file.
-            ConfigError: the file cannot be read or is not YAML, a name unknown, or a value wrong.
+            ConfigError: the file cannot be read or is not YAML, or a name or a value is wrong.
         """
         return cls.from_mapping(read_settings(path), os.fsdecode(path))
 

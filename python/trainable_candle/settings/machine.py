@@ -20,7 +20,7 @@ PRECISION_SPELLINGS: Final = {
     "half": "f16",
     "bfloat16": "bf16",
 }
-"""What other tools call the precisions."""
+"""The names of precisions in other tools."""
 SAME: Final = "same"
 """Weights in the precision of the computation."""
 FORMATS: Final = ("int8", "fp8", "nf4")

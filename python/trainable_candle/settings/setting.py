@@ -47,10 +47,10 @@ class Setting:
     section: str | None = None
     """The section of the help, if not that of the group."""
     synonyms: tuple[str, ...] = ()
-    """What other tools call a setting of the same meaning, in the spelling of flags: flags and YAML
-    files may use these names too."""
+    """The names of settings of the same meaning in other tools, in the spelling of flags: flags
+    and YAML files may use these names too."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """What other tools call its choices, in lower case."""
+    """The names of its choices in other tools, in lower case."""
     words: Mapping[str, int] = field(default_factory=dict)
     """Words that mean numbers, in lower case."""
     bare: str | None = None
@@ -90,7 +90,7 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
     """`value` as the type of its setting; whole numbers serve as floats, names lists as text.
 
     Raises:
-        ConfigError: the type is another, or the value is outside its range.
+        ConfigError: the type is wrong, or the value is outside its range.
     """
     if isinstance(value, str):
         value = setting.words.get(value.lower(), value)

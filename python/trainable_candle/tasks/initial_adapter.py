@@ -37,7 +37,7 @@ def check_initial_adapter(
         layers: the layers of the trained model that get adapters.
 
     Raises:
-        ConfigError: they are others; names what to give.
+        ConfigError: they differ; the message names what to give.
     """
     start = f"--initial-adapter: {path}"
     foreign = [module.module for module in modules if module.layer is None]

@@ -88,7 +88,7 @@ class Prepared(Protocol[BatchT]):
         """The number of images or tokens of a batch, for reports of speed."""
 
     def metadata(self) -> Mapping[str, str]:
-        """What adapter files say of the data, under the names of kohya's scripts."""
+        """The metadata of adapter files about the data, under the names of kohya's scripts."""
 
     def validation_facts(self, loss: float) -> Mapping[str, float]:
         """What is logged of a validation whose loss is `loss`, that included, by name.

@@ -48,7 +48,7 @@ def read(
 
     Args:
         path: of the file, for messages.
-        facts: what the file says of its model.
+        facts: the metadata of the file.
 
     Raises:
         WeightsFormatError: there is no tokenizer, or one that is not supported.

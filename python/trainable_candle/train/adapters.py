@@ -77,7 +77,7 @@ class Adapters:
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError, ShapeError: there is no such file, or
-                its adapters are others.
+                its adapters differ.
         """
         for adapter in self.sets.values():
             adapter.load(path)
@@ -103,7 +103,7 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
 
 
 def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:
-    """What the settings say about adapters; `targets` unless they name layers."""
+    """The configuration of adapters in the settings; `targets` unless they name layers."""
     return tc.LoraConfig(
         r=config.rank,
         lora_alpha=float(config.rank) if config.alpha is None else config.alpha,

@@ -1,4 +1,4 @@
-"""What an adapter file says of its training, under the names of kohya's scripts and ModelSpec."""
+"""The metadata about training in adapter files, under kohya's names and ModelSpec's."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Trainer(Generic[Batch]):
         self._inputs = inputs
         self._weigh = weigh
         self._on_gpu = any(var.device != "cpu" for var in self.parameters.values())
-        # The first pass of a step is another than those after it.
+        # The first pass of a step differs from the later ones.
         passes = min(gradient_accumulation, 2) if inputs and self._on_gpu else 0
         self._graphs = PassGraphs(self._pass, cuda_graphs * passes)
         self._batches = 0
@@ -328,7 +328,7 @@ class Trainer(Generic[Batch]):
         given = []
         for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
             share = np.array(weight / whole, np.float32)
-            # A tensor, as it is another one in every step: a CUDA graph reads it anew.
+            # A tensor, because it differs in every step: a CUDA graph reads it anew.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
             given.append(_Given(number, named, weight / whole, amount))
         return given

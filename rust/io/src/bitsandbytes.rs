@@ -16,7 +16,7 @@ pub(crate) const CODE: &str = ".quant_map";
 pub(crate) const OUTER: &str = ".nested_absmax";
 pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
 
-/// What the state says of a weight.
+/// The metadata of a weight in the state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct State {
     pub dims: [usize; 2],

@@ -298,7 +298,8 @@ fn incomplete_folder(path: &Path, pipeline: &Pipeline, missing: &[&str]) -> Erro
     let class = class.as_ref().and_then(|map| map.get("_class_name")?.as_str());
     let alone = class.map_or_else(String::new, |class| format!(" (it holds a {class} alone)"));
     let expected = "expected the folder of a diffusers pipeline, or a single .safetensors file";
-    let text = format!("it is not a model of {}{alone}: it has no folder {}; {expected}", pipeline.title, missing.join(", "));
+    let text =
+        format!("it is not a model of {}{alone}: it has no folder {}; {expected}", pipeline.title, missing.join(", "));
     Error::weights(path, text)
 }
 

@@ -64,7 +64,7 @@ pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptio
 pub struct ModelKind {
     /// The name of its class in the library.
     pub name: &'static str,
-    /// What messages call one: `a UNet`.
+    /// Its name in messages: `a UNet`.
     pub noun: &'static str,
     /// What some of its keys begin with in a folder's files.
     pub mark: &'static str,
@@ -142,7 +142,7 @@ impl Loaded {
         &self.model
     }
 
-    /// What other tools call it and its layers in adapter files.
+    /// The names of it and its layers in adapter files of other tools.
     pub fn adapter_names(&self) -> PartNames {
         self.place.map_or_else(PartNames::default, |place| place.names(self.model.as_ref()))
     }

@@ -274,7 +274,7 @@ pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>, others: Vec<
     })
 }
 
-/// What a GGUF file says of its model, under the names of the format; None for a file of another kind.
+/// The metadata of a GGUF file about its model, under the names of the format; None for a file of another kind.
 ///
 /// Raises:
 ///     MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.

@@ -43,7 +43,7 @@ class Facts:
     """A checkpoint of a pipeline."""
 
     checkpoint: CheckpointFacts
-    """What the library says of it."""
+    """Its facts, by the library."""
 
     @property
     def parts(self) -> Mapping[str, PartFacts]:

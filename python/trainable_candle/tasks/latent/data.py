@@ -26,7 +26,7 @@ _STEPS: Final = (64, 32, 16, 8)
 
 
 def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> DatasetOptions:
-    """What the settings say about images.
+    """The options for images in the settings.
 
     Raises:
         ConfigError: two settings contradict each other.
@@ -56,7 +56,7 @@ def default_bucket_step(resolution: int) -> int:
 
 
 def caption_options(config: TrainConfig) -> CaptionOptions:
-    """What the settings say about captions.
+    """The options for captions in the settings.
 
     Raises:
         ConfigError: two settings contradict each other.
@@ -73,7 +73,7 @@ def caption_options(config: TrainConfig) -> CaptionOptions:
 
 
 def cache_options(config: TrainConfig) -> CacheOptions:
-    """What the settings say about caches."""
+    """The options for caches in the settings."""
     folder = Path(config.cache_dir).expanduser() if config.cache_dir else None
     return CacheOptions(config.cache, folder)
 

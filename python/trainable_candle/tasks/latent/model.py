@@ -70,7 +70,7 @@ class LatentModel(ABC):
         self.device = device
         self.config = config or TrainConfig()
 
-    # What the files say, before anything is loaded.
+    # The facts of the files, before anything is loaded.
 
     @abstractmethod
     def require_own(self) -> None:

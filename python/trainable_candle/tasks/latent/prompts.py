@@ -1,4 +1,4 @@
-"""Prompts with settings of their own, in kohya's syntax, and what an image says of its prompt."""
+"""Prompts with settings of their own, in kohya's syntax, and their metadata in images."""
 
 from __future__ import annotations
 

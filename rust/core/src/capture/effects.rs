@@ -285,7 +285,7 @@ impl Effects {
         self.stale().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
     }
 
-    /// The state that the recorded work depends on and that is another now, if there is one.
+    /// The state that the recorded work depends on and that has changed, if there is one.
     pub(crate) fn stale(&self) -> Option<&'static str> {
         self.depends.iter().find(|known| !(known.is_same)()).map(|known| known.name)
     }

@@ -20,7 +20,7 @@ pub trait Backward: Send + Sync {
     /// Those of the arithmetic; the pass stops there.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()>;
 
-    /// What computes the result again, if what this keeps is enough for that.
+    /// Recomputes the result, if the saved values suffice.
     fn again(&self) -> Option<Again<'_>> {
         None
     }
@@ -38,7 +38,7 @@ pub(crate) struct Node {
     pub(crate) name: &'static str,
     pub(crate) inputs: Inputs,
     pub(crate) kind: Kind,
-    /// Whether what reads the result computes it again instead of keeping it.
+    /// Whether operations that read the result recompute it instead of saving it.
     is_remade: AtomicBool,
 }
 
@@ -66,7 +66,7 @@ impl Node {
         Self { id: next_id(), name, inputs, kind, is_remade: AtomicBool::new(false) }
     }
 
-    /// Let what reads the result compute it again, if that is possible.
+    /// Let operations that read the result recompute it, if possible.
     pub(crate) fn remake(&self) {
         let can = match &self.kind {
             Kind::Leaf(_) => false,

@@ -47,7 +47,7 @@ impl GgufFile {
         &self.path
     }
 
-    /// What the file says of its model, under the names of the format.
+    /// The metadata of the file about its model, under the names of the format.
     pub const fn facts(&self) -> &Map<String, Value> {
         &self.header.facts
     }

@@ -201,7 +201,7 @@ impl CausalLMConfig {
     }
 }
 
-/// What the file says that the model is.
+/// The kind of model that the file names.
 fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     let (kind, class) = (fields.text("model_type"), class_of(map));
     let known = FAMILIES.iter().find(|(_, name, class_name)| match kind {

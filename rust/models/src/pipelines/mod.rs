@@ -29,11 +29,11 @@ pub use table::PIPELINES;
 pub struct Pipeline {
     /// What the command line calls it.
     pub name: &'static str,
-    /// What messages call it.
+    /// Its name in messages.
     pub title: &'static str,
     /// Its classes in diffusers' `model_index.json`.
     pub class_names: &'static [&'static str],
-    /// What other tools call its base model, if they know it.
+    /// The name of its base model in other tools, if they know it.
     pub base: Option<BaseModel>,
     /// Pixels along one side of an image for each unit of the denoiser's `sample_size`.
     pub pixels: usize,
@@ -76,7 +76,7 @@ pub struct Part {
     pub fits: fn(&Map<String, Value>) -> bool,
     /// The `config.json` of the published model.
     pub published: fn() -> Map<String, Value>,
-    /// What other tools call it in adapter files; none if no adapter reaches it.
+    /// Its names in adapter files of other tools; none if no adapter reaches it.
     pub adapter: Option<AdapterNames>,
 }
 
@@ -98,7 +98,7 @@ impl Section {
     }
 }
 
-/// What other tools call a part in adapter files.
+/// The names of a part in adapter files of other tools.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterNames {
     /// kohya's name: `lora_unet`, `lora_te1`.
@@ -208,7 +208,7 @@ impl Place {
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
 
-    /// What other tools call `model` in this place, and its layers.
+    /// The names of `model` in this place, and of its layers, in other tools.
     pub fn names(self, model: &dyn Model) -> PartNames {
         let Some(adapter) = self.part.adapter else { return PartNames::default() };
         let config = model.configuration();

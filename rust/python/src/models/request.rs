@@ -26,7 +26,7 @@ pub struct Request {
     pub device: tc::Device,
 }
 
-/// What a caller says of the files beside their path.
+/// The arguments of a caller about the files, beside their path.
 #[derive(Default)]
 pub struct Options {
     pub subfolder: Option<String>,

@@ -1,4 +1,4 @@
-//! What transformers over tokens are given, checked against their configuration.
+//! The inputs of transformers over tokens, checked against their configuration.
 
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Error, Result, Tensor};
@@ -6,7 +6,7 @@ use trainable_candle_core::{Error, Result, Tensor};
 /// The sizes that inputs must have.
 #[derive(Clone, Copy)]
 pub struct TokenSizes {
-    /// What messages call the model.
+    /// The model's name in messages.
     pub op: &'static str,
     /// Values of a token of the image.
     pub channels: usize,
@@ -31,7 +31,7 @@ pub struct TokenInputs<'a> {
     pub pooled_projections: Option<&'a Tensor>,
     /// Time, (B), (1) or without dimensions.
     pub timestep: &'a Tensor,
-    /// The scale of guidance, as the time.
+    /// The scale of guidance, with the dimensions of the time.
     pub guidance: Option<&'a Tensor>,
     /// Positions of the image's tokens, (S, axes).
     pub img_ids: &'a Tensor,

@@ -48,7 +48,7 @@ impl RopeAxes {
     /// be those that the models were trained with.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if the number of axes is another.
+    /// [`trainable_candle_core::Error::Shape`] if the number of axes is wrong.
     pub fn at(&self, ids: &Tensor) -> Result<Rope> {
         let ids = ids.detach().to_dtype(DType::F64)?;
         let angles: Vec<Tensor> = self
