@@ -342,6 +342,9 @@ class ReLU(Module):
     ```
     """
 
+    def __init__(self, inplace: bool = False) -> None:
+        del inplace  # the result is the same
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""
         return functional.relu(input)
@@ -354,6 +357,9 @@ class SiLU(Module):
     assert tc.nn.SiLU()(tc.zeros(2)).tolist() == [0.0, 0.0]
     ```
     """
+
+    def __init__(self, inplace: bool = False) -> None:
+        del inplace  # the result is the same
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""
