@@ -67,6 +67,34 @@ def test_cross_entropies_are_torchs() -> None:
         assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("settings", [{"dilation": 2}, {"groups": 3}, {"bias": False}])
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_paddings_by_name_are_torchs(settings: dict[str, Any], padding: str) -> None:
+    torch = pytest.importorskip("torch")
+    ours = nn.Conv2d(3, 6, (1, 3), padding=padding, **settings)
+    theirs = torch.nn.Conv2d(3, 6, (1, 3), padding=padding, **settings)
+    state = ours.state_dict()
+    theirs.load_state_dict({name: torch.from_numpy(v.numpy()) for name, v in state.items()})
+    found, expected = ours(tc.tensor(X)), theirs(torch.tensor(X)).detach()
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"kernel_size": 3, "stride": 2, "padding": "same"},
+            'padding is "same", expected stride 1',
+        ),
+        ({"kernel_size": 4, "padding": "same"}, "an even number of zeros"),
+        ({"kernel_size": 3, "padding": "full"}, "padding is 'full', expected numbers"),
+    ],
+)
+def test_paddings_that_do_not_fit_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(tc.ArgumentError, match=message):
+        nn.Conv2d(1, 1, **settings)
+
+
 def test_an_unknown_reduction_is_named() -> None:
     with pytest.raises(tc.ArgumentError, match="MSELoss: reduction is 'avg', expected"):
         nn.MSELoss("avg")
@@ -96,9 +124,11 @@ def test_buffers_move_and_are_not_trained() -> None:
     assert {str(net.to("f64").mask.dtype), str(net.scale.dtype)} == {"f64"}
     assert net(tc.ones(1, 2, dtype="f64")).shape == (1, 2)
     assert not Net._buffers
-    for name in ("scale", "_hidden", "a.b"):
+    for name in ("_hidden", "a.b"):
         with pytest.raises(tc.ArgumentError, match=f"register_buffer: the name is '{name}'"):
             net.register_buffer(name, tc.ones(2))
+    with pytest.raises(tc.ArgumentError, match="register_buffer: there is a 'scale' already"):
+        net.register_buffer("scale", tc.ones(2))
 
 
 def test_functions_are_applied_to_every_module() -> None:

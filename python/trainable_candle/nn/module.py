@@ -122,16 +122,11 @@ class Module:
             persistent: Whether `state_dict` has it, as it has other tensors.
 
         Raises:
-            ArgumentError: If the name is no attribute's, or another's.
+            ArgumentError: If the name cannot be an attribute's, or is one's.
         """
-        if not isinstance(name, str) or not (tensor is None or isinstance(tensor, Tensor)):
-            kinds = f"{type(name).__name__} and {type(tensor).__name__}"
-            raise TypeError(f"register_buffer: found {kinds}, expected a name and a Tensor")
-        if not name.isidentifier() or name.startswith("_") or hasattr(self, name):
-            raise ArgumentError(
-                f"register_buffer: the name is {name!r}, expected that of a new attribute, without "
-                "an underscore in front"
-            )
+        _check_buffer(name, tensor)
+        if hasattr(self, name):
+            raise ArgumentError(f"register_buffer: there is a {name!r} already")
         self._buffers = {**self._buffers, name: persistent}
         setattr(self, name, tensor)
 
@@ -415,6 +410,17 @@ class Module:
 def _persists(slot: _Slot) -> bool | None:
     """Whether a buffer is in states; None for other tensors."""
     return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - modules are of this file
+
+
+def _check_buffer(name: object, value: object) -> None:
+    if not isinstance(name, str) or not (value is None or isinstance(value, Tensor)):
+        kinds = f"{type(name).__name__} and {type(value).__name__}"
+        raise TypeError(f"register_buffer: found {kinds}, expected a name and a Tensor")
+    if not name.isidentifier() or name.startswith("_"):
+        raise ArgumentError(
+            f"register_buffer: the name is {name!r}, expected that of an attribute, without an "
+            "underscore in front"
+        )
 
 
 def _listed(kind: str, names: list[str]) -> str:
