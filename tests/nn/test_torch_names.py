@@ -157,6 +157,7 @@ def test_buffers_of_copies_are_their_own() -> None:
         (lambda: Net().nothing, "has no attribute 'nothing'$"),
         (lambda: tc.autograd, r"use tc\.grad"),
         (lambda: tc.from_numpy, r"use tc\.tensor"),
+        (lambda: tc.bmm, "use a @ b"),
         (lambda: tc.optim.SGD([tc.Var(tc.zeros(1))], lr=0.1).add_param_group, "give all groups"),
     ],
 )
@@ -181,3 +182,13 @@ def test_tensors_like_others() -> None:
     assert tc.flatten(x).shape == (6,)
     with pytest.raises(TypeError, match="randn_like: input is int, expected a Tensor"):
         tc.randn_like(3)  # type: ignore[arg-type]
+
+
+def test_gradients_are_cleared_under_torchs_argument() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = tc.optim.SGD(net.parameters(), lr=0.1)
+    for clear in (optimizer.zero_grad, net.zero_grad):
+        net(tc.ones(1, 2)).sum().backward()
+        assert net.weight.grad is not None
+        clear(set_to_none=True)
+        assert net.weight.grad is None

@@ -194,8 +194,13 @@ class Module:
         """Return the variables, in the order of their names."""
         return list(self.named_parameters().values())
 
-    def zero_grad(self) -> None:
-        """Clear the gradients of all variables."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all variables.
+
+        Args:
+            set_to_none: Ignored: gradients are always None afterwards, as torch's are by default.
+        """
+        del set_to_none
         for parameter in self.parameters():
             parameter.zero_grad()
 

@@ -89,6 +89,15 @@ class GroupedOptimizer(Optimizer):
         """The groups: their variables and hyper-parameters, of which `lr` can be set."""
         return [ParamGroup(self, index, group) for index, group in enumerate(self._groups)]
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all variables.
+
+        Args:
+            set_to_none: Ignored: gradients are always None afterwards, as torch's are by default.
+        """
+        del set_to_none
+        super().zero_grad()
+
     # A type checker would take every name for an attribute.
     if not TYPE_CHECKING:
 
