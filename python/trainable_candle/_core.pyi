@@ -2918,7 +2918,6 @@ class Tensor(ComposedMethods):
         *,
         dtype: DType | str | None = None,
         device: str | None = None,
-        non_blocking: bool = False,
     ) -> Tensor:
         """
         The same values in another dtype or on another device.
@@ -2929,7 +2928,6 @@ class Tensor(ComposedMethods):
             target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
             dtype: the dtype, by keyword.
             device: the device, by keyword.
-            non_blocking: ignored, for torch's callers.
 
         Raises:
             DTypeError: if the dtype is unknown.
