@@ -68,6 +68,7 @@ from trainable_candle._functions import (
 from trainable_candle._generator import Generator
 from trainable_candle._grad_mode import enable_grad, inference_mode, no_grad, set_grad_enabled
 from trainable_candle._info import info
+from trainable_candle._like import full_like, rand_like, randn_like
 from trainable_candle.errors import (
     ArgumentError,
     AutogradError,
@@ -170,6 +171,7 @@ __all__ = [
     "float64",
     "from_dlpack",
     "full",
+    "full_like",
     "get_float32_matmul_precision",
     "get_num_threads",
     "get_peft_model",
@@ -202,8 +204,10 @@ __all__ = [
     "prepare_adapters",
     "quantize",
     "rand",
+    "rand_like",
     "randint",
     "randn",
+    "randn_like",
     "randperm",
     "save_adapters",
     "save_file",
@@ -254,6 +258,24 @@ _INSTEAD = {
     "compile": "there is nothing to compile; tc.cuda.capture makes a CUDA graph of a function",
     "autocast": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
     "amp": "load a model in bf16; tc.optim.GradScaler scales the loss of f16",
+    "from_numpy": "use tc.tensor, which copies",
+    "as_tensor": "use tc.tensor, which copies",
+    "empty": "use tc.zeros",
+    "bmm": "use a @ b",
+    "mm": "use a @ b",
+    "outer": "use a[:, None] * b",
+    "equal": "use (a == b).all()",
+    "isclose": "use tc.allclose for all, or (a - b).abs() <= tolerance",
+    "meshgrid": "use tc.tensor(numpy.meshgrid(...))",
+    "nonzero": "use numpy.nonzero(x.numpy())",
+    "unique": "use numpy.unique(x.numpy())",
+    "bincount": "use numpy.bincount(x.numpy())",
+    "autograd": "use tc.grad(loss, [x]) or loss.backward(); gradients have no gradients themselves",
+    "jit": "there is nothing to compile; tc.cuda.capture makes a CUDA graph of a function",
+    "backends": "see tc.set_float32_matmul_precision and tc.set_num_threads",
+    "set_default_dtype": "give dtype= where tensors and layers are made",
+    "set_default_device": "give device= where tensors and models are made",
+    "complex64": "tensors are real",
     "int32": "use tc.int64; indices may be uint32 too",
 }
 """What to use where torch has something that is not here."""

@@ -45,7 +45,8 @@ def attach() -> None:
 
 def _refused(tensor: object, value: object) -> None:
     raise AttributeError(
-        f"requires_grad: a {type(tensor).__name__} keeps it; use x = x.requires_grad_({value!r})"
+        f"requires_grad: a {type(tensor).__name__} keeps it; use x = x.requires_grad_({value!r}), "
+        f"or module.requires_grad_({value!r}) for all of a module"
     )
 
 

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from trainable_candle._generator import Generator
 
 NAMES = (
-    "abs", "all", "any", "argmax", "argmin", "argsort", "chunk", "clamp", "clip", "cos", "cumsum",
-    "exp", "flip", "floor", "gather", "index_select", "isfinite", "isnan", "log", "log1p",
-    "logsumexp", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "norm",
-    "prod", "repeat_interleave", "reshape", "roll", "round", "rsqrt", "sigmoid", "sign", "sin",
-    "softmax", "sort", "split", "sqrt", "square", "squeeze", "std", "sum", "tanh", "topk",
-    "transpose", "tril", "triu", "unbind", "unsqueeze", "var",
+    "abs", "all", "any", "argmax", "argmin", "argsort", "broadcast_to", "ceil", "chunk", "clamp",
+    "clip", "clone", "cos", "cumsum", "erf", "exp", "flatten", "flip", "floor", "gather",
+    "index_select", "isfinite", "isinf", "isnan", "log", "log1p", "log_softmax", "logsumexp",
+    "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "narrow", "neg", "norm",
+    "numel", "permute", "pow", "prod", "reciprocal", "relu", "repeat_interleave", "reshape",
+    "roll", "round", "rsqrt", "scatter", "sigmoid", "sign", "sin", "softmax", "sort", "split",
+    "sqrt", "square", "squeeze", "std", "sum", "t", "tanh", "tile", "topk", "transpose", "tril",
+    "triu", "unbind", "unsqueeze", "var",
 )  # fmt: skip
 """Methods of tensors that are functions too."""
 

@@ -85,6 +85,26 @@ class ComposedMethods:
         """
         return own(self).to(f"cuda:{device}" if isinstance(device, int) else device)
 
+    def type_as(self, other: Tensor) -> Tensor:
+        """Convert to the dtype of another tensor."""
+        return own(self).to(other.dtype)
+
+    def expand_as(self, other: Tensor) -> Tensor:
+        """Repeat dimensions of size 1 to the shape of another tensor."""
+        return own(self).expand(other.shape)
+
+    def view_as(self, other: Tensor) -> Tensor:
+        """Return the elements in the shape of another tensor."""
+        return own(self).reshape(other.shape)
+
+    def new_zeros(self, *size: Any) -> Tensor:
+        """Return zeros of a shape, of this dtype and on this device."""
+        return _core.zeros(sizes_of(size), dtype=own(self).dtype, device=own(self).device)
+
+    def new_ones(self, *size: Any) -> Tensor:
+        """Return ones of a shape, of this dtype and on this device."""
+        return _core.ones(sizes_of(size), dtype=own(self).dtype, device=own(self).device)
+
     def clone(self) -> Tensor:
         """Return a copy, with the gradient of the tensor; values never change in place anyhow."""
         tensor = own(self)

@@ -1,5 +1,7 @@
 """Operations as functions, with torch's names and argument orders."""
 
+from typing import Any, Final
+
 from trainable_candle._core import (
     Tensor,
     add_layer_norm,
@@ -163,3 +165,22 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     ```
     """
     return Tensor.log_softmax(input, dim)
+
+
+_INSTEAD: Final = {
+    "adaptive_avg_pool2d": "for one value a channel use x.mean((2, 3), keepdim=True)",
+    "batch_norm": "use group_norm, whose results do not depend on the other examples of a batch",
+    "binary_cross_entropy": "use binary_cross_entropy_with_logits, without the sigmoid",
+    "conv_transpose2d": "use interpolate, then conv2d",
+    "nll_loss": "use cross_entropy, without the log-softmax",
+    "logsigmoid": "use -softplus(-x)",
+    "mish": "use x * softplus(x).tanh()",
+    "hardtanh": "use x.clamp(-1, 1)",
+    "relu6": "use x.clamp(0, 6)",
+}
+"""What to use where torch has something that is not here."""
+
+
+def __getattr__(name: str) -> Any:
+    advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise AttributeError(f"module {__name__!r} has no {name!r}{advice}")

@@ -88,7 +88,7 @@ class Conv2d(Module):
         out_channels: Channels of the result.
         kernel_size: Height and width, or one number for both; likewise below.
         stride: Step of the kernel.
-        padding: Zeros on each side.
+        padding: Zeros on each side; "valid" for none, "same" for as many as keep the size.
         dilation: Distance of the kernel's elements.
         groups: Groups of channels that do not mix; divides both numbers of channels.
         bias: Whether there is a bias.
@@ -105,7 +105,7 @@ class Conv2d(Module):
         out_channels: int,
         kernel_size: int | Sequence[int],
         stride: int | Sequence[int] = 1,
-        padding: int | Sequence[int] = 0,
+        padding: int | Sequence[int] | str = 0,
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
         bias: bool = True,
@@ -114,8 +114,10 @@ class Conv2d(Module):
     ) -> None:
         height, width = _pair("Conv2d", "kernel_size", kernel_size, 1)
         self.stride = _pair("Conv2d", "stride", stride, 1)
-        self.padding = _pair("Conv2d", "padding", padding, 0)
         self.dilation = _pair("Conv2d", "dilation", dilation, 1)
+        if isinstance(padding, str):
+            padding = self._padding(padding, (height, width))
+        self.padding = _pair("Conv2d", "padding", padding, 0)
         self.groups = whole("Conv2d", "groups", groups)
         inputs, rest = divmod(whole("Conv2d", "in_channels", in_channels), self.groups)
         if rest or whole("Conv2d", "out_channels", out_channels) % self.groups:
@@ -127,6 +129,22 @@ class Conv2d(Module):
         shape = (out_channels, inputs, height, width)
         self.weight: Tensor = Var(weight.detach().reshape(shape))
         self.bias: Tensor | None = shift
+
+    def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
+        """The zeros of a padding by name."""
+        if name not in {"same", "valid"}:
+            raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
+        if name == "valid":
+            return 0, 0
+        if self.stride != (1, 1):
+            raise ArgumentError(f'Conv2d: padding is "same", expected stride 1, not {self.stride}')
+        lost = [step * (size - 1) for step, size in zip(self.dilation, kernel, strict=True)]
+        if any(zeros % 2 for zeros in lost):
+            raise ArgumentError(
+                f'Conv2d: padding "same" of kernel_size {kernel} needs {lost} zeros, expected an '
+                "even number of zeros; take an odd kernel_size"
+            )
+        return lost[0] // 2, lost[1] // 2
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (B, in_channels, height, width) to (B, out_channels, height', width').
@@ -342,6 +360,9 @@ class ReLU(Module):
     ```
     """
 
+    def __init__(self, inplace: bool = False) -> None:
+        del inplace  # the result is the same
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""
         return functional.relu(input)
@@ -354,6 +375,9 @@ class SiLU(Module):
     assert tc.nn.SiLU()(tc.zeros(2)).tolist() == [0.0, 0.0]
     ```
     """
+
+    def __init__(self, inplace: bool = False) -> None:
+        del inplace  # the result is the same
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply it to each element."""

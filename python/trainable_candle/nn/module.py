@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from trainable_candle._core import Tensor, Var, tensor, zeros
@@ -19,6 +20,24 @@ if TYPE_CHECKING:
 __all__ = ["LoadResult", "Module"]
 
 _FLOATS: Final = ("f32", "f16", "bf16", "f64")
+_HOOKS: Final = "subclass the module, or call another one in forward()"
+_INSTEAD: Final = {
+    "register_forward_hook": _HOOKS,
+    "register_forward_pre_hook": _HOOKS,
+    "register_full_backward_hook": "use tc.grad(loss, [tensor])",
+    "register_parameter": "assign a tc.nn.Parameter to an attribute",
+    "add_module": "assign the module to an attribute",
+    "children": "named_children() has the modules inside, modules() all of them",
+    "buffers": "named_tensors() has every tensor",
+    "named_buffers": "named_tensors() has every tensor",
+    "cuda": 'use to("cuda")',
+    "cpu": 'use to("cpu")',
+    "half": 'use to("f16")',
+    "bfloat16": 'use to("bf16")',
+    "float": 'use to("f32")',
+    "double": 'use to("f64")',
+}
+"""What to use where torch has something that is not here."""
 
 
 class LoadResult(NamedTuple):
@@ -73,11 +92,62 @@ class Module:
     """
 
     training: bool = True
+    _buffers: Mapping[str, bool] = MappingProxyType({})
+    """Names that were registered, and whether they are in states."""
     forward: Callable[..., Any] = _not_implemented
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`."""
         return self.forward(*args, **kwargs)
+
+    # A type checker would take every name for an attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise what `__getattr__` has to, with what to use instead."""
+            advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
+            )
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Keep a tensor that moves with the module and is not trained; an attribute does too.
+
+            class Scaled(tc.nn.Module):
+                def __init__(self):
+                    self.register_buffer("scale", tc.full((), 0.5), persistent=False)
+
+                def forward(self, x):
+                    return x * self.scale
+
+            assert not Scaled().state_dict()
+
+        Args:
+            name: The attribute.
+            tensor: The value.
+            persistent: Whether `state_dict` has it, as it has other tensors.
+
+        Raises:
+            ArgumentError: If the name cannot be an attribute's, or is one's.
+        """
+        _check_buffer(name, tensor)
+        if hasattr(self, name):
+            raise ArgumentError(f"register_buffer: there is a {name!r} already")
+        self._buffers = {**self._buffers, name: persistent}
+        setattr(self, name, tensor)
+
+    def apply(self, function: Callable[[Module], Any]) -> Self:
+        """Call a function with every module inside, and with this one at the end.
+
+        ```python
+        model.apply(lambda module: module.train())
+        ```
+        """
+        if not callable(function):
+            raise TypeError(f"apply: found {type(function).__name__}, expected a function")
+        for module in reversed(list(self.modules())):
+            function(module)
+        return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
         """The attributes that names are made of."""
@@ -130,8 +200,13 @@ class Module:
         """Return the variables, in the order of their names."""
         return list(self.named_parameters().values())
 
-    def zero_grad(self) -> None:
-        """Clear the gradients of all variables."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all variables.
+
+        Args:
+            set_to_none: Ignored: gradients are always None afterwards, as torch's are by default.
+        """
+        del set_to_none
         for parameter in self.parameters():
             parameter.zero_grad()
 
@@ -203,8 +278,11 @@ class Module:
         if not isinstance(requires_grad, bool):
             raise ArgumentError(f"requires_grad_: found {requires_grad!r}, expected True or False")
 
+        slots = self._slots("", self, set())
+        buffers = {id(slot.tensor) for slot in slots if _persists(slot) is not None}
+
         def changed(value: Tensor) -> Tensor:
-            if requires_grad and value.dtype in _FLOATS:
+            if requires_grad and value.dtype in _FLOATS and id(value) not in buffers:
                 return value if isinstance(value, Var) else Var(value)
             return value.detach() if isinstance(value, Var) else value
 
@@ -281,8 +359,13 @@ class Module:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor with its name; later steps do not change the copies of variables."""
-        named = self.named_tensors().items()
-        return {name: tensor(t) if isinstance(t, Var) else t for name, t in named}
+        named = self._state().items()
+        return {n: tensor(s.tensor) if isinstance(s.tensor, Var) else s.tensor for n, s in named}
+
+    def _state(self) -> dict[str, _Slot]:
+        """What states have, by name."""
+        slots = self._slots("", self, set())
+        return {slot.name: slot for slot in slots if _persists(slot) is not False}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> LoadResult:
         """Load the values of a state: sets variables in place and replaces frozen tensors.
@@ -305,7 +388,7 @@ class Module:
             raise TypeError(
                 f"load_state_dict: the state is {type(state).__name__}, expected a mapping"
             )
-        slots = {slot.name: slot for slot in self._slots("", self, set())}
+        slots = self._state()
         missing = [name for name in slots if name not in state]
         unexpected = [name for name in state if name not in slots]
         if strict and (missing or unexpected):
@@ -333,6 +416,22 @@ class Module:
         for slot, value in values:
             _store(slot, value)
         return LoadResult(missing, unexpected)
+
+
+def _persists(slot: _Slot) -> bool | None:
+    """Whether a buffer is in states; None for other tensors."""
+    return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - modules are of this file
+
+
+def _check_buffer(name: object, value: object) -> None:
+    if not isinstance(name, str) or not (value is None or isinstance(value, Tensor)):
+        kinds = f"{type(name).__name__} and {type(value).__name__}"
+        raise TypeError(f"register_buffer: found {kinds}, expected a name and a Tensor")
+    if not name.isidentifier() or name.startswith("_"):
+        raise ArgumentError(
+            f"register_buffer: the name is {name!r}, expected that of an attribute, without an "
+            "underscore in front"
+        )
 
 
 def _listed(kind: str, names: list[str]) -> str:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainable_candle._core import Optimizer, Tensor
 from trainable_candle.errors import ArgumentError
 
 __all__ = ["GroupedOptimizer", "ParamGroup", "listed", "set_groups"]
+
+
+_INSTEAD = {
+    "add_param_group": "give all groups when the optimizer is made, those to train later with lr=0",
+    "state": "state_dict() has the states of the variables",
+    "defaults": "param_groups has the hyper-parameters",
+}
+"""What to use where torch has something that is not here."""
 
 
 class ParamGroup(MutableMapping[str, Any]):
@@ -80,6 +88,25 @@ class GroupedOptimizer(Optimizer):
     def param_groups(self) -> list[ParamGroup]:
         """The groups: their variables and hyper-parameters, of which `lr` can be set."""
         return [ParamGroup(self, index, group) for index, group in enumerate(self._groups)]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all variables.
+
+        Args:
+            set_to_none: Ignored: gradients are always None afterwards, as torch's are by default.
+        """
+        del set_to_none
+        super().zero_grad()
+
+    # A type checker would take every name for an attribute.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise what `__getattr__` has to, with what to use instead."""
+            advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
+            )
 
 
 def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, Any]) -> None:

@@ -1,0 +1,127 @@
+"""Layers without parameters that apply one function of `nn.functional`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainable_candle.nn import functional
+from trainable_candle.nn.module import Module
+
+if TYPE_CHECKING:
+    from trainable_candle._core import Tensor
+
+__all__ = ["ELU", "AvgPool2d", "LeakyReLU", "LogSoftmax", "MaxPool2d", "Softplus"]
+
+
+class LeakyReLU(Module):
+    """The input where it is above 0, else `negative_slope` times it.
+
+    ```python
+    assert tc.nn.LeakyReLU(0.5)(tc.tensor([-1.0, 2.0])).tolist() == [-0.5, 2.0]
+    ```
+    """
+
+    def __init__(self, negative_slope: float = 0.01, inplace: bool = False) -> None:
+        del inplace  # the result is the same
+        self.negative_slope = negative_slope
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.leaky_relu(input, self.negative_slope)
+
+    def _facts(self) -> str:
+        return f"negative_slope={self.negative_slope}"
+
+
+class ELU(Module):
+    """The input where it is above 0, else alpha (exp(input) - 1).
+
+    ```python
+    assert tc.nn.ELU()(tc.zeros(2)).tolist() == [0.0, 0.0]
+    ```
+    """
+
+    def __init__(self, alpha: float = 1.0, inplace: bool = False) -> None:
+        del inplace  # the result is the same
+        self.alpha = alpha
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.elu(input, self.alpha)
+
+    def _facts(self) -> str:
+        return f"alpha={self.alpha}"
+
+
+class Softplus(Module):
+    """log(1 + exp(beta input)) / beta.
+
+    ```python
+    assert tc.nn.Softplus()(tc.zeros(1)).item() > 0.69
+    ```
+    """
+
+    def __init__(self, beta: float = 1.0) -> None:
+        self.beta = beta
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply it to each element."""
+        return functional.softplus(input, self.beta)
+
+    def _facts(self) -> str:
+        return f"beta={self.beta}"
+
+
+class LogSoftmax(Module):
+    """The logarithm of the softmax along a dimension.
+
+    ```python
+    assert tc.nn.LogSoftmax(dim=-1)(tc.zeros(1)).tolist() == [0.0]
+    ```
+    """
+
+    def __init__(self, dim: int = -1) -> None:
+        self.dim = dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return logarithms of probabilities."""
+        return functional.log_softmax(input, self.dim)
+
+    def _facts(self) -> str:
+        return f"dim={self.dim}"
+
+
+class _Pool2d(Module):
+    """What pools share: sizes are one number, or two for height and width."""
+
+    def __init__(self, kernel_size: Any, stride: Any = None, padding: Any = 0) -> None:
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+
+    def _facts(self) -> str:
+        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+
+
+class MaxPool2d(_Pool2d):
+    """The largest element of each window, as `functional.max_pool2d`.
+
+    ```python
+    assert tc.nn.MaxPool2d(2)(tc.zeros(1, 3, 8, 8)).shape == (1, 3, 4, 4)
+    ```
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (B, C, height, width) to smaller ones."""
+        return functional.max_pool2d(input, self.kernel_size, self.stride, self.padding)
+
+
+class AvgPool2d(_Pool2d):
+    """The mean of each window, as `functional.avg_pool2d`.
+
+    ```python
+    assert tc.nn.AvgPool2d(2)(tc.zeros(1, 3, 8, 8)).shape == (1, 3, 4, 4)
+    ```
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (B, C, height, width) to smaller ones."""
+        return functional.avg_pool2d(input, self.kernel_size, self.stride, self.padding)
