@@ -112,7 +112,6 @@ def test_sdxl_has_its_original_names(kind: str, tmp_path: Path) -> None:
     found = SDXLUNet.from_pretrained(path, dtype="f32", config=config)
     plain = SDXLUNet.from_pretrained(original, dtype="f32", config=config)
     assert_equal(found.named_tensors(), plain.named_tensors())
-    assert found.nbytes < plain.nbytes
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     names = ["sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids"]
     given = [case[name] for name in names]

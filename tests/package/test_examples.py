@@ -48,6 +48,9 @@ WITHOUT = {
         ),
         WEIGHTS,
     ),
+    **dict.fromkeys(
+        ("get_w8a8", "set_w8a8"), "set for a whole run; docs/memory.md says what it does"
+    ),
     "data": DATA,
     "distributed.Group": "the protocol of what the functions of the module use",
     "distributed.World": "made by the launcher",

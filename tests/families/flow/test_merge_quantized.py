@@ -71,7 +71,8 @@ def test_the_file_is_one_of_comfyui(
     given += [part for path in config.text_encoder for part in ("--text-encoder", str(path))]
     plain, written = tmp_path / "plain.safetensors", tmp_path / "written.safetensors"
     assert merged(given, plain) == 0
-    assert merged(given, written, "--to", to, "--dataset", str(sdxl_folder)) == 0
+    data = ("--dataset", str(sdxl_folder), "--resolution", "32", "--max-side", "48")
+    assert merged(given, written, "--to", to, *data) == 0
 
     # The loss of both is that of one model up to the rounding.
     told = capsys.readouterr().out.partition("loss: ")[2].partition("\n")[0]
