@@ -1,20 +1,19 @@
 // Products of 8-bit codes on compute capability 9.0 (for sm_90a alone), scaled: see include/codes/hopper.cuh.
 //
-// product_of_codes_{int8,e4m3}_{f16,bf16}: out (rows, stride) from x (rows, inner) and the parts of w (Σ rows, inner), whose rows are
+// product_of_codes_int8_{f16,bf16}: out (rows, stride) from x (rows, inner) and the parts of w (Σ rows, inner), whose rows are
 // the columns of out that begin at their `start`. A part without scales has scales of one; bias may be null. Rows are multiples of 16,
-// addresses too. Sums of int8 are exact; those of e4m3 keep what the tensor cores keep, about 14 bits.
+// addresses too.
+// e4m3 is left to cuBLASLt: the sums that these instructions make of it keep about 14 bits.
 // Grid (blocks), an even number, in clusters of two; 384 threads. Dynamic shared memory: 196672 bytes.
 #include "../include/codes/hopper.cuh"
 
-#define PRODUCT(dtype, type, codes, is_int8)                                                                                           \
-    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) product_of_codes_##codes##_##dtype(                 \
+#define PRODUCT(dtype, type)                                                                                                           \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1) product_of_codes_int8_##dtype(                      \
         type *out, const type *bias, const float *row_scales, const __grid_constant__ CodeMaps maps,                                   \
         const __grid_constant__ CodeParts parts, uint32_t rows, uint32_t inner, uint32_t stride, uint32_t count) {                     \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                      \
-        CodesProduct<type, is_int8>{out, bias, row_scales, maps, parts, rows, inner, stride, count}.run(                               \
+        CodesProduct<type>{out, bias, row_scales, maps, parts, rows, inner, stride, count}.run(                                        \
             static_cast<uint32_t>(__cvta_generic_to_shared(shared)));                                                                  \
     }
-PRODUCT(f16, __half, int8, true)
-PRODUCT(bf16, __nv_bfloat16, int8, true)
-PRODUCT(f16, __half, e4m3, false)
-PRODUCT(bf16, __nv_bfloat16, e4m3, false)
+PRODUCT(f16, __half)
+PRODUCT(bf16, __nv_bfloat16)

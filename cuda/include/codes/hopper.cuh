@@ -1,4 +1,4 @@
-// Products of 8-bit codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
+// Products of int8 codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
 // thread copies tiles, two warpgroups multiply 64 rows by 256 columns each, scale what they have summed and store it. Two blocks form
 // a cluster: they take the same columns of neighbouring rows, and each fetches half of the columns' codes for both.
 #pragma once
@@ -32,18 +32,12 @@ __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "           \
     "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
 
-// sums (64 rows, 256 columns) = or += a (64, 32) bᵀ of b (256, 32). Sums are 32-bit integers, or the bits of f32.
-template <bool IS_INT8> __device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a, uint64_t b, bool adds) {
-    if constexpr (IS_INT8)
-        asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 " REGISTERS_128 ", %128, %129, adds;\n}"
-                     : SUMS_128(sums)
-                     : "l"(a), "l"(b), "r"(int(adds)));
-    else
-        asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 " REGISTERS_128 ", %128, %129, adds, 1, 1;\n}"
-                     : SUMS_128(sums)
-                     : "l"(a), "l"(b), "r"(int(adds)));
+// sums (64 rows, 256 columns) = or += a (64, 32) bᵀ of b (256, 32).
+__device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a, uint64_t b, bool adds) {
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 " REGISTERS_128 ", %128, %129, adds;\n}"
+                 : SUMS_128(sums)
+                 : "l"(a), "l"(b), "r"(int(adds)));
 }
 
 // Of four lanes t, each with values of blocks 0 to 3: lane t gets those of block t from all four.
@@ -67,7 +61,7 @@ template <typename T> __device__ __forceinline__ uint32_t narrow_pair(float x, f
 }
 
 // out[i, j] = (Σ_k x[i, k] w[j, k]) row_scales[i] scales[j] + bias[j], for the rows of all parts of w.
-template <typename T, bool IS_INT8> struct CodesProduct {
+template <typename T> struct CodesProduct {
     static constexpr int ROWS = 128, COLUMNS = 256, STEP = 128, STAGES = 4, LEFT_BYTES = ROWS * STEP,
                          STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP, WORKERS = 2 * WARPGROUP;
     using Ring = Stages<STAGES, STAGE_BYTES, 2>;
@@ -119,7 +113,7 @@ template <typename T, bool IS_INT8> struct CodesProduct {
                 multiply_fence();
 #pragma unroll
                 for (uint32_t slice = 0; slice < STEP; slice += 32)
-                    multiply_codes<IS_INT8>(sums, rows_descriptor(ring.address() + left + slice),
+                    multiply_codes(sums, rows_descriptor(ring.address() + left + slice),
                                             rows_descriptor(ring.address() + LEFT_BYTES + slice), k + slice > 0);
                 multiply_commit();
                 multiply_wait<1>();
@@ -160,8 +154,7 @@ template <typename T, bool IS_INT8> struct CodesProduct {
                     float values[2];
 #pragma unroll
                     for (int c = 0; c < 2; c++) {
-                        const uint32_t sum = sums[4 * n + 2 * r + c];
-                        const float number = IS_INT8 ? static_cast<float>(static_cast<int32_t>(sum)) : __uint_as_float(sum);
+                        const auto number = static_cast<float>(static_cast<int32_t>(sums[4 * n + 2 * r + c]));
                         values[c] = number * scale[r] * factor[c] + more[c];
                     }
                     words[r][b] = narrow_pair<T>(values[0], values[1]);

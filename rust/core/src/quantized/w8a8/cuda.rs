@@ -1,5 +1,5 @@
-//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers, on compute capability 9.0 by a kernel that scales what it sums,
-//! elsewhere by cuBLASLt.
+//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers: those of int8 on compute capability 9.0 by a kernel that scales
+//! what it sums, all others by cuBLASLt.
 
 mod hopper;
 

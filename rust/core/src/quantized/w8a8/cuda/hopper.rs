@@ -1,9 +1,7 @@
 //! Products of codes on compute capability 9.0: the host side of `codes_hopper.cu`.
 
 use candle_core::DType;
-use trainable_candle_cuda::kernels::codes_hopper::{
-    MODULE, PRODUCT_OF_CODES_E4M3, PRODUCT_OF_CODES_INT8, ProductOfCodesInt8 as Arguments,
-};
+use trainable_candle_cuda::kernels::codes_hopper::{MODULE, PRODUCT_OF_CODES_INT8, ProductOfCodesInt8 as Arguments};
 use trainable_candle_cuda::structs::{Address, CodeMaps, CodeParts, TensorMap};
 
 use super::{MOST_PARTS, OP, Rounded};
@@ -19,8 +17,8 @@ const STEP: u32 = 128;
 /// Bytes of the four stages and their barriers.
 const SHARED: u32 = 4 * (ROWS + COLUMNS) as u32 * STEP + 64;
 
-/// Write the product of `x` with all parts of a matrix, whose scales and bias go with the columns of `y`. False if the device or the
-/// dtype is another.
+/// Write the product of `x` with all parts of a matrix, whose scales and bias go with the columns of `y`. False if the device, the
+/// format or the dtype is another.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
@@ -29,7 +27,7 @@ pub(super) fn product(
     y: &Raw,
     bias: Option<&Raw>,
 ) -> Result<bool> {
-    if !gpu.is_hopper() || MODULE.image.is_empty() || !matches!(y.dtype(), DType::F16 | DType::BF16) {
+    if kind != Codes::Int8 || !gpu.is_hopper() || MODULE.image.is_empty() || !matches!(y.dtype(), DType::F16 | DType::BF16) {
         return Ok(false);
     }
     let encoder = Encoder::new(OP, DType::U8)?;
@@ -54,9 +52,8 @@ pub(super) fn product(
         stride: count32(OP, y.dims()[1])?,
         count: count32(OP, count)?,
     };
-    let kernel = if kind == Codes::Int8 { &PRODUCT_OF_CODES_INT8 } else { &PRODUCT_OF_CODES_E4M3 };
     let shape = Shape { grid: [2 * clusters as u32, 1, 1], block: [384, 1, 1], shared: SHARED };
     // SAFETY: codes, scales, bias and y have these rows and columns, and parts cover the columns.
-    unsafe { gpu.function(kernel, suffix(OP, y.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
+    unsafe { gpu.function(&PRODUCT_OF_CODES_INT8, suffix(OP, y.dtype())?)?.launch(OP, gpu, shape, arguments) }?;
     Ok(true)
 }
