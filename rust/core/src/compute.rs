@@ -4,8 +4,8 @@ use candle_core::{DType, Device};
 
 use crate::cpu::{self, Binary, Ternary, Unary};
 pub use crate::product::{
-    Destination, LowRankTerm, MatmulPrecision, Product, float32_matmul_precision, set_float32_matmul_precision, set_w8a8, uses_w8a8,
-    uses_pairs, with_bf16_pairs,
+    Destination, LowRankTerm, MatmulPrecision, Product, float32_matmul_precision, set_float32_matmul_precision,
+    set_w8a8, uses_pairs, uses_w8a8, with_bf16_pairs,
 };
 use crate::raw::is_float;
 use crate::{Error, Raw, Result};

@@ -205,7 +205,12 @@ pub(crate) enum HeldWeight {
 
 impl HeldWeight {
     /// Add g W to the gradient of a node's first input, of this shape: `grad` g is a matrix.
-    pub(crate) fn add_input_gradient(&self, context: &mut BackwardContext<'_>, shape: &Shape, grad: &Raw) -> Result<()> {
+    pub(crate) fn add_input_gradient(
+        &self,
+        context: &mut BackwardContext<'_>,
+        shape: &Shape,
+        grad: &Raw,
+    ) -> Result<()> {
         if !context.needs(0) {
             return Ok(());
         }

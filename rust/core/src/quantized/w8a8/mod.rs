@@ -17,12 +17,12 @@ mod cuda;
 use candle_core::DType;
 
 use super::{Format, Part, Quantized, Scales, floats, rows};
+use crate::Result;
 use crate::compute::{self, on_device};
 use crate::cpu::Add;
 use crate::cpu::pool::par_chunks_mut;
 use crate::product::uses_w8a8;
 use crate::raw::{Raw, from_vec, with_bytes};
-use crate::Result;
 
 /// Sides of matrices are multiples of it, those of parts too: 8-bit products on tensor cores ask for it.
 const MULTIPLE: usize = 16;
@@ -73,7 +73,8 @@ impl Quantized {
     fn input_gradient_on_cpu(&self, g: &Raw) -> Result<Raw> {
         let mut scales = Vec::with_capacity(self.dims[0]);
         for part in self.parts.iter() {
-            let found = part.row_scales().map_or(Ok(Vec::new()), |raw| with_bytes(raw, |bytes| floats(bytes).to_vec()))?;
+            let found =
+                part.row_scales().map_or(Ok(Vec::new()), |raw| with_bytes(raw, |bytes| floats(bytes).to_vec()))?;
             scales.extend((0..part.rows).map(|row| if let [scale] = found[..] { scale } else { found[row] }));
         }
         let g_rounded = self.rounded(g, Some(&scales))?;
