@@ -122,6 +122,7 @@ SAMPLES: dict[str, Any] = {
     "device": "cuda:1",
     "precision": "bf16",
     "base_precision": "nf4",
+    "w8a8": True,
     "gradient_checkpointing": "full",
     "vram": 8.0,
     "threads": 1,

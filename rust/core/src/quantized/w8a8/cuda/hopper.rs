@@ -27,7 +27,11 @@ pub(super) fn product(
     y: &Raw,
     bias: Option<&Raw>,
 ) -> Result<bool> {
-    if kind != Codes::Int8 || !gpu.is_hopper() || MODULE.image.is_empty() || !matches!(y.dtype(), DType::F16 | DType::BF16) {
+    if kind != Codes::Int8
+        || !gpu.is_hopper()
+        || MODULE.image.is_empty()
+        || !matches!(y.dtype(), DType::F16 | DType::BF16)
+    {
         return Ok(false);
     }
     let encoder = Encoder::new(OP, DType::U8)?;
