@@ -9,7 +9,7 @@ use trainable_candle_core::{Result, Var};
 use super::Stepper;
 use super::blocks::{Block, Step, Values, update_blocks};
 use super::kind::{hyper_parameters, registered};
-use super::lanes::{Lanes, reciprocal};
+use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
 use super::rule::{
     Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
@@ -195,36 +195,85 @@ impl Step<2> for Coefficients {
 
     /// An element whose gradient or its square is non-finite loses its moments and does not change.
     #[inline(always)]
-    fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, [Values(m), Values(v)]: &mut [Values; 2]) {
+    fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, values: &mut [Values; 2]) {
+        let mut largest = l.splat(0.0);
+        for grad in block.grad.chunks_exact(L::WIDTH) {
+            largest = l.max_bits(largest, l.abs(l.load(grad)));
+        }
+        // Then no square is above 1e36 and no second moment above the largest f32.
+        if l.all_at_most(largest, l.splat(1e18)) && *block.states[1].1 <= 1e37 {
+            self.update_block::<L, false>(l, block, values);
+        } else {
+            self.update_block::<L, true>(l, block, values);
+        }
+    }
+}
+
+/// Registers that go through a step together, each operation on all: a root and a division take so long that a processor would
+/// not find enough to do meanwhile. More need more registers than there are.
+const TOGETHER: usize = 2;
+
+impl Coefficients {
+    /// With `CHECKED` moments that are not finite are left out.
+    #[inline(always)]
+    fn update_block<L: Lanes, const CHECKED: bool>(
+        self,
+        l: L,
+        block: Block<'_, 2>,
+        [Values(m), Values(v)]: &mut [Values; 2],
+    ) {
         let Block { param, grad, states: [(codes1, absmax1), (codes2, absmax2)] } = block;
         let (codebook1, codebook2) = (Codebook::sign_preserving(), Codebook::unsigned());
         let (scale1, scale2) = (l.splat(*absmax1), l.splat(*absmax2));
         let (beta1, beta2) = (l.splat(self.beta1), l.splat(self.beta2));
         let (weight1, weight2) = (l.splat(1.0 - self.beta1), l.splat(1.0 - self.beta2));
         let (step_size, eps, decay) = (l.splat(self.step_size), l.splat(self.eps), l.splat(self.decay));
-        let (mut max1, mut max2) = (l.splat(0.0), l.splat(0.0));
+        let zero = l.splat(0.0);
+        let (mut max1, mut max2) = (zero, zero);
         for start in (0..BLOCK_SIZE).step_by(4 * L::WIDTH) {
             let (codes1, codes2) = (&codes1[start..], &codes2[start..]);
             let (decoded1, decoded2) = (l.decode(codebook1, codes1), l.decode(codebook2, codes2));
-            for part in 0..4 {
-                let here = start + part * L::WIDTH;
-                let g = l.load(&grad[here..]);
-                let old1 = l.mul(l.part(codebook1, decoded1, codes1, part), scale1);
-                let old2 = l.mul(l.part(codebook2, decoded2, codes2, part), scale2);
-                let moment1 = l.mul_add(weight1, g, l.mul(old1, beta1));
-                let moment2 = l.mul_add(l.mul(weight2, g), g, l.mul(old2, beta2));
-                let ratio = l.mul(moment1, reciprocal(l, l.add(l.sqrt(moment2), eps)));
-                // Not so if the gradient is infinite or NaN, or its square is infinite.
-                let finite = l.at_most(moment2, l.splat(f32::MAX));
-                let (moment1, moment2) = (l.or_zero(finite, moment1), l.or_zero(finite, moment2));
-                // The compiler would make a masked store, which is slow on AMD's processors, of a choice between new and old.
-                let (ratio, decay) = (l.or_zero(finite, ratio), l.select(finite, decay, l.splat(1.0)));
-                let moved = l.mul_add(step_size, ratio, l.load(&param[here..]));
-                l.store(l.mul(moved, decay), &mut param[here..]);
-                l.store(moment1, &mut m[here..]);
-                l.store(moment2, &mut v[here..]);
-                max1 = l.max(max1, l.abs(moment1));
-                max2 = l.max(max2, moment2);
+            for part in (0..4).step_by(TOGETHER) {
+                let here: [usize; TOGETHER] = std::array::from_fn(|i| start + (part + i) * L::WIDTH);
+                let (mut moment1, mut moment2, mut ratio) = ([zero; TOGETHER], [zero; TOGETHER], [zero; TOGETHER]);
+                for i in 0..TOGETHER {
+                    let g = l.load(&grad[here[i]..]);
+                    let old2 = l.mul(l.part(codebook2, decoded2, codes2, part + i), scale2);
+                    moment2[i] = l.mul_add(l.mul(weight2, g), g, l.mul(old2, beta2));
+                }
+                for i in 0..TOGETHER {
+                    ratio[i] = l.sqrt(moment2[i]);
+                }
+                for i in 0..TOGETHER {
+                    let g = l.load(&grad[here[i]..]);
+                    let old1 = l.mul(l.part(codebook1, decoded1, codes1, part + i), scale1);
+                    moment1[i] = l.mul_add(weight1, g, l.mul(old1, beta1));
+                }
+                for i in 0..TOGETHER {
+                    ratio[i] = l.div(moment1[i], l.add(ratio[i], eps));
+                }
+                let mut decays = [decay; TOGETHER];
+                if CHECKED {
+                    for i in 0..TOGETHER {
+                        // Not so if the gradient is infinite or NaN, or its square is infinite.
+                        let finite = l.at_most(moment2[i], l.splat(f32::MAX));
+                        moment1[i] = l.or_zero(finite, moment1[i]);
+                        moment2[i] = l.or_zero(finite, moment2[i]);
+                        // The compiler would make a masked store, which is slow on AMD's processors, of a choice between new and old.
+                        ratio[i] = l.or_zero(finite, ratio[i]);
+                        decays[i] = l.select(finite, decay, l.splat(1.0));
+                    }
+                }
+                for i in 0..TOGETHER {
+                    l.store(moment1[i], &mut m[here[i]..]);
+                    l.store(moment2[i], &mut v[here[i]..]);
+                    max1 = l.max_bits(max1, l.abs(moment1[i]));
+                    max2 = l.max_bits(max2, moment2[i]);
+                }
+                for i in 0..TOGETHER {
+                    let moved = l.mul_add(step_size, ratio[i], l.load(&param[here[i]..]));
+                    l.store(l.mul(moved, decays[i]), &mut param[here[i]..]);
+                }
             }
         }
         (*absmax1, *absmax2) = (l.largest(max1), l.largest(max2));

@@ -3,8 +3,6 @@
 //! In a decade of the dynamic map values are evenly spaced: the number of a value, counted from zero, is a linear function of its
 //! magnitude, rounded. The few magnitudes so near to the border of two codes that this rounding could be wrong are looked up.
 
-use std::f64::consts::LOG2_10;
-
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
 
@@ -14,29 +12,34 @@ pub(super) const ZERO: u8 = 127;
 const DECADES: usize = 7;
 /// The first decade ends here; the logarithm of smaller magnitudes is not needed.
 const FIRST_END: f32 = 1e-6;
-/// Distance of a number from halfway between two, up to which it is looked up. Numbers up to 255 and their lines are rounded, and so
-/// are borders: together that is off by less than 5e-5.
-const UNCERTAIN: f32 = 1.0 / 8192.0;
+/// Decades in 2^16 of the upper half of a value's bits, which has 2^7 an octave: 154.1. The product of 1 is 38.2 decades; less 32, whole
+/// ones are the decade or the one below up to the end of each. The first ends 1.9 times above its last whole power of ten.
+const DECADES_PER_BIT: u16 = 154;
+/// Fractions below this many 2^-16 are looked up. Numbers up to 255 and their lines are rounded, and so are borders: together that is
+/// off by less than half of it, which lines are too high by so that no fraction just below a whole number is uncertain.
+const UNCERTAIN: u16 = 8;
 
 /// Registers that can look up a table of eight values.
 pub(super) trait Registers: Lanes {
-    /// `WIDTH` whole numbers.
-    type Whole: Copy;
+    /// The bits of `WIDTH` values.
+    type Bits: Copy;
 
+    /// The smaller of two magnitudes.
     fn min(self, a: Self::Values, b: Self::Values) -> Self::Values;
-    fn sub(self, a: Self::Values, b: Self::Values) -> Self::Values;
-    /// The bits of each value as a number.
-    fn bits(self, x: Self::Values) -> Self::Values;
-    /// To the nearest whole number, of two to the even one.
-    fn round(self, x: Self::Values) -> Self::Whole;
-    fn float(self, x: Self::Whole) -> Self::Values;
-    /// Values of a [`Table`] by index.
-    fn pick(self, table: Self::Values, index: Self::Whole) -> Self::Values;
-    /// `index`, and one more where `a > b`.
-    fn count_above(self, index: Self::Whole, a: Self::Values, b: Self::Values) -> Self::Whole;
-    fn any_above(self, a: Self::Values, b: Self::Values) -> bool;
-    /// Writes the codes of `values` whose magnitudes have these numbers. With `SIGNED` the code of zero is [`ZERO`]; otherwise 0.
-    fn write<const SIGNED: bool>(self, numbers: [Self::Whole; 4], values: [Self::Values; 4], codes: &mut [u8]);
+    fn bits(self, x: Self::Values) -> Self::Bits;
+    /// The upper half of each value's bits times `factor`, without the lower half of the product.
+    fn upper_times(self, x: Self::Bits, factor: u16) -> Self::Bits;
+    /// Moves each value's bits up by one.
+    fn double(self, x: Self::Bits) -> Self::Bits;
+    /// Values of a [`Table`] by the lowest three bits of each index.
+    fn pick(self, table: Self::Values, index: Self::Bits) -> Self::Values;
+    /// `index`, and one more where `a > b`, magnitudes.
+    fn count_above(self, index: Self::Bits, a: Self::Values, b: Self::Values) -> Self::Bits;
+    /// Whether the lower half of any number's bits is below `limit`. Upper halves are not.
+    fn any_fraction_below(self, limit: u16, numbers: [Self::Bits; 4]) -> bool;
+    /// Writes the codes of `values` whose magnitudes' numbers are the third bytes of `numbers`. With `SIGNED` the code of zero is
+    /// [`ZERO`]; otherwise 0.
+    fn write<const SIGNED: bool>(self, numbers: [Self::Bits; 4], values: [Self::Values; 4], codes: &mut [u8]);
 }
 
 /// A value for each decade and one for what is above the last, twice: for registers of 8 and of 16.
@@ -49,15 +52,21 @@ impl Table {
     }
 }
 
+/// What is added to numbers so that all are in one binade or, with both signs, the number above the last decade at the start of the
+/// next: then their bits are the number and, below, its fraction.
+const fn base(signed: bool) -> f32 {
+    if signed { 128.0 } else { 256.0 }
+}
+
 /// The dynamic map as lines.
 pub(super) struct Lines {
     signed: bool,
     /// The largest magnitude of a decade: borders of codes, exact.
     ends: Table,
-    /// The number of a magnitude is `slope * x + offset`, rounded, but not above `last`.
+    /// The number of a magnitude is the whole part of `slope * x + offset`, less [`base`], but not above the decade's last. Offsets
+    /// include half of [`UNCERTAIN`].
     slopes: Table,
     offsets: Table,
-    last: Table,
 }
 
 impl Lines {
@@ -65,27 +74,28 @@ impl Lines {
     pub(super) fn new(signed: bool, border: impl Fn(usize) -> f32) -> Self {
         let items = |decade: usize| 1usize << (decade + usize::from(!signed));
         let first = |decade: usize| 1 + (0..decade).map(items).sum::<usize>();
-        let last = |decade: usize| if decade < DECADES { first(decade + 1) - 1 } else { first(DECADES) };
-        // (slope, offset). Borders in a decade are at whole steps from a tenth of its end: there a number and a half is reached.
+        // (slope, offset). Borders in a decade are at whole steps from a tenth of its end: there a whole number is reached.
         let line = |decade: usize| match decade {
-            DECADES => (0.0, last(DECADES) as f64),
+            DECADES => (0.0, first(DECADES) as f64 + 0.5),
             // Zero's border is not one of them.
             0 => {
                 let zero = f64::from(border(0));
                 let slope = if signed { 0.5 / zero } else { 1.0 / (f64::from(border(1)) - zero) };
-                (slope, 0.5 - slope * zero)
+                (slope, 1.0 - slope * zero)
             }
             _ => {
                 let (items, end) = (items(decade) as f64, 10f64.powi(decade as i32 + 1 - DECADES as i32));
-                (items / (0.9 * end), first(decade) as f64 - items / 9.0 - 0.5)
+                (items / (0.9 * end), first(decade) as f64 - items / 9.0)
             }
         };
+        let end = |decade: usize| if decade < DECADES { border(first(decade + 1) - 1) } else { f32::INFINITY };
         Self {
             signed,
-            ends: Table::of(|decade| if decade < DECADES { border(last(decade)) } else { f32::INFINITY }),
+            ends: Table::of(end),
             slopes: Table::of(|decade| line(decade).0 as f32),
-            offsets: Table::of(|decade| line(decade).1 as f32),
-            last: Table::of(|decade| last(decade) as f32),
+            offsets: Table::of(|decade| {
+                (line(decade).1 + f64::from(base(signed)) + f64::from(UNCERTAIN / 2) / 65536.0) as f32
+            }),
         }
     }
 }
@@ -116,90 +126,57 @@ fn encode_block<R: Registers, const SIGNED: bool>(
     scale: f32,
     codes: &mut [u8; BLOCK_SIZE],
 ) {
-    let at = Loaded::<R>::new(r, lines, scale);
     for start in (0..BLOCK_SIZE).step_by(4 * R::WIDTH) {
         let range = start..start + 4 * R::WIDTH;
-        let (numbers, scaled, farthest) = at.numbers::<SIGNED>(r, &values[range.clone()]);
-        r.write::<SIGNED>(numbers, scaled, &mut codes[range.clone()]);
-        if r.any_above(farthest, r.splat(0.5 - UNCERTAIN)) {
-            look_up(codebook, &values[range.clone()], scale, &mut codes[range]);
-        }
-    }
-}
-
-/// What encoding keeps in registers.
-struct Loaded<R: Registers> {
-    scale: R::Values,
-    ends: R::Values,
-    slopes: R::Values,
-    offsets: R::Values,
-    last: R::Values,
-    decades_per_bit: R::Values,
-    decade_of_zero: R::Values,
-}
-
-impl<R: Registers> Loaded<R> {
-    #[inline(always)]
-    fn new(r: R, lines: &Lines, scale: f32) -> Self {
-        Self {
-            scale: r.splat(scale),
-            ends: r.load(&lines.ends.0),
-            slopes: r.load(&lines.slopes.0),
-            offsets: r.load(&lines.offsets.0),
-            last: r.load(&lines.last.0),
-            // The bits of a value grow with its logarithm, about evenly: by 2^23 an octave.
-            decades_per_bit: r.splat((1.0 / (f64::from(1 << 23) * LOG2_10)) as f32),
-            decade_of_zero: r.splat(((DECADES - 1) as f64 - 127.0 / LOG2_10) as f32),
-        }
-    }
-
-    /// Of four registers of values: the numbers of their magnitudes, they themselves scaled, and the largest distances of magnitudes
-    /// from the middle between two borders, in steps.
-    ///
-    /// Each operation is done on all four before the next: a processor holds too few waiting operations to find by itself that
-    /// the four do not depend on each other. Loops, because closures would not be compiled for the registers.
-    #[inline(always)]
-    fn numbers<const SIGNED: bool>(&self, r: R, values: &[f32]) -> ([R::Whole; 4], [R::Values; 4], R::Values) {
-        let mut scaled = [self.scale; 4];
+        let (values, codes) = (&values[range.clone()], &mut codes[range]);
+        let mut scaled = [r.splat(scale); 4];
         for (part, scaled) in scaled.iter_mut().enumerate() {
-            *scaled = r.mul(r.load(&values[part * R::WIDTH..]), self.scale);
+            *scaled = r.mul(r.load(&values[part * R::WIDTH..]), *scaled);
         }
         let mut x = scaled;
-        let mut logarithm = scaled;
-        for (logarithm, x) in logarithm.iter_mut().zip(&mut x) {
-            *x = if SIGNED { r.abs(*x) } else { *x };
-            let bits = r.bits(r.max(*x, r.splat(FIRST_END)));
-            *logarithm = r.mul_add(bits, self.decades_per_bit, self.decade_of_zero);
+        if SIGNED {
+            for x in &mut x {
+                *x = r.abs(*x);
+            }
         }
-        // The right decade or the one below, which its end decides.
-        let mut decade = [r.round(logarithm[0]); 4];
-        for (decade, logarithm) in decade.iter_mut().zip(logarithm) {
-            *decade = r.round(logarithm);
+        let numbers = numbers::<R, SIGNED>(r, lines, x);
+        r.write::<SIGNED>(numbers, scaled, codes);
+        if r.any_fraction_below(UNCERTAIN, numbers) {
+            look_up(codebook, values, scale, codes);
         }
-        let mut end = x;
-        for (end, decade) in end.iter_mut().zip(decade) {
-            *end = r.pick(self.ends, decade);
-        }
-        for ((decade, x), end) in decade.iter_mut().zip(x).zip(end) {
-            *decade = r.count_above(*decade, x, end);
-        }
-        let mut exact = x;
-        for (exact, decade) in exact.iter_mut().zip(decade) {
-            *exact = r.mul_add(*exact, r.pick(self.slopes, decade), r.pick(self.offsets, decade));
-        }
-        for (exact, decade) in exact.iter_mut().zip(decade) {
-            *exact = r.min(*exact, r.pick(self.last, decade));
-        }
-        let mut number = decade;
-        for (number, exact) in number.iter_mut().zip(exact) {
-            *number = r.round(exact);
-        }
-        let mut farthest = r.splat(0.0);
-        for (number, exact) in number.into_iter().zip(exact) {
-            farthest = r.max(farthest, r.abs(r.sub(exact, r.float(number))));
-        }
-        (number, scaled, farthest)
     }
+}
+
+/// The numbers of four registers of magnitudes, in the third byte, and their fractions, in the two below.
+///
+/// Each operation is done on all four before the next: a processor holds too few waiting operations to find by itself that
+/// the four do not depend on each other. Loops, because closures would not be compiled for the registers.
+#[inline(always)]
+fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values; 4]) -> [R::Bits; 4] {
+    let ends = r.load(&lines.ends.0);
+    // The bits of a value grow with its logarithm, about evenly: by 2^23 an octave.
+    let mut decade = [r.bits(ends); 4];
+    for (decade, x) in decade.iter_mut().zip(x) {
+        let bits = r.bits(r.max_bits(x, r.splat(FIRST_END)));
+        *decade = r.upper_times(bits, DECADES_PER_BIT);
+    }
+    // The right decade or the one below, which its end decides.
+    for (decade, x) in decade.iter_mut().zip(x) {
+        *decade = r.count_above(*decade, x, r.pick(ends, *decade));
+    }
+    let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
+    // A decade's last number is 9/4 of its offset, less a constant; a fraction away from a whole number makes room for the first
+    // decade, whose line is another.
+    let last_of_zero = r.splat(if SIGNED { -0.06 } else { 0.95 } - 1.25 * base(SIGNED));
+    let mut number = decade;
+    for ((number, x), decade) in number.iter_mut().zip(x).zip(decade) {
+        let offset = r.pick(offsets, decade);
+        let exact = r.mul_add(x, r.pick(slopes, decade), offset);
+        let last = r.mul_add(offset, r.splat(2.25), last_of_zero);
+        let bits = r.bits(r.min(exact, last));
+        *number = if SIGNED { bits } else { r.double(bits) };
+    }
+    number
 }
 
 #[cold]

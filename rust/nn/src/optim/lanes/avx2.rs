@@ -1,13 +1,14 @@
 //! [`Lanes`] of AVX2 with FMA: 8 values.
 
 use std::arch::x86_64::{
-    __m256, __m256i, _CMP_GT_OQ, _CMP_LE_OQ, _mm256_add_epi8, _mm256_add_ps, _mm256_and_ps, _mm256_blendv_epi8,
-    _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cvtepi32_ps, _mm256_cvtps_epi32,
-    _mm256_fmadd_ps, _mm256_fnmadd_ps, _mm256_loadu_ps, _mm256_max_epu8, _mm256_max_ps, _mm256_min_epu8, _mm256_min_ps,
-    _mm256_movemask_ps, _mm256_mul_ps, _mm256_packs_epi16, _mm256_packs_epi32, _mm256_packus_epi16,
-    _mm256_packus_epi32, _mm256_permutevar8x32_epi32, _mm256_permutevar8x32_ps, _mm256_set1_epi8, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_setr_epi32, _mm256_setr_ps, _mm256_sqrt_ps, _mm256_storeu_ps, _mm256_storeu_si256,
-    _mm256_sub_epi8, _mm256_sub_epi32, _mm256_sub_ps,
+    __m256, __m256i, _CMP_LE_OQ, _mm256_add_epi8, _mm256_add_epi32, _mm256_add_ps, _mm256_and_ps, _mm256_blendv_epi8,
+    _mm256_blendv_ps, _mm256_castps_si256, _mm256_castsi256_ps, _mm256_cmp_ps, _mm256_cmpeq_epi16, _mm256_cmpgt_epi32,
+    _mm256_div_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_max_epi32, _mm256_max_epu8, _mm256_max_ps,
+    _mm256_min_epi32, _mm256_min_epu8, _mm256_min_epu16, _mm256_movemask_epi8, _mm256_movemask_ps, _mm256_mul_ps,
+    _mm256_mulhi_epu16, _mm256_packs_epi16, _mm256_packs_epi32, _mm256_permutevar8x32_epi32, _mm256_permutevar8x32_ps,
+    _mm256_set1_epi8, _mm256_set1_epi16, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setr_ps,
+    _mm256_shuffle_epi8, _mm256_sqrt_ps, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_sub_epi8,
+    _mm256_sub_epi32, _mm256_unpacklo_epi32, _mm256_unpacklo_epi64,
 };
 
 use super::{Lanes, WithLanes};
@@ -85,8 +86,8 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn neg_mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        intrinsics!(_mm256_fnmadd_ps(a, b, c))
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_div_ps(a, b))
     }
 
     #[inline(always)]
@@ -105,16 +106,18 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn bits_below(self, from: u32, x: __m256) -> __m256 {
-        intrinsics!(_mm256_castsi256_ps(_mm256_sub_epi32(
-            _mm256_set1_epi32(from.cast_signed()),
-            _mm256_castps_si256(x)
-        )))
+    fn max_bits(self, a: __m256, b: __m256) -> __m256 {
+        intrinsics!(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
     }
 
     #[inline(always)]
     fn at_most(self, a: __m256, b: __m256) -> __m256 {
         intrinsics!(_mm256_cmp_ps::<_CMP_LE_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn all_at_most(self, a: __m256, b: __m256) -> bool {
+        intrinsics!(_mm256_movemask_ps(self.at_most(a, b)) == 0xff)
     }
 
     #[inline(always)]
@@ -152,31 +155,27 @@ impl Lanes for Avx2 {
 }
 
 impl Registers for Avx2 {
-    type Whole = __m256i;
+    type Bits = __m256i;
 
     #[inline(always)]
     fn min(self, a: __m256, b: __m256) -> __m256 {
-        intrinsics!(_mm256_min_ps(a, b))
+        intrinsics!(_mm256_castsi256_ps(_mm256_min_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
     }
 
     #[inline(always)]
-    fn sub(self, a: __m256, b: __m256) -> __m256 {
-        intrinsics!(_mm256_sub_ps(a, b))
+    fn bits(self, x: __m256) -> __m256i {
+        intrinsics!(_mm256_castps_si256(x))
     }
 
     #[inline(always)]
-    fn bits(self, x: __m256) -> __m256 {
-        intrinsics!(_mm256_cvtepi32_ps(_mm256_castps_si256(x)))
+    fn upper_times(self, x: __m256i, factor: u16) -> __m256i {
+        let factor = intrinsics!(_mm256_set1_epi16(factor.cast_signed()));
+        intrinsics!(_mm256_srli_epi32::<16>(_mm256_mulhi_epu16(x, factor)))
     }
 
     #[inline(always)]
-    fn round(self, x: __m256) -> __m256i {
-        intrinsics!(_mm256_cvtps_epi32(x))
-    }
-
-    #[inline(always)]
-    fn float(self, x: __m256i) -> __m256 {
-        intrinsics!(_mm256_cvtepi32_ps(x))
+    fn double(self, x: __m256i) -> __m256i {
+        intrinsics!(_mm256_add_epi32(x, x))
     }
 
     #[inline(always)]
@@ -187,22 +186,30 @@ impl Registers for Avx2 {
     #[inline(always)]
     fn count_above(self, index: __m256i, a: __m256, b: __m256) -> __m256i {
         // What is true is -1.
-        intrinsics!(_mm256_sub_epi32(index, _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b))))
+        intrinsics!(_mm256_sub_epi32(index, _mm256_cmpgt_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
     }
 
     #[inline(always)]
-    fn any_above(self, a: __m256, b: __m256) -> bool {
-        intrinsics!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0)
+    fn any_fraction_below(self, limit: u16, numbers: [__m256i; 4]) -> bool {
+        let smaller = |a, b| intrinsics!(_mm256_min_epu16(a, b));
+        let [a, b, c, d] = numbers;
+        let least = smaller(smaller(a, b), smaller(c, d));
+        // There is no comparison of unsigned numbers.
+        let below = intrinsics!(_mm256_cmpeq_epi16(smaller(least, _mm256_set1_epi16(limit.cast_signed() - 1)), least));
+        intrinsics!(_mm256_movemask_epi8(below) != 0)
     }
 
     #[inline(always)]
     fn write<const SIGNED: bool>(self, numbers: [__m256i; 4], values: [__m256; 4], codes: &mut [u8]) {
         // SAFETY: the processor has the instructions; 32 bytes are stored to 32.
         unsafe {
-            // Packing takes each half of its result from the same half of its operands.
-            let in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+            let codes = &mut codes[..4 * WIDTH];
+            // The third bytes of four values; each half of a result comes from the same half of the operands.
+            let third = _mm256_set1_epi32(0x0e0a_0602);
             let [a, b, c, d] = numbers;
-            let bytes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+            let (a, b) = (_mm256_shuffle_epi8(a, third), _mm256_shuffle_epi8(b, third));
+            let (c, d) = (_mm256_shuffle_epi8(c, third), _mm256_shuffle_epi8(d, third));
+            let bytes = _mm256_unpacklo_epi64(_mm256_unpacklo_epi32(a, b), _mm256_unpacklo_epi32(c, d));
             let mut result = bytes;
             if SIGNED {
                 let [a, b, c, d] = values;
@@ -214,7 +221,7 @@ impl Registers for Avx2 {
                 let kept = _mm256_min_epu8(_mm256_max_epu8(bytes, _mm256_set1_epi8(1)), zero);
                 result = _mm256_blendv_epi8(_mm256_add_epi8(bytes, zero), _mm256_sub_epi8(zero, kept), signs);
             }
-            let codes = &mut codes[..4 * WIDTH];
+            let in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
             _mm256_storeu_si256(codes.as_mut_ptr().cast(), _mm256_permutevar8x32_epi32(result, in_order));
         }
     }

@@ -2,13 +2,14 @@
 
 use std::arch::x86_64::{
     __m512, __m512i, __mmask16, _CMP_GT_OQ, _CMP_LE_OQ, _mm_storeu_si128, _mm512_abs_ps, _mm512_add_epi32,
-    _mm512_add_ps, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cvtepi32_epi8,
-    _mm512_cvtepi32_ps, _mm512_cvtps_epi32, _mm512_fmadd_ps, _mm512_fnmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
+    _mm512_add_ps, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps, _mm512_cmp_ps_mask,
+    _mm512_cmplt_epu16_mask, _mm512_cvtepi32_epi8, _mm512_div_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
     _mm512_mask_add_epi32, _mm512_mask_blend_epi8, _mm512_mask_blend_ps, _mm512_mask_sub_epi32, _mm512_maskz_mov_ps,
-    _mm512_max_epi32, _mm512_max_ps, _mm512_min_epi32, _mm512_min_ps, _mm512_movepi8_mask, _mm512_movepi32_mask,
-    _mm512_mul_ps, _mm512_permutex2var_epi8, _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_max_ps,
-    _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32, _mm512_sqrt_ps, _mm512_storeu_ps, _mm512_sub_epi32,
-    _mm512_sub_ps, _mm512_unpackhi_epi8, _mm512_unpackhi_epi16, _mm512_unpacklo_epi8, _mm512_unpacklo_epi16,
+    _mm512_max_epi32, _mm512_max_ps, _mm512_min_epi32, _mm512_min_epu16, _mm512_min_ps, _mm512_movepi8_mask,
+    _mm512_movepi32_mask, _mm512_mul_ps, _mm512_mulhi_epu16, _mm512_permutex2var_epi8, _mm512_permutexvar_epi32,
+    _mm512_permutexvar_ps, _mm512_reduce_max_ps, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setr_epi32, _mm512_sqrt_ps, _mm512_srli_epi32, _mm512_storeu_ps, _mm512_unpackhi_epi8,
+    _mm512_unpackhi_epi16, _mm512_unpacklo_epi8, _mm512_unpacklo_epi16,
 };
 
 use super::{Lanes, WithLanes};
@@ -129,8 +130,8 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    fn neg_mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        intrinsics!(_mm512_fnmadd_ps(a, b, c))
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_div_ps(a, b))
     }
 
     #[inline(always)]
@@ -149,16 +150,18 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    fn bits_below(self, from: u32, x: __m512) -> __m512 {
-        intrinsics!(_mm512_castsi512_ps(_mm512_sub_epi32(
-            _mm512_set1_epi32(from.cast_signed()),
-            _mm512_castps_si512(x)
-        )))
+    fn max_bits(self, a: __m512, b: __m512) -> __m512 {
+        intrinsics!(_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b))))
     }
 
     #[inline(always)]
     fn at_most(self, a: __m512, b: __m512) -> __mmask16 {
         intrinsics!(_mm512_cmp_ps_mask::<_CMP_LE_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn all_at_most(self, a: __m512, b: __m512) -> bool {
+        self.at_most(a, b) == 0xffff
     }
 
     #[inline(always)]
@@ -193,7 +196,7 @@ impl Lanes for Avx512 {
 }
 
 impl Registers for Avx512 {
-    type Whole = __m512i;
+    type Bits = __m512i;
 
     #[inline(always)]
     fn min(self, a: __m512, b: __m512) -> __m512 {
@@ -201,23 +204,19 @@ impl Registers for Avx512 {
     }
 
     #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        intrinsics!(_mm512_sub_ps(a, b))
+    fn bits(self, x: __m512) -> __m512i {
+        intrinsics!(_mm512_castps_si512(x))
     }
 
     #[inline(always)]
-    fn bits(self, x: __m512) -> __m512 {
-        intrinsics!(_mm512_cvtepi32_ps(_mm512_castps_si512(x)))
+    fn upper_times(self, x: __m512i, factor: u16) -> __m512i {
+        let factor = intrinsics!(_mm512_set1_epi16(factor.cast_signed()));
+        intrinsics!(_mm512_srli_epi32::<16>(_mm512_mulhi_epu16(x, factor)))
     }
 
     #[inline(always)]
-    fn round(self, x: __m512) -> __m512i {
-        intrinsics!(_mm512_cvtps_epi32(x))
-    }
-
-    #[inline(always)]
-    fn float(self, x: __m512i) -> __m512 {
-        intrinsics!(_mm512_cvtepi32_ps(x))
+    fn double(self, x: __m512i) -> __m512i {
+        intrinsics!(_mm512_add_epi32(x, x))
     }
 
     #[inline(always)]
@@ -231,8 +230,11 @@ impl Registers for Avx512 {
     }
 
     #[inline(always)]
-    fn any_above(self, a: __m512, b: __m512) -> bool {
-        intrinsics!(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0)
+    fn any_fraction_below(self, limit: u16, numbers: [__m512i; 4]) -> bool {
+        let smaller = |a, b| intrinsics!(_mm512_min_epu16(a, b));
+        let [a, b, c, d] = numbers;
+        let least = smaller(smaller(a, b), smaller(c, d));
+        intrinsics!(_mm512_cmplt_epu16_mask(least, _mm512_set1_epi16(limit.cast_signed())) != 0)
     }
 
     #[inline(always)]
@@ -241,14 +243,17 @@ impl Registers for Avx512 {
         for ((codes, number), value) in codes.iter_mut().zip(numbers).zip(values) {
             // SAFETY: the processor has the instructions; 16 bytes are stored to 16.
             unsafe {
+                let number = _mm512_srli_epi32::<16>(number);
                 let mut result = number;
                 if SIGNED {
+                    let number = _mm512_and_si512(number, _mm512_set1_epi32(0xff));
                     let zero = _mm512_set1_epi32(i32::from(ZERO));
                     let negative = _mm512_movepi32_mask(_mm512_castps_si512(value));
                     // No code represents -1, and negative values stay negative.
                     let kept = _mm512_min_epi32(_mm512_max_epi32(number, _mm512_set1_epi32(1)), zero);
                     result = _mm512_mask_sub_epi32(_mm512_add_epi32(number, zero), negative, zero, kept);
                 }
+                // The lowest byte of each.
                 _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(result));
             }
         }

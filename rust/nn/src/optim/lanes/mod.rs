@@ -34,16 +34,17 @@ pub(super) trait Lanes: Copy {
     fn mul(self, a: Self::Values, b: Self::Values) -> Self::Values;
     /// `a * b + c`, rounded once.
     fn mul_add(self, a: Self::Values, b: Self::Values, c: Self::Values) -> Self::Values;
-    /// `c - a * b`, rounded once.
-    fn neg_mul_add(self, a: Self::Values, b: Self::Values, c: Self::Values) -> Self::Values;
+    fn div(self, a: Self::Values, b: Self::Values) -> Self::Values;
     fn sqrt(self, x: Self::Values) -> Self::Values;
     fn abs(self, x: Self::Values) -> Self::Values;
     /// The larger of two numbers; of what is not a number, either.
     fn max(self, a: Self::Values, b: Self::Values) -> Self::Values;
-    /// What has the bits `from - x.to_bits()`, modulo 2^32.
-    fn bits_below(self, from: u32, x: Self::Values) -> Self::Values;
+    /// The one whose bits are the larger signed number: of magnitudes the larger one, a NaN above all; -0 is below them.
+    fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values;
     /// `a <= b`, false of what is not a number.
     fn at_most(self, a: Self::Values, b: Self::Values) -> Self::Mask;
+    /// `a <= b` everywhere.
+    fn all_at_most(self, a: Self::Values, b: Self::Values) -> bool;
     /// `a` where `mask` is true, otherwise `b`.
     fn select(self, mask: Self::Mask, a: Self::Values, b: Self::Values) -> Self::Values;
     /// `x` where `mask` is true, otherwise 0.
@@ -78,19 +79,6 @@ pub(super) fn with_lanes(operation: impl WithLanes) {
     operation.run(plain::Plain);
 }
 
-/// 1 / x for a positive x, to within 2^-22: a first guess from the bits and two Newton steps of third order.
-///
-/// Division would take the most time of an update; CUDA's kernel, too, has an approximation (`__fdividef`) there.
-#[inline(always)]
-pub(super) fn reciprocal<L: Lanes>(l: L, x: L::Values) -> L::Values {
-    let mut y = l.bits_below(0x7ef3_11c7, x);
-    for _ in 0..2 {
-        let error = l.neg_mul_add(x, y, l.splat(1.0));
-        y = l.mul_add(l.mul_add(error, error, error), y, y);
-    }
-    y
-}
-
 /// Runs an operation in every form that this processor can.
 #[cfg(test)]
 pub(super) fn in_each_form(operation: impl WithLanes + Copy) {
@@ -103,33 +91,5 @@ pub(super) fn in_each_form(operation: impl WithLanes + Copy) {
         if let Some(lanes) = avx512::Avx512::new() {
             lanes.run(operation);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(Clone, Copy)]
-    struct Reciprocals;
-
-    impl WithLanes for Reciprocals {
-        #[inline(always)]
-        fn run<L: Lanes>(self, l: L) {
-            for exponent in -100..=100 {
-                for fraction in 0..1000 {
-                    let x = (1.0 + fraction as f32 / 1000.0) * 2f32.powi(exponent);
-                    let mut found = [0.0; 16];
-                    l.store(reciprocal(l, l.splat(x)), &mut found);
-                    let error = (f64::from(found[0]) * f64::from(x) - 1.0).abs();
-                    assert!(error <= 2f64.powi(-22), "1 / {x:e} is off by {error:e}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn reciprocals_are_accurate() {
-        in_each_form(Reciprocals);
     }
 }

@@ -50,8 +50,8 @@ impl Lanes for Plain {
     }
 
     #[inline(always)]
-    fn neg_mul_add(self, a: Self::Values, b: Self::Values, c: Self::Values) -> Self::Values {
-        each(|i| (-a[i]).mul_add(b[i], c[i]))
+    fn div(self, a: Self::Values, b: Self::Values) -> Self::Values {
+        each(|i| a[i] / b[i])
     }
 
     #[inline(always)]
@@ -70,13 +70,18 @@ impl Lanes for Plain {
     }
 
     #[inline(always)]
-    fn bits_below(self, from: u32, x: Self::Values) -> Self::Values {
-        x.map(|x| f32::from_bits(from.wrapping_sub(x.to_bits())))
+    fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values {
+        each(|i| f32::from_bits(a[i].to_bits().cast_signed().max(b[i].to_bits().cast_signed()).cast_unsigned()))
     }
 
     #[inline(always)]
     fn at_most(self, a: Self::Values, b: Self::Values) -> Self::Mask {
         each(|i| a[i] <= b[i])
+    }
+
+    #[inline(always)]
+    fn all_at_most(self, a: Self::Values, b: Self::Values) -> bool {
+        self.at_most(a, b).into_iter().all(|at_most| at_most)
     }
 
     #[inline(always)]
