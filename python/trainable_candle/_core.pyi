@@ -1353,8 +1353,8 @@ class FluxTransformer(Model):
 @final
 class Generation:
     """
-    Texts that go on, a token of each at a time: an iterator over the steps. Each gives a list with the new token of every text, None for
-    those that have ended; it ends with the last text. Made by `CausalLM.stream`.
+    Generation of several texts: an iterator over the steps, each of which adds one token to every text. A step gives a list
+    with the new token of every text, None for those that have ended; iteration ends with the last text. Made by `CausalLM.stream`.
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
@@ -1504,12 +1504,13 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
-        adapter: the kind of adapter by its name on the command line, "lora" for example.
+        adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
         wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
         decompose_both: LoKr: whether the smaller factor may be low-rank, too.
         decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
         qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
             does, to "int8", "int4", "fp8" or "nf4".
+        qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale per token.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -1531,6 +1532,7 @@ class LoraConfig:
         decompose_both: bool = False,
         decompose_factor: SupportsIndex = -1,
         qat: str | None = None,
+        qat_activations: bool = False,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1580,12 +1582,17 @@ class LoraConfig:
 
         Raises:
             ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
-            ShapeError: if a shape is not a layer's.
+            ShapeError: if a shape is no layer's.
         """
     @property
     def qat(self, /) -> str | None:
         """
         The grid that adapted weights are rounded to while training, if any.
+        """
+    @property
+    def qat_activations(self, /) -> bool:
+        """
+        Whether the inputs of these layers are rounded too.
         """
     @property
     def r(self, /) -> int:
@@ -1661,7 +1668,7 @@ class Model:
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError: if it is no LoRA of linear layers, or a layer has one already.
+            ConfigError: if it is not a LoRA of linear layers, or a layer has one already.
         """
     def disable_gradient_checkpointing(self, /) -> None:
         """
@@ -2246,7 +2253,7 @@ class QuantizedTensor:
         The values: code times scale in f32, rounded once.
 
         Args:
-            dtype: of the result; that of the matrix without it.
+            dtype: of the result; by default that of the matrix.
 
         Raises:
             DTypeError: if the dtype is not floating point.
@@ -2280,7 +2287,7 @@ class QuantizedTensor:
 
         Raises:
             ArgumentError: if the format is unknown.
-            ShapeError: if a row is not of whole blocks.
+            ShapeError: if a row does not divide into blocks.
             DTypeError: if `blocks` is not u8, or `dtype` not floating point.
         """
     @property
@@ -2299,7 +2306,7 @@ class QuantizedTensor:
         """
     def tensors(self, /) -> dict[str, Tensor]:
         """
-        What the matrix consists of: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
+        The tensors of the matrix: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
         """
     def to(self, /, device: str) -> QuantizedTensor:
         """
@@ -3991,7 +3998,7 @@ def huber_loss(
         input: any shape.
         target: the same shape.
         reduction: "mean", "sum", or "none" for the losses of the elements.
-        delta: where the loss turns linear, above 0.
+        delta: where the loss becomes linear, above 0.
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
@@ -4120,7 +4127,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """
     The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
-    matrix of all logits never exists, and the gradients are made on the way.
+    matrix of all logits never exists, and the gradients are computed with the loss.
 
     ```python
     states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
@@ -4130,7 +4137,7 @@ def linear_cross_entropy(
 
     Args:
         input: (N, D) states.
-        weight: (classes, D), in the dtype of the states. Where it is frozen its gradient costs nothing.
+        weight: (classes, D), in the dtype of the states. A frozen weight gets no gradient, which costs nothing.
         target: (N) class ids, i64 or u32; rows with -100 are ignored.
         weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
 
@@ -4142,8 +4149,8 @@ def linear_cross_entropy(
 
 def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """
-    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, in the
-    backward again.
+    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, and
+    again in the backward pass.
 
     ```python
     states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -4426,7 +4433,7 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
             with a scale each, as GGUF files have them.
 
     Raises:
-        ShapeError: if the tensor is not a matrix, or its rows are not whole blocks.
+        ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks.
         DTypeError: if it is not floating point.
         ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
     """
@@ -4610,6 +4617,7 @@ def save_checkpoint(
     models: dict[str, Model],
     base: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
     dtype: DType | str | None = None,
+    quantize: dict[str, str] | None = ...,
 ) -> None:
     """
     Write models to one file under the names of the original checkpoints, as ComfyUI and others read them.
@@ -4625,9 +4633,11 @@ def save_checkpoint(
             Adapters are left out; a merged one is part of its layer's weight.
         base: a checkpoint from which all else is taken, as it is.
         dtype: convert the weights of the models.
+        quantize: "fp8" or "int8", by the places of models whose linear layers are written as ComfyUI stores them: e4m3 numbers with a
+            scale a tensor, or integers with a scale a row.
 
     Raises:
-        ArgumentError: if a model has no such place.
+        ArgumentError: if a model has no such place, or no layers that may be quantized; if the format is another.
         FileError, MissingFileError: if a file cannot be written or read.
     """
 
@@ -4635,6 +4645,7 @@ def save_file(
     tensors: dict[str, Tensor],
     path: str | bytes | PathLike[str] | PathLike[bytes],
     metadata: dict[str, str] | None = ...,
+    codes: dict[str, str] | None = ...,
 ) -> None:
     """
     Write tensors to a safetensors file, complete or not at all.
@@ -4648,9 +4659,12 @@ def save_file(
         tensors: tensors by name.
         path: the file.
         metadata: text entries for the file's header.
+        codes: names of u8 tensors that are the codes of other numbers of eight bits, "int8" or "fp8" (e4m3), as a QuantizedTensor has them.
 
     Raises:
         FileError: if the file cannot be written.
+        ArgumentError: if a name of codes is of no tensor, or the numbers are others.
+        DTypeError: if such a tensor is not u8, or safetensors files do not hold a dtype.
     """
 
 def saved_bytes() -> int:
@@ -4771,7 +4785,7 @@ def set_w8a8(enabled: bool) -> None:
     Choose whether linear layers over int8 or fp8 weights multiply codes, on GPUs several times as fast as values.
 
     Activations and gradients are rounded to the format of the weight right before a product, each row with the scale its largest
-    magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does; weights whose scales lie along the sum are
+    magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does; weights whose scales are along the sum are
     multiplied into the gradient before. Sums of int8 are exact, those of fp8 in f32. Layers over other formats, and those whose
     sides are not multiples of 16, multiply values. GPUs need compute capability 7.5 for int8 and 8.9 for fp8; older ones multiply
     values.
@@ -4800,7 +4814,7 @@ def smooth_l1_loss(
         input: any shape.
         target: the same shape.
         reduction: "mean", "sum", or "none" for the losses of the elements.
-        beta: where the loss turns linear, from 0 up; 0 makes it the absolute error.
+        beta: where the loss becomes linear, from 0 up; 0 makes it the absolute error.
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
@@ -4931,7 +4945,7 @@ def varlen_attention(
     scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
-    Causal attention inside the segments of a packed row, several sequences one after another of which none sees another: softmax(query @
+    Causal attention inside the segments of a packed row, several sequences that do not attend to one another: softmax(query @
     key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
     graph can be replayed with others.
 
@@ -4948,7 +4962,7 @@ def varlen_attention(
         value: (N, key heads, D).
         cu_seqlens: (M + 1,), i64 or u32: 0, and where each of M segments ends, ascending. The last may repeat, so that a tensor of fixed
             size holds fewer segments. Rows after it belong to no segment: they give zeros and get no gradient.
-        window: how many keys a query sees at most, from its own back: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
+        window: how many keys a query sees at most, its own included: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
         scale: factor of the scores; default 1 / sqrt(D).
 
     Returns:
