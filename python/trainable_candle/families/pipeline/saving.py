@@ -65,9 +65,9 @@ def save_file(
         raise ConfigError(f"--output is {output}, which exists; expected a new file")
     if weights.is_dir():
         others = {name: load(weights, subfolder=name) for name in parts if name not in models}
-        save_checkpoint(output, {**models, **others}, quantize=quantize)
+        save_checkpoint(output, {**models, **others}, quantize=dict(quantize))
     else:
-        save_checkpoint(output, dict(models), base=weights, quantize=quantize)
+        save_checkpoint(output, dict(models), base=weights, quantize=dict(quantize))
 
 
 def _save_folder(
