@@ -113,6 +113,9 @@ def test_sdxl_has_its_original_names(kind: str, tmp_path: Path) -> None:
     plain = SDXLUNet.from_pretrained(original, dtype="f32", config=config)
     assert_equal(found.named_tensors(), plain.named_tensors())
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
-    names = ["sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids"]
-    given = [case[name] for name in names]
-    np.testing.assert_allclose(found(*given).numpy(), plain(*given).numpy(), rtol=1e-4, atol=1e-5)
+    added = {name: case[name] for name in ("text_embeds", "time_ids")}
+    results = (
+        model(case["sample"], case["timestep"], case["encoder_hidden_states"], **added).numpy()
+        for model in (found, plain)
+    )
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)

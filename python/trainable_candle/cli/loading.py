@@ -80,6 +80,7 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
         text_encoder=given.get("text_encoder", []),
         vae=given.get("vae"),
         base_precision=given.get("base_precision", SAME),
+        **{name: given[name] for name in ("resolution", "max_side") if name in given},
     )
     task = families.load(given["model"], given.get("weights"), dtype, device, parts)
     if "adapter" in given:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from trainable_candle.cli.loading import add_model, load_model
-from trainable_candle.cli.options import Parser, add_help
+from trainable_candle.cli.options import Parser, add_help, whole
 from trainable_candle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from trainable_candle.families.pipeline.family import PipelineFamily
+    from trainable_candle.tasks.latent import LatentTask
     from trainable_candle.tasks.task import Task
     from trainable_candle.tasks.text import TextTask
 
 
+_SIZES: Final = ("resolution", "max_side")
+"""The flags of the images whose loss is compared."""
 _BEFORE: Final = ("adapter", "scale", "base_precision")
 """The flags of what is merged, which the merged model has no more."""
 
@@ -49,22 +53,51 @@ def _quantized(given: Mapping[str, Any], output: Path) -> None:
         known = ", ".join(FORMATS)
         raise ConfigError(f"--to is {to}, expected one of {known}; for GGUF see export --gguf")
     task = load_model(given, "cpu", given.get("precision"))
-    if isinstance(task, LatentTask) and to == "nf4":
-        raise ConfigError("--to nf4 writes language models; for image models give fp8 or int8")
-    apart = _loss(task, given)
     if isinstance(task, LatentTask):
-        if apart is not None:
-            # Measuring has dropped parts that are written.
-            task = load_model(given, "cpu", given.get("precision"))
-        assert isinstance(task, LatentTask)
-        task.save_merged(output, to)
+        _quantized_image(task, given, output)
     elif isinstance(task, TextTask):
+        _require_no_sizes(given)
+        apart = _loss(task, given)
         _quantized_text(task, output, to)
+        _compare(apart, lambda: _unadapted({**given, "weights": str(output)}), given)
+
+
+def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -> None:
+    if given["to"] == "nf4":
+        raise ConfigError("--to nf4 writes language models; for image models give fp8 or int8")
+    if "dataset" not in given:
+        _require_no_sizes(given)
+    apart = _loss(task, given)
     if apart is not None:
-        unadapted = {key: value for key, value in given.items() if key not in _BEFORE}
-        merged = load_model({**unadapted, "weights": str(output)}, "cpu", given.get("precision"))
-        loss = _loss(merged, given)
+        # Measuring has dropped parts that are written.
+        task = cast("LatentTask", load_model(given, "cpu", given.get("precision")))
+    task.save_merged(output, given["to"])
+
+    def merged() -> Task:
+        # The file has no tokenizers: only the denoiser is read from it.
+        task = cast("LatentTask", _unadapted(given))
+        cast("PipelineFamily[Any]", task.family).use_model(output)
+        return task
+
+    _compare(apart, merged, given)
+
+
+def _unadapted(given: Mapping[str, Any]) -> Task:
+    plain = {key: value for key, value in given.items() if key not in _BEFORE}
+    return load_model(plain, "cpu", given.get("precision"))
+
+
+def _compare(apart: float | None, merged: Callable[[], Task], given: Mapping[str, Any]) -> None:
+    if apart is not None:
+        loss = _loss(merged(), given)
         print(f"loss: with the adapter apart {apart:.4f}, merged and quantized {loss:.4f}")
+
+
+def _require_no_sizes(given: Mapping[str, Any]) -> None:
+    for name in _SIZES:
+        if name in given:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no effect without --dataset of images; leave it out")
 
 
 def _quantized_text(task: TextTask, output: Path, to: str) -> None:
@@ -98,6 +131,12 @@ def make_parser(program: str) -> Parser:
     )
     group.add_argument(
         "--dataset", metavar="PATH", help="with --to: data to compare the loss before and after on"
+    )
+    group.add_argument(
+        "--resolution", metavar="PX", type=whole(1), help="of the images of --dataset"
+    )
+    group.add_argument(
+        "--max-side", metavar="PX", type=whole(1), help="the longest side of those images"
     )
     add_help(group)
     return parser

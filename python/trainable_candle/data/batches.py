@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -17,24 +17,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _REMEMBERED: Final = 64
-BatchOut = TypeVar("BatchOut", covariant=True)
-
-
-class BatchSource(Protocol[BatchOut]):
-    """Batches by number; a number always gives the same batch, so a run can continue anywhere.
-
-    ```python
-    class Rows:
-        def batch(self, index):
-            return x[index % len(x)]
-
-    source: tc.train.BatchSource[tc.Tensor] = Rows()
-    assert source.batch(3).tolist() == source.batch(0).tolist()
-    ```
-    """
-
-    def batch(self, index: int) -> BatchOut:
-        """Batch number `index`, from 0."""
 
 
 class ShuffledBatches:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from trainable_candle.data.batches import BatchSource
 from trainable_candle.distributed.group import ALONE
 from trainable_candle.draws import generator
 from trainable_candle.errors import DatasetError
+from trainable_candle.train.source import BatchSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,6 +1,5 @@
 """Training: configuration, loop, checkpoints."""
 
-from trainable_candle.data.batches import BatchSource
 from trainable_candle.settings import TrainConfig
 from trainable_candle.train.callbacks import Callback, ProgressBar
 from trainable_candle.train.logs import CsvLog, JsonLog, TensorBoardLog
@@ -11,6 +10,7 @@ from trainable_candle.train.objective import (
     NoiseSchedule,
 )
 from trainable_candle.train.sampler import Guided, Sampler, classifier_free_guidance, sample
+from trainable_candle.train.source import BatchSource
 from trainable_candle.train.trainer import StepReport, Trainer
 
 __all__ = [

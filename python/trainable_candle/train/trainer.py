@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle import Tensor, Var
-    from trainable_candle.data.batches import BatchSource
     from trainable_candle.distributed.group import Group
     from trainable_candle.optim import GradScaler, Optimizer
     from trainable_candle.optim.lr_scheduler import LRScheduler
     from trainable_candle.train.callbacks import Callback
     from trainable_candle.train.epochs import Moments
+    from trainable_candle.train.source import BatchSource
 
 Batch = TypeVar("Batch")
 Inputs: TypeAlias = Mapping[str, "Tensor"]

@@ -155,7 +155,9 @@ def test_an_adapter_to_start_from_that_does_not_suit(
 def test_an_adapter_of_another_model_is_no_start(check: Check, tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     tc.save_file({"lora_unet_x_to_q.lora_down.weight": tc.ones((2, 4))}, path)
-    with pytest.raises(ConfigError, match="no adapter of this model: the model has no layer for i"):
+    with pytest.raises(
+        ConfigError, match="not an adapter of this model: the model has no layer for i"
+    ):
         check(initial_adapter=str(path))
     path.write_bytes(b"nothing")
     with pytest.raises(Error, match=r"other\.safetensors"):

@@ -217,7 +217,7 @@ def test_other_files_are_recognised(tmp_path: Path, names: list[str], message: s
 
 def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
     with pytest.raises(
-        WeightsFormatError, match=r"no SDXL model \(it holds a UNet2DConditionModel"
+        WeightsFormatError, match=r"not a model of SDXL \(it holds a UNet2DConditionModel"
     ):
         facts(sdxl_base / "unet")
 

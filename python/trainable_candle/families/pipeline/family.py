@@ -142,6 +142,15 @@ class PipelineFamily(LatentFamily, Generic[E]):
             device=self.device,
         )
 
+    def use_model(self, path: Path) -> None:
+        """Compute with the denoiser of another checkpoint, all else as in the weights.
+
+        Raises:
+            MissingFileError, WeightsFormatError: it has none of this family.
+        """
+        where = source(path, self.component)
+        self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
+
     def source(self, part: str) -> Loading:
         """What `from_pretrained` is given to load a part."""
         where = source(self.facts.parts[part].path, part)

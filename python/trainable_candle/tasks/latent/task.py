@@ -413,6 +413,6 @@ class LatentTask:
             DatasetError: it cannot be used.
         """
         family = self.family
-        family.config = family.config.with_(dataset=dataset, cache="memory")
+        family.config = family.config.with_(dataset=dataset, cache="memory", device=family.device)
         data = Split(family.dataset(dataset), None)
         return self.prepare(data, lambda _: None).train.validation_loss()

@@ -1,0 +1,24 @@
+"""Where the trainer gets its batches from."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+BatchOut = TypeVar("BatchOut", covariant=True)
+
+
+class BatchSource(Protocol[BatchOut]):
+    """Batches by number; a number always gives the same batch, so a run can continue anywhere.
+
+    ```python
+    class Rows:
+        def batch(self, index):
+            return x[index % len(x)]
+
+    source: tc.train.BatchSource[tc.Tensor] = Rows()
+    assert source.batch(3).tolist() == source.batch(0).tolist()
+    ```
+    """
+
+    def batch(self, index: int) -> BatchOut:
+        """Batch number `index`, from 0."""
