@@ -1736,6 +1736,11 @@ class Model:
         """
         The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
 
+        ```python
+        unet = tc.models.load("sdxl", dtype="bf16")
+        assert isinstance(unet, tc.models.SDXLUNet)
+        ```
+
         Args:
             path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
                 which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
