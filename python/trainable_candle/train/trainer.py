@@ -42,8 +42,6 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 
 MAX_SKIPPED: Final = 50
 """Steps that a loss scaler may skip in a row; a scale of 65536 is then below 1e-10."""
-
-
 _SHARE: Final = "share"
 """The input that holds a batch's share in the loss of its step."""
 
