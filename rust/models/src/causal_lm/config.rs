@@ -8,8 +8,6 @@ use super::rope::Rope;
 use crate::fields::Fields;
 use crate::pretrained::{Configuration, class_of};
 
-/// The owner of the fields in messages.
-
 /// The family of a decoder, which decides what its configuration leaves out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
