@@ -1,0 +1,196 @@
+"""What quantization-aware training and products of codes do to a language model's losses.
+
+python benches/rounded_training.py qat MODEL [--steps 400] [--seeds 3] [--device cuda]
+python benches/rounded_training.py w8a8 MODEL [--steps 2000] [--seeds 3] [--device cuda]
+
+MODEL is a folder of transformers, as benches/pretrain.py makes one. A LoRA of rank 16 on all linear
+layers learns this project's Rust and CUDA sources, of which every tenth file is held out; seeds run
+side by side.
+
+`qat`: the adapter is trained over bf16 ("plain"), over the base in a format ("on"), rounded
+together with its base ("qat"), or from LoftQ's start. Losses are those of the held-out files: of
+weights merged in f32, of the same rounded to a format, and of the base in a format with the adapter
+apart. The grids were chosen before the seeds.
+
+`w8a8`: the same steps over a base in 8 bits with products of values and of codes; the mean of the
+last tenth of the training losses, and the held-out loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import trainable_candle as tc
+from trainable_candle import families
+from trainable_candle.models import CausalLM
+from trainable_candle.nn.functional import fake_quantize
+from trainable_candle.run import train_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.text import TextTask
+from trainable_candle.train.logs import read_json_log
+
+ROOT = Path(__file__).parents[1]
+GRIDS = ("int8", "fp8", "int4", "nf4")
+BASES = ("int8", "fp8", "nf4")
+CHUNK = 2000
+"""Characters of a text: less than a row of tokens."""
+
+
+def write_texts(folder: Path) -> tuple[Path, Path]:
+    """Texts to train on, and held-out ones."""
+    paths = [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "cuda").rglob("*.cu*")]
+    trained: list[str] = []
+    held: list[str] = []
+    for number, path in enumerate(sorted(path for path in paths if "target" not in path.parts)):
+        text = path.read_text()
+        texts = held if number % 10 == 9 else trained
+        texts += [text[at : at + CHUNK] for at in range(0, len(text), CHUNK)]
+    files = folder / "train.jsonl", folder / "held_out.jsonl"
+    for file, texts in zip(files, (trained, held), strict=True):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return files
+
+
+def settings(given: argparse.Namespace, folder: Path, **more: Any) -> TrainConfig:
+    return TrainConfig(
+        model="causal-lm",
+        weights=str(given.model),
+        dataset=str(given.work / "train.jsonl"),
+        output=str(folder),
+        device=given.device,
+        rank=16,
+        steps=given.steps,
+        batch_size=given.batch,
+        sequence_length=1024,
+        learning_rate=5e-4,
+        lr_scheduler="cosine",
+        warmup_steps=given.steps // 20,
+        save_every=0,
+        seed=given.seed,
+        **{"precision": "bf16", **more},
+    )
+
+
+def train(given: argparse.Namespace, name: str, **more: Any) -> tuple[TextTask, Path, list[float]]:
+    folder = given.work / f"{given.seed} {name}"
+    run = train_adapter(settings(given, folder, **more), progress=False, report=lambda _: None)
+    assert isinstance(run.task, TextTask)
+    rows = read_json_log(folder / "train.jsonl")
+    assert run.adapter_path is not None
+    return run.task, run.adapter_path, [row["loss"] for row in rows if "loss" in row]
+
+
+def held_out(given: argparse.Namespace, task: TextTask) -> float:
+    return task.loss_on(str(given.work / "held_out.jsonl"))
+
+
+def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
+    """Of the model with the adapter merged in f32, and of the same rounded to each grid."""
+    with tempfile.TemporaryDirectory() as place:
+        config = settings(given, Path(place) / "none", precision="f32")
+        task = families.load("causal-lm", given.model, "f32", "cpu", config)
+        task.load_adapter(adapter, 1.0)
+        merged = Path(place) / "merged"
+        task.save_merged(merged)
+        values = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
+        found = {}
+        for grid in ("merged", *GRIDS):
+            rounded = {
+                key: fake_quantize(value, grid)
+                if grid != "merged" and key.endswith("_proj.weight")
+                else value
+                for key, value in values.items()
+            }
+            tc.save_file(rounded, merged / "model.safetensors")
+            model = families.load("causal-lm", merged, "f32", given.device, config)
+            assert isinstance(model, TextTask)
+            found[grid] = held_out(given, model)
+        return found
+
+
+def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """For each way of training, the held-out losses by what is served."""
+    cases: dict[str, dict[str, Any]] = {"plain": {}}
+    cases |= {f"on {base}": {"base_precision": base} for base in BASES}
+    cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
+    cases["loftq nf4"] = {"base_precision": "nf4", "init": "loftq"}
+    found = {}
+    for name, more in cases.items():
+        task, adapter, _ = train(given, name, **more)
+        apart = held_out(given, task)
+        # An adapter that starts as what rounding took belongs to that base alone.
+        rest = {} if name.startswith("loftq") else merged_losses(given, adapter)
+        found[name] = {"apart": apart, **rest}
+    return found
+
+
+def w8a8(given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """For each base and kind of products, the training loss at the end and the held-out loss."""
+    found = {}
+    for base in ("same", "int8", "fp8"):
+        for codes in (False,) if base == "same" else (False, True):
+            name = f"{base}, {'codes' if codes else 'values'}"
+            task, _, losses = train(given, name, base_precision=base, w8a8=codes)
+            last = statistics.mean(losses[-max(1, given.steps // 10) :])
+            found[name] = {"training": last, "held-out": held_out(given, task)}
+    return found
+
+
+def report(rows: list[dict[str, dict[str, float]]]) -> None:
+    """Means over seeds with standard errors, and differences from the plain merged model's."""
+    root = math.sqrt(len(rows))
+    for name, columns in rows[0].items():
+        cells = []
+        for column in columns:
+            values = [row[name][column] for row in rows]
+            error = statistics.stdev(values) / root if len(values) > 1 else math.nan
+            cell = f"{column} {statistics.mean(values):.4f} +- {error:.4f}"
+            if "plain" in rows[0]:
+                gaps = [row[name][column] - row["plain"]["merged"] for row in rows]
+                error = statistics.stdev(gaps) / root if len(gaps) > 1 else math.nan
+                cell += f" (gap {statistics.mean(gaps):+.4f} +- {error:.4f})"
+            cells.append(cell)
+        print(f"{name:<14}", "   ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("qat", "w8a8"))
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=4, help="rows of 1,024 tokens")
+    parser.add_argument("--device", default="cuda")
+    # Of one process: its seed, and the folder that all share.
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.steps = given.steps or {"qat": 400, "w8a8": 2000}[given.what]
+    if given.seed is not None:
+        found = {"qat": qat, "w8a8": w8a8}[given.what](given)
+        (given.work / f"{given.seed}.json").write_text(json.dumps(found))
+        return
+    with tempfile.TemporaryDirectory() as work:
+        for file in write_texts(Path(work)):
+            print(f"{file.name}: {sum(1 for _ in file.open())} texts")
+        more = ["--steps", str(given.steps), "--work", work]
+        running = [
+            subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *more, "--seed", str(seed)])
+            for seed in range(given.seeds)
+        ]
+        statuses = [process.wait() for process in running]
+        if any(statuses):
+            sys.exit("a process failed")
+        report([json.loads(Path(work, f"{n}.json").read_text()) for n in range(given.seeds)])
+
+
+if __name__ == "__main__":
+    main()
