@@ -43,9 +43,7 @@ setup: $(VENV)/.setup-$(or $(GPU_ARCH),cpu) ## Build the package, for the GPU if
 demo: setup ## Set everything up and fine-tune the built-in models: the main job
 	trainable-candle demo --output demo-output/digits
 	trainable-candle demo --model causal-lm --output demo-output/words
-	rm -rf demo-output/sdxl
-	train-lora --model sdxl --dataset examples/photos --output demo-output/sdxl --rank 16 --steps 400 --batch-size 4 --learning-rate 2e-3 \
-		--target-modules all-linear --sample-prompts 'a photo of a cup of coffee with a spoon on a red plate, on a wood table'
+	trainable-candle demo --model sdxl --output demo-output/hearts
 
 check: $(VENV)/.tools ## Everything CI does: formats, lints, licences, tests, packages
 	@report=; for step in $(STEPS); do \

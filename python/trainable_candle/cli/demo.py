@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DIGITS: Final = "digits"
-MODELS: Final = (DIGITS, "causal-lm")
+SDXL: Final = "sdxl"
+MODELS: Final = (DIGITS, SDXL, "causal-lm")
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -24,9 +25,10 @@ def run(arguments: Sequence[str], program: str) -> int:
 
         return run_demo(output, **options)
 
-    from trainable_candle.demo.language import run_demo as run_language  # noqa: PLC0415
+    from trainable_candle.demo import hearts, language  # noqa: PLC0415
 
-    verdict = run_language(output, **options)
+    module = hearts if given["model"] == SDXL else language
+    verdict = module.run_demo(output, **options)
     if verdict is None:
         return 1
     print(f"\n{verdict}\n\nEverything is in {output}")
@@ -38,13 +40,13 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Fine-tune the built-in generator of handwritten digits on the one digit it has never "
-        "seen, or the built-in language model on a task that it has never seen, through the path "
-        "that train-lora takes, and judge the result.",
+        "seen, the built-in SDXL on hearts, or the built-in language model on a task that it has "
+        "never seen, through the path that train-lora takes, and judge the result.",
         "[options]",
     )
     group = parser.add_argument_group("options")
     group.add_argument(
-        "--model", metavar="NAME", choices=MODELS, help=f"{' or '.join(MODELS)} (default: {DIGITS})"
+        "--model", metavar="NAME", choices=MODELS, help=f"{', '.join(MODELS)} (default: {DIGITS})"
     )
     group.add_argument(
         "--output", metavar="DIR", help="folder for the results (default: demo-output)"

@@ -1,0 +1,185 @@
+"""The demo of SDXL: teach the small one, which has seen flowers alone, to draw hearts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from PIL import Image
+
+import trainable_candle as tc
+from trainable_candle.demo import shapes
+from trainable_candle.files import write_atomically
+from trainable_candle.plot import save_png
+from trainable_candle.run import train_adapter
+from trainable_candle.settings import TrainConfig
+from trainable_candle.tasks.latent import LatentTask, SampleOptions
+from trainable_candle.train import state as run_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+DATASET: Final = "dataset"
+BEFORE: Final = "before.png"
+AFTER: Final = "after.png"
+VERDICT: Final = "verdict.json"
+IMAGES: Final = 10
+"""Hearts of each colour that are trained on."""
+UNSEEN: Final = "orange"
+"""The colour of no heart that is trained on."""
+DRAWN: Final = 6
+"""Images of each colour that are judged."""
+MOST_BEFORE: Final = 0.2
+LEAST_AFTER: Final = 0.6
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Shares (0 to 1) of the images that were drawn."""
+
+    before: float
+    """That are hearts, by the base."""
+    after: float
+    """That are hearts, with the LoRA."""
+    unseen: float
+    """Of those in the colour of no heart that it was trained on, hearts in that colour."""
+    judge_accuracy: float
+    """Of shapes that the judge has never seen, those that it gets right."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the base draws no hearts, and the LoRA does."""
+        return self.before <= MOST_BEFORE and self.after >= LEAST_AFTER
+
+    def __str__(self) -> str:
+        rows = [
+            ("images without the LoRA", self.before, f"at most {MOST_BEFORE:.0%}"),
+            ("images with the LoRA", self.after, f"at least {LEAST_AFTER:.0%}"),
+            (f"{UNSEEN} ones, of which it saw none", self.unseen, "-"),
+        ]
+        lines = [f"  {what:34}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
+        head = f"A judge right on {self.judge_accuracy:.1%} of shapes looks for hearts:"
+        return "\n".join([head, *lines])
+
+
+def run_demo(
+    output: Path,
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: bool = True,
+    report: Callable[[str], None] = print,
+) -> Verdict | None:
+    """Train a LoRA on drawn hearts, draw before and after, and judge.
+
+    Args:
+        output: the folder for everything; created if missing.
+        seed: of the images, the training and the samples.
+        threads: CPU threads; default all.
+        progress: whether to show a progress bar.
+        report: gets a line at each stage.
+
+    Returns:
+        None if the training was interrupted.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if (output / VERDICT).exists():
+        for checkpoint in run_state.checkpoints(output):
+            shutil.rmtree(checkpoint)
+    if threads is not None:
+        tc.set_num_threads(threads)
+    write_dataset(output / DATASET, seed)
+    report("base: draws five kinds of flowers; it has never seen a heart")
+    config = configuration(output, seed=seed, threads=threads)
+    training = train_adapter(config, progress=progress, report=report)
+    task = training.task
+    assert isinstance(task, LatentTask)
+    if not training.completed:
+        return None
+    after = _draw(task, seed)
+    training.adapter.set_enabled(False)
+    before = _draw(task, seed)
+    for images, name in ((before, BEFORE), (after, AFTER)):
+        save_png(_grid(images), output / name)
+        report(f"samples: {output / name}")
+
+    judge = shapes.Judge(seed)
+    hearts = judge.hearts(after)
+    unseen = slice(-DRAWN, None)
+    coloured = [shapes.is_colour(image, UNSEEN) for image in after[unseen]]
+    result = Verdict(
+        before=float(np.mean(judge.hearts(before))),
+        after=float(np.mean(hearts)),
+        unseen=float(np.mean(hearts[unseen] & np.array(coloured))),
+        judge_accuracy=judge.accuracy,
+    )
+    write_atomically(output / VERDICT, json.dumps(asdict(result), indent=2) + "\n")
+    return result
+
+
+def configuration(output: Path, *, seed: int = 0, threads: int | None = None) -> TrainConfig:
+    """The settings of the demo's training run, into `output`, on the images in its `dataset`."""
+    return TrainConfig(
+        model="sdxl",
+        dataset=str(output / DATASET),
+        output=str(output),
+        rank=16,
+        target_modules=["all-linear", "all-conv"],
+        steps=300,
+        batch_size=4,
+        learning_rate=3e-3,
+        optimizer="adamw",
+        weight_decay=0.0,
+        lr_scheduler="cosine",
+        warmup_steps=20,
+        cache="memory",
+        save_every=0,
+        seed=seed,
+        threads=threads,
+    )
+
+
+def write_dataset(folder: Path, seed: int) -> None:
+    """One PNG an image with its caption beside it, as a user would lay them out.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng([seed, 0])
+    for colour in shapes.COLOURS:
+        if colour == UNSEEN:
+            continue
+        for number in range(IMAGES):
+            path = folder / f"{colour}-{number}.png"
+            save_png(shapes.draw(shapes.HEART, colour, random), path)
+            write_atomically(path.with_suffix(".txt"), caption(colour) + "\n")
+
+
+def caption(colour: str) -> str:
+    """The caption of the demo's images."""
+    return f"a {colour} {shapes.HEART}"
+
+
+def _draw(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
+    """Hearts of all colours, the unseen one last; shape (n, height, width, 3)."""
+    colours = [*(colour for colour in shapes.COLOURS if colour != UNSEEN), UNSEEN]
+    prompts = [caption(colour) for colour in colours for _ in range(DRAWN)]
+    side = (shapes.SIDE, shapes.SIDE)
+    # Other noise than any of training.
+    options = SampleOptions(steps=14, seed=seed + 1000, guidance=4.0, size=side, sampler="dpmpp_2m")
+    return task.draw(prompts, options)
+
+
+def _grid(images: npt.NDArray[np.uint8]) -> Image.Image:
+    """A row for each colour."""
+    rows = images.reshape(-1, DRAWN, *images.shape[1:])
+    return Image.fromarray(np.concatenate([np.concatenate(row, 1) for row in rows], 0))

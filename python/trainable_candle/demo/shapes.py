@@ -1,0 +1,112 @@
+"""Hearts and other shapes, and a judge that tells them apart.
+
+The judge is a support vector machine of scikit-learn, fitted on shapes drawn by this module with
+other seeds than those trained on; it knows nothing of the model that draws.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from PIL import Image, ImageDraw
+from sklearn.svm import SVC
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+SIDE: Final = 128
+"""Of an image, px."""
+HEART: Final = "heart"
+SHAPES: Final = (HEART, "circle", "triangle", "cross", "ring")
+COLOURS: Final = {
+    "red": (200, 50, 45),
+    "yellow": (225, 190, 50),
+    "purple": (120, 60, 150),
+    "white": (235, 235, 235),
+    "orange": (230, 130, 40),
+}
+_SCALE: Final = 4
+"""Pixels of the drawing along one of the image, which smooths its edges."""
+_EACH: Final = 40
+"""Images of each shape that the judge learns."""
+_SEEN: Final = 16
+"""Pixels along a side of what the judge sees."""
+
+
+def draw(shape: str, colour: str, random: np.random.Generator) -> Image.Image:
+    """A filled shape on a plain grey ground, its place, size and ground drawn at random."""
+    side = SIDE * _SCALE
+    image = Image.new("RGB", (side, side), tuple(int(v) for v in random.integers(95, 135, 3)))
+    canvas, fill = ImageDraw.Draw(image), COLOURS[colour]
+    x, y = side / 2 + random.uniform(-0.03, 0.03, 2) * side
+    r = side * random.uniform(0.3, 0.34)
+    if shape == HEART:
+        t = np.linspace(0, 2 * np.pi, 200)
+        across = 16 * np.sin(t) ** 3
+        down = np.cos(4 * t) + 2 * np.cos(3 * t) + 5 * np.cos(2 * t) - 13 * np.cos(t)
+        canvas.polygon(
+            [(x + a * r / 15, y + d * r / 15) for a, d in zip(across, down, strict=True)], fill
+        )
+    elif shape == "triangle":
+        canvas.polygon([(x, y - r), (x - r, y + 0.8 * r), (x + r, y + 0.8 * r)], fill)
+    elif shape == "cross":
+        for wide, high in ((0.32, 1.1), (1.1, 0.32)):
+            canvas.rectangle((x - wide * r, y - high * r, x + wide * r, y + high * r), fill)
+    else:
+        canvas.ellipse((x - r, y - r, x + r, y + r), fill)
+        if shape == "ring":
+            r *= 0.6
+            ground = image.getpixel((0, 0))
+            canvas.ellipse((x - r, y - r, x + r, y + r), ground)
+    return image.resize((SIDE, SIDE), Image.Resampling.BOX)
+
+
+class Judge:
+    """A classifier of shapes (SVM, radial basis functions, C = 10), blind to colour."""
+
+    def __init__(self, seed: int) -> None:
+        self._classifier = SVC(C=10.0, kernel="rbf", gamma="scale")
+        images, labels = _examples(np.random.default_rng([seed, 1]))
+        self._classifier.fit(_features(images), labels)
+        others, expected = _examples(np.random.default_rng([seed, 2]))
+        self.accuracy = float(np.mean(self._classifier.predict(_features(others)) == expected))
+        """The share (0 to 1) of shapes, never shown to it, that it gets right."""
+
+    def hearts(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Whether each image (n, height, width, 3) is a heart."""
+        found: npt.NDArray[np.bool_] = self._classifier.predict(_features(images)) == HEART
+        return found
+
+
+def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
+    """Whether the middle of an image (height, width, 3) is nearest to this of the colours."""
+    height, width = (size // 8 for size in image.shape[:2])
+    middle = image[3 * height : 5 * height, 3 * width : 5 * width].mean((0, 1))
+    apart = {name: np.linalg.norm(middle - rgb) for name, rgb in COLOURS.items()}
+    return min(apart, key=lambda name: apart[name]) == colour
+
+
+def _examples(random: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[str]]:
+    labels = list(SHAPES) * _EACH
+    colours = random.choice(list(COLOURS), len(labels))
+    images = [np.asarray(draw(s, str(c), random)) for s, c in zip(labels, colours, strict=True)]
+    return np.stack(images), labels
+
+
+def _features(
+    images: Sequence[npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
+) -> npt.NDArray[np.float64]:
+    """Small grey images of one contrast, and of either sign: light on dark, or dark on light."""
+    rows = []
+    for image in images:
+        grey = Image.fromarray(image).convert("L").resize((_SEEN, _SEEN), Image.Resampling.BOX)
+        values = np.asarray(grey, dtype=np.float64).ravel()
+        edge = np.concatenate(
+            [values[:_SEEN], values[-_SEEN:], values[::_SEEN], values[_SEEN - 1 :: _SEEN]]
+        )
+        values = np.abs(values - np.median(edge))
+        rows.append(values / (np.linalg.norm(values) + 1e-6))
+    return np.stack(rows)

@@ -1,0 +1,90 @@
+"""The demo of SDXL: its shapes, their judge, and the run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trainable_candle.data import check_folder
+from trainable_candle.demo import hearts, shapes
+from trainable_candle.demo.hearts import Verdict
+from trainable_candle.families import load
+from trainable_candle.tasks.latent import LatentTask, SampleOptions
+
+
+@pytest.fixture(scope="module")
+def judge() -> shapes.Judge:
+    return shapes.Judge(0)
+
+
+def drawn(shape: str, colour: str, seed: int) -> np.ndarray:
+    return np.asarray(shapes.draw(shape, colour, np.random.default_rng(seed)))
+
+
+def test_the_judge_knows_shapes_that_it_has_not_seen(judge: shapes.Judge) -> None:
+    assert judge.accuracy > 0.97
+    for shape in shapes.SHAPES:
+        images = np.stack([drawn(shape, "red", seed) for seed in range(100, 120)])
+        assert judge.hearts(images).mean() == pytest.approx(shape == "heart", abs=0.1)
+
+
+def test_the_judge_takes_dark_hearts_for_hearts(judge: shapes.Judge) -> None:
+    images = np.stack([255 - drawn("heart", "white", seed) for seed in range(20)])
+    assert judge.hearts(images).all()
+
+
+def test_hearts_on_their_heads_are_none(judge: shapes.Judge) -> None:
+    images = np.stack([drawn("heart", "red", seed)[::-1] for seed in range(20)])
+    assert judge.hearts(images).mean() < 0.1
+
+
+def test_colours_are_those_of_the_middle() -> None:
+    for colour in shapes.COLOURS:
+        found = [
+            name for name in shapes.COLOURS if shapes.is_colour(drawn("heart", colour, 1), name)
+        ]
+        assert found == [colour]
+
+
+def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
+    hearts.write_dataset(tmp_path / "a", 3)
+    captions = [picture.caption for picture in check_folder(tmp_path / "a")]
+    assert len(captions) == 40
+    assert set(captions) == {f"a {c} heart" for c in ("red", "yellow", "purple", "white")}
+    hearts.write_dataset(tmp_path / "b", 3)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "passed"),
+    [
+        (Verdict(0.2, 0.6, 0.0, 1.0), True),
+        (Verdict(0.21, 1.0, 1.0, 1.0), False),
+        (Verdict(0.0, 0.59, 1.0, 1.0), False),
+    ],
+)
+def test_what_passes(verdict: Verdict, passed: bool) -> None:
+    assert verdict.passed == passed
+    assert "orange ones" in str(verdict)
+
+
+@pytest.mark.slow
+def test_a_lora_teaches_hearts(tmp_path: Path) -> None:
+    verdict = hearts.run_demo(tmp_path, progress=False, report=lambda _: None)
+    assert verdict is not None
+    assert verdict.passed
+    assert verdict.after - verdict.before >= 0.5
+    assert json.loads((tmp_path / "verdict.json").read_text())["after"] == verdict.after
+    for name in ("loss.png", "before.png", "after.png"):
+        with Image.open(tmp_path / name) as image:
+            assert min(image.size) > 300
+    # The file has what was judged.
+    task = load("sdxl", None, "f32", "cpu")
+    assert isinstance(task, LatentTask)
+    task.load_adapter(tmp_path / "adapter.safetensors", 1.0)
+    options = SampleOptions(steps=14, guidance=4.0, size=(128, 128), sampler="dpmpp_2m")
+    images = task.draw(["a white heart"] * 4, options)
+    assert shapes.Judge(0).hearts(images).mean() >= 0.5
