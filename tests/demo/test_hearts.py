@@ -27,7 +27,7 @@ def test_the_judge_knows_shapes_that_it_has_not_seen(judge: shapes.Judge) -> Non
     assert judge.accuracy > 0.97
     for shape in shapes.SHAPES:
         images = np.stack([drawn(shape, "red", seed) for seed in range(100, 120)])
-        assert judge.hearts(images).mean() == pytest.approx(shape == "heart", abs=0.1)
+        assert judge.hearts(images).mean() == pytest.approx(float(shape == "heart"), abs=0.1)
 
 
 def test_the_judge_takes_dark_hearts_for_hearts(judge: shapes.Judge) -> None:
