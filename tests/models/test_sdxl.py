@@ -14,7 +14,7 @@ from .conftest import GOLDEN, assert_near, distance, metadata, relative_error, w
 
 CASE = tc.load_file(GOLDEN / "unet_forward.safetensors")
 INPUTS = ("sample", "timestep", "encoder_hidden_states", "text_embeds", "time_ids")
-CASES = ["lora_attention", "rslora_attention", "dora_attention", "lora_all_linear"]
+CASES = ["lora_attention", "dora_attention", "lora_all_linear"]
 
 
 def predict(model: SDXLUNet, sample: tc.Tensor | None = None, device: str = "cpu") -> tc.Tensor:
