@@ -72,6 +72,7 @@ def test_what_passes(verdict: Verdict, passed: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_lora_teaches_hearts(tmp_path: Path) -> None:
     verdict = hearts.run_demo(tmp_path, progress=False, report=lambda _: None)
     assert verdict is not None

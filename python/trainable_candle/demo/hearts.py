@@ -33,7 +33,7 @@ IMAGES: Final = 10
 """Hearts of each colour that are trained on."""
 UNSEEN: Final = "orange"
 """The colour of no heart that is trained on."""
-DRAWN: Final = 6
+DRAWN: Final = 4
 """Images of each colour that are judged."""
 MOST_BEFORE: Final = 0.2
 LEAST_AFTER: Final = 0.6
