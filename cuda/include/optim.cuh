@@ -41,6 +41,7 @@ struct Settings {
     uint64_t step; // steps taken so far; `<optimizer>_prepare` advances it
     uint32_t maximize;
     uint32_t nesterov;
+    double more[8]; // what one optimizer needs besides, in the order that its kernels read
 };
 
 // What one step needs of a group's settings. `<optimizer>_prepare` writes them.

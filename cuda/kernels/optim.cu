@@ -68,6 +68,9 @@ static __device__ Coefficients sgd_coefficients(const Settings &at, double step)
     return to;
 }
 
+// Those that update whole variables read the settings themselves.
+static __device__ Coefficients whole_coefficients(const Settings &, double) { return Coefficients{}; }
+
 // Sets a group's hyper-parameters, between steps: settings[group] = value, but for its `step`, which is that of group `like` unless
 // that is 0xffffffff.
 //   settings: as long as `group` and `like` need.
@@ -107,6 +110,7 @@ DEFINE_PREPARE(adamw)
 DEFINE_PREPARE(adam_8bit)
 DEFINE_PREPARE(lion)
 DEFINE_PREPARE(sgd)
+DEFINE_PREPARE(whole)
 
 // Four neighbours of a state.
 struct StateQuad {

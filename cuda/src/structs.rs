@@ -132,10 +132,12 @@ structs! {
     Strided<const K: usize> { count: u64, axes: u32, width: u32, sizes: [u64; 8], strides: [[u64; 8]; K], }
 
     /// The hyper-parameters of a group and the steps that it has taken, of include/optim.cuh: `lr` is the learning rate; `beta1` and
-    /// `beta2` are SGD's momentum and dampening; `eps` is added to the root of the second moment; `maximize` and `nesterov` are 1 or 0.
+    /// `beta2` are SGD's momentum and dampening; `eps` is added to the root of the second moment; `maximize` and `nesterov` are 1 or 0;
+    /// `more` is what one optimizer needs besides, in the order that its kernels read.
     #[derive(Default)]
     Settings {
         lr: f64, beta1: f64, beta2: f64, eps: f64, weight_decay: f64, step: u64, maximize: u32, nesterov: u32,
+        more: [f64; 8],
     }
 
     /// Declared in include/optim.cuh.
@@ -151,6 +153,12 @@ structs! {
 
     /// Declared in include/optim.cuh.
     Segment { params: Address, grads: Address, copy: Address, }
+
+    /// Declared in include/optim_whole/elements.cuh.
+    Whole {
+        params: Address, grads: Address, copy: Address, scratch: Address, count: u64, first: u32, rows: u32, columns: u32,
+        group: u32, states: [u32; 5], unused: u32,
+    }
 
     /// Declared in include/optim.cuh.
     Clip { norm: f64, factor: f64, }
@@ -190,6 +198,7 @@ pub const LAYOUTS: &[Layout] = &[
     Coefficients::layout("Coefficients"),
     Piece::layout("Piece"),
     Segment::layout("Segment"),
+    Whole::layout("Whole"),
     Clip::layout("Clip"),
     LossScale::layout("LossScale"),
 ];

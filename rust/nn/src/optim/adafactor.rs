@@ -8,7 +8,7 @@ use trainable_candle_core::{Error, Result, Var};
 
 use super::Stepper;
 use super::kind::{hyper_parameters, registered};
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
+use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
 hyper_parameters! {
     /// Hyper-parameters of [`Adafactor`]; names, meaning and defaults are torch's.
@@ -63,6 +63,28 @@ impl Rule for AdafactorRule {
     type Config = AdafactorConfig;
     const UPDATE: Update<AdafactorConfig, f32> = update::<f32>;
     const UPDATE_F64: Option<Update<AdafactorConfig, f64>> = Some(update::<f64>);
+    const KERNELS: Option<Kernels<AdafactorConfig>> = Some(Kernels {
+        prepare: "whole",
+        step: "adafactor_step",
+        before: &[],
+        step_8bit: None,
+        settings: |config| Settings {
+            lr: config.lr,
+            weight_decay: config.weight_decay,
+            maximize: config.maximize.into(),
+            more: [
+                config.beta2_decay,
+                config.eps.0.unwrap_or(f32::EPSILON.into()),
+                config.eps.1,
+                config.d,
+                0.0,
+                0.0,
+                0.0,
+                0.0,
+            ],
+            ..Settings::default()
+        },
+    });
     const ELEMENTWISE: bool = false;
 
     fn validate(config: &AdafactorConfig) -> Result<()> {
@@ -89,9 +111,18 @@ impl Rule for AdafactorRule {
         smallvec![StateKind::Rows.named("row_var"), StateKind::Columns.named("col_var")]
     }
 
+    fn scratch(dims: &[usize]) -> usize {
+        matrices(dims)
+    }
+
     fn lr(config: &mut AdafactorConfig) -> &mut f64 {
         &mut config.lr
     }
+}
+
+/// The matrices of a parameter: 0 of a vector.
+pub(super) fn matrices(dims: &[usize]) -> usize {
+    if dims.len() < 2 { 0 } else { dims[..dims.len() - 2].iter().product() }
 }
 
 fn update<T: Precision>(config: &AdafactorConfig, step: u64, chunk: Chunk<'_, T>) {

@@ -105,7 +105,7 @@ impl Rule for AdamRule {
     const UPDATE: Update<AdamConfig, f32> = update::<f32, false>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, false>);
     const KERNELS: Option<Kernels<AdamConfig>> =
-        Some(Kernels { prepare: "adam", step: "adam", step_8bit: None, settings: kernel_settings });
+        Some(Kernels { prepare: "adam", step: "adam", before: &[], step_8bit: None, settings: kernel_settings });
 
     fn validate(config: &AdamConfig) -> Result<()> {
         config.validate(Self::NAME)
@@ -126,7 +126,7 @@ impl Rule for AdamWRule {
     const UPDATE: Update<AdamConfig, f32> = update::<f32, true>;
     const UPDATE_F64: Option<Update<AdamConfig, f64>> = Some(update::<f64, true>);
     const KERNELS: Option<Kernels<AdamConfig>> =
-        Some(Kernels { prepare: "adamw", step: "adam", step_8bit: None, settings: kernel_settings });
+        Some(Kernels { prepare: "adamw", step: "adam", before: &[], step_8bit: None, settings: kernel_settings });
 
     fn validate(config: &AdamConfig) -> Result<()> {
         config.validate(Self::NAME)

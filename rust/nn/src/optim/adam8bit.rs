@@ -99,6 +99,7 @@ macro_rules! rule {
             const KERNELS: Option<Kernels<Adam8bitConfig>> = Some(Kernels {
                 prepare: "adam_8bit",
                 step: "small_adam",
+                before: &[],
                 step_8bit: Some("adam_8bit"),
                 settings: kernel_settings,
             });

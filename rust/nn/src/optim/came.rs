@@ -8,9 +8,9 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{Error, Result};
 
 use super::Stepper;
-use super::adafactor::sum_of_squares;
+use super::adafactor::{matrices, sum_of_squares};
 use super::kind::{hyper_parameters, registered};
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_not_negative};
+use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_not_negative};
 
 hyper_parameters! {
     /// Hyper-parameters of [`CAME`]; names, meaning and defaults are those of `came-pytorch`, which has no default of `lr`.
@@ -53,6 +53,21 @@ impl Rule for CAMERule {
     type Config = CAMEConfig;
     const UPDATE: Update<CAMEConfig, f32> = update::<f32>;
     const UPDATE_F64: Option<Update<CAMEConfig, f64>> = Some(update::<f64>);
+    const KERNELS: Option<Kernels<CAMEConfig>> = Some(Kernels {
+        prepare: "whole",
+        step: "came_step",
+        before: &[],
+        step_8bit: None,
+        settings: |config| Settings {
+            lr: config.lr,
+            beta1: config.betas.0,
+            beta2: config.betas.1,
+            eps: config.eps.0,
+            weight_decay: config.weight_decay,
+            more: [config.eps.1, config.clip_threshold, config.betas.2, 0.0, 0.0, 0.0, 0.0, 0.0],
+            ..Settings::default()
+        },
+    });
     const ELEMENTWISE: bool = false;
 
     fn validate(config: &CAMEConfig) -> Result<()> {
@@ -82,6 +97,10 @@ impl Rule for CAMERule {
             StateKind::Rows.named("exp_avg_res_row"),
             StateKind::Columns.named("exp_avg_res_col"),
         ]
+    }
+
+    fn scratch(dims: &[usize]) -> usize {
+        2 * matrices(dims)
     }
 
     fn lr(config: &mut CAMEConfig) -> &mut f64 {

@@ -64,6 +64,7 @@ impl Rule for LionRule {
     const KERNELS: Option<Kernels<LionConfig>> = Some(Kernels {
         prepare: "lion",
         step: "lion",
+        before: &[],
         step_8bit: None,
         settings: |&LionConfig { lr, betas, weight_decay }| Settings {
             lr,

@@ -61,6 +61,7 @@ impl Rule for Lion8bitRule {
     const KERNELS: Option<Kernels<Lion8bitConfig>> = Some(Kernels {
         prepare: "lion",
         step: "lion",
+        before: &[],
         step_8bit: Some("lion_8bit"),
         settings: |&Lion8bitConfig { lr, betas, weight_decay, .. }| Settings {
             lr,

@@ -81,5 +81,7 @@ registry! {
     adafactor: Adafactor;
     came: CAME;
     prodigy: Prodigy;
+    schedule_free: AdamWScheduleFree;
+    muon: Muon;
     sgd: SGD;
 }

@@ -70,7 +70,7 @@ impl LossScale {
 pub struct OnDevice(Infallible);
 
 impl OnDevice {
-    pub fn new<R: Rule>(_groups: &mut [Group<R::Config>]) -> Result<Self> {
+    pub fn new<R: Rule>(_groups: &mut [Group<R::Config>], _shared: &[f64]) -> Result<Self> {
         unavailable()
     }
 
@@ -93,6 +93,26 @@ impl OnDevice {
         _guard: (Option<&Tensor>, Option<&LossScale>),
         _zero: bool,
     ) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn shared(&self) -> Result<Vec<f64>> {
+        match self.0 {}
+    }
+
+    pub fn set_shared(&self, _numbers: &[f64]) -> Result<()> {
+        match self.0 {}
+    }
+
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        match self.0 {}
+    }
+
+    pub fn state(&self, _var: &Var, _index: usize, _state: usize) -> Result<(Raw, Option<Raw>)> {
+        match self.0 {}
+    }
+
+    pub fn follow(&self, _var: &Var, _index: usize) {
         match self.0 {}
     }
 

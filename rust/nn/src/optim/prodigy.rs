@@ -9,7 +9,7 @@ use trainable_candle_core::cpu::{Real, dispatch};
 use trainable_candle_core::{DType, Device, Error, GradStore, Result, Tensor, Var};
 
 use super::kind::{Registered, hyper_parameters};
-use super::rule::{Chunk, Rule, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
+use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative};
 use super::state::StateDict;
 use super::stepper::{Guard, Optimizer, ParamGroup, Stepper};
 use super::update;
@@ -103,11 +103,28 @@ impl ProdigyConfig {
 /// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
 /// the number of steps.
 pub struct Prodigy {
+    /// Its `shared` numbers are those of [`Estimate`] in a device's order.
     stepper: Stepper<Observe>,
+}
+
+/// What the steps of all variables share.
+#[derive(Clone, Copy, Debug)]
+struct Estimate {
     d: f64,
     d_max: f64,
     numerator: f64,
-    steps: u64,
+    steps: f64,
+}
+
+impl Estimate {
+    /// As a device has it: after these, room for the sums of a step.
+    fn to_shared(self) -> Vec<f64> {
+        vec![self.d, self.d_max, self.numerator, self.steps, 0.0, 0.0, 0.0]
+    }
+
+    fn of(shared: &[f64]) -> Self {
+        Self { d: shared[0], d_max: shared[1], numerator: shared[2], steps: shared[3] }
+    }
 }
 
 impl Prodigy {
@@ -147,15 +164,20 @@ impl Prodigy {
         let groups = groups
             .into_iter()
             .map(|ParamGroup { params, config }| ParamGroup { params, config: Pass { config, d: 0.0, dlr: 0.0 } });
-        let stepper = Stepper::with_groups(groups.collect())?;
-        let prodigy = Self { stepper, d: first.d0, d_max: first.d0, numerator: 0.0, steps: 0 };
+        let mut stepper = Stepper::with_groups(groups.collect())?;
+        let start = Estimate { d: first.d0, d_max: first.d0, numerator: 0.0, steps: 0.0 };
+        stepper.set_shared(start.to_shared())?;
+        let prodigy = Self { stepper };
         prodigy.common_lr()?;
         Ok(prodigy)
     }
 
-    /// The estimate of the distance to the solution, d: steps have the size d · lr.
-    pub const fn d(&self) -> f64 {
-        self.d
+    /// The estimate of the distance to the solution, d: steps have the size d · lr. Waits for a CUDA device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub fn d(&self) -> Result<f64> {
+        Ok(Estimate::of(&self.stepper.shared()?).d)
     }
 
     /// The learning rate of the groups that have one.
@@ -171,23 +193,25 @@ impl Prodigy {
         }
     }
 
+    /// A step on the CPU.
     fn step_where(&mut self, wanted: impl Fn(&Var) -> bool) -> Result<()> {
         let lr = self.common_lr()?;
         let config = self.stepper.groups[0].config.config.clone();
-        let at = self.steps as f64 + 1.0;
+        let mut now = Estimate::of(&self.stepper.shared()?);
+        let at = now.steps + 1.0;
         let correction = if config.use_bias_correction {
             (1.0 - config.betas.1.powf(at)).sqrt() / (1.0 - config.betas.0.powf(at))
         } else {
             1.0
         };
-        let dlr = self.d * lr * correction;
+        let dlr = now.d * lr * correction;
         for parameter in self.stepper.groups.iter_mut().flat_map(|group| &mut group.parameters) {
             parameter.sums = [0.0; 2];
         }
-        self.run::<Observe>(&wanted, dlr)?;
-        let (mut numerator, mut denominator) = (self.numerator * config.beta3(), 0.0);
+        self.run::<Observe>(&wanted, now.d, dlr)?;
+        let (mut numerator, mut denominator) = (now.numerator * config.beta3(), 0.0);
         for parameter in self.stepper.groups.iter().flat_map(|group| &group.parameters) {
-            numerator += self.d / config.d0 * dlr * parameter.sums[0];
+            numerator += now.d / config.d0 * dlr * parameter.sums[0];
             denominator += parameter.sums[1];
         }
         // No gradient, or all of them zero: there is nothing to learn from.
@@ -195,21 +219,20 @@ impl Prodigy {
             return Ok(());
         }
         let estimate = config.d_coef * numerator / denominator;
-        if self.d == config.d0 {
-            self.d = self.d.max(estimate);
+        if now.d == config.d0 {
+            now.d = now.d.max(estimate);
         }
-        self.d_max = self.d_max.max(estimate);
-        self.d = self.d_max.min(self.d * config.growth_rate);
-        self.numerator = numerator;
-        self.steps += 1;
-        self.run::<Apply>(&wanted, dlr)
+        now.d_max = now.d_max.max(estimate);
+        now = Estimate { d: now.d_max.min(now.d * config.growth_rate), numerator, steps: at, ..now };
+        self.stepper.set_shared(now.to_shared())?;
+        self.run::<Apply>(&wanted, now.d, dlr)
     }
 
     /// One pass over the variables that have a gradient and a learning rate.
-    fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, dlr: f64) -> Result<()> {
+    fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, d: f64, dlr: f64) -> Result<()> {
         for group in &mut self.stepper.groups {
             let pass = group.config.get_mut()?;
-            (pass.d, pass.dlr) = (self.d, dlr);
+            (pass.d, pass.dlr) = (d, dlr);
         }
         let mut items = self.stepper.items(wanted);
         items.retain(|item| item.config.config.lr > 0.0);
@@ -231,10 +254,18 @@ impl Optimizer for Prodigy {
     }
 
     fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()> {
+        if self.stepper.is_on_cuda() {
+            self.common_lr()?;
+            return self.stepper.step_guarded(guard);
+        }
         if guard.allows()? { self.step_where(|_| true) } else { Ok(()) }
     }
 
     fn step(&mut self, grads: &GradStore) -> Result<()> {
+        if self.stepper.is_on_cuda() {
+            self.common_lr()?;
+            return self.stepper.step(grads);
+        }
         self.step_where(|var| grads.contains(var))?;
         self.vars().iter().filter(|var| grads.contains(var)).try_for_each(Var::zero_grad)
     }
@@ -249,7 +280,7 @@ impl Optimizer for Prodigy {
 
     fn state_dict(&self) -> Result<StateDict> {
         let mut states = self.stepper.state_dict()?;
-        let estimate = vec![self.d, self.d_max, self.numerator, self.steps as f64];
+        let estimate = self.stepper.shared()?[..4].to_vec();
         states.insert(ESTIMATE.into(), Tensor::from_vec(estimate, 4, &Device::Cpu)?);
         Ok(states)
     }
@@ -265,8 +296,7 @@ impl Optimizer for Prodigy {
             return Err(Error::Config(message));
         };
         self.stepper.load_state_dict(&states)?;
-        (self.d, self.d_max, self.numerator, self.steps) = (d, d_max, numerator, steps as u64);
-        Ok(())
+        self.stepper.set_shared(Estimate { d, d_max, numerator, steps }.to_shared())
     }
 
     fn state_bytes(&self) -> usize {
@@ -326,6 +356,30 @@ impl Rule for Observe {
     type Config = Pass;
     const UPDATE: Update<Pass, f32> = observe::<f32>;
     const UPDATE_F64: Option<Update<Pass, f64>> = Some(observe::<f64>);
+    const KERNELS: Option<Kernels<Pass>> = Some(Kernels {
+        prepare: "whole",
+        step: "prodigy_step",
+        before: &[("prodigy_observe", false), ("prodigy_estimate", true)],
+        step_8bit: None,
+        settings: |Pass { config, .. }| Settings {
+            lr: config.lr,
+            beta1: config.betas.0,
+            beta2: config.betas.1,
+            eps: config.eps,
+            weight_decay: config.weight_decay,
+            more: [
+                config.beta3(),
+                config.d0,
+                config.d_coef,
+                config.growth_rate,
+                config.slice_p as f64,
+                f64::from(u8::from(config.decouple)),
+                f64::from(u8::from(config.use_bias_correction)),
+                f64::from(u8::from(config.safeguard_warmup)),
+            ],
+            ..Settings::default()
+        },
+    });
     const ELEMENTWISE: bool = false;
 
     fn validate(pass: &Pass) -> Result<()> {
@@ -334,6 +388,11 @@ impl Rule for Observe {
 
     fn states(pass: &Pass, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
         states(&pass.config)
+    }
+
+    /// Two f64: the variable's sums.
+    fn scratch(_dims: &[usize]) -> usize {
+        4
     }
 
     fn lr(pass: &mut Pass) -> &mut f64 {

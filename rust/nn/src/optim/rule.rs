@@ -27,8 +27,11 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The kernels that do the same on CUDA devices, if there are any.
     const KERNELS: Option<Kernels<Self::Config>> = None;
 
-    /// Whether a variable may be updated in chunks, on several threads.
+    /// Whether a variable may be updated in chunks, on several threads. Otherwise one block of threads updates it on a CUDA device.
     const ELEMENTWISE: bool = true;
+
+    /// What replaces the parameters outside training, if the optimizer averages them.
+    const AVERAGE: Option<Average<Self::Config>> = None;
 
     /// Whether this pass increments the step counter; false for the rest of a step that another rule has begun.
     const COUNTS: bool = true;
@@ -42,17 +45,34 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The states kept for a parameter of shape `dims`.
     fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
 
+    /// How many f32 the update of a variable of shape `dims` needs on a CUDA device besides the states.
+    fn scratch(_dims: &[usize]) -> usize {
+        0
+    }
+
     /// The learning rate.
     fn lr(config: &mut Self::Config) -> &mut f64;
 }
 
-/// The kernels of a rule, in `kernels/optim.cu` and `kernels/optim_8bit.cu`.
+/// An average of a parameter over the steps: the parameter, moved by `weight` of the way to a state of its size.
+#[derive(Clone, Copy)]
+pub struct Average<C> {
+    /// The number of the state.
+    pub state: usize,
+    /// The weight, from the hyper-parameters of the group; it may be negative.
+    pub weight: fn(&C) -> f64,
+}
+
+/// The kernels of a rule, in the files `optim*.cu` of `kernels/`.
 #[derive(Clone, Copy)]
 pub struct Kernels<C> {
     /// `<prepare>_prepare` begins a step.
     pub prepare: &'static str,
-    /// `<step>_step` updates variables with states in f32.
+    /// What updates variables with states in f32: `<step>_step`, or the whole name if the optimizer updates whole variables.
     pub step: &'static str,
+    /// The kernels before it in the same step, of optimizers that update whole variables: the name, and whether one block of threads
+    /// sees all variables of a launch.
+    pub before: &'static [(&'static str, bool)],
     /// `<step_8bit>_step` updates those with states in 8 bits.
     pub step_8bit: Option<&'static str>,
     /// What they need of a group's hyper-parameters; what an optimizer lacks is 0.

@@ -58,6 +58,7 @@ impl Rule for SGDRule {
     const KERNELS: Option<Kernels<SGDConfig>> = Some(Kernels {
         prepare: "sgd",
         step: "sgd",
+        before: &[],
         step_8bit: None,
         settings: |&SGDConfig { lr, momentum, dampening, weight_decay, nesterov, maximize }| Settings {
             lr,

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use smallvec::SmallVec;
 use trainable_candle_core::capture::Fixed;
 use trainable_candle_core::cpu::Elem;
-use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 
 use super::rule::{StateKind, StateSlice, StateSpec};
 
@@ -146,6 +146,13 @@ impl Parameter {
     /// Whether the states are those of `specs`, or not made yet.
     pub(super) fn states_are(&self, specs: &[StateSpec]) -> bool {
         self.step == 0 || self.states.iter().map(|s| &s.spec).eq(specs)
+    }
+
+    /// A copy of one of the states, and of the master values if there are any.
+    pub(super) fn state(&self, number: usize) -> Result<(Raw, Option<Raw>)> {
+        let master = |master: &Master| Raw::from_slice(&master.values, self.var.shape(), &Device::Cpu);
+        let state = self.states[number].to_tensor(&self.var)?;
+        Ok((state.raw().clone(), self.master.as_ref().map(master).transpose()?))
     }
 
     pub(super) fn bytes(&self) -> usize {

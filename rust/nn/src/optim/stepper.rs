@@ -4,11 +4,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustc_hash::FxHashSet;
 use trainable_candle_core::capture::Fixed;
+use trainable_candle_core::compute::{copy_into, lerp_in_place};
 use trainable_candle_core::flat::{collect_grads, zero_grads};
-use trainable_candle_core::{Error, GradStore, Result, Tensor, Var};
+use trainable_candle_core::raw::own_copy;
+use trainable_candle_core::{Error, GradStore, Raw, Result, Tensor, Var};
 
 use super::cuda::{LossScale, OnDevice};
-use super::rule::Rule;
+use super::rule::{Average, Rule};
 use super::state::{self, Group, Parameter, StateDict};
 use super::update::{self, Item};
 
@@ -117,6 +119,29 @@ pub trait Optimizer: Send {
     /// differs, [`Error::Device`] within a captured function. Nothing is changed then. Captured steps follow.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
+    /// Puts the averages that the optimizer keeps of its variables in their place, to validate with or to save; nothing if it keeps none,
+    /// or they are there. Tensors computed from the variables become stale, as after a step.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if a copy of the variables does not fit: nothing is changed then; [`Error::Device`] within a captured
+    /// function.
+    fn eval(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Restores what [`eval`](Self::eval) has replaced, bit for bit; nothing if that is nothing.
+    ///
+    /// # Errors
+    /// [`Error::Device`] within a captured function.
+    fn train(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether the optimizer keeps averages of its variables.
+    fn averages(&self) -> bool {
+        false
+    }
+
     /// Bytes of all existing states and master values. The first step of a variable makes its states, on a CUDA device those
     /// of all variables.
     fn state_bytes(&self) -> usize;
@@ -137,6 +162,10 @@ pub struct Stepper<R: Rule> {
     pub(super) groups: Vec<Group<R::Config>>,
     /// From the first step on CUDA variables: their states, which those of `groups` have become.
     device: Option<OnDevice>,
+    /// Numbers that the steps of all variables share, on the host; on a device from the first step there.
+    shared: Vec<f64>,
+    /// The variables' own values while averages replace them.
+    trained: Fixed<Option<Vec<Raw>>>,
 }
 
 impl<R: Rule> Stepper<R> {
@@ -192,7 +221,13 @@ impl<R: Rule> Stepper<R> {
                 parameters: group.params.into_iter().map(Parameter::new).collect(),
             })
             .collect();
-        Ok(Self { id: NEXT_ID.fetch_add(1, Ordering::Relaxed), groups, device: None })
+        Ok(Self {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            groups,
+            device: None,
+            shared: Vec::new(),
+            trained: Fixed::new("which of averages and parameters are in place", None),
+        })
     }
 
     /// The hyper-parameters of each group.
@@ -227,12 +262,32 @@ impl<R: Rule> Stepper<R> {
         Ok(())
     }
 
+    /// The numbers that the steps of all variables share; waits for a device.
+    pub(super) fn shared(&self) -> Result<Vec<f64>> {
+        self.device.as_ref().map_or_else(|| Ok(self.shared.clone()), OnDevice::shared)
+    }
+
+    /// Sets those numbers.
+    pub(super) fn set_shared(&mut self, numbers: Vec<f64>) -> Result<()> {
+        if let Some(device) = &self.device {
+            device.set_shared(&numbers)?;
+        }
+        self.shared = numbers;
+        Ok(())
+    }
+
+    /// Whether the variables are on a CUDA device.
+    pub(super) fn is_on_cuda(&self) -> bool {
+        self.parameters().any(|parameter| parameter.var.device().is_cuda())
+    }
+
     /// One step of the variables that are `wanted` and have a gradient; `zero` clears their gradients.
-    fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
-        if self.groups.iter().flat_map(|group| &group.parameters).any(|p| p.var.device().is_cuda()) {
+    pub(super) fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
+        self.check_training("step")?;
+        if self.is_on_cuda() {
             let device = match &mut self.device {
                 Some(device) => device,
-                none => none.insert(OnDevice::new::<R>(&mut self.groups)?),
+                none => none.insert(OnDevice::new::<R>(&mut self.groups, &self.shared)?),
             };
             return device.step::<R>(&self.groups, wanted, (guard.norm, guard.loss_scale), zero);
         }
@@ -245,6 +300,36 @@ impl<R: Rule> Stepper<R> {
             zero_grads(&vars)?;
         }
         Ok(())
+    }
+
+    fn check_training(&self, op: &str) -> Result<()> {
+        if Option::is_none(&self.trained) {
+            return Ok(());
+        }
+        let message = format!("{op}() found the averages in the place of the parameters; call train() before it");
+        Err(Error::argument(R::NAME, message))
+    }
+
+    /// The average of each variable, in the dtype that the optimizer computes in; None for one that has taken no step.
+    fn averaged(&self, average: &Average<R::Config>) -> Result<Vec<Option<Raw>>> {
+        let steps = self.device.as_ref().map(OnDevice::steps).transpose()?;
+        let groups = self.groups.iter().flat_map(|group| group.parameters.iter().map(|p| (&*group.config, p)));
+        let value = |(index, (config, parameter)): (usize, (&R::Config, &Parameter))| {
+            let var = &parameter.var;
+            let step = steps.as_ref().map_or(parameter.step, |steps| steps[index]);
+            if step == 0 || var.elem_count() == 0 {
+                return Ok(None);
+            }
+            let (end, master) = match &self.device {
+                Some(device) => device.state(var, index, average.state)?,
+                None => parameter.state(average.state)?,
+            };
+            let value = own_copy(master.as_ref().unwrap_or_else(|| var.raw()))?;
+            let weight = Raw::from_vec(vec![(average.weight)(config)], 1, var.device())?;
+            lerp_in_place(&value, &end, &weight)?;
+            Ok(Some(value))
+        };
+        groups.enumerate().map(value).collect()
     }
 
     fn group_mut(&mut self, index: usize) -> Result<&mut Group<R::Config>> {
@@ -313,6 +398,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
     }
 
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
+        self.check_training("load_state_dict")?;
         let specs: Vec<_> = self
             .groups
             .iter()
@@ -341,6 +427,45 @@ impl<R: Rule> Optimizer for Stepper<R> {
             device.retire()?;
             self.device = None;
             return Err(error);
+        }
+        Ok(())
+    }
+
+    fn averages(&self) -> bool {
+        R::AVERAGE.is_some()
+    }
+
+    fn eval(&mut self) -> Result<()> {
+        let Some(average) = R::AVERAGE.filter(|_| Option::is_none(&self.trained)) else { return Ok(()) };
+        // A captured function cannot do it.
+        self.trained.get_mut()?;
+        let values = self.averaged(&average)?;
+        let vars = self.vars();
+        let trained = vars.iter().map(|var| own_copy(var.raw())).collect::<Result<Vec<_>>>()?;
+        *self.trained.get_mut()? = Some(trained);
+        for (var, value) in vars.iter().zip(values) {
+            if let Some(value) = value {
+                var.update_in_place(|raw| copy_into(raw, &value))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn train(&mut self) -> Result<()> {
+        if Option::is_none(&self.trained) {
+            return Ok(());
+        }
+        let trained = self.trained.get_mut()?.take().unwrap_or_default();
+        for (index, (var, value)) in self.vars().iter().zip(&trained).enumerate() {
+            var.update_in_place(|raw| copy_into(raw, value))?;
+            if let Some(device) = &self.device {
+                device.follow(var, index);
+            }
+        }
+        for parameter in self.groups.iter_mut().flat_map(|group| &mut group.parameters) {
+            if let Some(master) = &mut parameter.master {
+                master.version = parameter.var.version();
+            }
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 mod gradient;
 mod step;
 mod transfer;
+mod whole;
 
 use std::sync::Arc;
 
@@ -17,8 +18,9 @@ use super::quant::BLOCK_SIZE;
 use super::rule::{Kernels, Rule, Settings, StateKind, StateSpec};
 use super::slots::Slots;
 use super::state::{Group, Master, Parameter, State, StateData};
-use step::{Groups, Member, STATE_BLOCK, Table};
+use step::{Groups, Known, Member, STATE_BLOCK, Table};
 use transfer::{host_zeros, overwrite, place_in, to_device};
+use whole::{Call, Extent, WholeTable};
 
 pub(super) use gradient::{Clip, LossScale, scale_gradients};
 
@@ -39,14 +41,33 @@ pub(super) struct OnDevice {
     places: Vec<Place>,
     /// The states of all variables that have the same kinds of states.
     layouts: Vec<Layout>,
-    tables: Vec<(usize, Arc<Table>)>,
+    tables: Vec<(usize, Arc<Work>)>,
+    /// f64 numbers that the steps of all variables share, if the optimizer has such.
+    shared: Option<Raw>,
+}
+
+/// The work of one launch.
+enum Work {
+    Pieces(Table),
+    Whole(WholeTable),
+}
+
+impl Work {
+    const fn known(&self) -> &Known {
+        match self {
+            Self::Pieces(table) => table.known(),
+            Self::Whole(table) => table.known(),
+        }
+    }
 }
 
 /// Where the states of a variable are.
 struct Place {
     layout: usize,
-    /// The first block of its states.
-    block: u32,
+    /// The first block of each of its states.
+    blocks: SmallVec<[u32; 4]>,
+    /// How many f32 its update needs besides.
+    scratch: usize,
     master: Option<DeviceMaster>,
 }
 
@@ -101,6 +122,15 @@ const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
 
+/// Blocks of the state of a variable of shape `dims`. States for each element, in whatever form, have the same blocks.
+fn blocks(kind: StateKind, dims: &[usize]) -> usize {
+    let elements = match kind {
+        StateKind::Float | StateKind::Codes | StateKind::Scales => dims.iter().product(),
+        StateKind::Rows | StateKind::Columns | StateKind::Every(_) => kind.dims(dims).iter().product::<usize>(),
+    };
+    elements.div_ceil(STATE_BLOCK)
+}
+
 fn kernels<R: Rule>() -> Result<Kernels<R::Config>> {
     R::KERNELS.ok_or_else(|| no_kernels(R::NAME))
 }
@@ -115,7 +145,8 @@ fn no_kernels(op: &'static str) -> Error {
 
 impl OnDevice {
     /// Brings the states of `groups` to the device of their variables: those that training or loading has made, zeros otherwise.
-    pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>]) -> Result<Self> {
+    /// `shared` are the numbers that the steps of all variables share.
+    pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>], shared: &[f64]) -> Result<Self> {
         let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
         let first = groups.first().and_then(|group| group.parameters.first());
         let device = first.ok_or_else(|| no_kernels(R::NAME))?.var.device().clone();
@@ -125,26 +156,37 @@ impl OnDevice {
             places: Vec::with_capacity(count),
             layouts: Vec::new(),
             tables: Vec::new(),
+            shared: None,
         };
-        let mut blocks: Vec<usize> = Vec::new();
+        if !shared.is_empty() {
+            made.shared = Some(Raw::from_slice(shared, shared.len(), &device)?);
+        }
+        // Of each state of each layout.
+        let mut ends: Vec<SmallVec<[usize; 4]>> = Vec::new();
         for group in groups.iter() {
             for parameter in &group.parameters {
-                let specs = R::states(&group.config, parameter.var.dims());
+                let dims = parameter.var.dims();
+                let specs = R::states(&group.config, dims);
                 let layout = made.layouts.iter().position(|layout| layout.specs == specs).unwrap_or_else(|| {
+                    ends.push(specs.iter().map(|_| 0).collect());
                     made.layouts.push(Layout { specs, buffers: Vec::new() });
-                    blocks.push(0);
                     made.layouts.len() - 1
                 });
-                let block = u32::try_from(blocks[layout])
-                    .map_err(|_| Error::argument(R::NAME, "the variables have more elements than kernels can count"))?;
-                blocks[layout] += parameter.var.elem_count().div_ceil(STATE_BLOCK);
-                made.places.push(Place { layout, block, master: None });
+                let mut first = SmallVec::new();
+                for (spec, end) in made.layouts[layout].specs.iter().zip(&mut ends[layout]) {
+                    first.push(u32::try_from(*end).map_err(|_| {
+                        Error::argument(R::NAME, "the variables have more elements than kernels can count")
+                    })?);
+                    *end += blocks(spec.kind, dims);
+                }
+                let scratch = if R::ELEMENTWISE { 0 } else { R::scratch(dims) };
+                made.places.push(Place { layout, blocks: first, scratch, master: None });
             }
         }
-        for (layout, blocks) in made.layouts.iter_mut().zip(blocks) {
-            for spec in &layout.specs {
+        for (layout, ends) in made.layouts.iter_mut().zip(ends) {
+            for (spec, end) in layout.specs.iter().zip(ends) {
                 let dtype = if spec.kind == StateKind::Codes { DType::U8 } else { DType::F32 };
-                layout.buffers.push(zeros(&[entries(spec.kind, blocks)], dtype, &device)?);
+                layout.buffers.push(zeros(&[entries(spec.kind, end)], dtype, &device)?);
             }
         }
         made.make_masters(groups, &device)?;
@@ -196,7 +238,7 @@ impl OnDevice {
                 }
                 let mut host = host_zeros(spec.kind, buffer.elem_count());
                 for (place, parameter) in &held {
-                    let start = entries(spec.kind, place.block as usize);
+                    let start = entries(spec.kind, place.blocks[number] as usize);
                     place_in(&mut host, &parameter.states[number].data, start);
                 }
                 overwrite(buffer, |part| to_device(&host, part, buffer.device()))?;
@@ -269,16 +311,13 @@ impl OnDevice {
         let runs = slots.runs(found.iter().map(|(index, _)| *index));
         let mut launches = Vec::new();
         for launch in self.launches(&vars, &slots, found)? {
-            launches.push((launch.layout, self.table(R::NAME, launch.layout, launch.members)?, launch.variables));
+            launches.push((launch.layout, self.work::<R>(&vars, &launch)?, launch.variables));
         }
         for run in runs {
             self.settings.prepare(R::NAME, kernels.prepare, run, norm.as_ref(), loss_scale)?;
         }
-        for (layout, table, variables) in launches {
-            let layout = &self.layouts[layout];
-            let kernel = if layout.has_codes() { kernels.step_8bit } else { Some(kernels.step) };
-            let kernel = kernel.ok_or_else(|| no_kernels(R::NAME))?;
-            step::step(R::NAME, kernel, &layout.buffers, &table, &self.settings, zero)?;
+        self.launch::<R>(&kernels, &launches, zero)?;
+        for (_, _, variables) in launches {
             for index in variables {
                 let var = vars[index];
                 match &self.places[index].master {
@@ -344,7 +383,8 @@ impl OnDevice {
             })?;
             // Parameters without a copy go with those that have one in bf16.
             let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
-            let member = Member { params, grads, copy, state: place.block, group };
+            let state = place.blocks.first().copied().unwrap_or(0);
+            let member = Member { params, grads, copy, state, group };
             let found = launches.iter().position(|launch| launch.key == key).unwrap_or_else(|| {
                 launches.push(Launch { key, layout: place.layout, members: Vec::new(), variables: Vec::new() });
                 launches.len() - 1
@@ -355,19 +395,103 @@ impl OnDevice {
         Ok(launches)
     }
 
-    /// The table of these members, made if it is new.
-    fn table(&mut self, op: &'static str, layout: usize, members: Vec<Member>) -> Result<Arc<Table>> {
-        for (known, table) in &self.tables {
-            if *known == layout && table.is_of(op, &members)? {
-                return Ok(table.clone());
+    /// Queues the kernels of a step.
+    fn launch<R: Rule>(
+        &self,
+        kernels: &Kernels<R::Config>,
+        launches: &[(usize, Arc<Work>, Vec<usize>)],
+        zero: bool,
+    ) -> Result<()> {
+        let before = kernels.before.iter().map(|&(kernel, is_single)| (kernel, is_single, false));
+        for (kernel, is_single, is_step) in before.chain([(kernels.step, false, true)]) {
+            for (number, (layout, work, _)) in launches.iter().enumerate() {
+                let layout = &self.layouts[*layout];
+                match &**work {
+                    Work::Pieces(table) => {
+                        let kernel = if layout.has_codes() { kernels.step_8bit } else { Some(kernel) };
+                        let kernel = kernel.ok_or_else(|| no_kernels(R::NAME))?;
+                        step::step(R::NAME, kernel, &layout.buffers, table, &self.settings, zero)?;
+                    }
+                    Work::Whole(table) => {
+                        let (is_first, is_last) = (number == 0, number + 1 == launches.len());
+                        let call = Call { kernel, is_single, zero_grads: zero && is_step, is_first, is_last };
+                        whole::launch(R::NAME, call, &layout.buffers, table, &self.settings, self.shared.as_ref())?;
+                    }
+                }
             }
         }
-        let table = Arc::new(Table::new(op, members, self.layouts[layout].has_codes())?);
+        Ok(())
+    }
+
+    /// The work of a launch, made if it is new.
+    fn work<R: Rule>(&mut self, vars: &[&Var], launch: &Launch) -> Result<Arc<Work>> {
+        for (known, work) in &self.tables {
+            if *known == launch.layout && work.known().is_of(R::NAME, &launch.members)? {
+                return Ok(work.clone());
+            }
+        }
+        let known = Known::new(R::NAME, launch.members.clone())?;
+        let work = if R::ELEMENTWISE {
+            Work::Pieces(Table::new(R::NAME, known, self.layouts[launch.layout].has_codes())?)
+        } else {
+            let extent = |&index: &usize| {
+                let place = &self.places[index];
+                Extent { dims: vars[index].dims().to_vec(), states: place.blocks.to_vec(), scratch: place.scratch }
+            };
+            Work::Whole(WholeTable::new(R::NAME, known, &launch.variables.iter().map(extent).collect::<Vec<_>>())?)
+        };
+        let work = Arc::new(work);
         if self.tables.len() == TABLES {
             self.tables.remove(0);
         }
-        self.tables.push((layout, table.clone()));
-        Ok(table)
+        self.tables.push((launch.layout, work.clone()));
+        Ok(work)
+    }
+
+    /// The numbers that the steps of all variables share; waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub(super) fn shared(&self) -> Result<Vec<f64>> {
+        self.shared.as_ref().map_or_else(|| Ok(Vec::new()), to_vec::<f64>)
+    }
+
+    /// Replaces those numbers; captured steps go on with the new ones.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub(super) fn set_shared(&self, numbers: &[f64]) -> Result<()> {
+        let Some(shared) = &self.shared else { return Ok(()) };
+        copy_into(shared, &Raw::from_slice(numbers, numbers.len(), shared.device())?)
+    }
+
+    /// The steps that each variable has taken; waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub(super) fn steps(&self) -> Result<Vec<u64>> {
+        let (steps, slots) = (self.settings.steps()?, self.slots.get());
+        Ok(slots.of.iter().map(|&slot| steps[slot]).collect())
+    }
+
+    /// A state in f32 of variable number `index`, without a copy, and its f32 values where the variable is shorter.
+    ///
+    /// # Errors
+    /// None that a caller could cause.
+    pub(super) fn state(&self, var: &Var, index: usize, state: usize) -> Result<(Raw, Option<Raw>)> {
+        let place = &self.places[index];
+        let (spec, buffer) = (self.layouts[place.layout].specs[state], &self.layouts[place.layout].buffers[state]);
+        let dims = spec.kind.dims(var.dims());
+        let start = entries(spec.kind, place.blocks[state] as usize);
+        let part = buffer.narrow(0, start, dims.iter().product())?.reshape(dims)?;
+        Ok((part, place.master.as_ref().map(|master| master.values.clone())))
+    }
+
+    /// The value of variable number `index` is again that of its f32 values.
+    pub(super) fn follow(&self, var: &Var, index: usize) {
+        if let Some(master) = &self.places[index].master {
+            var.set_followed_by(&master.follower);
+        }
     }
 
     /// The variables with their states, on the host. Waits for the device.
@@ -387,8 +511,9 @@ impl OnDevice {
             let step = if var.elem_count() > 0 { steps[slot] } else { 0 };
             let mut copy = Parameter { step, ..Parameter::new(var.clone()) };
             if copy.step > 0 {
-                for (&spec, buffer) in self.layouts[place.layout].specs.iter().zip(&layouts[place.layout]) {
-                    let start = entries(spec.kind, place.block as usize);
+                let specs = self.layouts[place.layout].specs.iter().zip(&place.blocks);
+                for ((&spec, &block), buffer) in specs.zip(&layouts[place.layout]) {
+                    let start = entries(spec.kind, block as usize);
                     let part = start..start + spec.kind.dims(var.dims()).iter().product::<usize>();
                     let data = match buffer {
                         StateData::F32(data) => StateData::F32(data[part].to_vec()),

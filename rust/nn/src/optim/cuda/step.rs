@@ -99,8 +99,13 @@ impl Groups {
     }
 
     /// The coefficients of a group and of those after it.
-    fn coefficients_from(&self, op: &'static str, group: usize) -> Result<Const> {
+    pub(super) fn coefficients_from(&self, op: &'static str, group: usize) -> Result<Const> {
         Ok(input(op, &self.coefficients)?.behind(group * size_of::<Coefficients>()))
+    }
+
+    /// The settings of a group and of those after it.
+    pub(super) fn settings_from(&self, op: &'static str, group: usize) -> Result<Const> {
+        Ok(input(op, &self.settings)?.behind(group * size_of::<Settings>()))
     }
 
     /// The steps that each group has taken; waits for the device. Groups that were never configured have any number.
@@ -143,28 +148,26 @@ struct Place {
     group: u16,
 }
 
-/// The work of one launch: pieces of variables, in device memory.
-pub struct Table {
+/// The variables of one launch.
+pub struct Known {
     places: Vec<Place>,
-    pieces: Raw,
-    segments: Raw,
-    count: usize,
-    dtypes: &'static [&'static str],
+    pub(super) dtypes: &'static [&'static str],
     /// The first group, which the others are counted from.
-    first_group: u16,
+    pub(super) first_group: u16,
     /// What the addresses are those of.
-    _members: Vec<Member>,
+    pub(super) members: Vec<Member>,
 }
 
-impl Table {
-    /// The pieces of `members`, which have at least one element together. Their gradients have one dtype, and so have their copies.
+impl Known {
+    /// Of `members`, which have at least one element together. Their gradients have one dtype, and so have their copies.
     ///
     /// # Errors
     /// [`Error::DType`] if there is no kernel for the dtypes, [`Error::Argument`] while a graph is captured: tables are
     /// made by a step before it.
-    pub fn new(op: &'static str, members: Vec<Member>, has_8bit_states: bool) -> Result<Self> {
-        let Some(first) = members.first() else { return Err(Error::argument(op, "found no variables")) };
-        let gpu = Gpu::of(op, &first.params)?;
+    pub fn new(op: &'static str, members: Vec<Member>) -> Result<Self> {
+        if members.is_empty() {
+            return Err(Error::argument(op, "found no variables"));
+        }
         if capture::is_capturing() {
             let message = "this step updates other variables than that of the first call; a captured function must do the same in \
                            each call";
@@ -173,19 +176,15 @@ impl Table {
         let dtypes = suffixes(op, &members)?;
         let places = members.iter().map(|member| place(op, member)).collect::<Result<Vec<_>>>()?;
         let first_group = members.iter().map(|member| member.group).min().unwrap_or(0);
-        let grad_size = first.grads.dtype().size_in_bytes();
-        let longest = if has_8bit_states { STATE_BLOCK } else { LONGEST };
-        let work = Work::cut(&places, [4, grad_size, 2], longest, first_group);
-        let device = Device::Cuda(gpu.device().clone());
-        let words: Vec<u32> = work.pieces.iter().flat_map(words).collect();
-        let addresses: Vec<i64> = work.segments.iter().flat_map(addresses).map(|address| address as i64).collect();
-        let (count, sizes) = (work.pieces.len(), [words.len(), addresses.len()]);
-        let segments = Raw::from_vec(addresses, sizes[1], &device)?;
-        let pieces = Raw::from_vec(words, sizes[0], &device)?;
-        Ok(Self { places, pieces, segments, count, dtypes, first_group, _members: members })
+        Ok(Self { places, dtypes, first_group, members })
     }
 
-    /// Whether the table is of these members.
+    /// The addresses of parameters, gradients and (or 0) copy, and the group counted from the first, of each variable.
+    pub fn addresses(&self) -> impl Iterator<Item = ([Address; 3], u16)> {
+        self.places.iter().map(|place| (place.addresses, place.group - self.first_group))
+    }
+
+    /// Whether these are the same members.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -199,6 +198,39 @@ impl Table {
             }
         }
         Ok(true)
+    }
+}
+
+/// The work of one launch: pieces of variables, in device memory.
+pub struct Table {
+    known: Known,
+    pieces: Raw,
+    segments: Raw,
+    count: usize,
+}
+
+impl Table {
+    /// The pieces of variables.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the device is full.
+    pub fn new(op: &'static str, known: Known, has_8bit_states: bool) -> Result<Self> {
+        let first = &known.members[0];
+        let device = Device::Cuda(Gpu::of(op, &first.params)?.device().clone());
+        let grad_size = first.grads.dtype().size_in_bytes();
+        let longest = if has_8bit_states { STATE_BLOCK } else { LONGEST };
+        let work = Work::cut(&known.places, [4, grad_size, 2], longest, known.first_group);
+        let words: Vec<u32> = work.pieces.iter().flat_map(words).collect();
+        let addresses: Vec<i64> = work.segments.iter().flat_map(addresses).map(|address| address as i64).collect();
+        let (count, sizes) = (work.pieces.len(), [words.len(), addresses.len()]);
+        let segments = Raw::from_vec(addresses, sizes[1], &device)?;
+        let pieces = Raw::from_vec(words, sizes[0], &device)?;
+        Ok(Self { known, pieces, segments, count })
+    }
+
+    /// The variables.
+    pub const fn known(&self) -> &Known {
+        &self.known
     }
 }
 
@@ -306,7 +338,7 @@ pub fn step(
 ) -> Result<()> {
     let gpu = Gpu::of(op, &table.pieces)?;
     let (pieces, segments) = (input(op, &table.pieces)?, input(op, &table.segments)?);
-    let coefficients = groups.coefficients_from(op, usize::from(table.first_group))?;
+    let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
     let zero_grads = u32::from(zero_grads);
     let state = |index: usize| optional_output(op, states.get(index));
     // SAFETY: the coefficients are of all groups of the table, and its pieces are in the states.
@@ -317,12 +349,12 @@ pub fn step(
             let arguments =
                 Adam8bitStep { pieces, count, segments, coefficients, zero_grads, codes1, scales1, codes2, scales2 };
             let shape = shape_8bit(op, gpu, table.count)?;
-            gpu.named(kernel, "_step", table.dtypes)?.launch(op, gpu, shape, arguments)
+            gpu.named(kernel, "_step", table.known.dtypes)?.launch(op, gpu, shape, arguments)
         } else {
             let (state1, state2, state3) = (state(0)?, state(1)?, state(2)?);
             let arguments = AdamStep { pieces, segments, coefficients, zero_grads, state1, state2, state3 };
             let shape = Shape::linear(op, table.count, 256)?;
-            gpu.named(kernel, "_step", table.dtypes)?.launch(op, gpu, shape, arguments)
+            gpu.named(kernel, "_step", table.known.dtypes)?.launch(op, gpu, shape, arguments)
         }
     }
 }

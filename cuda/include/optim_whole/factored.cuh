@@ -1,0 +1,176 @@
+// Adafactor and CAME: second moments of matrices from those of their rows and columns; see the host's adafactor.rs and came.rs.
+#pragma once
+
+#include "elements.cuh"
+
+// The matrices of a variable, one after the other; the moments of their rows and of their columns likewise.
+struct Matrices {
+    uint32_t height, width;
+    uint64_t number, rows, columns; // of all matrices
+
+    __device__ __forceinline__ explicit Matrices(const Whole &of) : height(of.rows), width(of.columns) {
+        number = of.count / (static_cast<uint64_t>(height) * width);
+        rows = number * height;
+        columns = number * width;
+    }
+
+    __device__ __forceinline__ uint64_t row(uint64_t element) const { return element / width; }
+    __device__ __forceinline__ uint64_t column(uint64_t element) const {
+        return row(element) / height * width + element % width;
+    }
+    __device__ __forceinline__ uint64_t matrix(uint64_t row) const { return row / height; }
+};
+
+// row_of(row, mean of value(i) over it) and column_of(column, mean of value(i) over it) for every row and column, then
+// `mean_rows` [number of matrices]: the mean of `rows` over those of each matrix.
+template <typename V, typename R, typename S>
+static __device__ __forceinline__ void
+moments(const Matrices &in, V value, R row_of, S column_of, const float *rows, float *mean_rows) {
+    const uint32_t lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    for (uint64_t row = threadIdx.x / WARP; row < in.rows; row += warps) {
+        double sum = 0.0;
+        for (uint32_t j = lane; j < in.width; j += WARP) sum += value(row * in.width + j);
+        sum = warp_sum(sum);
+        if (lane == 0) row_of(row, sum / in.width);
+    }
+    if (in.number == 1 && in.width <= WHOLE_THREADS / 2) {
+        // Several threads share a column.
+        __shared__ double parts[WHOLE_THREADS];
+        const uint32_t sharers = WHOLE_THREADS / in.width, column = threadIdx.x % in.width;
+        double sum = 0.0;
+        for (uint32_t i = threadIdx.x / in.width; i < in.height && threadIdx.x < sharers * in.width; i += sharers) {
+            sum += value(static_cast<uint64_t>(i) * in.width + column);
+        }
+        parts[threadIdx.x] = sum;
+        __syncthreads();
+        if (threadIdx.x < in.width) {
+            for (uint32_t k = 1; k < sharers; ++k) sum += parts[k * in.width + column];
+            column_of(column, sum / in.height);
+        }
+    } else {
+        for (uint64_t column = threadIdx.x; column < in.columns; column += blockDim.x) {
+            const uint64_t start = column / in.width * in.height * in.width + column % in.width;
+            double sum = 0.0;
+            for (uint32_t i = 0; i < in.height; ++i) sum += value(start + static_cast<uint64_t>(i) * in.width);
+            column_of(column, sum / in.height);
+        }
+    }
+    __syncthreads();
+    for (uint64_t matrix = threadIdx.x / WARP; matrix < in.number; matrix += warps) {
+        double sum = 0.0;
+        for (uint32_t i = lane; i < in.height; i += WARP) sum += rows[matrix * in.height + i];
+        sum = warp_sum(sum);
+        if (lane == 0) mean_rows[matrix] = static_cast<float>(sum / in.height);
+    }
+    __syncthreads();
+}
+
+// `a` moved by `weight` of the way to `b`, which it reaches exactly.
+static __device__ __forceinline__ float lerp(float a, float b, float weight) {
+    return weight < 0.5f ? a + weight * (b - a) : b - (1.0f - weight) * (b - a);
+}
+
+// As torch.optim.Adafactor. more: beta2_decay, least root of the second moment, least size of a parameter, d.
+//   A vector has the state `variance`, a matrix those of rows and columns; scratch [number of matrices].
+template <typename G, typename C>
+static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &at = by.at;
+    const uint64_t count = of.of.count;
+    const double step = static_cast<double>(at.step), eps = at.more[1];
+    const float weight = static_cast<float>(pow(step, at.more[0]));
+    const float least = static_cast<float>(eps * eps);
+    const double squares = sum_over(count, [&](uint64_t i) { return static_cast<double>(of.param(i)) * of.param(i); });
+    const double size = fmax(sqrt(squares / count), at.more[2]);
+    const bool is_matrix = states[1] != nullptr;
+    float *const rows = of.state(states[0], 0);
+    float *const columns = is_matrix ? of.state(states[1], 1) : nullptr;
+    const Matrices in(of.of);
+    float *const means = of.of.scratch;
+    if (is_matrix) {
+        const auto square = [&](uint64_t i) { return static_cast<double>(of.grad(i)) * of.grad(i); };
+        const auto row_of = [&](uint64_t row, double mean) { rows[row] = lerp(rows[row], static_cast<float>(mean), weight); };
+        const auto column_of = [&](uint64_t column, double mean) {
+            columns[column] = lerp(columns[column], static_cast<float>(mean), weight);
+        };
+        moments(in, square, row_of, column_of, rows, means);
+    } else {
+        for_each(count, [&](uint64_t i) { rows[i] = lerp(rows[i], of.grad(i) * of.grad(i), weight); });
+    }
+    const auto direction = [&](uint64_t i) {
+        float moment = 0.0f;
+        if (is_matrix) {
+            const uint64_t row = in.row(i);
+            moment = rows[row] * columns[in.column(i)] / fmaxf(means[in.matrix(row)], static_cast<float>(eps));
+        } else {
+            moment = rows[i];
+        }
+        return of.grad(i) / sqrtf(fmaxf(moment, least));
+    };
+    const double sum = sum_over(count, [&](uint64_t i) { return static_cast<double>(direction(i)) * direction(i); });
+    const double clip = fmax(sqrt(sum / count) / at.more[3], 1.0);
+    const float decay = static_cast<float>(1.0 - at.lr * at.weight_decay);
+    const float step_size = static_cast<float>(size * fmin(at.lr, 1.0 / sqrt(step)) / clip);
+    for_each(count, [&](uint64_t i) {
+        of.set(i, of.param(i) * decay - step_size * direction(i));
+        of.clear(i);
+    });
+}
+
+// As came_pytorch.CAME. more: the second eps, clip_threshold, the third beta; `eps` is the first.
+//   A vector has the states `exp_avg` and `exp_avg_sq`, a matrix five; scratch [2][number of matrices].
+template <typename G, typename C>
+static __device__ __forceinline__ void came(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &at = by.at;
+    const uint64_t count = of.of.count;
+    const bool is_matrix = states[2] != nullptr;
+    const Matrices in(of.of);
+    float *const mean = of.state(states[0], 0);
+    float *const rows = of.state(states[1], 1);
+    float *const columns = is_matrix ? of.state(states[2], 2) : nullptr;
+    float *const means = of.of.scratch;
+    const auto keep = [](double beta) { return make_float2(static_cast<float>(beta), static_cast<float>(1.0 - beta)); };
+    const float2 first = keep(at.beta1), second = keep(at.beta2), third = keep(at.more[2]);
+    const float eps1 = static_cast<float>(at.eps), eps2 = static_cast<float>(at.more[0]);
+    const auto decay = [](float &average, double value, float2 by) { average = average * by.x + by.y * static_cast<float>(value); };
+    const auto square = [&](uint64_t i) { return of.grad(i) * of.grad(i) + eps1; };
+    if (is_matrix) {
+        const auto row_of = [&](uint64_t row, double x) { decay(rows[row], x, second); };
+        const auto column_of = [&](uint64_t column, double x) { decay(columns[column], x, second); };
+        moments(in, square, row_of, column_of, rows, means);
+    } else {
+        for_each(count, [&](uint64_t i) { decay(rows[i], square(i), second); });
+    }
+    const auto raw = [&](uint64_t i) {
+        if (!is_matrix) return of.grad(i) / sqrtf(rows[i]);
+        const uint64_t row = in.row(i);
+        return of.grad(i) * (1.0f / sqrtf(rows[row] / means[in.matrix(row)])) * (1.0f / sqrtf(columns[in.column(i)]));
+    };
+    const double sum = sum_over(count, [&](uint64_t i) { return static_cast<double>(raw(i)) * raw(i); });
+    const float clip = static_cast<float>(1.0 / fmax(sqrt(sum / count) / at.more[1], 1.0));
+    for_each(count, [&](uint64_t i) { decay(mean[i], raw(i) * clip, first); });
+    const float kept = static_cast<float>(1.0 - at.lr * at.weight_decay), lr = static_cast<float>(at.lr);
+    if (!is_matrix) {
+        for_each(count, [&](uint64_t i) {
+            of.set(i, of.param(i) * kept - lr * mean[i]);
+            of.clear(i);
+        });
+        return;
+    }
+    float *const row_doubts = of.state(states[3], 3);
+    float *const column_doubts = of.state(states[4], 4);
+    float *const doubts = means + in.number;
+    const auto difference = [&](uint64_t i) {
+        const float x = raw(i) * clip - mean[i];
+        return x * x + eps2;
+    };
+    const auto row_of = [&](uint64_t row, double x) { decay(row_doubts[row], x, third); };
+    const auto column_of = [&](uint64_t column, double x) { decay(column_doubts[column], x, third); };
+    moments(in, difference, row_of, column_of, row_doubts, doubts);
+    for_each(count, [&](uint64_t i) {
+        const uint64_t row = in.row(i);
+        const float trust = 1.0f / sqrtf(row_doubts[row] / doubts[in.matrix(row)]) * (1.0f / sqrtf(column_doubts[in.column(i)]));
+        of.set(i, of.param(i) * kept - lr * (trust * mean[i]));
+        of.clear(i);
+    });
+}
+

@@ -1,0 +1,88 @@
+// Prodigy, in three kernels: the moments of every variable with its share of the estimate, the estimate, the parameters; see the host's
+// prodigy.rs.
+#pragma once
+
+#include "elements.cuh"
+
+// more: beta3 and the rest of the hyper-parameters.
+enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, SAFEGUARD };
+
+// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept; then the sums of a step and whether it has
+// any.
+enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, IS_TAKEN };
+
+static __device__ __forceinline__ double prodigy_rate(const Settings &at, const double *shared) {
+    double correction = 1.0;
+    if (at.more[CORRECT] != 0.0) {
+        const double step = shared[STEPS] + 1.0;
+        correction = sqrt(1.0 - pow(at.beta2, step)) / (1.0 - pow(at.beta1, step));
+    }
+    return shared[D] * at.lr * correction;
+}
+
+// Moments and sums: s and p0 of every SLICE-th element, v and (unless the first beta is 0) m of all. scratch: two f64, the sums.
+template <typename G, typename C>
+static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &at = by.at;
+    double *const sums = reinterpret_cast<double *>(of.of.scratch);
+    const double d = by.shared[D], rate = prodigy_rate(at, by.shared);
+    const float l2 = at.more[DECOUPLE] != 0.0 ? 0.0f : static_cast<float>(at.weight_decay);
+    const uint64_t every = static_cast<uint64_t>(at.more[SLICE]), sampled = (of.of.count + every - 1) / every;
+    float *const s = of.state(states[0], 0), *const start = of.state(states[1], 1), *const square = of.state(states[2], 2);
+    if (at.step == 1) for_each(sampled, [&](uint64_t k) { start[k] = of.param(k * every); });
+    // Such a variable stays as it is.
+    if (at.lr == 0.0) {
+        if (threadIdx.x == 0) sums[0] = sums[1] = 0.0;
+        return;
+    }
+    const float beta3 = static_cast<float>(at.more[BETA3]);
+    const float gain3 = static_cast<float>(d / at.more[D0] * (at.more[SAFEGUARD] != 0.0 ? d : rate));
+    double progress = 0.0, distance = 0.0;
+    for (uint64_t k = threadIdx.x; k < sampled; k += blockDim.x) {
+        const uint64_t i = k * every;
+        const float p = of.param(i), g = of.grad(i) + l2 * p;
+        progress += g * (start[k] - p);
+        s[k] = beta3 * s[k] + gain3 * g;
+        distance += fabsf(s[k]);
+    }
+    __shared__ double warps[WARP];
+    progress = block_sum(progress, warps);
+    distance = block_sum(distance, warps);
+    if (threadIdx.x == 0) {
+        sums[0] = rate * progress;
+        sums[1] = distance;
+    }
+    const float beta2 = static_cast<float>(at.beta2), gain2 = static_cast<float>(d * d * (1.0 - at.beta2));
+    const float beta1 = static_cast<float>(at.beta1), gain1 = static_cast<float>(d * (1.0 - at.beta1));
+    float *const mean = states[3] == nullptr ? nullptr : of.state(states[3], 3);
+    for_each(of.of.count, [&](uint64_t i) {
+        const float g = of.grad(i) + l2 * of.param(i);
+        square[i] = beta2 * square[i] + gain2 * g * g;
+        if (mean != nullptr) mean[i] = beta1 * mean[i] + gain1 * g;
+    });
+}
+
+// The parameters, unless no gradient says anything.
+template <typename G, typename C>
+static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
+    const Settings &at = by.at;
+    if (at.lr == 0.0 || by.shared[IS_TAKEN] == 0.0) {
+        for_each(of.of.count, [&](uint64_t i) { of.clear(i); });
+        return;
+    }
+    // The estimate that the step size is made of is that before this step; `STEPS` has counted it already.
+    const double rate = by.shared[IS_TAKEN], d = by.shared[D];
+    const bool decouples = at.more[DECOUPLE] != 0.0;
+    const float lost = decouples ? static_cast<float>(at.weight_decay * rate) : 0.0f;
+    const float l2 = decouples ? 0.0f : static_cast<float>(at.weight_decay);
+    const float step_size = static_cast<float>(rate), eps = static_cast<float>(d * at.eps), scale = static_cast<float>(d);
+    const float *const square = of.state(states[2], 2);
+    const float *const mean = states[3] == nullptr ? nullptr : of.state(states[3], 3);
+    for_each(of.of.count, [&](uint64_t i) {
+        const float p = of.param(i);
+        const float direction = mean != nullptr ? mean[i] : scale * (of.grad(i) + l2 * p);
+        of.set(i, p - lost * p - step_size * direction / (sqrtf(square[i]) + eps));
+        of.clear(i);
+    });
+}
+

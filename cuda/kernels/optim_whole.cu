@@ -1,0 +1,77 @@
+// Optimizers whose update of an element depends on other elements of its variable; include/optim_whole has their arithmetic.
+#include "optim_whole/factored.cuh"
+#include "optim_whole/muon.cuh"
+#include "optim_whole/prodigy.cuh"
+#include "optim_whole/schedule_free.cuh"
+
+// Begins a kernel over whole variables: `elements` and `step` of this block's variable, or clears the gradients and returns if the step is
+// skipped; `flags` has bit 0 set if gradients are to be cleared.
+#define WHOLE_VARIABLE(G, C)                                                                                           \
+    const Whole &variable = variables[blockIdx.x];                                                                     \
+    const WholeStep step{settings[variable.group], coefficients[variable.group], shared};                              \
+    const Elements<G, C> elements(variable, step.with.gain, flags & 1u);                                               \
+    if (step.with.skip) {                                                                                              \
+        if (flags & 1u) for_each(variable.count, [&](uint64_t i) { static_cast<G *>(variable.grads)[i] = narrow<G>(0.0f); }); \
+        return;                                                                                                        \
+    }
+
+// <optimizer>_<part>_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16, all with the same
+// arguments: BODY<gradient, copy>(elements, step, states).
+//   variables [count]; settings, coefficients: as the variables say; shared: see the kernel, or null;
+//   flags: bit 0 if gradients are to be cleared, bit 1 in the first launch of a step, bit 2 in the last;
+//   states f32: as the variables say, zeros before the first step, null where the optimizer has fewer.
+// Grid: the number of variables; block: 512; no dynamic shared memory.
+#define WHOLE_ARGUMENTS                                                                                                \
+    const Whole *variables, uint32_t count, const Settings *settings, const Coefficients *coefficients, double *shared,   \
+        uint32_t flags, float *state1, float *state2, float *state3, float *state4, float *state5
+#define DEFINE_WHOLE(NAME, BODY, suffix, G, C)                                                                         \
+    extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) NAME##_##suffix(WHOLE_ARGUMENTS) {                     \
+        WHOLE_VARIABLE(G, C)                                                                                           \
+        float *const states[5] = {state1, state2, state3, state4, state5};                                             \
+        BODY(elements, step, states);                                                                                  \
+    }
+#define DEFINE_STEPS(suffix, G, C)                                                                                     \
+    DEFINE_WHOLE(adafactor_step, adafactor, suffix, G, C)                                                              \
+    DEFINE_WHOLE(came_step, came, suffix, G, C)                                                                        \
+    DEFINE_WHOLE(muon_step, muon, suffix, G, C)                                                                        \
+    DEFINE_WHOLE(schedule_free_step, schedule_free, suffix, G, C)                                                      \
+    DEFINE_WHOLE(prodigy_observe, prodigy_observe, suffix, G, C)                                                       \
+    DEFINE_WHOLE(prodigy_step, prodigy_apply, suffix, G, C)
+FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
+
+// The estimate, from the sums of `count` variables and those of the launches before in the same step; the last launch of a step sets
+// it.
+//   Arguments as above; shared f64 [7].
+// Grid: 1; block: 512; no dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) prodigy_estimate(WHOLE_ARGUMENTS) {
+    if (coefficients[variables[0].group].skip) return;
+    const auto sums = [&](uint64_t k) { return reinterpret_cast<const double *>(variables[k].scratch); };
+    const double progress = sum_over(count, [&](uint64_t k) { return sums(k)[0]; });
+    const double distance = sum_over(count, [&](uint64_t k) { return sums(k)[1]; });
+    if (threadIdx.x != 0) return;
+    // All groups that take part have the same learning rate, the others 0.
+    double rate = 0.0;
+    for (uint32_t k = 0; k < count && rate == 0.0; ++k) rate = prodigy_rate(settings[variables[k].group], shared);
+    const bool is_first = flags & 2u, is_last = flags & 4u;
+    const double all_progress = progress + (is_first ? 0.0 : shared[PROGRESS]);
+    const double all_distance = distance + (is_first ? 0.0 : shared[DISTANCE]);
+    const double any_rate = is_first || rate != 0.0 ? rate : shared[IS_TAKEN];
+    shared[PROGRESS] = all_progress;
+    shared[DISTANCE] = all_distance;
+    shared[IS_TAKEN] = any_rate;
+    if (!is_last) return;
+    if (all_distance == 0.0) {
+        shared[IS_TAKEN] = 0.0;
+        return;
+    }
+    const Settings &at = settings[variables[0].group];
+    const double d0 = at.more[D0];
+    double d = shared[D];
+    const double numerator = shared[NUMERATOR] * at.more[BETA3] + d / d0 * all_progress;
+    const double estimate = at.more[D_COEF] * numerator / all_distance;
+    if (d == d0) d = fmax(d, estimate);
+    shared[D_MAX] = fmax(shared[D_MAX], estimate);
+    shared[D] = fmin(shared[D_MAX], d * at.more[GROWTH_RATE]);
+    shared[NUMERATOR] = numerator;
+    shared[STEPS] += 1.0;
+}

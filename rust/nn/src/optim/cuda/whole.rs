@@ -1,0 +1,176 @@
+//! Steps of optimizers that see a whole variable: one block of threads for each.
+
+use candle_core::{DType, Device};
+use trainable_candle_core::cuda::Gpu;
+use trainable_candle_core::cuda::launch::{Shape, address, count32, empty, input, optional_output};
+use trainable_candle_core::{Error, Raw, Result};
+use trainable_candle_cuda::kernels::optim_whole::AdafactorStep;
+use trainable_candle_cuda::structs::{Address, Whole};
+
+use super::step::{Groups, Known};
+
+/// The threads of a block: WHOLE_THREADS of the kernels.
+const THREADS: usize = 512;
+
+/// What a kernel needs to know of a variable besides its addresses.
+#[derive(Clone, Debug)]
+pub struct Extent {
+    /// Its shape.
+    pub dims: Vec<usize>,
+    /// Where each of its states begins, in units of [`STATE_BLOCK`](super::step::STATE_BLOCK).
+    pub states: Vec<u32>,
+    /// How many f32 its update needs besides.
+    pub scratch: usize,
+}
+
+/// The variables of one launch, in device memory.
+pub struct WholeTable {
+    known: Known,
+    variables: Raw,
+    count: usize,
+    /// What the update of each variable needs besides the states.
+    _scratch: Raw,
+}
+
+impl WholeTable {
+    /// Of variables of these extents.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a variable is too large, [`Error::OutOfMemory`] if the device is full.
+    pub fn new(op: &'static str, known: Known, extents: &[Extent]) -> Result<Self> {
+        /// f32, so that each variable's begins at a multiple of 256 bytes.
+        const ALIGNMENT: usize = 64;
+        let gpu = Gpu::of(op, &known.members[0].params)?;
+        let sizes = extents.iter().map(|extent| extent.scratch.next_multiple_of(ALIGNMENT));
+        let scratch = empty(op, gpu, &[sizes.clone().sum::<usize>().max(1)], DType::F32)?;
+        let (mut at, mut words) = (address(op, &scratch)?, Vec::new());
+        for (((addresses, group), extent), size) in known.addresses().zip(extents).zip(sizes) {
+            words.extend(self::words(&whole(op, addresses, group, extent, at)?));
+            at += (size * size_of::<f32>()) as Address;
+        }
+        let (count, len) = (extents.len(), words.len());
+        let variables = Raw::from_vec(words, len, &Device::Cuda(gpu.device().clone()))?;
+        Ok(Self { known, variables, count, _scratch: scratch })
+    }
+
+    /// The variables.
+    pub const fn known(&self) -> &Known {
+        &self.known
+    }
+}
+
+fn whole(
+    op: &'static str,
+    [params, grads, copy]: [Address; 3],
+    group: u16,
+    extent: &Extent,
+    scratch: Address,
+) -> Result<Whole> {
+    let dims = &extent.dims;
+    let size = |place: Option<usize>| count32(op, place.and_then(|place| dims.get(place)).copied().unwrap_or(1));
+    let mut states = [0; 5];
+    for (to, &state) in states.iter_mut().zip(&extent.states) {
+        *to = state;
+    }
+    Ok(Whole {
+        params,
+        grads,
+        copy,
+        scratch,
+        count: dims.iter().product::<usize>() as u64,
+        first: size(Some(0))?,
+        rows: size(dims.len().checked_sub(2))?,
+        columns: size(dims.len().checked_sub(1))?,
+        group: group.into(),
+        states,
+        unused: 0,
+    })
+}
+
+/// A variable in memory, which is in the order of its fields.
+fn words(whole: &Whole) -> [u32; 20] {
+    let Whole { params, grads, copy, scratch, count, first, rows, columns, group, states, unused } = *whole;
+    let mut words = [0; 20];
+    for (pair, long) in words.chunks_exact_mut(2).zip([params, grads, copy, scratch, count]) {
+        (pair[0], pair[1]) = (long as u32, (long >> 32) as u32);
+    }
+    words[10..14].copy_from_slice(&[first, rows, columns, group]);
+    words[14..19].copy_from_slice(&states);
+    words[19] = unused;
+    words
+}
+
+/// What a kernel does in a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Call {
+    /// The kernel's name, without the dtypes.
+    pub kernel: &'static str,
+    /// One block for all variables, whatever their dtypes, instead of one for each.
+    pub is_single: bool,
+    /// Clear the gradients.
+    pub zero_grads: bool,
+    /// The first of the step's launches of this kernel.
+    pub is_first: bool,
+    /// The last one.
+    pub is_last: bool,
+}
+
+/// Launches a kernel over the variables of `table`, after the last [`Groups::prepare`] of their groups. `states` are f32; `shared` is what
+/// the optimizer's variables have in common (f64).
+///
+/// # Errors
+/// [`Error::Device`] if the states are on another device, or there is no such kernel.
+pub fn launch(
+    op: &'static str,
+    call: Call,
+    states: &[Raw],
+    table: &WholeTable,
+    groups: &Groups,
+    shared: Option<&Raw>,
+) -> Result<()> {
+    let gpu = Gpu::of(op, &table.variables)?;
+    let first = usize::from(table.known.first_group);
+    let state = |index: usize| optional_output(op, states.get(index));
+    if states.len() > 5 {
+        return Err(Error::argument(op, "a kernel takes at most five states"));
+    }
+    let arguments = AdafactorStep {
+        variables: input(op, &table.variables)?,
+        count: count32(op, table.count)?,
+        settings: groups.settings_from(op, first)?,
+        coefficients: groups.coefficients_from(op, first)?,
+        shared: optional_output(op, shared)?,
+        flags: u32::from(call.zero_grads) | u32::from(call.is_first) << 1 | u32::from(call.is_last) << 2,
+        state1: state(0)?,
+        state2: state(1)?,
+        state3: state(2)?,
+        state4: state(3)?,
+        state5: state(4)?,
+    };
+    let (blocks, dtypes) = if call.is_single { (1, &[][..]) } else { (table.count, table.known.dtypes) };
+    let shape = Shape::linear(op, blocks, THREADS)?;
+    // SAFETY: settings and coefficients are of all groups of the table, whose variables are in the states.
+    unsafe { gpu.named(call.kernel, "", dtypes)?.launch(op, gpu, shape, arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_lie_as_the_structure_does() {
+        let extent = Extent { dims: vec![2, 3, 5, 7], states: vec![1 << 31, 9, 11, 13, 17], scratch: 0 };
+        let whole = whole("test", [1 << 40 | 1, 2, 3 << 33], 19, &extent, 23).unwrap();
+        // SAFETY: the structure has no padding.
+        let bytes: [u32; 20] = unsafe { std::mem::transmute(whole) };
+        assert_eq!(words(&whole), bytes);
+        assert_eq!((whole.count, whole.first, whole.rows, whole.columns), (210, 2, 5, 7));
+    }
+
+    #[test]
+    fn a_vector_is_one_row() {
+        let extent = Extent { dims: vec![6], states: vec![4], scratch: 0 };
+        let whole = whole("test", [0; 3], 0, &extent, 0).unwrap();
+        assert_eq!((whole.count, whole.first, whole.rows, whole.columns, whole.states[0]), (6, 6, 1, 6, 4));
+    }
+}

@@ -1,0 +1,264 @@
+//! Muon: momentum whose update is made orthogonal, as `torch.optim.Muon`.
+//!
+//! Jordan et al., "Muon: An optimizer for hidden layers in neural networks", <https://kellerjordan.github.io/posts/muon/>; the learning
+//! rates of shapes: Liu et al., "Muon is Scalable for LLM Training", <https://arxiv.org/abs/2502.16982>; reference:
+//! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/optim/_muon.py>, which rounds its products to bf16. Here they are in f32.
+
+use smallvec::{SmallVec, smallvec};
+use trainable_candle_core::cpu::{Real, dispatch};
+use trainable_candle_core::{Error, Result};
+
+use super::Stepper;
+use super::adafactor::sum_of_squares;
+use super::kind::{hyper_parameters, registered};
+use super::rule::{
+    Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
+};
+
+hyper_parameters! {
+    /// Hyper-parameters of [`Muon`]; names, meaning and defaults are those of `torch.optim.Muon`, except for the last two.
+    pub struct MuonConfig {
+        /// Learning rate, at least 0.
+        pub lr: f64,
+        /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        pub weight_decay: f64,
+        /// Decay rate of the momentum, in [0, 1).
+        pub momentum: f64,
+        /// Move the gradient towards the momentum instead of taking the momentum alone.
+        pub nesterov: bool,
+        /// Coefficients of the Newton-Schulz iteration: of the matrix, of its third and of its fifth power.
+        pub ns_coefficients: (f64, f64, f64),
+        /// The least norm that an update is divided by, above 0.
+        pub eps: f64,
+        /// Steps of the Newton-Schulz iteration, less than 100.
+        pub ns_steps: usize,
+        /// Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch:
+        /// `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
+        pub match_rms_adamw: bool,
+        /// Vectors take a step of AdamW: its decay rates, each in [0, 1).
+        pub vector_betas: (f64, f64),
+        /// Vectors take a step of AdamW: added to the root of the second moment, at least 0.
+        pub vector_eps: f64,
+    }
+}
+
+impl Default for MuonConfig {
+    fn default() -> Self {
+        Self {
+            lr: 1e-3,
+            weight_decay: 0.1,
+            momentum: 0.95,
+            nesterov: true,
+            ns_coefficients: (3.4445, -4.775, 2.0315),
+            eps: 1e-7,
+            ns_steps: 5,
+            match_rms_adamw: false,
+            vector_betas: (0.9, 0.999),
+            vector_eps: 1e-8,
+        }
+    }
+}
+
+/// Muon, as `torch.optim.Muon`. A parameter of more than two dimensions is a matrix with a row for each entry of the first one; one of
+/// less than two takes a step of AdamW. It is made for the low ranks of adapters: a step takes time proportional to the elements times
+/// the smaller side of a matrix.
+pub type Muon = Stepper<MuonRule>;
+
+registered!(
+    MuonRule,
+    "Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: momentum whose update is made orthogonal; vectors take a step of AdamW.",
+    7,
+    MuonConfig::default()
+);
+
+/// The arithmetic of [`Muon`].
+pub struct MuonRule;
+
+impl Rule for MuonRule {
+    const NAME: &'static str = "Muon";
+    type Config = MuonConfig;
+    const UPDATE: Update<MuonConfig, f32> = update::<f32>;
+    const UPDATE_F64: Option<Update<MuonConfig, f64>> = Some(update::<f64>);
+    const KERNELS: Option<Kernels<MuonConfig>> = Some(Kernels {
+        prepare: "whole",
+        step: "muon_step",
+        before: &[],
+        step_8bit: None,
+        settings: |config| Settings {
+            lr: config.lr,
+            beta1: config.vector_betas.0,
+            beta2: config.vector_betas.1,
+            eps: config.vector_eps,
+            weight_decay: config.weight_decay,
+            nesterov: config.nesterov.into(),
+            more: [
+                config.momentum,
+                config.ns_coefficients.0,
+                config.ns_coefficients.1,
+                config.ns_coefficients.2,
+                config.eps,
+                config.ns_steps as f64,
+                f64::from(u8::from(config.match_rms_adamw)),
+                0.0,
+            ],
+            ..Settings::default()
+        },
+    });
+    const ELEMENTWISE: bool = false;
+
+    fn validate(config: &MuonConfig) -> Result<()> {
+        check_not_negative(Self::NAME, "lr", config.lr)?;
+        check_not_negative(Self::NAME, "weight_decay", config.weight_decay)?;
+        check_not_negative(Self::NAME, "vector_eps", config.vector_eps)?;
+        check_betas(Self::NAME, config.vector_betas)?;
+        let (a, b, c) = config.ns_coefficients;
+        let wrong = if !(0.0..1.0).contains(&config.momentum) {
+            format!("found momentum {}, expected at least 0 and less than 1", config.momentum)
+        } else if !(config.eps > 0.0 && config.eps.is_finite()) {
+            format!("found eps {}, expected a number above 0", config.eps)
+        } else if config.ns_steps >= 100 {
+            format!("found ns_steps {}, expected less than 100", config.ns_steps)
+        } else if ![a, b, c].iter().all(|x| x.is_finite()) {
+            format!("found ns_coefficients {:?}, expected finite numbers", config.ns_coefficients)
+        } else {
+            return Ok(());
+        };
+        Err(Error::argument(Self::NAME, wrong))
+    }
+
+    fn states(_config: &MuonConfig, dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        if dims.len() < 2 {
+            return smallvec![StateKind::Float.named("exp_avg"), StateKind::Float.named("exp_avg_sq")];
+        }
+        smallvec![StateKind::Float.named("momentum_buffer")]
+    }
+
+    /// Four products of the size of the smaller side.
+    fn scratch(dims: &[usize]) -> usize {
+        let Some((&rows, rest)) = dims.split_first().filter(|(_, rest)| !rest.is_empty()) else { return 0 };
+        let smaller = rows.min(rest.iter().product());
+        4 * smaller * smaller
+    }
+
+    fn lr(config: &mut MuonConfig) -> &mut f64 {
+        &mut config.lr
+    }
+}
+
+fn update<T: Real>(config: &MuonConfig, step: u64, chunk: Chunk<'_, T>) {
+    dispatch(
+        #[inline(always)]
+        || {
+            if chunk.dims.len() < 2 { update_vector(config, step, chunk) } else { update_matrix(config, chunk) }
+        },
+    );
+}
+
+#[inline(always)]
+fn update_vector<T: Real>(config: &MuonConfig, step: u64, mut chunk: Chunk<'_, T>) {
+    let [StateSlice::Float(mean), StateSlice::Float(square)] = chunk.states.as_mut_slice() else {
+        unreachable!("the states are those that the rule declares")
+    };
+    let (beta1, beta2) = config.vector_betas;
+    let corrections = (1.0 - beta1.powf(step as f64), 1.0 - beta2.powf(step as f64));
+    let (step_size, root) = (T::from_f64(config.lr / corrections.0), T::from_f64(corrections.1.sqrt()));
+    let (gain1, beta2, gain2) = (T::from_f64(1.0 - beta1), T::from_f64(beta2), T::from_f64(1.0 - beta2));
+    let (kept, eps) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.vector_eps));
+    let elements = chunk.param.iter_mut().zip(chunk.grad).zip(mean.iter_mut().zip(square.iter_mut()));
+    for ((p, &g), (m, v)) in elements {
+        *m += gain1 * (g - *m);
+        *v = *v * beta2 + gain2 * g * g;
+        *p = *p * kept - step_size * *m / (v.sqrt() / root + eps);
+    }
+}
+
+#[inline(always)]
+fn update_matrix<T: Real>(config: &MuonConfig, mut chunk: Chunk<'_, T>) {
+    let [StateSlice::Float(buffer)] = chunk.states.as_mut_slice() else {
+        unreachable!("the states are those that the rule declares")
+    };
+    let (height, width) = (chunk.dims[0], chunk.param.len() / chunk.dims[0]);
+    let (momentum, gain) = (T::from_f64(config.momentum), T::from_f64(1.0 - config.momentum));
+    let mut direction = Vec::with_capacity(buffer.len());
+    for (b, &g) in buffer.iter_mut().zip(chunk.grad) {
+        *b += gain * (g - *b);
+        direction.push(if config.nesterov { g + momentum * (*b - g) } else { *b });
+    }
+    let norm = sum_of_squares(&direction).sqrt().max(config.eps);
+    let is_tall = height > width;
+    let (short, long) = if is_tall { (width, height) } else { (height, width) };
+    if is_tall {
+        direction = transposed(&direction, height, width);
+    }
+    let orthogonal = orthogonalize(config, &direction, (short, long), T::from_f64(1.0 / norm));
+    let orthogonal = if is_tall { transposed(&orthogonal, width, height) } else { orthogonal };
+
+    let (a, b) = (height as f64, width as f64);
+    let ratio = if config.match_rms_adamw { 0.2 * a.max(b).sqrt() } else { (a / b).max(1.0).sqrt() };
+    let (kept, lr) = (T::from_f64(1.0 - config.lr * config.weight_decay), T::from_f64(config.lr * ratio));
+    for (p, x) in chunk.param.iter_mut().zip(orthogonal) {
+        *p = *p * kept - lr * x;
+    }
+}
+
+/// The result of the Newton-Schulz iteration from `scale` times `x`, a matrix of `short` rows.
+///
+/// Every iterate is P x with a square P that commutes with x xᵀ, so the iteration is one of small matrices: with G = P² (x xᵀ) and
+/// M = a + b G + c G², the next ones are M P and M² G.
+#[inline(always)]
+fn orthogonalize<T: Real>(config: &MuonConfig, x: &[T], (short, long): (usize, usize), scale: T) -> Vec<T> {
+    let (a, b, c) = config.ns_coefficients;
+    let (a, b, c) = (T::from_f64(a), T::from_f64(b), T::from_f64(c));
+    let mut gram = vec![T::ZERO; short * short];
+    for (i, row) in x.chunks(long).enumerate() {
+        for (j, other) in x.chunks(long).enumerate().take(i + 1) {
+            let dot = scale * scale * dot(row, other);
+            (gram[i * short + j], gram[j * short + i]) = (dot, dot);
+        }
+    }
+    let mut product = vec![T::ZERO; short * short];
+    product.iter_mut().step_by(short + 1).for_each(|diagonal| *diagonal = scale);
+    for _ in 0..config.ns_steps {
+        let mut factor = multiply(&gram, &gram, short);
+        for (index, (m, &g)) in factor.iter_mut().zip(&gram).enumerate() {
+            let diagonal = if index % (short + 1) == 0 { a } else { T::ZERO };
+            *m = diagonal + b * g + c * *m;
+        }
+        product = multiply(&factor, &product, short);
+        gram = multiply(&factor, &multiply(&factor, &gram, short), short);
+    }
+    multiply(&product, x, short)
+}
+
+#[inline(always)]
+fn dot<T: Real>(x: &[T], y: &[T]) -> T {
+    const LANES: usize = 16;
+    let mut sums = [T::ZERO; LANES];
+    for (x, y) in x.chunks(LANES).zip(y.chunks(LANES)) {
+        for ((sum, &x), &y) in sums.iter_mut().zip(x).zip(y) {
+            *sum += x * y;
+        }
+    }
+    let mut total = T::ZERO;
+    sums.into_iter().for_each(|sum| total += sum);
+    total
+}
+
+/// The product of a square matrix of `rows` rows and one that has as many.
+#[inline(always)]
+fn multiply<T: Real>(left: &[T], right: &[T], rows: usize) -> Vec<T> {
+    let width = right.len() / rows;
+    let mut result = vec![T::ZERO; right.len()];
+    for (left, result) in left.chunks(rows).zip(result.chunks_mut(width)) {
+        for (&factor, right) in left.iter().zip(right.chunks(width)) {
+            for (sum, &x) in result.iter_mut().zip(right) {
+                *sum += factor * x;
+            }
+        }
+    }
+    result
+}
+
+fn transposed<T: Copy>(x: &[T], height: usize, width: usize) -> Vec<T> {
+    (0..width).flat_map(|column| (0..height).map(move |row| x[row * width + column])).collect()
+}

@@ -1,0 +1,161 @@
+//! Schedule-free AdamW: an average of the iterates takes the place of a learning-rate schedule, as `schedulefree`.
+//!
+//! Defazio et al., "The Road Less Scheduled", <https://arxiv.org/abs/2405.15682>; reference:
+//! <https://github.com/facebookresearch/schedule_free/blob/main/schedulefree/adamw_schedulefree.py> (1.4).
+
+use smallvec::{SmallVec, smallvec};
+use trainable_candle_core::cpu::{Real, dispatch};
+use trainable_candle_core::{Error, Result};
+
+use super::Stepper;
+use super::kind::{hyper_parameters, registered};
+use super::rule::{
+    Average, Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSpec, Update, check_betas, check_not_negative,
+};
+
+hyper_parameters! {
+    /// Hyper-parameters of [`AdamWScheduleFree`]; names, meaning and defaults are those of `schedulefree`.
+    pub struct AdamWScheduleFreeConfig {
+        /// Learning rate, at least 0; without a schedule.
+        pub lr: f64,
+        /// The share of the average in the point where gradients are taken, above 0, and the decay rate of the second moment; both less
+        /// than 1.
+        pub betas: (f64, f64),
+        /// Added to the root of the second moment, at least 0.
+        pub eps: f64,
+        /// At least 0: times the parameter, added to the normalized gradient.
+        pub weight_decay: f64,
+        /// Steps in which the learning rate grows linearly from 0.
+        pub warmup_steps: usize,
+        /// Step number k has the weight k to this power in the average.
+        pub r: f64,
+        /// And the largest learning rate so far to this power.
+        pub weight_lr_power: f64,
+    }
+}
+
+impl Default for AdamWScheduleFreeConfig {
+    fn default() -> Self {
+        Self {
+            lr: 2.5e-3,
+            betas: (0.9, 0.999),
+            eps: 1e-8,
+            weight_decay: 0.0,
+            warmup_steps: 0,
+            r: 0.0,
+            weight_lr_power: 2.0,
+        }
+    }
+}
+
+/// Schedule-free AdamW, as `schedulefree.AdamWScheduleFree`. While it trains, the parameters are the points where gradients are taken;
+/// [`eval`](super::Optimizer::eval) puts their average in the parameters, which is what to validate with and to save, and
+/// [`train`](super::Optimizer::train) takes it back.
+pub type AdamWScheduleFree = Stepper<AdamWScheduleFreeRule>;
+
+registered!(
+    AdamWScheduleFreeRule,
+    "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before \
+     validating or saving, which puts the average in the parameters, and `train()` before the next step.",
+    7,
+    AdamWScheduleFreeConfig::default()
+);
+
+/// The arithmetic of [`AdamWScheduleFree`].
+pub struct AdamWScheduleFreeRule;
+
+impl Rule for AdamWScheduleFreeRule {
+    const NAME: &'static str = "AdamWScheduleFree";
+    type Config = AdamWScheduleFreeConfig;
+    const UPDATE: Update<AdamWScheduleFreeConfig, f32> = update::<f32>;
+    const UPDATE_F64: Option<Update<AdamWScheduleFreeConfig, f64>> = Some(update::<f64>);
+    const KERNELS: Option<Kernels<AdamWScheduleFreeConfig>> = Some(Kernels {
+        prepare: "whole",
+        step: "schedule_free_step",
+        before: &[],
+        step_8bit: None,
+        settings: |config| Settings {
+            lr: config.lr,
+            beta1: config.betas.0,
+            beta2: config.betas.1,
+            eps: config.eps,
+            weight_decay: config.weight_decay,
+            more: [config.warmup_steps as f64, config.r, config.weight_lr_power, 0.0, 0.0, 0.0, 0.0, 0.0],
+            ..Settings::default()
+        },
+    });
+    const ELEMENTWISE: bool = false;
+    const AVERAGE: Option<Average<AdamWScheduleFreeConfig>> =
+        Some(Average { state: 0, weight: |config| 1.0 - 1.0 / config.betas.0 });
+
+    fn validate(config: &AdamWScheduleFreeConfig) -> Result<()> {
+        let &AdamWScheduleFreeConfig { lr, betas, eps, weight_decay, r, weight_lr_power, .. } = config;
+        check_betas(Self::NAME, betas)?;
+        if betas.0 == 0.0 {
+            return Err(Error::argument(Self::NAME, "found betas[0] 0, expected a number above 0 and less than 1"));
+        }
+        for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
+            check_not_negative(Self::NAME, name, value)?;
+        }
+        for (name, value) in [("r", r), ("weight_lr_power", weight_lr_power)] {
+            check_not_negative(Self::NAME, name, value)?;
+        }
+        Ok(())
+    }
+
+    fn states(_config: &AdamWScheduleFreeConfig, _dims: &[usize]) -> SmallVec<[StateSpec; 4]> {
+        smallvec![
+            StateKind::Float.named("z"),
+            StateKind::Float.named("exp_avg_sq"),
+            ONE.named("weight_sum"),
+            ONE.named("lr_max"),
+        ]
+    }
+
+    fn lr(config: &mut AdamWScheduleFreeConfig) -> &mut f64 {
+        &mut config.lr
+    }
+}
+
+/// One number for the whole parameter.
+const ONE: StateKind = StateKind::Every(usize::MAX);
+
+fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_, T>) {
+    dispatch(
+        #[inline(always)]
+        || update_all(config, step, chunk),
+    );
+}
+
+#[inline(always)]
+fn update_all<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, mut chunk: Chunk<'_, T>) {
+    let [StateSlice::Float(z), StateSlice::Float(square), StateSlice::Float(weight_sum), StateSlice::Float(lr_max)] =
+        chunk.states.as_mut_slice()
+    else {
+        unreachable!("the states are those that the rule declares")
+    };
+    if step == 1 {
+        z.copy_from_slice(chunk.param);
+    }
+    let step = step as f64;
+    let warmup = config.warmup_steps as f64;
+    let lr = config.lr * if step <= warmup { step / warmup } else { 1.0 };
+    lr_max[0] = T::from_f64(lr_max[0].to_f64().max(lr));
+    let weight = step.powf(config.r) * lr_max[0].to_f64().powf(config.weight_lr_power);
+    let sum = weight_sum[0].to_f64() + weight;
+    weight_sum[0] = T::from_f64(sum);
+    let share = if sum == 0.0 { 0.0 } else { weight / sum };
+
+    let (beta1, beta2) = config.betas;
+    let root = T::from_f64((1.0 - beta2.powf(step)).sqrt());
+    let (kept, gained) = (T::from_f64(beta2), T::from_f64(1.0 - beta2));
+    let (eps, decay, share_of_z) = (T::from_f64(config.eps), T::from_f64(config.weight_decay), T::from_f64(share));
+    let (step_z, step_y) = (T::from_f64(lr), T::from_f64(lr * (beta1 * (1.0 - share) - 1.0)));
+    let elements = chunk.param.iter_mut().zip(chunk.grad).zip(z.iter_mut().zip(square.iter_mut()));
+    for ((y, &g), (z, v)) in elements {
+        *v = *v * kept + gained * g * g;
+        let direction = g / (v.sqrt() / root + eps) + decay * *y;
+        *y = *y + share_of_z * (*z - *y) + step_y * direction;
+        *z -= step_z * direction;
+    }
+}
