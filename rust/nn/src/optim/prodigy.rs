@@ -158,7 +158,7 @@ impl Prodigy {
         self.d
     }
 
-    /// The learning rate of the groups that have one.
+    /// The learning rate that all groups have whose own is not 0.
     fn common_lr(&self) -> Result<f64> {
         let lrs = self.group_lrs();
         let largest = lrs.iter().copied().fold(0.0, f64::max);
@@ -205,7 +205,7 @@ impl Prodigy {
         self.run::<Apply>(&wanted, dlr)
     }
 
-    /// One pass over the variables that have a gradient and a learning rate.
+    /// One pass over the variables that have a gradient and a learning rate above 0.
     fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, dlr: f64) -> Result<()> {
         for group in &mut self.stepper.groups {
             let pass = group.config.get_mut()?;
@@ -420,7 +420,7 @@ fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
 fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
     let Pass { config, d, dlr } = pass;
     let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
-    // Not 1 - decay · dlr: of that, f32 keeps no digit while the estimate is small.
+    // Not a factor 1 - decay · dlr: while the estimate is small, f32 rounds that to 1.
     let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
     let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
     let elements = chunk.param.iter_mut().zip(chunk.grad);
