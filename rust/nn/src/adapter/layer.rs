@@ -149,7 +149,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.merged_weight(&self.base())
     }
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapter is in training mode, in which dropout is active.
     pub fn set_training(&self, training: bool) {
         self.adapter.set_training(training);
     }

@@ -74,7 +74,7 @@ pub trait Adapter: Send + Sync {
     /// The factor in front of the low-rank product.
     fn scale(&self) -> f64;
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapter is in training mode, in which dropout is active.
     fn set_training(&self, training: bool);
 }
 

@@ -351,7 +351,7 @@ impl AdapterSet {
         }
     }
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapters are in training mode, in which dropout is active.
     pub fn set_training(&self, training: bool) {
         for member in &self.members {
             member.adapter.set_training(training);
