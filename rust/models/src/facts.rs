@@ -26,9 +26,11 @@ pub struct Facts {
     pub pipeline: Option<&'static Pipeline>,
     /// Its models by the names of their folders; a single model has an empty name.
     pub parts: BTreeMap<String, PartFacts>,
-    /// `epsilon` or `v_prediction`: as a scheduler's configuration says, or in one file the tensor `v_pred`, as `ComfyUI` reads it.
+    /// `epsilon` or `v_prediction`. A folder states it in its scheduler's configuration; one file marks the latter by a
+    /// tensor `v_pred`, as `ComfyUI` reads it.
     pub prediction_type: Option<String>,
-    /// Whether the last timestep is noise alone: as a scheduler's configuration says, or in one file the tensor `ztsnr`.
+    /// Whether the last timestep is noise alone. A folder states it in its scheduler's configuration, one file by a
+    /// tensor `ztsnr`.
     pub zero_snr: bool,
 }
 
@@ -49,7 +51,8 @@ pub struct PartFacts {
 }
 
 impl Facts {
-    /// Height and width in pixels of the images that the denoiser was made for: by its configuration, or else those of the family.
+    /// Height and width in pixels of the images that the denoiser was made for: from its configuration, else from the
+    /// family.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -60,7 +63,7 @@ impl Facts {
         }
     }
 
-    /// Pixels along one side of an image for each of the latents, if there is an autoencoder.
+    /// Pixels per latent along one side of an image, if there is an autoencoder.
     pub fn factor(&self) -> Option<usize> {
         let levels = |part: &PartFacts| part.config().get("block_out_channels")?.as_array().map(Vec::len);
         let coder =
@@ -70,7 +73,7 @@ impl Facts {
 }
 
 impl PartFacts {
-    /// The facts of `files`, of which no weight is read.
+    /// The facts of `files`. Reads no weight.
     fn of(kind: &'static ModelKind, files: &Pretrained) -> Result<Self> {
         let path = files.path().to_path_buf();
         let model = (kind.shapes)(&(kind.config)(files)?)?;
@@ -91,7 +94,8 @@ impl PartFacts {
         self.model.configuration()
     }
 
-    /// Check that a format can hold adapters of a kind on some of its layers; one that belongs to no pipeline takes any.
+    /// Check that a format can hold adapters of `kind` on `layers`. A model that belongs to no pipeline takes any
+    /// format.
     ///
     /// # Errors
     /// As [`check_format`]; [`Error::Config`] if no adapter has the name.
@@ -112,8 +116,8 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of its weights on a device, and of those that are streamed: in a dtype, its layers in a format if one is given, or as their
-    /// file has them if that is quantized.
+    /// Bytes of its weights on a device, and of those that are streamed. Weights are in `dtype`; those of layers
+    /// are in `format` if it is given, else in the format of their file if that is quantized.
     ///
     /// # Errors
     /// [`Error::Argument`] if no layer may be quantized; as [`Streaming::new`].
@@ -179,13 +183,14 @@ impl PartFacts {
     }
 }
 
-/// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and configurations,
-/// no weights. With `pipeline`, or in a folder whose `model_index.json` names one, each of its parts must be at `path` or in `others`:
-/// folders and files of single models, each of which must hold a part that is missing at `path`.
+/// The facts of `path`: a pipeline's folder, an original checkpoint in one file, or a single model. Reads headers and
+/// configurations, no weights. With `pipeline`, or in a folder whose `model_index.json` names one, each part of the
+/// pipeline must be at `path` or in `others`: folders and files of single models, each of which must hold a part that
+/// is missing at `path`.
 ///
 /// # Errors
-/// [`Error::Io`] if there is nothing, [`Error::WeightsFormat`] if a file is damaged, or a part is missing, [`Error::Config`] if a
-/// configuration or `model_index.json` is wrong.
+/// [`Error::Io`] if nothing is at `path`, [`Error::WeightsFormat`] if a file is damaged, or a part is missing,
+/// [`Error::Config`] if a configuration or `model_index.json` is wrong.
 pub fn inspect(path: &Path, pipeline: Option<&'static Pipeline>, others: &[PathBuf]) -> Result<Facts> {
     let is_folder = std::fs::metadata(path).map_err(|e| Error::io(path, e))?.is_dir();
     let pipeline = match pipeline {
@@ -252,8 +257,8 @@ fn parts_of(
     })
 }
 
-/// The parts of a pipeline that `paths` hold, one each: where several parts have one architecture, the one that has the published
-/// width, else the first that is not taken.
+/// The parts of a pipeline that `paths` hold, one for each path. A path that fits several parts of one architecture is
+/// taken for the one whose published width it has, else for the first that is not taken.
 fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
     let mut found: BTreeMap<String, PartFacts> = BTreeMap::new();
     for path in paths {
@@ -287,7 +292,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
     Ok(found)
 }
 
-/// Whether files of one piece may have it beside other models.
+/// Whether a checkpoint in one file may hold it beside other parts.
 fn has_originals(place: Place) -> bool {
     place.part.sections.iter().any(|section| section.is_written())
 }
@@ -329,7 +334,8 @@ fn marked(path: &Path) -> Result<(Option<String>, bool)> {
     Ok((Some(if there("v_pred") { "v_prediction" } else { "epsilon" }.to_owned()), there("ztsnr")))
 }
 
-/// The parts of a pipeline that an adapter file is for, whatever the style of its names; a name that says nothing is the denoiser's.
+/// The parts of a pipeline that an adapter file is for, whatever the style of its names; a name that tells no part
+/// belongs to the denoiser.
 ///
 /// # Errors
 /// As [`adapter_keys`].
@@ -372,7 +378,7 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
     Ok(plan)
 }
 
-/// Run `run` on a layer without memory, whose weight has the shape `dims` in files.
+/// Call `run` with a base that takes no memory; its weight has the shape `dims` in files.
 fn with_base<T>(dims: &[usize], run: impl FnOnce(&Base<'_>) -> T) -> Result<T> {
     let (dims, operation) = match *dims {
         [out, input] => (vec![out, input], Operation::Linear),

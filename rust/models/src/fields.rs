@@ -8,8 +8,8 @@ use trainable_candle_core::{Error, Result};
 /// The largest size a field may give: far above any sensible one, and low enough that no product overflows.
 const LARGEST: u64 = 1 << 20;
 
-/// The fields of a configuration, each asked for by name. A field that is never read is an error, unless it is null or false, as new
-/// fields are in the files of newer libraries that do not use them.
+/// The fields of a configuration, each asked for by name. A field that is never read is an error, unless it is null or
+/// false: newer libraries write these for new features that a model does not use.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
     map: &'a Map<String, Value>,
@@ -134,7 +134,7 @@ impl<'a> Fields<'a> {
         self.map.get(name).is_some_and(Value::is_null)
     }
 
-    /// Yes or no.
+    /// A boolean.
     pub fn flag(&mut self, name: &'static str, default: bool) -> Result<bool> {
         match self.get(name) {
             Some(value) => value.as_bool().ok_or_else(|| self.wrong(name, "true or false")),
@@ -147,7 +147,7 @@ impl<'a> Fields<'a> {
         self.get(name).and_then(Value::as_str)
     }
 
-    /// Fields for which one value is supported, which is meant too where the field is missing or null.
+    /// Fields of which only one value is supported; a missing or null field means that value.
     pub fn only(&mut self, supported: &[(&'static str, Value)]) -> Result<()> {
         for (name, value) in supported {
             let equal = |found: &Value| match (found.as_f64(), value.as_f64()) {

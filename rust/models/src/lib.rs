@@ -1,7 +1,7 @@
 //! Models of trainable-candle.
 //!
-//! A model is a folder with its configuration, its blocks and its forward pass, and one line in the
-//! [registry]. Models know nothing of adapters and optimizers: they list their parts
+//! A model is a folder with its configuration, its blocks and its forward pass, and one entry in the
+//! table of [pipelines]. Models know nothing of adapters and optimizers: they list their parts
 //! ([`trainable_candle_nn::Module`]) and compute.
 
 pub mod causal_lm;

@@ -27,7 +27,8 @@ pub trait Model: Module + Any + Send + Sync {
     /// The dtype of its weights, in which it computes.
     fn dtype(&self) -> DType;
 
-    /// The names of its parameters in a folder, or in an original checkpoint: in `files`, if such a checkpoint is there already.
+    /// The names of its parameters in a folder, or in an original checkpoint; `files` is that checkpoint, if it exists
+    /// already.
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
     /// Adds what the tape keeps of a forward pass of one sample to `saved`; nothing for a model that is not fine-tuned.
@@ -52,11 +53,12 @@ pub trait Model: Module + Any + Send + Sync {
     }
 }
 
-/// What makes a model gives.
+/// The result of making a model.
 pub type Made = Result<Arc<dyn Model>>;
 
-/// Makes a model of random weights of the sizes in a `config.json`, or of the published model, in a dtype on a device; with a format that
-/// it is quantized in, and what is streamed from the memory of the host.
+/// Makes a model of random weights, with the sizes in a `config.json` or of the published model, in a dtype, on a
+/// device; the format is that of its linear layers, if they are quantized, and the options say what is streamed from
+/// the memory of the host.
 pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
 
 /// A kind of model: what files call it, and how it is made of them.
@@ -78,7 +80,7 @@ pub struct ModelKind {
     pub random: Random,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,
-    /// The `config.json` of files, of which no weight is read.
+    /// The `config.json` of files; reads no weight.
     pub config: fn(&Pretrained) -> Result<Map<String, Value>>,
     /// A model of a configuration without weights: its layers and their shapes.
     pub shapes: fn(&Map<String, Value>) -> Made,
@@ -131,7 +133,7 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// A model that no file says the place of.
+    /// A model whose place no file states.
     pub fn new(model: Arc<dyn Model>) -> Self {
         let place = Place::by_configuration(model.kind(), &model.configuration());
         Self { model, place }
@@ -193,9 +195,9 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
     }
 }
 
-/// Load the model at `path`, frozen: of the kind that `choice` names, or whatever its files say it is. `path` is a model's folder, a weight file beside its
-/// `config.json`, or a pipeline's folder or an original checkpoint, of which the model that is fine-tuned is meant unless `choice` names
-/// another.
+/// Load the model at `path`, frozen; `choice` or the files name its kind. `path` is a model's folder, a weight file
+/// beside its `config.json`, a pipeline's folder, or an original checkpoint. Of the latter two, the model that is
+/// fine-tuned is loaded unless `choice` names another.
 ///
 /// # Errors
 /// As [`find`] and the kind's loader.

@@ -74,12 +74,12 @@ impl Saved {
         Ok(saved.held + saved.again)
     }
 
-    /// Those of a forward pass over one sample of `size`.
+    /// The operations of a forward pass over one sample of `size`.
     pub fn forward_flops(model: &dyn Model, size: SampleSize) -> Flops {
         Self::of(model, HashMap::new(), Policy::None, size).flops
     }
 
-    /// What all blocks add.
+    /// The sum of what all blocks of a model add.
     fn of(model: &dyn Model, ranks: HashMap<*const (), usize>, policy: Policy, size: SampleSize) -> Self {
         let mut saved = Self {
             ranks,
@@ -96,12 +96,12 @@ impl Saved {
         saved
     }
 
-    /// Attention of `queries` tokens to `keys` others, over heads that are `width` wide together.
+    /// Attention of `queries` tokens to `keys` others, over heads whose widths add up to `width`.
     pub const fn attention(&mut self, queries: usize, keys: usize, width: usize) {
         self.flops.attention += 4 * queries * keys * width;
     }
 
-    /// A layer that keeps nothing, as no adapter is on it.
+    /// Count a product with `weight` at `positions` places; it keeps nothing.
     pub fn product(&mut self, weight: &[usize], positions: usize) {
         self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
     }
@@ -139,7 +139,8 @@ impl Saved {
         }
     }
 
-    /// As [`keep`](Self::keep) of what a norm, an activation or another cheap operation makes: selective checkpointing computes it again.
+    /// As [`keep`](Self::keep) of what a norm, an activation or another cheap operation makes: selective checkpointing
+    /// recomputes it.
     pub fn keep_cheap(&mut self, values: usize) {
         if self.reached && self.policy == Policy::Selective {
             self.block.again += values;
@@ -190,7 +191,7 @@ impl Saved {
         }
     }
 
-    /// Layers that share their input.
+    /// Layers that share their input; if it is `cheap`, selective checkpointing recomputes it.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
         let ranks: Vec<usize> = layers.iter().filter_map(|layer| self.ranks.get(&key(*layer)).copied()).collect();

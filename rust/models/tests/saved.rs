@@ -1,4 +1,4 @@
-//! What blocks say that the tape keeps, against what it keeps.
+//! What blocks declare that the tape keeps, against what it does keep.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -28,7 +28,7 @@ fn zeros(dims: &[usize]) -> Tensor {
 
 /// Compare for every policy and several targets; `run` is a forward pass of `batch` samples.
 fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, run: impl Fn() -> Result<Tensor>) {
-    // What is kept is counted for the process.
+    // Kept bytes are counted for the whole process, so one test measures at a time.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for target in targets {
@@ -42,7 +42,7 @@ fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, ru
             let found = (4 * batch * Saved::values(model, &config, policy, size).unwrap()) as f64;
             drop(result);
             let ratio = found / held;
-            // Backward under full checkpointing computes some blocks again, which counts too.
+            // Under full checkpointing the backward pass recomputes some blocks, which the estimate counts too.
             let fits =
                 if policy == Policy::Full { (1.0..6.0).contains(&ratio) } else { (ratio - 1.0).abs() < 1.0 / 7.0 };
             assert!(fits, "{} {target} {policy:?}: {found} for {held}", model.class_name());

@@ -52,7 +52,7 @@ fn flux_at_full_size_has_the_published_names_and_shapes() {
     assert_eq!(flux(schnell), without_guidance);
 }
 
-/// Its file has what Flux has not; `make_diffusers.py` says the rest.
+/// `chroma.json` has what Flux does not; `make_diffusers.py` tells the rest.
 #[test]
 fn chroma_at_full_size_has_the_published_names_and_shapes() {
     let model = ChromaTransformer::new(ChromaConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();

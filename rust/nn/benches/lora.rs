@@ -1,5 +1,5 @@
-//! A frozen linear layer with LoRA, forward and backward: this library's beside the same layer in candle's tensors with candle's
-//! own autograd, in turn.
+//! A frozen linear layer with LoRA, forward and backward: this library's layer and, in turn, the same layer in candle's
+//! tensors with candle's own autograd.
 //!
 //! ```text
 //! cargo bench -p trainable-candle-nn --bench lora -- [cpu|cuda[:N]|rows] [FOLDER_OF_CUDA_LIBRARIES ...]
@@ -34,7 +34,7 @@ const ON_CUDA: [(DType, usize, usize, usize); 7] = [
     (DType::BF16, 4096, 3072, 16),
     (DType::BF16, 16384, 3072, 32),
 ];
-/// Width and rank where rows are counted.
+/// The numbers of rows that `rows` measures, and the width.
 const ROWS: [usize; 5] = [4096, 16384, 65_536, 262_144, 1_048_576];
 const WIDTH: usize = 512;
 
@@ -111,7 +111,7 @@ fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device)
     Ok(Box::new(move || {
         let hidden = x.as_tensor().matmul(&down.as_tensor().t()?)?.matmul(&up.as_tensor().t()?)?;
         let y = (x.as_tensor().matmul(&weight.t()?)? + (hidden * 0.5)?)?;
-        // Candle's backward starts from ones: the sum of a product has that gradient.
+        // Candle's backward starts from ones, so the gradient of the result is a factor in the sum.
         let grads = (y * &grad)?.sum_all()?.backward()?;
         let all = [&x, &down, &up].iter().all(|var| grads.get(var.as_tensor()).is_some());
         if all { Ok(()) } else { Err(Error::argument("bench", "candle has lost a gradient")) }

@@ -1,5 +1,5 @@
-//! Milliseconds a step of every optimizer over one variable, a flat buffer of adapter-sized variables, and the same
-//! variables loose: `cargo bench -p trainable-candle-nn --bench optim -- [MILLIONS_OF_ELEMENTS]`.
+//! Milliseconds per step of every optimizer over one variable, a flat buffer of adapter-sized variables, and the same
+//! variables each on its own: `cargo bench -p trainable-candle-nn --bench optim -- [MILLIONS_OF_ELEMENTS]`.
 #![allow(clippy::print_stdout)]
 
 use std::time::Instant;

@@ -9,7 +9,8 @@ use trainable_candle_core::{Result, Tensor};
 use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
-/// In how many stretches nested blocks are recomputed. Those of one stretch take less memory than the layers around them.
+/// The number of stretches in which nested blocks are recomputed. The blocks of one stretch take less memory than the
+/// layers around the blocks.
 const STRETCHES: usize = 3;
 
 /// Blocks of one kind, which run one after another, or each where the model calls it. They keep everything between forward and backward
@@ -34,7 +35,7 @@ struct Turns {
 }
 
 impl Kept {
-    /// That of blocks which keep everything.
+    /// For blocks that keep everything.
     fn everything() -> Self {
         Self { policy: RwLock::new(Policy::None), turns: RwLock::default() }
     }
@@ -47,7 +48,8 @@ impl Kept {
         *self.policy.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Blocks, by their numbers, that have weights in the memory of the host: for their runs, and for what is computed aside.
+    /// Set which blocks, by number, have weights in the memory of the host: for their runs, and for what is computed
+    /// aside.
     pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
         *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
     }
@@ -73,8 +75,9 @@ impl<B> FromIterator<B> for Blocks<B> {
 }
 
 impl<B> Blocks<B> {
-    /// Marks blocks inside of another network, whose layers keep more for the backward pass than several of them. Under
-    /// [`Policy::Full`] they keep the inputs of a few stretches of blocks instead of each block's, which takes less memory.
+    /// Mark the blocks as part of a network whose other layers keep more for the backward pass than several blocks.
+    /// Under [`Policy::Full`] they keep the inputs of a few stretches of blocks instead of each block's, which takes
+    /// less memory.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;
@@ -96,7 +99,8 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
-    /// The number of blocks that are recomputed together under [`Policy::Full`], at least 1: blocks whose weights come and go one by one.
+    /// The number of blocks that are recomputed together under [`Policy::Full`], at least 1; it is 1 if weights are
+    /// streamed, which come one block at a time.
     pub fn stretch(&self) -> usize {
         if self.nested && !self.kept.streams() { self.blocks.len().div_ceil(STRETCHES).max(1) } else { 1 }
     }
@@ -151,7 +155,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }
 
-    /// The results of `forward`, the run of a block, whose weights come before it and again in the backward pass.
+    /// The results of `forward`, the run of a block; streamed weights are copied before it, and again in the backward
+    /// pass.
     fn checkpointed<F>(&self, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,

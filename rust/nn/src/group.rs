@@ -16,7 +16,7 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The parameters of all members: what theirs are views of, or the same quantized rows.
+/// The parameters of all members; the members' own are views of these, or hold the same quantized rows.
 struct Joined {
     weight: Weight,
     bias: Option<Tensor>,
@@ -70,8 +70,9 @@ impl LinearGroup {
         }
     }
 
-    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of the results of two members, the second of which is the gate, side by
-    /// side: `x (..., in_features)` → `(..., out_features)`. The result is [`remade`](Tensor::remade) where that is possible.
+    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of the results of two members, features and gate, in one
+    /// operation: `x (..., in_features)` → `(..., out_features)`. The result is [`remade`](Tensor::remade) where that
+    /// is possible.
     ///
     /// # Errors
     /// As [`forward`](Self::forward); [`Error::Shape`] if the members are not two of one size.
@@ -86,7 +87,7 @@ impl LinearGroup {
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
     }
 
-    /// An operation on all members; none if they cannot be one.
+    /// Apply one operation to all members; None if they cannot be computed as one.
     fn as_one(&self, x: &Tensor, op: impl Fn(&Tensor, Group<'_>) -> Result<Tensor>) -> Result<Option<Tensor>> {
         let Some(Joined { weight, bias }) = &self.joined else { return Ok(None) };
         let mut low_rank = Vec::with_capacity(self.members.len());

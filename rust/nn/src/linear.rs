@@ -6,9 +6,9 @@ use crate::base::{Base, Operation};
 use crate::init;
 use crate::slot::AdapterSlot;
 
-/// What a layer's parameters are.
+/// The type of a layer's parameters.
 pub trait Parameter: AsRef<Tensor> + Sized {
-    /// What the weight of a linear layer is then.
+    /// The type of a linear layer's weight.
     type Weight: From<Self>;
 
     /// The weight as operations take it.
@@ -34,7 +34,7 @@ impl Parameter for Var {
 
 /// A linear layer. `Linear<Tensor>` is frozen, and its weight may be quantized; `Linear<Var>` is trainable.
 ///
-/// Adapters attach to the layer's slot, which is shared, so the owner of the layer takes no part.
+/// Adapters attach to the layer's slot, which is shared, so they need no access to its owner.
 pub struct Linear<T: Parameter> {
     /// (out_features, in_features).
     pub weight: T::Weight,

@@ -88,7 +88,7 @@ pub trait Module {
     /// One of [`named_tensors`](Self::named_tensors), by its name; None if there is none.
     ///
     /// # Errors
-    /// The values of a quantized one could not be made.
+    /// If a quantized one cannot be dequantized.
     fn named_tensor(&self, name: &str) -> Result<Option<Tensor>> {
         let mut found: Option<Weight> = None;
         self.visit(&mut Visitor::new(&mut |part| {
@@ -108,7 +108,7 @@ pub trait Module {
         found.map(|weight| WeightRef::from(&weight).values(weight.dtype())).transpose()
     }
 
-    /// As [`named_tensors`](Self::named_tensors), quantized ones as they are.
+    /// As [`named_tensors`](Self::named_tensors), but quantized ones stay quantized.
     fn named_weights(&self) -> Vec<(String, Weight)> {
         let mut tensors = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
@@ -146,7 +146,7 @@ pub trait Module {
         vars
     }
 
-    /// What all [`Blocks`] keep between forward and backward from now on; everything unless this is called.
+    /// Set what all [`Blocks`] keep between forward and backward from now on; by default they keep everything.
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { kept, .. } = part {
@@ -165,7 +165,7 @@ pub enum Part<'a> {
     Tensor(String, &'a Tensor),
     /// Any other parameter that may be quantized, and its name.
     Matrix(String, &'a Weight),
-    /// The blocks that are shown next.
+    /// The blocks whose parts follow.
     Blocks {
         /// Their name without the number.
         name: String,

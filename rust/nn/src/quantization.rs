@@ -6,14 +6,14 @@ use trainable_candle_core::quantized::Format;
 /// as convolutions do; so do embeddings that are not among `rows`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantizable {
-    /// What the names of layers in blocks begin with. None of them: nothing is quantized.
+    /// What the names of layers in blocks begin with; if empty, nothing is quantized.
     pub blocks: &'static [&'static str],
     /// Parts of the names of layers in blocks that keep their dtype all the same.
     pub kept: &'static [&'static str],
     /// Parts of the names of layers that make a block's modulation, which the model computes outside of the block's run.
     pub modulation: &'static [&'static str],
-    /// Matrices outside of blocks whose rows are picked, or which are too large to be dequantized whole: the embedding and the head of a
-    /// language model, which take a form by rows.
+    /// Matrices outside of blocks whose rows are picked, or which are too large to be dequantized whole: the embedding
+    /// and the head of a language model. They take a format that is quantized by rows.
     pub rows: &'static [&'static str],
 }
 
@@ -35,14 +35,15 @@ impl Quantizable {
 /// How a model is quantized while it is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantization {
-    /// The format of its layers; none: as files have them, which is quantized in some.
+    /// The format of its layers. None: as files have them, some quantized.
     pub format: Option<Format>,
     /// Which layers.
     pub layers: Quantizable,
 }
 
 impl Quantization {
-    /// The format of the matrix `name`, or none for that of its file; none if it is not to be quantized.
+    /// None if the matrix `name` is not to be quantized; otherwise its format, where an inner None means that of its
+    /// file.
     pub fn of(&self, name: &str) -> Option<Option<Format>> {
         if self.layers.rows.contains(&name) {
             return Some(self.format.map(by_rows));
@@ -51,7 +52,7 @@ impl Quantization {
     }
 }
 
-/// The format of matrices whose rows are picked where others have `format`.
+/// The format of matrices whose rows are picked, if others have `format`.
 const fn by_rows(format: Format) -> Format {
     match format {
         Format::Int8 | Format::Fp8 | Format::Nf4 => Format::Int8,

@@ -17,7 +17,7 @@ pub(crate) struct AdapterSlot(HostState<Occupant>);
 struct Occupant {
     adapter: Option<Arc<dyn Adapter>>,
     product: Option<Arc<Product>>,
-    /// What the two compute together, made once: a CUDA graph is of this object.
+    /// Computes both together. Made once, because CUDA graphs depend on this object.
     both: Option<Arc<dyn Adapter>>,
     is_off: bool,
 }
@@ -36,7 +36,7 @@ impl Occupant {
         self.both.as_ref().filter(|_| !self.is_off).or(self.adapter.as_ref())
     }
 
-    /// Make what the two compute together.
+    /// Make the adapter that computes both together.
     fn join(&mut self) {
         let both = |product: &Arc<Product>| Arc::new(Beside::new(self.adapter.clone(), product.clone()));
         self.both = self.product.as_ref().map(|product| both(product) as Arc<dyn Adapter>);
@@ -50,7 +50,7 @@ impl Default for AdapterSlot {
 }
 
 impl AdapterSlot {
-    /// What the layer computes with in place of its own, if anything.
+    /// The adapter that the layer computes with, if there is one.
     pub(crate) fn get(&self) -> Option<Arc<dyn Adapter>> {
         self.0.read().computes().cloned()
     }
@@ -77,7 +77,7 @@ impl AdapterSlot {
         });
     }
 
-    /// Let the product beside the adapter count, or not.
+    /// Turn the product beside the adapter on or off.
     pub(crate) fn enable_beside(&self, enabled: bool) {
         self.0.change(|occupant| occupant.is_off = !enabled);
     }

@@ -122,14 +122,15 @@ impl Source {
         Self { kind, quantization: None, streaming: None }
     }
 
-    /// Quantize linear layers one by one as they are asked for; none if None. Trainable parameters and mere shapes stay as they are.
+    /// Quantize linear layers one by one as they are asked for; None quantizes nothing. Trainable parameters and bare
+    /// shapes do not change.
     #[must_use]
     pub fn quantized(self, quantization: Option<Quantization>) -> Self {
         Self { quantization, ..self }
     }
 
-    /// Leave the weights that are streamed on the CPU, for [`Streaming::start`]; none if None. Trainable parameters and mere shapes stay
-    /// as they are.
+    /// Leave the weights that are streamed on the CPU, for [`Streaming::start`]; None streams nothing. Trainable
+    /// parameters and bare shapes do not change.
     #[must_use]
     pub fn streamed(self, streaming: Option<Arc<Streaming>>) -> Self {
         Self { streaming, ..self }

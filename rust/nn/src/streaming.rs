@@ -12,9 +12,9 @@ use crate::{Layer, Module, Part, Visitor};
 /// Which weights of a model are in the memory of the host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamOptions {
-    /// The number of blocks whose linear layers do.
+    /// The number of blocks whose linear layers are.
     pub blocks: usize,
-    /// Whether the layers that make a block's modulation do in all blocks, not only in those.
+    /// Whether the layers that make a block's modulation are in all blocks, not only in those.
     pub modulation: bool,
 }
 
@@ -28,15 +28,15 @@ impl StreamOptions {
 /// What is streamed of a model, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamedBytes {
-    /// What blocks run with, in the memory of the host.
+    /// Weights that blocks run with, in the memory of the host.
     pub blocks: usize,
-    /// What makes their modulation, there too.
+    /// Weights that make their modulation, there too.
     pub modulation: usize,
     /// The slots on the device that both are copied to.
     pub slots: usize,
 }
 
-/// Units of one ring: of some blocks, each known by its name (`blocks.3`).
+/// The units of one ring, one for each streamed block; blocks are known by their names (`blocks.3`).
 #[derive(Default)]
 struct Units {
     blocks: HashMap<String, usize>,
@@ -61,14 +61,15 @@ impl Units {
 pub struct Streaming {
     device: Device,
     layers: Quantizable,
-    /// What runs under checkpoints, and beside it the modulation, which runs before.
+    /// For the weights that blocks run with, under their checkpoints.
     runs: Units,
+    /// For the weights of the modulation, which is computed before a block runs.
     asides: Units,
 }
 
 impl Streaming {
-    /// Stream blocks of a model, evenly among all of them: what computes between two of them hides copies. `shapes` is the model without
-    /// memory, `layers` those of its layers that are in blocks.
+    /// Stream some blocks of a model, spread evenly over all: what computes between two of them hides the copies.
+    /// `shapes` is the model without memory, `layers` those of its layers that are in blocks.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer blocks, or no layers that make modulations.
@@ -93,7 +94,7 @@ impl Streaming {
         Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides })
     }
 
-    /// How many blocks of a model there are to stream.
+    /// How many blocks of a model can be streamed.
     pub fn blocks(model: &dyn Module, layers: &Quantizable) -> usize {
         blocks(model, layers).len()
     }
@@ -113,12 +114,12 @@ impl Streaming {
         self.place(layer).map(|(units, unit)| &units.units[unit])
     }
 
-    /// A weight of a unit, which is on the CPU.
+    /// A weight, which is on the CPU, as a streamed one of a unit.
     pub(crate) fn weight(&self, unit: &Unit, weight: Weight) -> Result<Weight> {
         Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))
     }
 
-    /// The bytes of what is streamed, if each of `layers` has this many.
+    /// The bytes that are streamed; `layers` gives the bytes of each layer.
     pub fn bytes<'a>(&self, layers: impl Iterator<Item = (&'a str, usize)>) -> StreamedBytes {
         let mut sizes = [vec![0; self.runs.units.len()], vec![0; self.asides.units.len()]];
         for (layer, bytes) in layers {
@@ -131,7 +132,7 @@ impl Streaming {
         StreamedBytes { blocks, modulation, slots: sizes.iter().map(|sizes| slot(sizes, 0) + slot(sizes, 1)).sum() }
     }
 
-    /// Move the weights of `model`, which is complete, and tell its blocks.
+    /// Start to stream the weights of `model`, which is complete: make the rings, and give its blocks their turns.
     ///
     /// # Errors
     /// As [`Ring::new`].
@@ -153,7 +154,7 @@ impl Streaming {
     }
 }
 
-/// The names of a model's blocks that have such layers for their runs, in the order in which it shows them.
+/// The names of a model's blocks that run with some of `layers`, in the order in which the model visits them.
 fn blocks(model: &dyn Module, layers: &Quantizable) -> Vec<String> {
     let mut names = Vec::new();
     let mut held = HashSet::new();
@@ -180,12 +181,12 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// Those of some blocks, by their numbers.
+    /// The turns of some blocks, by their numbers.
     fn each(ring: &Arc<Ring>, units: Vec<(usize, usize)>) -> HashMap<usize, Self> {
         units.into_iter().map(|(block, unit)| (block, Self { ring: ring.clone(), unit })).collect()
     }
 
-    /// The block runs now.
+    /// The block runs now and needs its weights.
     pub(crate) fn enter(&self) -> Result<()> {
         self.ring.enter(self.unit)
     }

@@ -9,7 +9,8 @@ use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, RmsNorm, Source};
 
 /// Gives a model its parameters by name: stored (frozen) or fresh (trainable).
 ///
-/// Descending by [`pp`](Weights::pp) is cheap. It records the parameters that were taken, so that errors can name the rest.
+/// Descending by [`pp`](Weights::pp) is cheap. The source records the parameters that were taken, so that errors can
+/// name the rest.
 pub struct Weights<'a> {
     source: &'a mut Source,
     prefix: String,
@@ -54,7 +55,7 @@ impl Weights<'_> {
         self.source.get(name, &shape.into(), init, Packing::Plain)
     }
 
-    /// The matrix `name.weight` of `shape`, quantized if those of its name are.
+    /// The matrix `name.weight` of `shape`, quantized if the quantization has the name.
     ///
     /// # Errors
     /// As [`get`](Weights::get).

@@ -43,7 +43,7 @@ fn variables(dtype: DType, layout: Layout, device: &Device) -> Vec<Var> {
     }
 }
 
-/// Two groups, of which `change` makes the second's hyper-parameters.
+/// Two groups; `change` modifies the second's hyper-parameters.
 fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<ParamGroup<C>> {
     let mut second = config.clone();
     change(&mut second);

@@ -9,7 +9,7 @@ use trainable_candle_nn::{Linear, LinearGroup, Module, Projected, Visitor};
 
 const NAMES: [&str; 3] = ["to_q", "to_k", "to_v"];
 
-/// The process has one generator, and tests draw from it side by side.
+/// The process has one generator, and tests run at the same time.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 struct Projections(LinearGroup);

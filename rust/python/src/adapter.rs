@@ -114,7 +114,7 @@ impl Adapter {
         compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)
     }
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapter is in training mode, in which dropout is active.
     fn set_training(&self, training: bool) {
         self.inner.set_training(training);
     }

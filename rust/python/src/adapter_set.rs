@@ -78,7 +78,7 @@ impl AdapterSet {
         self.set.set_enabled(enabled);
     }
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapters are in training mode, in which dropout is active.
     fn set_training(&self, training: bool) {
         self.set.set_training(training);
     }
@@ -183,7 +183,7 @@ pub fn save_adapters(
     Ok(file.idle())
 }
 
-/// Copy what `save_adapters` would write to the CPU, to write it while training continues.
+/// Copy to the CPU what `save_adapters` would write, so that it can be written while training continues.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")

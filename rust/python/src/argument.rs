@@ -1,4 +1,5 @@
-//! Numbers and dicts as a user passed them, for the functions that name the operation and the parameter in an error.
+//! Numbers and dicts as a user passed them; the functions that take them name the operation and the parameter in
+//! errors.
 
 use std::collections::BTreeMap;
 

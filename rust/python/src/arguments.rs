@@ -42,7 +42,7 @@ pub struct Integer(Value);
 #[derive(Clone)]
 enum Value {
     Number(i128),
-    /// An integer of a given size.
+    /// An integer of more than 64 bits, described by its size.
     Huge(String),
     /// Not an integer.
     Other(String),
@@ -115,7 +115,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         if let Ok(value) = object.extract::<i64>() {
             return Ok(Self(Value::Number(i128::from(value))));
         }
-        // A float has no index; a tensor may have one or not.
+        // A float has no `__index__`; a tensor may have a value for it or not.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
             return Ok(Self(Value::Other(found(&object))));
         };
@@ -166,7 +166,7 @@ impl Integers {
         if arguments.len() == 1 { Self::read(&arguments.get_item(0)?) } else { Self::read(arguments) }
     }
 
-    /// The values, as `value` reads each.
+    /// The values; `value` reads each.
     fn get<T>(
         &self,
         op: &'static str,
@@ -307,7 +307,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Pair {
     }
 }
 
-/// The size of each part of a dimension, or the sizes.
+/// One size for all parts of a dimension, or a size for each.
 pub struct Sections(Integers);
 
 impl Sections {

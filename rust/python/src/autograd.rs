@@ -22,7 +22,7 @@ use crate::types::{Anything, ELLIPSIS};
 impl Tensor {
     /// Differentiate with respect to every variable that this depends on, and add the gradients to their `.grad`.
     ///
-    /// Frees saved tensors on the way, unless `retain_graph`.
+    /// Frees saved tensors as it proceeds, unless `retain_graph`.
     ///
     /// Args:
     ///     gradient: the gradient of this tensor, in its shape; not needed for a single element.
@@ -64,7 +64,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
     }
 }
 
-/// The gradients of `loss` with respect to `inputs`, without a change of `.grad`.
+/// The gradients of `loss` with respect to `inputs`; no `.grad` changes.
 ///
 /// ```python
 /// x = tc.Var([3.0])
@@ -149,7 +149,7 @@ impl From<Function> for Py<PyAny> {
 }
 
 impl Function {
-    /// Call with tensors. Its exceptions pass unchanged.
+    /// Call the function with tensors. Its exceptions pass through unchanged.
     pub fn call<'py>(&self, py: Python<'py>, inputs: &[tc::Tensor]) -> PyResult<Bound<'py, PyAny>> {
         let inputs =
             inputs.iter().map(|tensor| Bound::new(py, Tensor(tensor.clone()))).collect::<PyResult<Vec<_>>>()?;
@@ -184,7 +184,7 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 
 /// Run `function(*tensors)`, saving little for the backward pass, which recomputes the rest.
 ///
-/// The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
+/// The function must compute the same when it is called again; random numbers are the same, so that dropout has the
 /// same mask. Variables that it captures get their gradients.
 ///
 /// ```python

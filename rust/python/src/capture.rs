@@ -37,7 +37,7 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
             let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
             let tensors = tensors.iter().map(|tensor| tensor.0.clone()).collect();
             if tc::capture::is_capturing() {
-                // The function does not keep tensors in unreachable cycles.
+                // Frees tensors that the function has left in unreachable cycles.
                 drop(returned);
                 py.import("gc")?.call_method0("collect")?;
             }

@@ -46,7 +46,7 @@ fn library_folders(py: Python<'_>) -> Vec<PathBuf> {
     pip_folders(py, "nvidia/cu13/lib")
 }
 
-/// A folder of a package from pip, in every folder that Python imports from where it exists.
+/// The folder `below` of packages from pip, in every folder that Python imports from, if it exists there.
 pub fn pip_folders(py: Python<'_>, below: &str) -> Vec<PathBuf> {
     let entries = || py.import("sys")?.getattr("path")?.cast_into::<PyList>().map_err(PyErr::from);
     let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join(below));
@@ -112,7 +112,7 @@ pub fn cuda_set_memory_limit(device: DeviceArg, limit: Option<u64>) -> Result<()
     Ok(device::set_memory_limit(&device.0, limit)?)
 }
 
-/// What its maker calls a CUDA device.
+/// The name of a CUDA device, as its manufacturer gives it.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.

@@ -39,7 +39,7 @@ pub fn nccl_version(py: Python<'_>) -> Result<i32> {
     with_folders(py, communicator::version)
 }
 
-/// Return 128 bytes by which processes find each other; the process that asks must become rank 0.
+/// Return 128 bytes by which processes find each other; the calling process must become rank 0.
 ///
 /// Raises:
 ///     CudaUnavailableError: if NCCL cannot be used.
@@ -92,7 +92,7 @@ impl NcclCommunicator {
         self.0.size()
     }
 
-    /// Return the sum of a tensor over all processes; queued, not waited for.
+    /// Return the sum of a tensor over all processes. Only queues the work.
     ///
     /// Raises:
     ///     DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
@@ -105,7 +105,7 @@ impl NcclCommunicator {
         .map(Tensor)
     }
 
-    /// Give a variable the values that it has on process `root`; queued, not waited for.
+    /// Give a variable the values that it has on process `root`. Only queues the work.
     ///
     /// Raises:
     ///     ArgumentError: if there is no such process.
@@ -118,11 +118,11 @@ impl NcclCommunicator {
         })
     }
 
-    /// Add up the gradients of all processes, in place, and a tensor; queued, not waited for.
+    /// Add up the gradients of all processes in place, and a tensor. Only queues the work.
     ///
     /// Args:
     ///     parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
-    ///     tail: what else is added up: numbers that belong to the step.
+    ///     tail: the tensor, with numbers that belong to the step.
     ///     narrow: send the gradients as bf16, half of the bytes, each sum rounded.
     ///
     /// Returns:
@@ -168,13 +168,14 @@ impl NcclCommunicator {
         detached(py, || self.0.wait(limit))
     }
 
-    /// End the present or the next wait with an error; for another thread.
+    /// End the current or the next `wait` with an error; called from another thread.
     fn stop(&self) {
         self.0.stop();
     }
 }
 
-/// Return the gradients of variables as vectors, adjacent ones of a flat buffer as one; zeros for one without a gradient.
+/// Return the gradients of variables as vectors, one for all that are adjacent in a flat buffer. Missing gradients are
+/// zeros.
 ///
 /// Raises:
 ///     OutOfMemoryError: if the vectors do not fit.

@@ -94,7 +94,7 @@ fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     }
 }
 
-/// Whether the user pressed Ctrl-C. Long computations check it from time to time.
+/// Return an error if the user pressed Ctrl-C. Long computations check it from time to time.
 pub fn check_signals() -> tc::Result<()> {
     Python::attach(|py| py.check_signals().map_err(from_callback))
 }

@@ -34,13 +34,13 @@ use crate::lora_config::LoraConfig;
 /// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct CheckpointFacts {
-    /// What the command line calls the family that the models are of; None for a model that is part of none.
+    /// The family of the models, as the command line calls it; None for a model of no family.
     model: Option<&'static str>,
     /// The models by the names of their folders; a model without a pipeline has an empty name.
     parts: BTreeMap<String, Py<PartFacts>>,
     /// Height and width in pixels of the images that the model was made for, if it makes some.
     resolution: Option<usize>,
-    /// Pixels along one side of an image for each of the latents, if there is an autoencoder.
+    /// Pixels per latent along one side of an image, if there is an autoencoder.
     factor: Option<usize>,
     /// "epsilon" or "v_prediction", if the files say it.
     prediction_type: Option<String>,
@@ -122,7 +122,7 @@ impl PartFacts {
     /// Args:
     ///     dtype: of the weights.
     ///     quantize: the format of linear layers in blocks, as in `from_pretrained`.
-    ///     stream_blocks: as in `from_pretrained`; counted is what is on the device.
+    ///     stream_blocks: as in `from_pretrained`; only what is on the device is counted.
     ///     stream_modulation: likewise.
     ///
     /// Raises:
@@ -164,7 +164,7 @@ impl PartFacts {
         self.0.streamable().0
     }
 
-    /// Whether `stream_modulation` can keep something there.
+    /// Whether `stream_modulation` can keep weights in the memory of the host.
     #[getter]
     fn has_modulation(&self) -> bool {
         self.0.streamable().1
@@ -189,7 +189,7 @@ impl PartFacts {
         Ok((flops.layers, flops.attention))
     }
 
-    /// About how many values are kept between forward and backward at the fullest, for one sample.
+    /// About how many values are kept between forward and backward at the peak, for one sample.
     ///
     /// Args:
     ///     config: which layers get adapters, and of what rank.
@@ -251,7 +251,7 @@ fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Resul
 ///     others: folders and files of single models, text encoders and autoencoders, which replace those of `path`.
 ///
 /// Raises:
-///     MissingFileError: if there is nothing.
+///     MissingFileError: if nothing is at `path`.
 ///     WeightsFormatError: if a file is damaged, or a part of the family is missing.
 ///     ConfigError: if a configuration is wrong, or there is no such family.
 #[pyfunction]
@@ -309,8 +309,8 @@ pub fn pipeline_parts(model: &str) -> Result<Vec<&'static str>> {
     Ok(Pipeline::find(model)?.parts.iter().map(|part| part.subfolder).collect())
 }
 
-/// What there is to choose from, by names in options: "adapter", "format", "model", "optimizer", "qat". The values of "optimizer" are the names
-/// of classes in small letters.
+/// The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". Those of "optimizer" are
+/// names of classes in small letters.
 #[pyfunction]
 pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
     BTreeMap::from([

@@ -27,7 +27,8 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
 ///
 /// Args:
 ///     input: (..., in_features).
-///     weight: (out_features, in_features), or what `quantize` makes of it, which gets no gradient. The backward pass saves the input only if the weight needs a gradient.
+///     weight: (out_features, in_features), or a result of `quantize`, which gets no gradient. The input is saved for the backward
+///         pass only if the weight needs a gradient.
 ///     bias: (out_features,).
 ///
 /// Returns:

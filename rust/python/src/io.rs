@@ -25,12 +25,13 @@ use crate::tensor::Tensor;
 ///     tensors: tensors by name.
 ///     path: the file.
 ///     metadata: text entries for the file's header.
-///     codes: names of u8 tensors that are the codes of other numbers of eight bits, "int8" or "fp8" (e4m3), as a QuantizedTensor has them.
+///     codes: by the name of a u8 tensor that holds codes, as a QuantizedTensor has them: the numbers that they mean, "int8" or
+///         "fp8" (e4m3).
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if a name of codes is of no tensor, or the numbers are others.
-///     DTypeError: if such a tensor is not u8, or safetensors files do not hold a dtype.
+///     ArgumentError: if `codes` names no tensor, or other numbers.
+///     DTypeError: if such a tensor is not u8, or safetensors files cannot hold a dtype.
 #[pyfunction]
 #[pyo3(signature = (tensors, path, metadata=Argument::of(None), codes=Argument::of(None)))]
 pub fn save_file(

@@ -15,7 +15,7 @@ use crate::error::Result;
 /// Which layers get an adapter, and of what kind and size. The names are peft's.
 ///
 /// A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-/// whole name; "all-linear" means every linear layer, "all-conv" for every convolution, "all-attention" for the
+/// whole name; "all-linear" means every linear layer, "all-conv" every convolution, "all-attention" the
 /// projections of attention.
 ///
 /// ```python

@@ -165,7 +165,7 @@ pub fn cross_entropy(
 ///
 /// Args:
 ///     input: (N, D) states.
-///     weight: (classes, D), in the dtype of the states. A frozen weight gets no gradient, which costs nothing.
+///     weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
 ///     target: (N) class ids, i64 or u32; rows with -100 are ignored.
 ///     weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
 ///
@@ -187,8 +187,8 @@ pub fn linear_cross_entropy(
         .map(Tensor)
 }
 
-/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, and
-/// again in the backward pass.
+/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a
+/// time, and recomputed in the backward pass.
 ///
 /// ```python
 /// states, head = tc.randn(3, 8), tc.randn(100, 8)

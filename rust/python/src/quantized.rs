@@ -92,7 +92,8 @@ impl QuantizedTensor {
         compute(py, self.numel(), || self.0.dequantize(dtype)).map(Tensor)
     }
 
-    /// The tensors of the matrix: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
+    /// The tensors of the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". Blocks of
+    /// ggml have "codes" alone, which contain their scales.
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         // Joined matrices are not made in Python.

@@ -52,7 +52,7 @@ pub fn get_num_threads() -> usize {
 /// ```
 ///
 /// Raises:
-///     ArgumentError: if `n` is 0, or the system rejects.
+///     ArgumentError: if `n` is 0, or the system cannot start so many threads.
 #[pyfunction]
 pub fn set_num_threads(py: Python<'_>, n: Integer) -> Result<()> {
     let n = n.count("set_num_threads", "n")?;
@@ -110,11 +110,11 @@ pub fn get_w8a8() -> bool {
 
 /// Choose whether linear layers over int8 or fp8 weights multiply codes, on GPUs several times as fast as values.
 ///
-/// Activations and gradients are rounded to the format of the weight right before a product, each row with the scale its largest
-/// magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does; weights whose scales are along the sum are
-/// multiplied into the gradient before. Sums of int8 are exact, those of fp8 in f32. Layers over other formats, and those whose
-/// sides are not multiples of 16, multiply values. GPUs need compute capability 7.5 for int8 and 8.9 for fp8; older ones multiply
-/// values.
+/// Activations and gradients are rounded to the format of the weight right before a product, each row with a scale of
+/// its largest magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does. Scales of a weight that
+/// vary along the sum are multiplied into the gradient before that. Sums of int8 are exact, those of fp8 in f32. Layers
+/// over other formats, and those whose sides are not multiples of 16, multiply values. GPUs need compute capability 7.5
+/// for int8 and 8.9 for fp8; older ones multiply values.
 ///
 /// Args:
 ///     enabled: whether they do, from now on. The default is that they multiply the values that codes represent. Captured graphs

@@ -7,7 +7,7 @@ use trainable_candle_nn::adapter;
 use crate::call::quick;
 use crate::error::Result;
 
-/// A frozen LoRA beside whatever is trained on a model, made by `add_training_adapter`.
+/// A frozen LoRA beside the adapter that is trained on a model, made by `add_training_adapter`.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")
@@ -18,7 +18,7 @@ use crate::error::Result;
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct TrainingAdapter {
     inner: adapter::TrainingAdapter,
-    // Its layers are this model's.
+    // Keeps the model alive whose layers it is on.
     _model: Loaded,
 }
 
@@ -39,7 +39,7 @@ impl TrainingAdapter {
         })
     }
 
-    /// Take it off the model.
+    /// Remove it from the model.
     fn remove(&self) -> Result<()> {
         quick(|| {
             self.inner.remove();

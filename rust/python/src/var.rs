@@ -60,7 +60,7 @@ impl Var {
     ///
     /// Raises:
     ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
-    ///     OutOfMemoryError: there is no memory to copy a gradient out of an adapter's flat buffer.
+    ///     OutOfMemoryError: if there is no memory to copy a gradient out of an adapter's flat buffer.
     #[getter]
     fn grad(&self) -> Result<Option<Tensor>> {
         Ok(quick(|| self.0.try_grad())?.map(Tensor))

@@ -10,7 +10,7 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::error::Result;
 
-/// One layer's adapter in a file; a module that holds those of several layers is there once for each.
+/// One layer's adapter in a file; a module that holds the adapters of several layers is listed once for each.
 ///
 /// ```python
 /// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")

@@ -62,7 +62,7 @@ impl Default for CLIPTextConfig {
 }
 
 impl Configuration for CLIPTextConfig {
-    // What concerns initial values, generation or other parts of CLIP is not looked at.
+    // Fields about initial values, generation or other parts of CLIP are ignored.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(CLIPTextModel::CLASS_NAME, map);
         let projects = map

@@ -8,7 +8,7 @@ use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
 const WRAPPER: &str = "text_model.";
 
-/// The names in a folder, or those of an original checkpoint.
+/// The layout of a folder, or of an original checkpoint.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => Box::new(OpenClip { prefix }),
@@ -16,7 +16,7 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Computed, not learned, or of the image's side.
+/// Whether a key is no parameter of the text encoder: computed instead of learned, or of the image encoder.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }
@@ -31,7 +31,7 @@ impl Layout for Transformers {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        // transformers 5 writes the model without a projection without the wrapper's name.
+        // transformers 5 leaves the wrapper's name out of models without a projection.
         std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Key::plain).collect()
     }
 
@@ -97,9 +97,9 @@ fn open_clip(name: &str) -> Option<Key> {
 const PUBLISHED: [(usize, usize, Activation); 3] =
     [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
 
-/// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Heads and activation leave no
-/// trace in them: they are the published models', or come from the first of the
-/// `known` configurations whose sizes are these.
+/// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Shapes do not show
+/// the number of heads or the activation: these come from the first of the `known` configurations with the same sizes,
+/// else from the published model of the same width.
 ///
 /// # Errors
 /// [`Error::Config`] if they cannot be determined.

@@ -10,7 +10,7 @@ use crate::saved::Saved;
 
 const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 
-/// Causal attention and a feed-forward network; each of the normalised input, added to it.
+/// Causal attention and a feed-forward network; each reads the normalised input, and its result is added to the input.
 pub(super) struct EncoderLayer {
     layer_norm1: LayerNorm,
     /// `q_proj`, `k_proj` and `v_proj`.

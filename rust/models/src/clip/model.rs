@@ -28,7 +28,7 @@ pub struct CLIPTextModel {
     end_scores: Tensor,
 }
 
-/// Files made before the id was right say 2 for the end of a text, and mean the token of the largest id.
+/// The wrong `eos_token_id` of older files: with it, the token with the largest id ends a text.
 const LEGACY_END: u32 = 2;
 
 /// The text encoder's results for a text.
@@ -148,8 +148,8 @@ impl CLIPTextModel {
     }
 }
 
-/// Scores that find a text's end. They are looked up, not compared with the ids: comparing integers on a GPU is candle's, whose kernels the
-/// driver compiles at their first use, for 10 s on a new machine.
+/// Scores that find a text's end. They are looked up because comparing ids on a GPU would use
+/// candle's kernels, which the driver compiles at their first use: that takes 10 s on a new machine.
 fn end_scores(config: &CLIPTextConfig, device: &Device) -> Result<Tensor> {
     // f32 holds every id exactly.
     let score = |id: u32| match config.eos_token_id {

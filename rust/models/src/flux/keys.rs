@@ -6,11 +6,11 @@ use trainable_candle_io::WeightFiles;
 use super::FluxConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
-/// The layers of a transformer of Black Forest Labs, or made of one, by our names, and theirs.
+/// Our names and theirs for the layers of a transformer by Black Forest Labs, or of a model derived from one.
 pub(crate) struct BlockNames {
     /// Outside of the blocks.
     pub outside: &'static [Renaming],
-    /// Layers of blocks: what our names begin with before a block's number, what theirs do, and the layers inside.
+    /// Blocks: what our names begin with before the block's number, what theirs begin with, and the layers inside.
     pub blocks: &'static [(&'static str, &'static str, &'static [&'static [Renaming]])],
 }
 
@@ -18,7 +18,7 @@ pub(crate) struct BlockNames {
 pub(crate) struct OriginalTransformer {
     /// What keys begin with.
     pub prefix: &'static str,
-    /// What follows.
+    /// The names after the prefix.
     pub names: &'static BlockNames,
 }
 
@@ -38,7 +38,7 @@ impl Layout for OriginalTransformer {
 }
 
 impl BlockNames {
-    /// The names in a folder, or those of an original checkpoint.
+    /// The layout of a folder, or of an original checkpoint.
     pub fn layout(&'static self, original: Option<Original>) -> Box<dyn Layout> {
         match original {
             Some(Original { prefix, naming: Naming::Original }) => {
@@ -75,9 +75,9 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
-/// What the blocks of two streams are called, by us and by them.
+/// Our name and theirs for the blocks of two streams.
 pub(crate) const DOUBLE_BLOCKS: (&str, &str) = ("transformer_blocks.", "double_blocks");
-/// What those of one are called.
+/// Our name and theirs for the blocks of one stream.
 pub(crate) const SINGLE_BLOCKS: (&str, &str) = ("single_transformer_blocks.", "single_blocks");
 
 const OUTSIDE: [Renaming; 10] = [
@@ -89,7 +89,7 @@ const OUTSIDE: [Renaming; 10] = [
     ("time_text_embed.guidance_embedder.linear_2", "guidance_in.out_layer", Form::Plain),
     ("time_text_embed.text_embedder.linear_1", "vector_in.in_layer", Form::Plain),
     ("time_text_embed.text_embedder.linear_2", "vector_in.out_layer", Form::Plain),
-    // The originals say the shift first, diffusers the scale.
+    // The originals have the shift first, diffusers has the scale first.
     ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
@@ -123,7 +123,8 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
 
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
-/// The blocks of one stream: queries, keys and values and the middle of the feed-forward layer, which is four times as wide, are one layer.
+/// The blocks of one stream: one layer gives queries, keys, values and the middle of the feed-forward layer, which is
+/// four times as wide as each of them.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),
@@ -134,12 +135,11 @@ pub(crate) const SINGLE: [Renaming; 7] = [
     ("proj_out", "linear2", Form::Plain),
 ];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
-/// models', or comes from the first of the
-/// `known` configurations whose sizes are these.
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What shapes do not
+/// show comes from the first of the `known` configurations with the same sizes, else from the published models.
 ///
 /// # Errors
-/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is another that Flux's tools make.
+/// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of Flux's tools.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<FluxConfig>) -> Result<FluxConfig> {
     let sizes = StoredSizes::new(files, NAMES.layout(Some(naming)));
     let size = |name: &str, dim: usize| sizes.size(name, dim);

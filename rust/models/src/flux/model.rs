@@ -50,7 +50,7 @@ pub struct FluxConditions<'a> {
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// The scale of guidance, (B), (1) or without dimensions, for models that take one, and no others.
+    /// The scale of guidance, (B), (1) or without dimensions; None for models that take none.
     pub guidance: Option<&'a Tensor>,
 }
 
@@ -120,7 +120,7 @@ impl FluxTransformer {
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
-    /// The tokens of the image and of the text, if everything fits.
+    /// Check the inputs; returns the numbers of tokens of the image and of the text.
     fn check(&self, hidden_states: &Tensor, conditions: FluxConditions<'_>) -> Result<[usize; 2]> {
         let FluxConditions { encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance } =
             conditions;

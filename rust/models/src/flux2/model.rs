@@ -30,7 +30,7 @@ pub struct Flux2Transformer {
     x_embedder: Linear<Tensor>,
     context_embedder: Linear<Tensor>,
     time_guidance_embed: TimeTextEmbedding,
-    /// Of the image and of the text in every block of two streams, and of every block of one.
+    /// Of the image and of the text in the blocks of two streams, and of the blocks of one. All blocks share them.
     modulations: [Linear<Tensor>; 3],
     axes: RopeAxes,
     double_blocks: Blocks<DoubleBlock>,
@@ -53,9 +53,9 @@ pub struct Flux2Conditions<'a> {
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column, 0.
     pub img_ids: &'a Tensor,
-    /// Positions of the text's tokens, (L, axes): 0, 0, 0, number.
+    /// Positions of the text's tokens, (L, axes): 0, 0, 0, index.
     pub txt_ids: &'a Tensor,
-    /// The scale of guidance, (B), (1) or without dimensions, for models that take one, and no others.
+    /// The scale of guidance, (B), (1) or without dimensions; None for models that take none.
     pub guidance: Option<&'a Tensor>,
 }
 
@@ -113,7 +113,7 @@ impl Flux2Transformer {
         let dtype = self.dtype();
         let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
-        // One time may be of all samples, of which each has a modulation of its own.
+        // One time may serve all samples; the modulation has a row for each sample.
         let times = thousandfold(conditions.timestep)?.broadcast_as(hidden_states.dims()[0])?;
         let condition = self.time_guidance_embed.forward(&times, None, guidance.as_ref())?;
         let [of_image, of_text, of_single] = &self.modulations;
@@ -133,7 +133,7 @@ impl Flux2Transformer {
         self.output.forward(&x.narrow(1, length, area)?, &condition)
     }
 
-    /// The tokens of the image and of the text, if everything fits.
+    /// Check the inputs; returns the numbers of tokens of the image and of the text.
     fn check(&self, hidden_states: &Tensor, conditions: Flux2Conditions<'_>) -> Result<[usize; 2]> {
         let Flux2Conditions { encoder_hidden_states, timestep, img_ids, txt_ids, guidance } = conditions;
         let sizes = TokenSizes {

@@ -1,5 +1,6 @@
-//! The block of one stream, whose layers are fused in files too: one into queries, keys, values, gate and value of the feed-forward
-//! layer, one out of the results of both (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
+//! The block of one stream, whose layers are fused in files too: the first gives queries, keys, values, and gate and
+//! value of the feed-forward layer, the last projects the results of both (Dehghani et al. 2023, arXiv:2302.05442,
+//! section 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};

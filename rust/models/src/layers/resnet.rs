@@ -44,7 +44,7 @@ pub struct ResnetSizes {
     pub eps: f64,
 }
 
-/// Twice norm, SiLU and convolution, added to the input; the time is added in the middle.
+/// Norm, SiLU and convolution, twice, added to the input; the time is added after the first convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -133,7 +133,7 @@ impl Module for ResnetBlock {
     }
 }
 
-/// Half the size by a convolution.
+/// Halves the size by a convolution.
 pub struct Downsample {
     conv: Conv2d<Tensor>,
     /// Zeros are added below and to the right alone, as the autoencoder was trained.
@@ -185,7 +185,7 @@ impl Module for Downsample {
     }
 }
 
-/// A larger size by repeating pixels, then a convolution.
+/// Enlarges an image by repeating pixels, then convolves it.
 pub struct Upsample {
     conv: Conv2d<Tensor>,
 }

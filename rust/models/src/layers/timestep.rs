@@ -57,7 +57,8 @@ impl TimestepEmbedding {
         Self::named(LINEAR, [in_features, dim, dim], true, weights)
     }
 
-    /// As [`new`](Self::new) with names of the layers, and of the widths before, between and after them; with biases or without.
+    /// As [`new`](Self::new), with the names of the layers, the widths before, between and after them, and biases or
+    /// none.
     ///
     /// # Errors
     /// As [`Weights::get`].

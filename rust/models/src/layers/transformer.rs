@@ -32,7 +32,8 @@ pub struct TransformerSizes {
     pub linear_projection: bool,
 }
 
-/// Attention to the image, attention to the context, a gated feed-forward layer; each of the normalised input, added to it.
+/// Attention to the image, attention to the context, a gated feed-forward layer. Each reads the normalised input, and
+/// its result is added to the input.
 struct Block {
     norm1: LayerNorm,
     attn1: Attention,
@@ -111,7 +112,7 @@ impl Projection {
         }
     }
 
-    /// Of an image (B, H, W, C).
+    /// The projection of an image (B, H, W, C).
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Linear(linear) => linear.forward(x),

@@ -70,7 +70,7 @@ pub struct Part {
     pub model: &'static ModelKind,
     /// Its folder in a pipeline's, and diffusers' name of it in adapter files; empty for a model without a pipeline.
     pub subfolder: &'static str,
-    /// Where files of one piece have it; the first is written.
+    /// Where checkpoints in one file have it; the first is written.
     pub sections: &'static [Section],
     /// Whether a `config.json` may be this part's, where several parts have one architecture.
     pub fits: fn(&Map<String, Value>) -> bool,
@@ -80,12 +80,12 @@ pub struct Part {
     pub adapter: Option<AdapterNames>,
 }
 
-/// Where a file of one piece has a part.
+/// Where a checkpoint in one file has a part.
 #[derive(Debug)]
 pub struct Section {
     /// What its keys begin with; files are written with the first.
     pub prefixes: &'static [&'static str],
-    /// Whose names follow.
+    /// Whose names follow the prefix.
     pub naming: Naming,
     /// A key, without the prefix, that is in every such file, and under an empty prefix in no other.
     pub probe: &'static str,
@@ -130,7 +130,8 @@ impl Pipeline {
         })
     }
 
-    /// The pipeline that `model_index.json` in a folder names; none if there is no such file, or if it names another.
+    /// The pipeline that `model_index.json` in a folder names; none if there is no such file, or if it names an unknown
+    /// class.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it does not parse.
@@ -148,8 +149,8 @@ impl Pipeline {
         self.parts.iter().map(move |part| Place { pipeline: self, part })
     }
 
-    /// The layers that adapters may be for: with the sizes of the files at `weights`, or of the published model. A text encoder
-    /// that is not at `weights` has the published sizes.
+    /// The layers that adapters may be on, with the sizes of the files at `weights`, or of the published model. A text
+    /// encoder that is not at `weights` has the published sizes.
     ///
     /// # Errors
     /// As [`Pretrained::find`] and the configuration of the denoiser.
@@ -198,12 +199,12 @@ impl Place {
         self.part.adapter_prefixes().iter().any(|prefix| key.starts_with(prefix))
     }
 
-    /// The place of a model by its architecture and configuration, where no file tells.
+    /// The place of a model, by its architecture and configuration, where no file states it.
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
         let fits = |place: &Self| (place.part.fits)(config);
-        // A model that may be without a pipeline is, unless a file says that it is a part.
+        // A model that can exist without a pipeline is taken to, unless a file says that it is a part.
         let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
@@ -240,7 +241,7 @@ pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
     unique(places(model).map(|place| place.part.subfolder).filter(|subfolder| !subfolder.is_empty()))
 }
 
-/// Every kind of model. Where several are at one place, the first is meant: the one that is fine-tuned.
+/// Every kind of model, once. Where a path holds several, the first is meant: the one that is fine-tuned.
 pub fn kinds() -> Vec<&'static ModelKind> {
     let mut kinds: Vec<&ModelKind> = Vec::new();
     for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {
@@ -251,7 +252,8 @@ pub fn kinds() -> Vec<&'static ModelKind> {
     kinds
 }
 
-/// Beginnings of keys in adapter files, which say what part the keys are of: in the styles of kohya, diffusers and `ComfyUI`.
+/// The beginnings of keys in adapter files that say which part a key belongs to: in the styles of kohya, diffusers and
+/// `ComfyUI`.
 fn adapter_prefixes() -> Arc<[String]> {
     let mut prefixes = BTreeSet::new();
     for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {

@@ -32,7 +32,8 @@ const A1111: Reader = Reader {
     magnitude: COMFYUI_MAGNITUDE,
 };
 
-/// Stable Diffusion's UNets. `ComfyUI` has diffusers' names of attention's projections in their first form only.
+/// Stable Diffusion's UNets. Of diffusers' names of attention's projections, `ComfyUI` knows only the first form,
+/// `Style::Processor`.
 pub(super) static UNET: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -92,8 +93,8 @@ pub(super) static SD3: &[Reader] = &[
     PEFT,
 ];
 
-/// Flux.1. diffusers' conversion of kohya's names gives layers outside of the blocks names that it leaves out afterwards; that of
-/// `OneTrainer`'s names knows attention only, and fails on others.
+/// Flux.1. When diffusers converts kohya's names, it drops layers outside of the blocks; its conversion of
+/// `OneTrainer`'s names knows attention alone, and fails on other layers.
 pub(super) static FLUX: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -114,7 +115,7 @@ const FLUX_IN_DIFFUSERS: Reader = diffusers(&[
     Known::all(Style::OneTrainer).only(is_attention),
 ]);
 
-/// Chroma, as Flux.1. `ComfyUI` has no diffusers' names of the approximator.
+/// Chroma, as Flux.1. `ComfyUI` does not know diffusers' names of the approximator.
 pub(super) static CHROMA: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -141,8 +142,8 @@ fn is_attention(layer: &str) -> bool {
     in_a_block(layer) && layer.contains(".attn.")
 }
 
-/// FLUX.2. `ComfyUI` has no diffusers' names of the shared modulations and of the time's network. diffusers takes peft's names for those of
-/// ai-toolkit.
+/// FLUX.2. `ComfyUI` does not know diffusers' names of the shared modulations and of the time's network. diffusers
+/// treats peft's names as those of ai-toolkit.
 pub(super) static FLUX2: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -171,13 +172,14 @@ fn no_modulation(layer: &str) -> bool {
     !layer.contains("_modulation") && has_no_halves(layer)
 }
 
-/// diffusers leaves the halves of the last modulation as they are in original files.
+/// Whether a layer has no halves to swap: diffusers fails to swap those of the last modulation of original files.
 fn has_no_halves(layer: &str) -> bool {
     layer != "norm_out.linear"
 }
 
-/// Z-Image. `ComfyUI` has diffusers' names beside its own, but not in kohya's style, and diffusers `ComfyUI`'s where both are the same or
-/// in kohya's style. musubi-tuner, kohya's for this model, has diffusers' names.
+/// Z-Image. `ComfyUI` knows diffusers' names besides its own, but not in kohya's style. diffusers knows `ComfyUI`'s
+/// names in kohya's style, and in others where both tools use the same name. musubi-tuner, kohya's trainer for this
+/// model, uses diffusers' names.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),

@@ -1,18 +1,18 @@
-//! What a file of one piece is, by the names of its tensors.
+//! Recognises a checkpoint in one file by the names of its tensors.
 
 use super::table::UNSUPPORTED;
 use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, places, unique};
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// The first place of `model` that a file has, with its section and the prefix of its keys. `is_there` tells of a name whether it is
-/// in the file; `choice` may name the part or the pipeline that is meant.
+/// The first place of `model` that a file has, with its section and the prefix of its keys. `is_there` says whether a
+/// name is in the file; `choice` may name the part or the pipeline that is meant.
 pub fn of_file(
     model: &ModelKind,
     choice: &Choice,
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
-    // A part of several pipelines is of the one whose denoiser is there too.
+    // A part that several pipelines have belongs to the one whose denoiser is there too.
     let mut places: Vec<Place> = places(model).collect();
     places.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
     places
@@ -32,7 +32,8 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
         .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
 }
 
-/// The pipeline that has all of these models in these folders: of several, one whose denoiser is in the file that `is_there` knows.
+/// The pipeline that has all of these models in these folders; of several, one whose denoiser is in the file that
+/// `is_there` looks into.
 pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
     let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
         let mut parts = pipeline.parts.iter();
@@ -44,7 +45,7 @@ pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool)
     fitting.first().copied()
 }
 
-/// The message for a file with these names, in which a model was looked for in vain.
+/// The message for a file with these names that does not have the model `wanted`.
 pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
     let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());

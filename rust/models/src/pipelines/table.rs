@@ -18,7 +18,7 @@ use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
-/// Every pipeline. A part that several have alike, and whose file says no more, is taken for the first one's.
+/// Every pipeline. Where several have the same part and its file does not say which is meant, the first is.
 pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA];
 
 /// Any configuration of the architecture is this part's.
@@ -88,7 +88,7 @@ const fn t5_part(subfolder: &'static str) -> Part {
     }
 }
 
-/// Where files of one piece have an autoencoder.
+/// Where checkpoints in one file have an autoencoder.
 const AUTOENCODER: &[Section] = &[Section {
     prefixes: &["first_stage_model.", "vae.", ""],
     naming: Naming::Original,
@@ -117,7 +117,7 @@ fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
 /// A language model in a GGUF file.
 const LLAMA_CPP: Section = Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
 
-/// Qwen3 as a text encoder, which no adapter reaches; of 4B unless the files say another size.
+/// Qwen3 as a text encoder, which no adapter reaches; the 4B model unless the files have another size.
 const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,

@@ -1,4 +1,4 @@
-//! [`Architecture`]: what the files of a model say, and how it is built of them.
+//! [`Architecture`]: how a model is configured by its files and built from them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ pub trait Architecture: Model + Sized {
     /// Its entry among the kinds of models.
     const KIND: &'static ModelKind;
 
-    /// The linear layers that may be quantized; none unless it says so.
+    /// The linear layers that may be quantized; none by default.
     const QUANTIZABLE: Quantizable = Quantizable::NOTHING;
 
     /// A model over `weights`.
@@ -42,17 +42,18 @@ pub trait Architecture: Model + Sized {
     /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
     fn build(config: Self::Config, weights: &mut Weights<'_>) -> Result<Self>;
 
-    /// The configuration of the model in an original checkpoint, from the shapes of its tensors. What leaves no trace in them is the
-    /// published model's, or comes from the first of the `known` configurations whose sizes are these.
+    /// The configuration of the model in an original checkpoint, from the shapes of its tensors. What shapes do not
+    /// show comes from the first of the `known` configurations with the same sizes, else from the published model.
     ///
     /// # Errors
     /// [`Error::Config`] if a size cannot be determined.
     fn deduce(files: &WeightFiles, original: Original, known: Vec<Self::Config>) -> Result<Self::Config>;
 
-    /// The names of its parameters in a folder, or in an original checkpoint: in `files`, if such a checkpoint is there already.
+    /// The names of its parameters in a folder, or in an original checkpoint; `files` is that checkpoint, if it exists
+    /// already.
     fn names(config: &Self::Config, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
-    /// Whether half precision is not enough, as the configuration says.
+    /// Whether the configuration says that half precision is not enough.
     fn force_upcast(_config: &Self::Config) -> bool {
         false
     }
@@ -83,7 +84,7 @@ pub trait Architecture: Model + Sized {
         files.build(layout, dtype, (device, quantization, streaming), |weights| Self::build(config.clone(), weights))
     }
 
-    /// How its blocks are streamed from the memory of the host, if anything is.
+    /// How its blocks are streamed from the memory of the host, if any are.
     ///
     /// # Errors
     /// As [`Streaming::new`].
@@ -95,7 +96,7 @@ pub trait Architecture: Model + Sized {
         Streaming::new(&shapes, Self::QUANTIZABLE, options, device).map(|streaming| Some(Arc::new(streaming)))
     }
 
-    /// Its layers in a format, or as files have them.
+    /// The quantization of its layers: in `format`, or as files have them.
     ///
     /// # Errors
     /// [`Error::Argument`] if a format is given and none of them may be quantized.
@@ -114,8 +115,9 @@ pub trait Architecture: Model + Sized {
         Self::load(&Pretrained::find(path, Self::KIND, &Choice::default())?, dtype, device)
     }
 
-    /// A frozen model of random weights, drawn from the library's generator, of the sizes in a `config.json`, or of the published
-    /// model without one, to measure its speed and memory; quantized if a format is given, with blocks streamed from the memory of the host.
+    /// A frozen model of random weights, to measure its speed and memory. The weights are drawn from the library's
+    /// generator, with the sizes in a `config.json`, or of the published model if `config` is None. `quantize` is the
+    /// format of linear layers, and `stream` says which blocks are in the memory of the host.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not

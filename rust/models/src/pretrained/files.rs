@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use trainable_candle_core::{Error, Result};
 
-/// The names of a weight file in one piece, without the ending: transformers', then diffusers'.
+/// The names of a weight file without shards, without the ending: transformers', then diffusers'.
 const STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 /// The name of the half-precision variant in file names.
 const HALF: &str = "fp16";

@@ -18,7 +18,7 @@ pub enum Naming {
 pub struct Original {
     /// What they begin with.
     pub prefix: &'static str,
-    /// Whose names follow.
+    /// Whose names follow the prefix.
     pub naming: Naming,
 }
 
@@ -32,7 +32,7 @@ pub trait Layout {
     /// Where the parameter `name` may be, without the prefix. Files are written with the first.
     fn places(&self, name: &str) -> Vec<Key>;
 
-    /// Whether the key (without the prefix) may be left unread: what is computed, or concerns training alone.
+    /// Whether the key (without the prefix) may be left unread: its tensor is computed, or concerns training alone.
     fn ignores(&self, key: &str) -> bool {
         let _ = key;
         false
@@ -48,7 +48,7 @@ impl Layout for OwnNames {
     }
 }
 
-/// A model's own names in a file that holds others too, with what they begin with.
+/// A model's own names after a prefix, in a file that holds other models too.
 pub struct PrefixedNames(pub &'static str);
 
 impl Layout for PrefixedNames {

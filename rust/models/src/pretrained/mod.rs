@@ -33,12 +33,12 @@ pub(crate) const CONFIG: &str = "config.json";
 /// The file in which a pipeline's folder names its class.
 pub(crate) const INDEX: &str = "model_index.json";
 
-/// The choice where a path could mean several models.
+/// Which model of a path is meant, and how it is loaded.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
     /// The kind of model; None for the one that the files name, or else the one that is fine-tuned.
     pub kind: Option<&'static ModelKind>,
-    /// The model's folder in a pipeline's; of an original checkpoint, the model that the folder would hold.
+    /// The model's folder in a pipeline's; for an original checkpoint, the model that such a folder would hold.
     pub subfolder: Option<String>,
     /// The pipeline whose part is meant, where several have such a part.
     pub pipeline: Option<&'static Pipeline>,
@@ -48,7 +48,7 @@ pub struct Choice {
     pub half: bool,
     /// Whether the model is f32 even if half precision is requested or stored; None for what its configuration says.
     pub force_upcast: Option<bool>,
-    /// How many of the first layers to load, of a model that can do with a part.
+    /// How many of the first layers to load, of a model that can be loaded in part.
     pub layers: Option<usize>,
     /// Quantize the linear layers in blocks while they are read.
     pub quantize: Option<Format>,
@@ -128,7 +128,8 @@ impl Pretrained {
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some original names are the folder's too: with its configuration, the file is one from a folder. None of those is GGUF.
+            // Some original names are also a folder's: beside a configuration, the file is a folder's, unless it is
+            // GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
@@ -166,7 +167,7 @@ impl Pretrained {
         &self.path
     }
 
-    /// How many of the model's first layers to load; all without it.
+    /// How many of the model's first layers to load; None for all.
     pub const fn layers(&self) -> Option<usize> {
         self.layers
     }
@@ -207,8 +208,9 @@ impl Pretrained {
             .ok_or_else(|| Error::Config(format!("{}: neither _class_name nor architectures is there", path.display())))
     }
 
-    /// The configuration: that in `config.json`, or of an original checkpoint, `deduce`d from the shapes and, if there is one, the
-    /// configuration in its header, or that is where a pipeline would have it, beside the file.
+    /// The configuration in `config.json`. For an original checkpoint, `deduce` gives it from the shapes and the known
+    /// configurations: the one in the file's header, or in the folder that a pipeline would have beside the file, then
+    /// the published ones.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
@@ -249,13 +251,14 @@ impl Pretrained {
         }
     }
 
-    /// Whether weights of `dtype`, or as they are stored, are to be f32; `default` says what the configuration wants of half precision.
+    /// Whether weights become f32 in place of `dtype`, or of their stored dtype if it is None; `default` is what the
+    /// configuration says.
     pub(crate) fn upcasts(&self, dtype: Option<DType>, default: bool) -> bool {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
 
-    /// Build a frozen model of these weights, which must use all of them. They are read one at a time and converted to `dtype`, or to
-    /// the dtype of most stored weights: besides the model, memory holds at most its largest parameter.
+    /// Build a frozen model of these weights; it must use all of them. They are read one at a time and converted to
+    /// `dtype`, or to the dtype of most stored weights: besides the model, memory holds at most its largest parameter.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`] and
@@ -298,7 +301,7 @@ pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
 }
 
-/// Take out what says that the weights are of a form that is read: they tell it themselves.
+/// Remove the description of quantized weights if they can be read: the files themselves say how they are stored.
 fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), String> {
     const FIELD: &str = "quantization_config";
     let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };

@@ -31,19 +31,21 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
 /// How weights are written.
 #[derive(Clone, Debug, Default)]
 pub struct Written {
-    /// What all are converted to; each keeps its own without it.
+    /// The dtype that all are converted to; if None, each keeps its own.
     pub dtype: Option<DType>,
-    /// `Fp8` or `Int8`, by the folders of the models: what their linear layers are quantized to that may be, as `ComfyUI` stores it, with
-    /// one scale for a tensor of `Fp8` and one for each row of `Int8`.
+    /// By the folder of a model: the format, `Fp8` or `Int8`, in which to write the linear layers that may be
+    /// quantized. They are stored as `ComfyUI` does, with one scale for a tensor of `Fp8` and one for each row of
+    /// `Int8`.
     pub formats: BTreeMap<String, Format>,
 }
 
-/// Write `models`, each with the folder that it would have in a pipeline, to one file under the names of the original checkpoints,
-/// as `written` says. All else is taken from the checkpoint `base`, if there is one, as it is. The header holds
-/// their configurations, which the names and shapes do not tell whole.
+/// Write `models`, each with the folder that it would have in a pipeline, to one file under the names of the original
+/// checkpoints, as `written` says. All else is copied unchanged from the checkpoint `base`, if there is one. The header
+/// holds the models' configurations, which names and shapes do not determine.
 ///
 /// # Errors
-/// [`Error::Argument`] if a model has no place in such a file, or no layers that may be quantized, or the format is another; [`Error::Io`] naming what cannot be read or written.
+/// [`Error::Argument`] if a model has no place in such a file, or no layers that may be quantized, or the format is
+/// neither of the two; [`Error::Io`] naming what cannot be read or written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
@@ -100,7 +102,7 @@ pub fn save_checkpoint(
     save_entries(path, all, &metadata)
 }
 
-/// Where files of one piece have a model that its pipeline, `preferred` if it has one, has in `subfolder`.
+/// Where checkpoints in one file have the model that a pipeline, if possible `preferred`, has in `subfolder`.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
     let places = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
@@ -190,12 +192,12 @@ impl Group {
         TensorEntry { name, shape, dtype, codes: None, values: Box::new(move || self.values()?.to_dtype(dtype)) }
     }
 
-    /// Codes and scales of the whole.
+    /// Codes and scales of the whole matrix.
     fn quantized(&self, bits: EightBits) -> Result<(Tensor, Tensor)> {
         let values = self.values()?;
         let quantized = match bits {
             EightBits::Int8 => Quantized::new(&values, Format::Int8)?,
-            // One row has one scale.
+            // Each row gets a scale, so that one row means one scale.
             EightBits::Fp8 => Quantized::new(&values.reshape((1, values.elem_count()))?, Format::Fp8)?,
         };
         let parts = quantized.tensors()?;

@@ -12,7 +12,7 @@ pub struct StoredSizes<'a> {
 }
 
 impl<'a> StoredSizes<'a> {
-    /// Those of `files`, which has a model under these names.
+    /// The shapes in `files`, which has a model under these names.
     pub fn new(files: &'a WeightFiles, names: Box<dyn Layout>) -> Self {
         Self { files, names }
     }

@@ -61,7 +61,8 @@ impl Stored for StoredWeights {
 }
 
 impl StoredWeights {
-    /// The parameter `name` as it is stored, if that is in `format`; without one, if it has blocks of ggml.
+    /// The parameter `name` as it is stored, if it is stored in `format`; without a format, if it is stored in blocks
+    /// of ggml.
     fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         if let Some((stored, blocks)) = self.files.read_blocks(&key)? {
@@ -82,7 +83,7 @@ impl StoredWeights {
         let Some((_, codes, scales)) = self.files.read_eight_bits(&key)?.filter(|(bits, ..)| *bits == of_eight) else {
             return Ok(None);
         };
-        // One scale for all lets any part be cut out.
+        // With one scale for all, any part can be taken.
         let scales = match scales.elem_count() {
             1 => scales,
             _ if !form.keeps_rows() => return Ok(None),

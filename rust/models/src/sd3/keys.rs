@@ -6,7 +6,7 @@ use trainable_candle_io::WeightFiles;
 use super::SD3Config;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, renamed};
 
-/// The names in a folder, or those of an original checkpoint.
+/// The layout of a folder, or of an original checkpoint.
 pub(super) fn layout(original: Option<Original>, config: &SD3Config) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => {
@@ -40,7 +40,7 @@ const OUTSIDE: [Renaming; 8] = [
     ("time_text_embed.text_embedder.linear_1", "y_embedder.mlp.0", Form::Plain),
     ("time_text_embed.text_embedder.linear_2", "y_embedder.mlp.2", Form::Plain),
     ("context_embedder", "context_embedder", Form::Plain),
-    // The originals say the shift first, diffusers the scale.
+    // The originals have the shift first, diffusers has the scale first.
     ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
@@ -85,23 +85,22 @@ fn original(name: &str, last: usize) -> Option<Key> {
     let Some(rest) = name.strip_prefix("transformer_blocks.") else { return renamed(name, &OUTSIDE) };
     let (index, inside) = rest.split_once('.')?;
     let Key { key, mut form } = renamed(inside, &INSIDE)?;
-    // The last norm of the text says two things, in the order of the norm before the output.
+    // The last norm of the text has a shift and a scale alone, in the order of the norm before the output.
     if inside.starts_with("norm1_context.") && index.parse() == Ok(last) {
         form = Form::Swapped;
     }
     Some(Key { key: format!("joint_blocks.{index}.{key}"), form })
 }
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
-/// models', or comes from the first of the
-/// `known` configurations whose sizes are these.
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What shapes do not
+/// show comes from the first of the `known` configurations with the same sizes, else from the published models.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
     let key = |name: &str| match naming.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
-        // The number of blocks is not asked of the last one's norm.
+        // Which block is the last one matters to the form of its norm, not to keys.
         Naming::Original => original(name, usize::MAX).map(|key| key.key),
     };
     let shape = |name: &str| files.shape(&format!("{}{}", naming.prefix, key(name)?));

@@ -106,7 +106,7 @@ impl SD3Transformer {
             .reshape((batch, self.config.out_channels, height * patch, width * patch))
     }
 
-    /// The batch size and the height and width in tokens, if everything fits.
+    /// Check the inputs; returns the batch size, and the height and width in tokens.
     fn check(&self, hidden_states: &Tensor, conditions: SD3Conditions<'_>) -> Result<[usize; 3]> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))

@@ -4,10 +4,11 @@ use std::sync::{Mutex, PoisonError};
 
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
-/// Positions kept on the device, of the sizes asked for last.
+/// How many sizes of images have their positions kept on the device; the oldest are dropped.
 const KEPT: usize = 8;
 
-/// A table of `side` × `side` positions, kept in host memory: medium's is a tenth of its file, of which an image takes a ninth.
+/// A table of `side` × `side` positions, kept in host memory: SD3.5-medium's is a tenth of its file, and an image takes
+/// a ninth of the table.
 pub(super) struct Positions {
     /// (1, side², D), as in files.
     pub table: Tensor,

@@ -34,10 +34,10 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
     SpatialTransformer::new(sizes, weights)
 }
 
-/// A residual block on an image, given in parts that are joined along the channels.
+/// Run a residual block on an image, given in parts that are joined along the channels.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
-    // The parts live on as results of other blocks; joined only inside, they need no memory of their own.
+    // The parts are kept as results of other blocks. Joined inside the checkpoint, their copy is not kept.
     blocks.run_one(index, &inputs, |block, inputs| {
         let x = match &inputs[1..] {
             [x] => x.clone(),
@@ -72,7 +72,7 @@ impl DownBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
-    /// `x (B, H, W, C)` → the next level's image; every result on the way goes to `skips`.
+    /// `x (B, H, W, C)` → the next level's image; every result in between goes to `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -173,7 +173,7 @@ pub(super) struct UpBlock {
 }
 
 impl UpBlock {
-    /// The `index`-th block on the way up, from the last level to the first.
+    /// The `index`-th up block, counted from the last level to the first.
     pub(super) fn new(config: &UNetConfig, index: usize, weights: &mut Weights<'_>) -> Result<Self> {
         let level = config.block_out_channels.len() - 1 - index;
         let width = |level: usize| config.block_out_channels[level.min(config.block_out_channels.len() - 1)];
@@ -181,7 +181,7 @@ impl UpBlock {
         let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
         for i in 0..=config.layers_per_block {
             let image = if i == 0 { width(level + 1) } else { channels };
-            // The last result that comes over from the way down is the one that led into the level.
+            // The last skip is the result that led into the level.
             let skip = if i == config.layers_per_block { width(level.saturating_sub(1)) } else { channels };
             let sizes = resnet(config, image + skip, channels);
             resnets.push(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?);
@@ -193,7 +193,7 @@ impl UpBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
-    /// `x (B, H, W, C)` → the image of the level before, in the size of the result that `skips` then ends with.
+    /// `x (B, H, W, C)` → the image of the level before, in the size of the last of the remaining `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -215,8 +215,8 @@ impl UpBlock {
 }
 
 impl UpBlock {
-    /// What the tape keeps where the level's image has `area` pixels and that of the level before `larger`, of an image of `channels`
-    /// → the channels of the result. What comes over from the way down is kept there.
+    /// What the tape keeps where the level's image has `area` pixels that of the level before `larger`, and the input
+    /// `channels`; returns the channels of the result. The down blocks count the skips.
     pub(super) fn saved(
         &self,
         (area, larger): (usize, usize),

@@ -19,11 +19,11 @@ pub struct UNetConfig {
     pub sample_size: usize,
     /// Channels of each level.
     pub block_out_channels: Vec<usize>,
-    /// Residual blocks of each level on the way down; one more on the way up.
+    /// Residual blocks of each down block; up blocks have one more.
     pub layers_per_block: usize,
-    /// Whether a level attends on the way down (`CrossAttnDownBlock2D`) or not (`DownBlock2D`).
+    /// Whether a down block has attention (`CrossAttnDownBlock2D`) or not (`DownBlock2D`).
     pub down_attention: Vec<bool>,
-    /// The same for the decoder, the smallest image first, as the blocks run.
+    /// The same for the up blocks, the smallest image first, as the blocks run.
     pub up_attention: Vec<bool>,
     /// Transformer blocks after each residual block.
     pub transformer_layers_per_block: Vec<usize>,
@@ -71,7 +71,7 @@ pub const TIME_IDS: usize = 6;
 const DOWN: [(&str, bool); 2] = [("CrossAttnDownBlock2D", true), ("DownBlock2D", false)];
 const UP: [(&str, bool); 2] = [("CrossAttnUpBlock2D", true), ("UpBlock2D", false)];
 
-/// Fields for which SDXL has one value.
+/// Fields that have the same value in all of SDXL's models.
 fn fixed() -> [(&'static str, Value); 24] {
     [
         ("act_fn", json!("silu")),
@@ -105,7 +105,8 @@ impl Configuration for UNetConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;
-        // upcast_attention says that scores are summed in f32, as they are here; the heads of a text embedding have no part.
+        // upcast_attention asks for scores in f32, as they are here; addition_embed_type_num_heads is for other
+        // embeddings.
         fields.ignore(&["upcast_attention", "addition_embed_type_num_heads", "sample_size"]);
         if fields.text("addition_embed_type").is_none() {
             return Err(fields.wrong("addition_embed_type", "\"text_time\", which SDXL's models have"));

@@ -6,7 +6,7 @@ use trainable_candle_io::WeightFiles;
 use super::UNetConfig;
 use crate::pretrained::{Key, Layout, Naming, Original, OwnNames};
 
-/// The names in a folder, or those of an original checkpoint.
+/// The layout of a folder, or of an original checkpoint.
 pub(super) fn layout(original: Option<Original>, config: &UNetConfig) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => {
@@ -121,9 +121,9 @@ fn resnet(text: &str) -> String {
 const PUBLISHED_WIDTHS: [usize; 2] = [320, 384];
 const PUBLISHED_HEAD_DIM: usize = 64;
 
-/// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. The number of heads leaves no trace in
-/// them: it is the published models', or comes from the first of the
-/// `known` configurations whose sizes are these.
+/// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. Shapes do not show the
+/// number of heads: it comes from the first of the `known` configurations with the same sizes, else from the published
+/// models.
 ///
 /// # Errors
 /// [`Error::Config`] if a size or the number of heads cannot be determined.
@@ -173,7 +173,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
         .ok_or_else(|| unknown("the width of the text: no level attends to it"))?;
     let projection = size("label_emb.0.0.weight", 1)?;
-    // The whole checkpoint says how wide the pooled text is; the UNet alone does not.
+    // The text encoder beside the UNet shows how wide the pooled text is; the UNet alone does not.
     let pooled = files.shape("conditioner.embedders.1.model.text_projection").and_then(|dims| dims.get(1).copied());
     let deduced = UNetConfig {
         in_channels: size("input_blocks.0.0.weight", 1)?,
@@ -202,7 +202,7 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
 
 /// Whether `beside` may be the configuration whose shapes gave `deduced`.
 fn same_sizes(beside: &UNetConfig, deduced: &UNetConfig) -> bool {
-    // Where a level does not attend, its depth and heads leave no trace.
+    // A level without attention does not show its depth and heads.
     let depths = |config: &UNetConfig| {
         let levels = config.transformer_layers_per_block.iter().zip(&deduced.down_attention);
         levels.filter(|(_, attends)| **attends).map(|(&depth, _)| depth).collect::<Vec<_>>()

@@ -114,7 +114,7 @@ impl SDXLUNet {
         x.permute(&[0, 3, 1, 2])?.contiguous()
     }
 
-    /// SiLU of the embedding of the time, the pooled text and the sizes, (B, T): every residual block begins with it.
+    /// SiLU of the embedding of the time, the pooled text and the sizes, (B, T), which every residual block reads.
     fn time(&self, timestep: &Tensor, conditions: UNetConditions<'_>, batch: usize) -> Result<Tensor> {
         let timestep = timestep.reshape(timestep.elem_count())?;
         let time = self.time_embedding.forward(&self.time_sinusoids.forward(&timestep)?)?;
@@ -126,7 +126,7 @@ impl SDXLUNet {
         time.add(&self.add_embedding.forward(&added)?)?.silu()
     }
 
-    /// The batch size, if everything fits.
+    /// Check the inputs; returns the batch size.
     fn check(&self, sample: &Tensor, timestep: &Tensor, conditions: UNetConditions<'_>) -> Result<usize> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(OP, format!("{name} has shape {:?}, expected {expected}", found.dims())))

@@ -33,9 +33,9 @@ pub struct T5Config {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_heads: usize,
-    /// Number of distances that the bias of attention tells apart, half of them to either side.
+    /// Number of distances that the bias of attention distinguishes, half of them to either side.
     pub relative_attention_num_buckets: usize,
-    /// The distance in tokens from which on all are alike.
+    /// The distance in tokens from which on all share a bias.
     pub relative_attention_max_distance: usize,
     /// Added to the mean square in the norms.
     pub layer_norm_epsilon: f64,
@@ -61,7 +61,7 @@ impl Default for T5Config {
 }
 
 impl Configuration for T5Config {
-    // What concerns initial values, generation or the decoder is not looked at. Where a field is missing, its default is transformers'.
+    // Fields about initial values, generation or the decoder are ignored. Missing fields take transformers' defaults.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(T5Encoder::CLASS_NAME, map);
         let form = fields.text("feed_forward_proj").unwrap_or("relu");

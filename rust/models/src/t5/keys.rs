@@ -6,10 +6,10 @@ use trainable_candle_io::WeightFiles;
 use super::{FeedForward, T5Config};
 use crate::pretrained::{Key, Layout, Naming, Original};
 
-/// The embedding's name, which is the model's own, and the one that the encoder knows it by; files have either or both.
+/// The names of the embedding: the model's own, and that of the encoder's reference to it. Files have either or both.
 const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
-/// The names in a folder, behind the prefix of a file that holds other models too, or in a GGUF file.
+/// The layout of a folder, of a file that holds other models too, or of a GGUF file.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     if original.is_some_and(|original| original.naming == Naming::LlamaCpp) {
         return Box::new(LlamaCpp);
@@ -78,8 +78,8 @@ impl Layout for LlamaCpp {
     }
 }
 
-/// The configuration of an encoder in a file, from the shapes of its tensors. What leaves no trace in them is T5's in all its sizes,
-/// or come from the first of the `known` configurations whose sizes are these.
+/// The configuration of an encoder in a file, from the shapes of its tensors. What shapes do not show comes
+/// from the first of the `known` configurations with the same sizes, else from T5, where it is the same in all sizes.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.

@@ -1,9 +1,9 @@
 //! One block of the encoder.
 //!
-//! The sum of the blocks' results (the residual stream) grows past the largest f16, 65504, in the published models, and so do results
-//! of `wo` and the products of the gated feed-forward networks. In half precision the stream, the norms' statistics and those products
-//! are therefore in f32; the weights and what they are multiplied with stay in the model's dtype. bf16 has the range, and gains the
-//! stream's precision.
+//! The sum of the blocks' results (the residual stream) grows past the largest f16, 65504, in the published models, and
+//! so do results of `wo` and the products of the gated feed-forward networks. In half precision the stream, the norms'
+//! statistics and those products are therefore in f32; the weights and what they are multiplied with stay in the
+//! model's dtype. bf16 has the range; it gains the stream's precision.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::attention::scaled_dot_product_attention;
@@ -54,7 +54,7 @@ enum Middle {
     Relu(Linear<Tensor>),
 }
 
-/// Attention and a feed-forward network; each of the normalised stream, added to it.
+/// Attention and a feed-forward network. Each reads the normalised stream, and its result is added to the stream.
 pub(super) struct EncoderBlock {
     attention_norm: Norm,
     /// `q`, `k` and `v`.
@@ -116,8 +116,9 @@ impl EncoderBlock {
         if normed.dtype() != DType::F16 {
             return self.wo.forward(&hidden.to_dtype(normed.dtype())?)?.to_dtype(wide);
         }
-        // A linear layer commutes with a factor for each token: what enters and leaves the product is of the size of the weights, so
-        // they need not be held in f32. The factor is a constant to the backward, which comes to the same.
+        // A linear layer commutes with a factor for each token. Divided by its largest value, a token stays within f16
+        // in the product, so the weights need not be f32. The backward treats the factor as a constant, which gives the
+        // same gradient.
         let largest = hidden.detach().abs()?.max(&[2], true)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
         self.wo.forward(&hidden.div(&largest)?.to_dtype(DType::F16)?)?.to_dtype(wide)?.mul(&largest)
     }

@@ -17,12 +17,12 @@ use crate::registry::{Model, ModelKind};
 const EMBEDDING: &str = "shared.weight";
 /// The first block has the table for all.
 const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
-/// Added to the scores of a key that is not seen: far below any score, and far from the smallest f32. Where no key is seen, all count
-/// alike, as in transformers.
+/// Added to the scores of a key that is not seen: far below any score, and far from the smallest f32. Where no key is
+/// seen, all get the same weight, as in transformers.
 const UNSEEN: f32 = -1e30;
 
-/// An encoder that computes what transformers' `T5EncoderModel` computes, in half precision too, where its values leave the range of
-/// f16.
+/// An encoder that computes what transformers' `T5EncoderModel` computes, in half precision too, although its values
+/// leave the range of f16.
 pub struct T5Encoder {
     config: T5Config,
     embedding: Tensor,

@@ -16,7 +16,7 @@ pub struct VaeConfig {
     pub out_channels: usize,
     /// Channels of each level, the widest image first. Each level but the last halves the size.
     pub block_out_channels: Vec<usize>,
-    /// Residual blocks of each level on the way down; one more on the way up.
+    /// Residual blocks of each level of the encoder; those of the decoder have one more.
     pub layers_per_block: usize,
     /// Channels of the latents.
     pub latent_channels: usize,
@@ -34,10 +34,10 @@ pub struct VaeConfig {
     pub use_quant_conv: bool,
     /// Whether a 1×1 convolution precedes the decoder.
     pub use_post_quant_conv: bool,
-    /// Whether the middle attends.
+    /// Whether the middle blocks have attention.
     pub mid_block_add_attention: bool,
-    /// For an autoencoder whose squares of two by two latents are normalised by stored statistics, in place of a factor and a shift
-    /// (FLUX.2's): what is added to the variance.
+    /// Added to the variance in the stored statistics by which squares of 2 × 2 latents are normalised, as in FLUX.2.
+    /// None for autoencoders with a factor and a shift in place of statistics.
     pub latent_norm_eps: Option<f64>,
 }
 
@@ -154,7 +154,7 @@ impl VaeConfig {
         if self.latent_norm_eps.is_some() { AutoencoderKL::NORMED_CLASS_NAME } else { AutoencoderKL::CLASS_NAME }
     }
 
-    /// Pixels along one side of an image for each of the latents.
+    /// Pixels per latent along one side of an image.
     pub fn downscale(&self) -> usize {
         1 << (self.block_out_channels.len() - 1)
     }

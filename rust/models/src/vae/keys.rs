@@ -7,7 +7,7 @@ use trainable_candle_io::WeightFiles;
 use super::VaeConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original};
 
-/// The names in a folder, or those of an original checkpoint, `files` if it is there.
+/// The layout of a folder, or of an original checkpoint, which is `files` if it exists already.
 pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Option<&WeightFiles>) -> Box<dyn Layout> {
     let Some(Original { prefix, naming: Naming::Original }) = original else { return Box::new(Diffusers) };
     let is_last = |files: &WeightFiles, level: &usize| {
@@ -22,7 +22,7 @@ pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Opti
 /// More levels than any autoencoder has.
 const HIGHEST_LEVEL: usize = 16;
 
-/// The projections of the attention, and where they are linear layers here and convolutions of one pixel there.
+/// Where a parameter of the attention is; its projections are linear layers here and convolutions of one pixel there.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
     let (before, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {
@@ -59,9 +59,9 @@ struct OriginalCoders {
     is_normed: bool,
 }
 
-/// How many batches the statistics are of.
+/// The number of batches that the statistics were computed from.
 const COUNT: &str = "bn.num_batches_tracked";
-/// Where the convolutions beside the latents are in original files of FLUX.2.
+/// The coders that have the convolutions next to the latents in original files of FLUX.2.
 const QUANT: [(&str, &str); 2] = [("quant_conv.", "encoder."), ("post_quant_conv.", "decoder.")];
 
 impl Layout for OriginalCoders {
@@ -119,9 +119,9 @@ fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) ->
     Some(format!("{direction}.{index}.{direction}sample.{rest}"))
 }
 
-/// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. What leaves no trace in them
-/// (the scale of the latents) is SDXL's, or comes from the first of the
-/// `known` configurations whose sizes are these.
+/// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. What shapes do not
+/// show (the scale of the latents) comes from the first of the `known` configurations with the same sizes, else from
+/// SDXL.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.

@@ -20,7 +20,8 @@ pub struct AutoencoderKL {
     decoder: Decoder,
     quant_conv: Option<Conv2d<Tensor>>,
     post_quant_conv: Option<Conv2d<Tensor>>,
-    /// Mean and variance of each channel of squares of latents, for those who normalise them; neither `encode` nor `decode` does.
+    /// Mean and variance of each channel of squares of latents, for callers that normalise them; neither `encode` nor
+    /// `decode` does.
     statistics: Option<[Tensor; 2]>,
 }
 
@@ -94,9 +95,9 @@ impl AutoencoderKL {
         Ok((mean, logvar.clamp(Some(LOGVAR.0), Some(LOGVAR.1))?))
     }
 
-    /// The image of `latent (B, C, h, w)`, which is not scaled: (B, 3, h · downscale, w · downscale), values about -1 to 1. With
-    /// `tile_size`, an image larger than that many pixels is decoded in tiles of that size which overlap by a quarter, their
-    /// seams blended: memory no longer grows with the image.
+    /// The image of `latent (B, C, h, w)`, without scale and shift: (B, 3, h · downscale, w · downscale), values about
+    /// -1 to 1. With `tile_size`, an image larger than that many pixels is decoded in tiles of that size which overlap
+    /// by a quarter, their seams blended: memory no longer grows with the image.
     ///
     /// # Errors
     /// [`Error::Shape`] if the latent does not fit the model, [`Error::Argument`] if tiles are too small.
@@ -119,7 +120,7 @@ impl AutoencoderKL {
 
     /// The size of tiles in pixels and in latents.
     fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
-        /// The fewest latents of which a quarter is one.
+        /// A quarter of so many latents is one, the smallest overlap.
         const FEWEST: usize = 4;
         let Some(pixels) = tile_size else { return Ok(None) };
         let latents = pixels / self.config.downscale();
@@ -176,7 +177,8 @@ impl Architecture for AutoencoderKL {
         keys::layout(original, config, files)
     }
 
-    /// Its values leave the range of f16, and bf16 costs visible detail: `force_upcast`, as SDXL's says.
+    /// The values of some autoencoders leave the range of f16, and bf16 costs visible detail; SDXL's sets
+    /// `force_upcast`.
     fn force_upcast(config: &VaeConfig) -> bool {
         config.force_upcast
     }

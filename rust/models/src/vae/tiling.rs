@@ -23,7 +23,7 @@ impl Tiling {
         Self { tile, step: (tile * 3 / 4).max(1), blend, keep: result - blend }
     }
 
-    /// `run` on every tile of `x`, put together.
+    /// The results of `run` on every tile of `x`, put together.
     pub fn run(&self, x: &Tensor, run: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let (height, width) = (x.dims()[1], x.dims()[2]);
         let mut rows = Vec::new();

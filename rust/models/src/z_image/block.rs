@@ -8,11 +8,11 @@ use super::ZImageConfig;
 use crate::layers::joint::{SelfAttention, Sight};
 use crate::saved::Saved;
 
-/// What modulates each part of a block, by its place in the modulation.
+/// Parts of the modulation: scale and gate of the attention, then of the feed-forward layer.
 const PARTS: usize = 4;
 
-/// Attention, then a feed-forward layer: x + tanh(g) · norm(part(norm(x) · (1 + s))), with scales s and gates g that the condition gives,
-/// or without.
+/// Attention, then a feed-forward layer: x + tanh(g) · norm(part(norm(x) · (1 + s))), with scales s and gates g that
+/// the condition gives. Without modulation, s is 0 and tanh(g) is 1.
 pub(super) struct Block {
     modulation: Option<Linear<Tensor>>,
     attention: SelfAttention,
@@ -107,7 +107,7 @@ impl Block {
     /// What the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.dim;
-        // Scales and gates that learn need what they multiply.
+        // Scales and gates that are adapted keep what they multiply.
         let learns = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
         let multiplied = if learns { 2 * inside } else { 0 };
         saved.outside(|saved| {

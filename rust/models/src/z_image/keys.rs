@@ -6,7 +6,7 @@ use trainable_candle_io::WeightFiles;
 use super::ZImageConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
-/// The names in a folder, or those of a file of one piece.
+/// The layout of a folder, or of a checkpoint in one file.
 pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     match original {
         Some(Original { prefix, naming: Naming::Original }) => Box::new(OriginalTransformer(prefix)),
@@ -27,7 +27,7 @@ impl Layout for OriginalTransformer {
     }
 
     fn ignores(&self, key: &str) -> bool {
-        // Left over from the model that this one's code began with.
+        // Left over from the model whose code this one's was made from.
         key == "norm_final.weight"
     }
 }
@@ -62,9 +62,8 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
     original(&format!("{layer}.weight")).of_layer()
 }
 
-/// The configuration of the transformer in a file, from the shapes of its tensors. What leaves no trace in them is the published
-/// model's, or comes from the first of the
-/// `known` configurations whose sizes are these.
+/// The configuration of the transformer in a file, from the shapes of its tensors. What shapes do not show comes from
+/// the first of the `known` configurations with the same sizes, else from the published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Z-Image.

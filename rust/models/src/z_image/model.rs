@@ -34,7 +34,7 @@ pub struct ZImageTransformer {
     t_embedder: TimestepEmbedding,
     cap_norm: RmsNorm,
     cap_embedder: Linear<Tensor>,
-    /// Of the image and of the text, (1, D).
+    /// The padding tokens of the image and of the text, (1, D).
     pads: [Tensor; 2],
     positions: Positions,
     noise_refiner: Blocks<Block>,
@@ -53,8 +53,8 @@ pub struct ZImageConditions<'a> {
     pub timestep: &'a Tensor,
     /// How many tokens of each text are words, (B), at least 1; what follows is not read. None: all are words.
     pub lengths: Option<&'a Tensor>,
-    /// Whether less than 32 tokens follow the words of every text up to a multiple of 32: then every text with its padding fills its
-    /// row, and attention needs no mask. It is not checked, as that would wait for a GPU.
+    /// Whether every text, padded to a multiple of 32 tokens, fills its row, whose L is padded likewise: then attention
+    /// needs no mask. It is not checked, as that would wait for a GPU.
     pub rows_are_full: bool,
 }
 
@@ -119,7 +119,7 @@ impl ZImageTransformer {
         let image = padded(&image, &self.pads[0])?;
         let text = self.cap_norm.forward(&conditions.encoder_hidden_states.to_dtype(dtype)?)?;
         let mut text = padded(&self.cap_embedder.forward(&text)?, &self.pads[1])?;
-        // Each text with its own padding.
+        // Each text gets padding after its own words.
         let mut shown = None;
         if let Some(lengths) = conditions.lengths {
             text = Tensor::select(&self.positions.words(lengths, extent.text)?, &text, &self.pads[1])?;
@@ -147,7 +147,7 @@ impl ZImageTransformer {
             .reshape((batch, self.config.in_channels, height * PATCH, width * PATCH))
     }
 
-    /// How many tokens there are, if everything fits.
+    /// Check the inputs; returns how many tokens there are.
     fn check(&self, hidden_states: &Tensor, conditions: ZImageConditions<'_>) -> Result<Extent> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))

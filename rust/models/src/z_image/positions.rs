@@ -1,11 +1,12 @@
-//! Where tokens are, and which of them are there: computed on the device, as a recorded pass copies nothing from the host.
+//! The positions of tokens, and which tokens are present. Both are computed on the device: a recorded forward pass
+//! copies nothing from the host.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::{ZImageConfig, ZImageTransformer};
 use crate::layers::joint::{Rope, RopeAxes};
 
-/// Tokens of an image and of a text are padded to multiples of it.
+/// Tokens of an image and of a text are padded to multiples of this.
 pub(super) const MULTIPLE: usize = 32;
 
 /// The positions of tokens of an image, then of a text.
@@ -14,7 +15,7 @@ pub(super) struct Positions {
     lengths: Vec<usize>,
     /// 0, 1, 2, …, (N), f64.
     numbers: Tensor,
-    /// The multiple at or below each of them, (1, N), f32.
+    /// The multiple of 32 at or below each number, (1, N), f32.
     starts: Tensor,
 }
 
@@ -70,8 +71,8 @@ impl Positions {
         ))
     }
 
-    /// The angles of all tokens; `shown (B, L)` says of a batch which tokens of the texts are there, of which the position of the image
-    /// depends.
+    /// The angles of all tokens; `shown (B, L)` says which tokens of the texts are present: the position of the image
+    /// follows the last of them.
     pub fn angles(&self, extent: Extent, shown: Option<&Tensor>) -> Result<Rope> {
         let Some(shown) = shown else {
             return self.axes.at(&self.ids(extent, &self.numbers.narrow(0, extent.text + 1, 1)?)?);
@@ -95,13 +96,13 @@ impl Positions {
         Tensor::cat(&[&image, &zeros(extent.padded_area() - area, 3)?, &caption], 0)
     }
 
-    /// Which of `text` tokens are words and no padding, (B, L, 1), u8, of texts of `lengths (B)`.
+    /// Which of `text` tokens are words, not padding, in texts of `lengths (B)`: (B, L, 1), u8.
     pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)
     }
 
-    /// Which of `text` tokens are there with the padding of each text, (B, L), u8, of texts of `lengths (B)`.
+    /// Which of `text` tokens are words or the padding of their own text, in texts of `lengths (B)`: (B, L), u8.
     pub fn shown(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         self.starts.narrow(1, 0, text)?.lt(&column(lengths)?)
     }
@@ -109,7 +110,7 @@ impl Positions {
     /// Which keys are seen, (B, 1, 1, S), u8: all of the image, and of the text those that are `shown`.
     pub fn mask(&self, extent: Extent, shown: &Tensor) -> Result<Tensor> {
         let batch = shown.dims()[0];
-        // What is shown of the text begins with a 1.
+        // The first token of every text is shown: its 1 is repeated for the image.
         let image = shown.narrow(1, 0, 1)?.broadcast_as((batch, extent.padded_area()))?;
         Tensor::cat(&[&image, shown], 1)?.unsqueeze(1)?.unsqueeze(1)
     }

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use super::mutate::Rng;
 
-/// Bytes that a reader may take for each byte of its input, and whatever the input.
+/// Bytes of memory that a reader may take for each byte of its input, and in addition to that.
 const MEMORY_FACTOR: usize = 10;
 const MEMORY_FREE: usize = 1 << 20;
-/// A reader that is not done with a few kilobytes by then never will be, s.
+/// Seconds after which a reader that is not done with a few kilobytes hangs.
 const HANG: u64 = 120;
 
 /// The system's allocator, counting.
@@ -29,7 +29,7 @@ fn grown(size: usize) {
     PEAK.fetch_max(NOW.fetch_add(size, Ordering::Relaxed) + size, Ordering::Relaxed);
 }
 
-// SAFETY: every call goes to the system's allocator as it is.
+// SAFETY: every call goes to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grown(layout.size());
@@ -104,7 +104,7 @@ pub fn run(
     mutate: impl Fn(&mut Rng, &[u8]) -> Vec<u8>,
     mut read: impl FnMut() -> bool,
 ) {
-    // Memory is counted for the process.
+    // Memory is counted for the whole process, so one reader runs at a time.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (cases, seed, first) = (setting("FUZZ_CASES", 1000), setting("FUZZ_SEED", 0), setting("FUZZ_FIRST", 0));
@@ -137,7 +137,8 @@ fn rng_pick(seeds: &[Vec<u8>], case: u64) -> &[u8] {
     &seeds[case as usize % seeds.len()]
 }
 
-/// Ends the process if one case takes for ever. The case is to be stored in what is returned, `u64::MAX` at the end.
+/// Aborts the process if a case hangs. The caller stores the number of the case in the result, and `u64::MAX` at the
+/// end.
 fn watch(reader: &str) -> Arc<AtomicU64> {
     let progress = Arc::new(AtomicU64::new(0));
     let (seen, reader) = (Arc::clone(&progress), reader.to_owned());

@@ -122,7 +122,7 @@ fn adapter_configurations() {
     let (names, layers) = (model.adapter_names(), model.named_layers());
     let config = LoraConfig { r: 2, target_modules: vec!["all-linear".into()], ..LoraConfig::default() };
     let set = AdapterSet::attach(config, &layers).unwrap();
-    // The configuration in the header comes first: it is made unreadable.
+    // The configuration in the header has precedence, so it is made unreadable.
     let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), String::new())]);
     let options = SaveOptions { format: Some(AdapterFormat::Peft), metadata, ..SaveOptions::default() };
     save_adapters(folder.path(), &[(&names, &set)], &options).unwrap();

@@ -1,4 +1,4 @@
-//! Damaged versions of valid files: of their bytes, and of what the bytes mean.
+//! Damages valid files: their bytes, or the values that the bytes mean.
 
 use serde_json::{Map, Value, json};
 

@@ -1,4 +1,4 @@
-//! Frozen low-rank products beside what is trained: the adapter that a distilled model is trained over.
+//! Frozen low-rank products beside the adapter that is trained: the one that a distilled model is trained over.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// A frozen LoRA that layers compute with beside an adapter that is trained or without one, and that neither saving nor merging sees.
+/// A frozen LoRA that layers compute with, beside a trained adapter or alone. Saving and merging leave it out.
 ///
 /// Adding it as a product, rather than to the weights, leaves the weights as they are: [`set_enabled`](Self::set_enabled) takes it out
 /// exactly in every dtype, and no copy of the weights is needed.
@@ -23,11 +23,11 @@ pub struct TrainingAdapter {
 }
 
 impl TrainingAdapter {
-    /// Put a LoRA on the layers that it is named after, its effect multiplied by `scale`.
+    /// Put a LoRA on the layers that `values` names, its effect multiplied by `scale`.
     ///
     /// # Errors
-    /// [`Error::Config`] if a layer is not there or no linear one, has such a product already, or the adapter is of another kind;
-    /// [`Error::Shape`] if its factors do not fit.
+    /// [`Error::Config`] if a layer is missing or not linear, has such a product already, or the adapter is of another
+    /// kind; [`Error::Shape`] if its factors do not fit.
     pub fn attach(values: &BTreeMap<String, LayerValues>, scale: f64, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
         let wrong = |name: &str, what: &str| Error::Config(format!("training adapter: {name}: {what}"));
@@ -73,7 +73,7 @@ impl TrainingAdapter {
         self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
     }
 
-    /// Take it off.
+    /// Remove it from the layers.
     pub fn remove(&self) {
         self.slots.iter().for_each(|slot| slot.set_beside(None));
     }
@@ -113,12 +113,12 @@ impl Beside {
         Self { inner, product }
     }
 
-    /// Both products as one of the summed rank, if that is all that is added.
+    /// Both products as one, whose rank is the sum of theirs; None if the adapter does anything else.
     fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
         let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
         let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };
         let Some(own) = inner.as_low_rank(dtype)?.filter(|own| own.scale != 0.0) else { return Ok(None) };
-        // One product has one scale.
+        // One product has one scale: the adapter's.
         let up = if own.scale == 1.0 { up } else { up.mul_scalar(1.0 / own.scale)? };
         let down = Tensor::cat(&[&own.down.to_dtype(dtype)?, &down], 0)?;
         let up = Tensor::cat(&[&own.up.to_dtype(dtype)?, &up], 1)?;

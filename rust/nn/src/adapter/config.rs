@@ -16,7 +16,7 @@ pub struct LoraConfig {
     /// The numerator of the scale.
     pub lora_alpha: f64,
     /// Layers whose name is one of these or ends in `.` and one of these; `all-linear` means every linear layer,
-    /// `all-conv` for every convolution, `all-attention` for the projections of attention. An entry with characters that no
+    /// `all-conv` every convolution, `all-attention` the projections of attention. An entry with characters that no
     /// name has (`*`, `(`, `|`, …) is a regular expression for the whole name.
     pub target_modules: Vec<String>,
     /// Layers to leave out, by the same rules.
@@ -37,8 +37,8 @@ pub struct LoraConfig {
     pub use_rslora: bool,
     /// Quantization-aware training: the grid that adapted weights are rounded to, in linear layers.
     pub qat: Option<Grid>,
-    /// With `qat` in [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to it, a scale a token, as servers do that
-    /// multiply in eight bits.
+    /// With `qat` in [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to it, with one scale per
+    /// token, as servers that multiply in eight bits do.
     pub qat_activations: bool,
     /// Other ranks for layers by name (the rules of `target_modules`).
     pub rank_pattern: BTreeMap<String, usize>,
@@ -142,7 +142,8 @@ impl LoraConfig {
         })
     }
 
-    /// The layers that get an adapter, with their ranks, of layers given by name and whether they are convolutions.
+    /// The layers that get an adapter, with their ranks. `layers` gives the name of each, and whether it is a
+    /// convolution.
     ///
     /// # Errors
     /// [`Error::Config`] if a pattern is not a regular expression.
@@ -156,7 +157,7 @@ impl LoraConfig {
             .collect()
     }
 
-    /// Add the layer `name` with a given adapter. Builds the configuration of a set that is read from a file.
+    /// Add the layer `name` with a given adapter, to describe a set that is read from a file.
     pub(super) fn describe(&mut self, name: &str, kind: &AdapterKind, settings: &AdapterSettings) {
         self.adapter = kind.name.into();
         self.use_dora |= kind.name == "dora";
@@ -254,7 +255,7 @@ fn patterns(texts: &[String]) -> Result<Vec<Pattern<'_>>> {
     texts.iter().map(|text| Pattern::new(text)).collect()
 }
 
-/// The value of the first pattern that means the layer `name`.
+/// The value of the first pattern that matches the layer `name`.
 fn lookup<V: Copy>(values: &BTreeMap<String, V>, name: &str) -> Result<Option<V>> {
     for (pattern, value) in values {
         if Pattern::new(pattern)?.matches(name, false) {

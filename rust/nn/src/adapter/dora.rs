@@ -1,4 +1,4 @@
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖, the norm a constant in the backward.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖; the backward treats the norm as a constant.
 //!
 //! The norm is taken for each output, as in the paper and in peft, or for each input (feature or channel) over outputs and
 //! kernel, as kohya's tools write it and `ComfyUI` computes it.
@@ -62,7 +62,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     Ok(Box::new(Dora { factors, magnitude }))
 }
 
-/// The lengths that the adapted weight is brought to.
+/// The norms that the adapted weight is scaled to.
 enum Magnitude {
     /// (out).
     PerOutput(Var),

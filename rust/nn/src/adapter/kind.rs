@@ -12,9 +12,9 @@ pub struct AdapterKind {
     pub name: &'static str,
     /// The names that its parameters have in peft's files after the layer's name, and how files lay them out.
     pub parameters: &'static [(&'static str, Layout)],
-    /// The parameter that no other kind has.
+    /// Parameters that no other kind has, of which each adapter has one; empty if there is none.
     pub mark: &'static [&'static str],
-    /// The parameters whose first size is the rank; the first that there is counts.
+    /// The parameters whose first size is the rank; the first that an adapter has counts.
     pub ranked: &'static [&'static str],
     /// The shapes and initial values of its parameters, such that a layer computes what it did before.
     pub start: fn(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start>,
@@ -80,7 +80,7 @@ pub(super) fn input_norm(weight: &Tensor) -> Result<Tensor> {
     weight.sqr()?.sum(&dims, false)?.sqrt()?.unsqueeze(0)
 }
 
-/// Makes an adapter of its parameters, whose shapes it checks.
+/// Makes an adapter from its parameters, and checks their shapes.
 pub type Build =
     fn(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>>;
 

@@ -47,7 +47,7 @@ impl LayerKind for DoraLayer {
     const KIND: &'static AdapterKind = &dora::KIND;
 }
 
-/// A frozen base must be a matrix on the device that was asked for; the rank at least 1.
+/// Check that a frozen base is a floating-point matrix on `device`, and the rank at least 1.
 fn check_base(
     op: &'static str,
     weight: WeightRef<'_>,
@@ -88,7 +88,8 @@ impl<K: LayerKind> AdaptedLinear<K> {
     /// DoRA the magnitude (out), the norms of the weight's rows.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the weight is not a matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the weight is elsewhere.
+    /// [`Error::Shape`] if the weight is not a matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the
+    /// weight is on another device.
     pub fn new(base_weight: impl Into<Weight>, rank: usize, alpha: f64, device: &Device) -> Result<Self> {
         let settings = AdapterSettings { rank, scale: alpha / rank.max(1) as f64, ..AdapterSettings::default() };
         Self::with_settings(base_weight, None, settings, device)
@@ -140,7 +141,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.scale()
     }
 
-    /// W + scale · up · down; for DoRA its rows brought to the length of the magnitude.
+    /// W + scale · up · down; for DoRA its rows scaled to the norms in the magnitude.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -148,7 +149,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.merged_weight(&self.base())
     }
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapter is in training mode, in which dropout is active.
     pub fn set_training(&self, training: bool) {
         self.adapter.set_training(training);
     }

@@ -37,7 +37,7 @@ pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<S
     vec![(DOWN, Start::new(dims, StartValues::Kaiming)), (UP, up)]
 }
 
-/// A parameter for a fused operation in `dtype`: as it is where that takes f32 ones.
+/// A parameter for a fused operation in `dtype`: unchanged where the operation takes f32 parameters.
 pub(super) fn operand(parameter: &Var, dtype: DType) -> Result<Tensor> {
     match (parameter.dtype(), dtype) {
         (DType::F32, DType::F16 | DType::BF16) => Ok(parameter.as_tensor().clone()),
@@ -55,7 +55,7 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// Over parameters that must fit the base.
+    /// An adapter over parameters, which must fit the base.
     pub(super) fn over(
         parameters: &[(&'static str, Var)],
         base: &Base<'_>,
@@ -92,7 +92,7 @@ impl Lora {
         Ok((self.down.compute_copy(dtype)?, self.up.compute_copy(dtype)?))
     }
 
-    /// The two factors for a fused operation, which reads f32 ones through copies of its own.
+    /// The two factors for a fused operation, which makes its own copies of f32 factors.
     pub(super) fn operands(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok((operand(&self.down, dtype)?, operand(&self.up, dtype)?))
     }

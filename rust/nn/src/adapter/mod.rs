@@ -41,7 +41,8 @@ pub trait Adapter: Send + Sync {
     /// [`trainable_candle_core::Error::Shape`], `DType` or `Device` if the input does not fit.
     fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor>;
 
-    /// The product that is added to a linear layer's result of an input of `dtype`, if that is all that the adapter does at present.
+    /// The product that the adapter adds to a linear layer's result for an input of `dtype`, if it does nothing else at
+    /// present.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -49,14 +50,14 @@ pub trait Adapter: Send + Sync {
         Ok(None)
     }
 
-    /// The weight that a plain layer would need to compute the same, in at least f32 and the layout of the base's, with the gradients of
-    /// the adapter's parameters.
+    /// The weight that a plain layer would need to compute the same, in at least f32 and the base's layout. Gradients
+    /// flow through it to the adapter's parameters.
     ///
     /// # Errors
     /// Those of the arithmetic.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor>;
 
-    /// A copy in the dtype of the base, off the tape.
+    /// [`adapted_weight`](Self::adapted_weight) in the dtype of the base, off the tape.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -73,7 +74,7 @@ pub trait Adapter: Send + Sync {
     /// The factor in front of the low-rank product.
     fn scale(&self) -> f64;
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapter is in training mode, in which dropout is active.
     fn set_training(&self, training: bool);
 }
 

@@ -1,8 +1,9 @@
 //! Quantization-aware training: a layer computes with its adapted weight as a quantized model would have it.
 //!
-//! The weight of a kind of adapter, W + s B A of LoRA, is made whole and rounded to a [`Grid`] in every forward pass, in training and
-//! beside it alike; gradients pass the rounding. What is trained is then merged and stored in the grid's format without a loss
-//! that the training did not know (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, of weights alone).
+//! The adapted weight, with LoRA W + s B A, is computed as a whole and rounded to a [`Grid`] in every forward pass, in
+//! training or not; gradients pass through the rounding unchanged. Merging the result and storing it in the grid's
+//! format then adds no error that training has not seen (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, of weights
+//! alone).
 
 use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize};
 use trainable_candle_core::{Error, Result, Tensor, WeightRef};
@@ -22,8 +23,8 @@ impl QuantizationAware {
     /// Round the weight of `inner` on `base`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the layer is a convolution, its weight is quantized to another grid or is not of whole groups, or the
-    /// adapter drops elements of its input, which no single weight does.
+    /// [`Error::Config`] if the layer is a convolution, its weight is quantized to another grid or is not of whole
+    /// groups, or the adapter drops elements of its input, which no single weight can do.
     pub fn over(inner: Box<dyn Adapter>, base: &Base<'_>, settings: &AdapterSettings, grid: Grid) -> Result<Self> {
         let refuse = |text: String| Err(Error::Config(format!("qat {}: {text}", grid.name())));
         if base.operation != Operation::Linear {
@@ -46,15 +47,15 @@ impl QuantizationAware {
         Ok(Self { inner, grid, activations: false })
     }
 
-    /// Round inputs too, with a scale a token that follows its largest magnitude: torchao's `Int8DynamicActivationInt8Weight` with
-    /// symmetric activations, and `Float8DynamicActivationFloat8Weight` by rows
+    /// Round inputs too, with one scale per token, from its largest magnitude, as torchao's
+    /// `Int8DynamicActivationInt8Weight` with symmetric activations, and `Float8DynamicActivationFloat8Weight` by rows
     /// (<https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_api.py>).
     #[must_use]
     pub fn with_activations(self, activations: bool) -> Self {
         Self { activations, ..self }
     }
 
-    /// The input as a server has it.
+    /// The input as a server rounds it.
     fn rounded(&self, x: &Tensor) -> Result<Tensor> {
         let Some(&columns) = x.dims().last().filter(|_| self.activations && x.elem_count() > 0) else {
             return Ok(x.clone());

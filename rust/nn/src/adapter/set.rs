@@ -115,7 +115,7 @@ impl AdapterSet {
                 let mut settings = config.settings(name)?;
                 let values = kind.init(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
                 if !values.iter().any(|(name, _)| kind.ranked.contains(name)) {
-                    // Nothing has a rank to divide by; LyCORIS and readers of its files take 1.
+                    // There is no rank to divide by; LyCORIS and programs that read its files take 1.
                     settings.scale = 1.0;
                 }
                 planned.push(Planned { name, layer: *layer, kind, settings, values });
@@ -132,11 +132,11 @@ impl AdapterSet {
         Self::build(config, planned)
     }
 
-    /// Put given adapters on the layers that they are named after. Other layers do not change.
+    /// Put given adapters on the layers that `values` names. Other layers do not change.
     ///
     /// # Errors
-    /// [`Error::Config`] if a layer is not there, already has an adapter, or no kind has the parameters; [`Error::Shape`] if they do
-    /// not fit the layer.
+    /// [`Error::Config`] if a layer is missing, already has an adapter, or no kind has the parameters; [`Error::Shape`]
+    /// if they do not fit the layer.
     pub fn attach_values(values: &BTreeMap<String, LayerValues>, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
         let mut planned = Vec::new();
@@ -203,7 +203,7 @@ impl AdapterSet {
         Ok(set)
     }
 
-    /// The configuration. That of a set that was read from a file names its layers one by one.
+    /// The configuration. For a set that was read from a file, it names the layers one by one.
     pub const fn config(&self) -> &LoraConfig {
         &self.config
     }
@@ -254,12 +254,12 @@ impl AdapterSet {
         self.members.len()
     }
 
-    /// Whether no layer is adapted; never, a set has at least one.
+    /// Whether no layer is adapted: never, as a set has at least one.
     pub const fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
 
-    /// Overwrite the parameters from those of a file with the same layers, kinds, ranks and scales.
+    /// Overwrite the parameters with those of a file with the same layers, kinds, ranks and scales.
     ///
     /// # Errors
     /// [`Error::Config`] naming what is missing or unexpected, or a scale that differs; [`Error::Shape`] if a shape differs. Nothing
@@ -307,7 +307,7 @@ impl AdapterSet {
         Ok(())
     }
 
-    /// Check that kinds, ranks and scales are those of the layers that both have.
+    /// Check that kinds, ranks and scales agree in the layers that both have.
     fn check_sizes(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
         for member in &self.members {
             let Some(given) = values.get(&member.name) else { continue };
@@ -326,7 +326,7 @@ impl AdapterSet {
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Another kind has other parameters; the error names them.
+                // Their parameters differ in name; the caller's error names them.
                 continue;
             }
             let (there, here) = (given.scale, member.settings.scale);
@@ -351,7 +351,7 @@ impl AdapterSet {
         }
     }
 
-    /// Training (dropout on) or not.
+    /// Set whether the adapters are in training mode, in which dropout is active.
     pub fn set_training(&self, training: bool) {
         for member in &self.members {
             member.adapter.set_training(training);
@@ -390,7 +390,7 @@ fn in_memory(
         .collect()
 }
 
-/// A number as a message shows it: files hold f32.
+/// A number for a message, without the digits of rounding to the f32 of files.
 fn rounded(number: f64) -> f64 {
     (number * 1e5).round() / 1e5
 }

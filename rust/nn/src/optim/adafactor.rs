@@ -132,7 +132,7 @@ fn update<T: Precision>(config: &AdafactorConfig, step: u64, chunk: Chunk<'_, T>
     );
 }
 
-/// A type with the distance from 1 to the next number.
+/// A type with its machine epsilon, the distance from 1 to the next number.
 trait Precision: Real {
     const EPSILON: f64;
 }
@@ -215,7 +215,7 @@ fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T])
     }
 }
 
-/// `a` moved by `weight` of the way to `b`, which it reaches exactly.
+/// `a` moved by `weight` of the distance to `b`; exactly `b` if `weight` is 1.
 #[inline(always)]
 fn lerp<T: Real>(a: T, b: T, weight: T) -> T {
     if weight.to_f64() < 0.5 { a + weight * (b - a) } else { b - (T::ONE - weight) * (b - a) }

@@ -138,8 +138,8 @@ fn kernel_settings(config: &Adam8bitConfig) -> Settings {
     Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, ..Settings::default() }
 }
 
-/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused multiply-adds are
-/// where its CUDA code has them, so that moments are equal bit for bit.
+/// The values of an [`Adam8bitConfig`] that a step uses, rounded as the kernels of bitsandbytes round them. Fused
+/// multiply-adds are where that CUDA code has them, so that moments are equal bit for bit.
 #[derive(Clone, Copy)]
 struct Coefficients {
     beta1: f32,
@@ -184,7 +184,7 @@ fn update(config: &Adam8bitConfig, step: u64, mut chunk: Chunk<'_, f32>) {
 #[inline(always)]
 fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &mut [f32], state2: &mut [f32]) {
     for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(state1.iter_mut().zip(state2)) {
-        // Here CUDA fuses the moments' multiplication, not the gradient's as with 8 bits.
+        // Here the CUDA code fuses the multiplication of the moments, with 8 bits that of the gradient.
         *m = m.mul_add(at.beta1, (1.0 - at.beta1) * g);
         *v = v.mul_add(at.beta2, (1.0 - at.beta2) * (g * g));
         *p = at.updated(*p, *m / (v.sqrt() + at.eps));
@@ -194,7 +194,7 @@ fn update_elements(at: Coefficients, param: &mut [f32], grad: &[f32], state1: &m
 impl Step<2> for Coefficients {
     const BEHIND: [u8; 2] = [128, 0];
 
-    /// An element whose gradient or its square is non-finite loses its moments and does not change.
+    /// An element with a non-finite gradient, or square of a gradient, loses its moments and does not change.
     #[inline(always)]
     fn update<L: Lanes>(self, l: L, block: Block<'_, 2>, values: &mut [Values; 2]) {
         let mut largest = l.splat(0.0);
@@ -210,12 +210,12 @@ impl Step<2> for Coefficients {
     }
 }
 
-/// Registers that go through a step together, each operation on all: a root and a division take so long that a processor would
-/// not find enough to do meanwhile. More need more registers than there are.
+/// Registers that go through a step together, each operation on all of them: during the root and division of one, a
+/// processor would not find enough other work. More of them need more registers than there are.
 const TOGETHER: usize = 2;
 
 impl Coefficients {
-    /// With `CHECKED` moments that are not finite are left out.
+    /// With `CHECKED`, elements whose moments are not finite are left out.
     #[inline(always)]
     fn update_block<L: Lanes, const CHECKED: bool>(
         self,
@@ -256,11 +256,12 @@ impl Coefficients {
                 let mut decays = [decay; TOGETHER];
                 if CHECKED {
                     for i in 0..TOGETHER {
-                        // Not so if the gradient is infinite or NaN, or its square is infinite.
+                        // False if the gradient is infinite or NaN, or its square is infinite.
                         let finite = l.at_most(moment2[i], l.splat(f32::MAX));
                         moment1[i] = l.or_zero(finite, moment1[i]);
                         moment2[i] = l.or_zero(finite, moment2[i]);
-                        // The compiler would make a masked store, which is slow on AMD's processors, of a choice between new and old.
+                        // The compiler would turn a choice between new and old into a masked store, which is slow on
+                        // AMD's processors.
                         ratio[i] = l.or_zero(finite, ratio[i]);
                         decays[i] = l.select(finite, decay, l.splat(1.0));
                     }

@@ -16,16 +16,16 @@ pub(super) trait Step<const N: usize>: Copy {
     /// What bitsandbytes reads as codes beyond the end of a parameter.
     const BEHIND: [u8; N];
 
-    /// The step on a block. `values` is room for the states' values: new ones would have to be zeroed.
+    /// The step on a block. `values` is room for the states' values, reused because new room would have to be zeroed.
     fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [Values; N]);
 }
 
-/// A block of values, whose registers are in one line of the cache each.
+/// A block of values, aligned so that each register is within one cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub(super) struct Values(pub(super) [f32; BLOCK_SIZE]);
 
-/// Steps over a chunk whose states are codes and scales, in turn.
+/// Steps over a chunk whose states are codes and scales by turns.
 pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_, f32>) {
     with_lanes(Blocks { step, chunk });
 }
@@ -76,7 +76,7 @@ fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
     block
 }
 
-/// Steps of a rule in every form that this processor can must be equal bit for bit.
+/// Check that steps of a rule are equal bit for bit in every form that this processor supports.
 #[cfg(test)]
 pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     use super::lanes::in_each_form;

@@ -120,7 +120,7 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
     let Chunk { dims, param, grad, mut states, .. } = chunk;
     let (beta1, beta2, beta3) = config.betas;
     let (eps1, eps2) = (T::from_f64(config.eps.0), T::from_f64(config.eps.1));
-    // Grows into the step without its size.
+    // Becomes the step, before the learning rate, in several stages.
     let mut step: Vec<T> = grad.iter().map(|&g| g * g + eps1).collect();
     match states.as_mut_slice() {
         [_, StateSlice::Float(moments)] => {
@@ -170,8 +170,8 @@ fn decay<T: Real>(averages: &mut [T], values: &[T], beta: f64) {
     }
 }
 
-/// Moves the averages of rows and columns of matrices towards the means of `values`, and puts in place of the values the inverse roots
-/// of what the averages say of them.
+/// Moves the averages of rows and columns of matrices towards the means of `values`, and replaces the values by the
+/// inverse roots of what the averages estimate for them.
 #[inline(always)]
 fn factored<T: Real>(dims: &[usize], rows: &mut [T], columns: &mut [T], values: &mut [T], beta: f64) {
     let (height, width) = (dims[dims.len() - 2], dims[dims.len() - 1]);

@@ -23,8 +23,8 @@ pub enum NormType {
     Inf,
 }
 
-/// The norm of the gradients of `params` (0 if none has one): f64 of no dimension, on their device. Sums are made in f64 in an order
-/// that depends on sizes alone, without synchronizing a CUDA device.
+/// The norm of the gradients of `params` (0 if none has one): f64 without dimensions, on their device. Sums are made in
+/// f64 in an order that depends on sizes alone, without synchronizing a CUDA device.
 ///
 /// # Errors
 /// [`Error::Device`] if gradients are on different devices.

@@ -1,22 +1,25 @@
-//! 8-bit codes of a block of values by arithmetic in registers, without a look-up in memory.
+//! Computes the 8-bit codes of a block of values by arithmetic in registers, without look-ups in memory.
 //!
-//! In a decade of the dynamic map values are evenly spaced: the number of a value, counted from zero, is a linear function of its
-//! magnitude, rounded. The few magnitudes so near to the border of two codes that this rounding could be wrong are looked up.
+//! Within a decade, the values of the dynamic map are evenly spaced. The number of a value, counted from zero, is
+//! therefore a linear function of its magnitude, rounded. Magnitudes so near to the border of two codes that this could
+//! be wrong are looked up; they are few.
 
 use super::lanes::Lanes;
 use super::quant::{BLOCK_SIZE, Codebook};
 
-/// Where the middle of a code's range of magnitudes, zero, is in the map for values of both signs.
+/// The code of zero in the map for values of both signs.
 pub(super) const ZERO: u8 = 127;
 /// Decades of the dynamic map; the last ends at 1.
 const DECADES: usize = 7;
 /// The first decade ends here; the logarithm of smaller magnitudes is not needed.
 const FIRST_END: f32 = 1e-6;
-/// Decades in 2^16 of the upper half of a value's bits, which has 2^7 an octave: 154.1. The product of 1 is 38.2 decades; less 32, whole
-/// ones are the decade or the one below up to the end of each. The first ends 1.9 times above its last whole power of ten.
+/// Decades in 2^16 steps of the upper half of a value's bits, which grows by 2^7 steps an octave: 154.1. For the value
+/// 1 the product is 38.2 decades. Less 32, its whole part is the decade or the one below, up to the end of each. The
+/// first decade ends 1.9 times above its last whole power of ten.
 const DECADES_PER_BIT: u16 = 154;
-/// Fractions below this many 2^-16 are looked up. Numbers up to 255 and their lines are rounded, and so are borders: together that is
-/// off by less than half of it, which lines are too high by so that no fraction just below a whole number is uncertain.
+/// Values whose number has a fraction below this many 2^-16 are looked up. The rounding of numbers (up to 255), lines
+/// and borders together is off by less than half of this. Lines are raised by that half, so that no fraction just below
+/// a whole number is uncertain.
 const UNCERTAIN: u16 = 8;
 
 /// Registers that can look up a table of eight values.
@@ -33,7 +36,7 @@ pub(super) trait Registers: Lanes {
     fn double(self, x: Self::Bits) -> Self::Bits;
     /// Values of a [`Table`] by the lowest three bits of each index.
     fn pick(self, table: Self::Values, index: Self::Bits) -> Self::Values;
-    /// `index`, and one more where `a > b`, magnitudes.
+    /// `index`, and one more where `a > b`; both are magnitudes.
     fn count_above(self, index: Self::Bits, a: Self::Values, b: Self::Values) -> Self::Bits;
     /// Whether the lower half of any number's bits is below `limit`. Upper halves are not.
     fn any_fraction_below(self, limit: u16, numbers: [Self::Bits; 4]) -> bool;
@@ -42,7 +45,7 @@ pub(super) trait Registers: Lanes {
     fn write<const SIGNED: bool>(self, numbers: [Self::Bits; 4], values: [Self::Values; 4], codes: &mut [u8]);
 }
 
-/// A value for each decade and one for what is above the last, twice: for registers of 8 and of 16.
+/// A value for each decade and one for what is above the last, all stored twice: for registers of 8 and of 16 values.
 #[repr(align(64))]
 struct Table([f32; 16]);
 
@@ -52,8 +55,8 @@ impl Table {
     }
 }
 
-/// What is added to numbers so that all are in one binade or, with both signs, the number above the last decade at the start of the
-/// next: then their bits are the number and, below, its fraction.
+/// Added to numbers so that all are in one binade, where their bits are the number and, below, its fraction. With both
+/// signs, the number above the last decade is at the start of the next binade.
 const fn base(signed: bool) -> f32 {
     if signed { 128.0 } else { 256.0 }
 }
@@ -160,13 +163,13 @@ fn numbers<R: Registers, const SIGNED: bool>(r: R, lines: &Lines, x: [R::Values;
         let bits = r.bits(r.max_bits(x, r.splat(FIRST_END)));
         *decade = r.upper_times(bits, DECADES_PER_BIT);
     }
-    // The right decade or the one below, which its end decides.
+    // It is the right decade or the one below; comparing with the end of that decides.
     for (decade, x) in decade.iter_mut().zip(x) {
         *decade = r.count_above(*decade, x, r.pick(ends, *decade));
     }
     let (slopes, offsets) = (r.load(&lines.slopes.0), r.load(&lines.offsets.0));
-    // A decade's last number is 9/4 of its offset, less a constant; a fraction away from a whole number makes room for the first
-    // decade, whose line is another.
+    // A decade's last number is 9/4 of its offset, less a constant; a fraction away from a whole number makes room for
+    // the first decade, whose line differs.
     let last_of_zero = r.splat(if SIGNED { -0.06 } else { 0.95 } - 1.25 * base(SIGNED));
     let mut number = decade;
     for ((number, x), decade) in number.iter_mut().zip(x).zip(decade) {

@@ -52,8 +52,8 @@ impl EMA {
     /// Averages that start as the values of `buffer`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the decay is outside its range, [`Error::DType`] if the buffer is not f32 (averages of shorter
-    /// averages would never change), [`Error::OutOfMemory`] if the averages do not fit.
+    /// [`Error::Argument`] if the decay is outside its range, [`Error::DType`] if the buffer is not f32 (averages in
+    /// shorter dtypes would never change), [`Error::OutOfMemory`] if the averages do not fit.
     pub fn new(buffer: &FlatBuffer, config: EMAConfig) -> Result<Self> {
         if !(0.0..1.0).contains(&config.decay) {
             return Err(Error::argument(OP, format!("found decay {}, expected a number in [0, 1)", config.decay)));
@@ -94,8 +94,8 @@ impl EMA {
         self.is_swapped_in.get()
     }
 
-    /// Moves the averages towards the variables; after each step of the optimizer. One pass over the buffer. In a captured step every
-    /// replay is an update, with the decay that is its turn.
+    /// Moves the averages towards the variables, in one pass over the buffer. Call it after each step of the optimizer.
+    /// In a captured step, every replay is an update with the decay of its turn.
     ///
     /// # Errors
     /// [`Error::Argument`] while the averages replace the variables; [`Error::Device`] if a captured function updates twice.
@@ -124,7 +124,8 @@ impl EMA {
     /// step.
     ///
     /// # Errors
-    /// [`Error::Argument`] if they are there, [`Error::OutOfMemory`] if a copy of the variables does not fit: nothing is changed then.
+    /// [`Error::Argument`] if they replace them already, [`Error::OutOfMemory`] if a copy of the variables does not
+    /// fit: nothing is changed then.
     pub fn swap_in(&mut self) -> Result<()> {
         if self.is_swapped_in() {
             return Err(Error::argument(OP, "swap_in() found the averages in the place of the parameters already"));

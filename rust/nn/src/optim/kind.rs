@@ -1,4 +1,5 @@
-//! What an optimizer tells those that offer it by name: its hyper-parameters, its states and how it is made.
+//! The description of an optimizer for code that offers it by name: its hyper-parameters, its states and how it is
+//! made.
 
 use smallvec::SmallVec;
 use trainable_candle_core::{Error, Result, Var};
@@ -6,7 +7,7 @@ use trainable_candle_core::{Error, Result, Var};
 use super::rule::StateSpec;
 use super::stepper::{Optimizer, ParamGroup};
 
-/// The value of a hyper-parameter. Two values of one hyper-parameter are of one variant.
+/// The value of a hyper-parameter. All values of a hyper-parameter have the same variant.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value {
     /// A number.
@@ -19,7 +20,7 @@ pub enum Value {
     Triple((f64, f64, f64)),
     /// Two numbers, the first perhaps none.
     OptionalPair((Option<f64>, f64)),
-    /// Yes or no.
+    /// A boolean.
     Switch(bool),
     /// A whole number of at least 0.
     Count(usize),
@@ -152,7 +153,7 @@ macro_rules! registered {
 }
 pub(super) use registered;
 
-/// Variables with the hyper-parameters that are not the defaults.
+/// Variables, with the hyper-parameters that differ from the defaults.
 pub type NamedGroup<'a> = (Vec<Var>, Vec<(&'a str, Value)>);
 
 /// An optimizer in the registry.

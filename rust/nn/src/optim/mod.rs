@@ -20,9 +20,10 @@
 //! (the two short dtypes with f32 master values that the optimizer holds), those with states in full precision also
 //! f64. Variables that share one flat buffer are updated in one pass over it.
 //!
-//! For CUDA variables, states, hyper-parameters and step counters are on the device. A step is two launches for all variables, without
-//! synchronization, which also write the copies that f16 or bf16 computation reads. State dicts do not depend on the device, so a run
-//! can continue on the other kind. Rules without [`KERNELS`](Rule::KERNELS) and f64 variables have no CUDA form.
+//! For CUDA variables, states, hyper-parameters and step counters are on the device. A step is two launches for all
+//! variables, without synchronization, which also write the copies that f16 or bf16 computation reads. State dicts do
+//! not depend on the device, so a run can continue on another kind of device. Rules without [`KERNELS`](Rule::KERNELS)
+//! and f64 variables have no CUDA form.
 
 mod blocks;
 mod clip;
@@ -67,12 +68,12 @@ macro_rules! registry {
             $(pub use super::{$($name),+};)*
         }
 
-        /// Every optimizer, those first that take less memory than others of their kind.
+        /// Every optimizer; of similar ones, those that take less memory are first.
         pub static KINDS: &[OptimizerKind] = &[$($(OptimizerKind::of::<$name>()),+),*];
     };
 }
 
-// One line for each file; what else knows optimizers by name follows from here.
+// One line for each file; all other lists of optimizers follow from it.
 registry! {
     adam8bit: AdamW8bit, Adam8bit;
     adam: AdamW, Adam;

@@ -1,4 +1,5 @@
-//! The surface of [`cuda`](super) in a build without CUDA, where no variable is on a CUDA device: nothing of this is ever made.
+//! The surface of [`cuda`](super) in a build without CUDA, where no variable is on a CUDA device: no value of these
+//! types ever exists.
 
 use std::convert::Infallible;
 

@@ -180,7 +180,7 @@ impl Prodigy {
         Ok(Estimate::of(&self.stepper.shared()?).d)
     }
 
-    /// The learning rate of the groups that have one.
+    /// The learning rate that all groups have whose own is not 0.
     fn common_lr(&self) -> Result<f64> {
         let lrs = self.group_lrs();
         let largest = lrs.iter().copied().fold(0.0, f64::max);
@@ -479,7 +479,7 @@ fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
 fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
     let Pass { config, d, dlr } = pass;
     let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
-    // Not 1 - decay · dlr: of that, f32 keeps no digit while the estimate is small.
+    // Not a factor 1 - decay · dlr: while the estimate is small, f32 rounds that to 1.
     let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
     let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
     let elements = chunk.param.iter_mut().zip(chunk.grad);

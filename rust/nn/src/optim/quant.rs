@@ -25,15 +25,15 @@ pub const BLOCK_SIZE: usize = 256;
 /// Elements that one thread quantises at a time.
 const GRAIN: usize = 1 << 14;
 
-/// A map of 256 ascending values and what finds the nearest of them in a few instructions.
+/// A map of 256 ascending values, with tables that find the nearest of them in a few instructions.
 pub struct Codebook {
     values: [f32; 256],
-    /// By the upper half of an f32's bits, what to add its lower half to: the sum has the code in its upper half. The
-    /// upper half of an entry is the code of the smallest value with those bits; if the next code begins among them,
-    /// the lower half is such that the first value of that code carries over. No two codes begin among the values of
-    /// one entry. Lower halves count upwards with the value: those of negative values are inverted.
+    /// Indexed by the upper half of an f32's bits. An entry plus the lower half of the bits has the code in its upper
+    /// half. The upper half of an entry is the code of the smallest value with those bits; if the next code begins
+    /// among them, the lower half is such that the first value of that code carries over. No two codes begin among the
+    /// values of one entry. Lower halves count upwards with the value: those of negative values are inverted.
     table: Box<[u32; 1 << 16]>,
-    /// What finds the codes of optimizer states, whose negative values stay negative, in registers.
+    /// For computing the codes of optimizer states, where negative values stay negative, in registers.
     #[cfg(target_arch = "x86_64")]
     lines: Lines,
     /// The bytes of the values: tables for look-ups in registers.
@@ -54,8 +54,8 @@ impl Codebook {
         &CODEBOOK
     }
 
-    /// The map of [`signed`](Self::signed) for optimizer states: a negative value never becomes zero but the negative
-    /// value next to it, so that its sign survives. A NaN, as 0 / 0 in a block of zeros, becomes code 255.
+    /// The map of [`signed`](Self::signed) for optimizer states: a negative value never becomes zero, but the negative
+    /// value next to zero, so that its sign survives. A NaN, as 0 / 0 in a block of zeros, becomes code 255.
     pub fn sign_preserving() -> &'static Self {
         static CODEBOOK: LazyLock<Codebook> = LazyLock::new(|| Codebook::dynamic(true, true));
         &CODEBOOK
@@ -92,7 +92,7 @@ impl Codebook {
     /// The codes of `values * scale`, one by one.
     #[inline(always)]
     pub(super) fn encode_each(&self, values: &[f32], scale: f32, codes: &mut [u8]) {
-        // A reference to the table is what lets the loop vectorise.
+        // The loop vectorises only with a plain reference to the table.
         let table = &*self.table;
         for (code, value) in codes.iter_mut().zip(values) {
             *code = encode(table, value * scale);
@@ -121,7 +121,8 @@ impl Codebook {
     fn dynamic(signed: bool, preserve_sign: bool) -> Self {
         let values = create_dynamic_map(signed);
         let zero = values.partition_point(|&v| v < 0.0) as u32;
-        // What upper bits of NaNs alone keep: 0 by the search, made 255 by the correction of a positive zero's sign.
+        // Entries that only NaNs reach keep this: bitsandbytes' search gives 0, and its correction of signs makes that
+        // 255.
         let mut table = vec![if preserve_sign { 255 << 16 } else { 0 }; 1 << 16];
         let mut code = 0;
         for order in 0..1u32 << 16 {
@@ -177,8 +178,8 @@ fn border(values: &[f32; 256], code: usize) -> f32 {
 /// block's `absmax`, its largest magnitude.
 ///
 /// # Errors
-/// [`Error::Argument`] if `block_size` is 0; [`Error::Shape`] if `codes` is not as long as `values` or `absmax` has not
-/// one entry for each block.
+/// [`Error::Argument`] if `block_size` is 0; [`Error::Shape`] if `codes` is not as long as `values` or `absmax` does
+/// not have one entry for each block.
 pub fn quantize_blockwise(
     values: &[f32],
     codebook: &Codebook,

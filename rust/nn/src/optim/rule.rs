@@ -9,8 +9,8 @@ pub use trainable_candle_cuda::structs::Settings;
 
 /// The arithmetic of an optimizer and the states it keeps; [`Stepper`](super::Stepper) does everything else.
 ///
-/// An update is elementwise, except that the elements of one [`BLOCK_SIZE`] may share a scale, or it sees whole variables
-/// ([`ELEMENTWISE`](Self::ELEMENTWISE)).
+/// An update either is elementwise ([`ELEMENTWISE`](Self::ELEMENTWISE)), except that the elements of one block of
+/// [`BLOCK_SIZE`] may share a scale, or sees whole variables.
 pub trait Rule: Sized + Send + Sync + 'static {
     /// The optimizer's name, with which messages start.
     const NAME: &'static str;
@@ -75,7 +75,7 @@ pub struct Kernels<C> {
     pub before: &'static [(&'static str, bool)],
     /// `<step_8bit>_step` updates those with states in 8 bits.
     pub step_8bit: Option<&'static str>,
-    /// What they need of a group's hyper-parameters; what an optimizer lacks is 0.
+    /// The hyper-parameters of a group as kernels read them; those that an optimizer lacks are 0.
     pub settings: fn(&C) -> Settings,
 }
 

@@ -42,9 +42,9 @@ impl Default for GradScalerConfig {
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// A captured function finds it on the device.
+    /// A captured function reads it on the device.
     state: Fixed<State>,
-    /// By optimizer, since the last update.
+    /// The progress of each optimizer, by its id, since the last update.
     stages: HostState<FxHashMap<u64, Stage>>,
 }
 
@@ -186,8 +186,8 @@ impl GradScaler {
     /// Takes a step with the gradients divided by the scale, unless one is infinite or NaN. Returns whether it was taken; None
     /// on a CUDA device, where finding out would synchronize.
     ///
-    /// Gradients that [`unscale`](Self::unscale) has not divided are divided here, on a CUDA device by the step itself: there they stay
-    /// as they are.
+    /// Gradients that [`unscale`](Self::unscale) has not divided are divided here. On a CUDA device the step divides
+    /// them as it reads them, and the stored gradients do not change.
     ///
     /// # Errors
     /// [`Error::Argument`] if a step was taken since the last [`update`](Self::update); those of the optimizer.

@@ -79,7 +79,7 @@ impl Schedule {
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
         }
-        // Steps since the warm-up over those there are, which may be none.
+        // The share that is done of the steps after the warm-up, of which there may be none.
         let progress = |total_steps: u64| {
             let length = total_steps.saturating_sub(self.warmup_steps).max(1);
             (step - self.warmup_steps) as f64 / length as f64

@@ -17,7 +17,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// Those of variables that have taken given steps.
+    /// The slots of variables that have taken the steps in `groups`.
     pub(super) fn new<C>(groups: &[Group<C>]) -> Self {
         let mut slots = Self::default();
         let mut known = FxHashMap::default();
@@ -33,7 +33,7 @@ impl Slots {
         slots
     }
 
-    /// The steps that the variables of each slot have taken, unless they differ within one.
+    /// The steps that the variables of each slot have taken; None if they differ within a slot.
     pub(super) fn steps<C>(&self, groups: &[Group<C>]) -> Option<Vec<u64>> {
         let mut steps = vec![None; self.group_of.len()];
         let parameters = groups.iter().flat_map(|group| &group.parameters);
@@ -43,12 +43,12 @@ impl Slots {
                 return None;
             }
         }
-        // A slot without variables.
+        // A slot without variables has taken none.
         Some(steps.into_iter().map(Option::unwrap_or_default).collect())
     }
 
-    /// The slots after a step that the variables of these numbers take, and the slots that must be split for it: in their order, each has
-    /// a new one, for those that take part. Nothing if none must.
+    /// The slots for a step of the variables with the indices `found`, and the old slots that are split for it. In
+    /// their order, each gets a new slot for its variables that take part. None if no slot must be split.
     pub(super) fn split(
         &self,
         vars: &[&Var],
@@ -77,7 +77,7 @@ impl Slots {
         Some((slots, split))
     }
 
-    /// The slots of the variables of these numbers, in runs of neighbours.
+    /// The slots of the variables with the indices `found`, in runs of neighbours.
     pub(super) fn runs(&self, found: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         let mut used: Vec<usize> = found.map(|index| self.of[index]).collect();
         used.sort_unstable();

@@ -14,9 +14,10 @@ const LR: &str = "lr";
 const KIND: &str = "kind";
 const MASTER: &str = "master";
 
-/// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted through
-/// all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, `lr` (f64) with
-/// the learning rate of each group, and what the optimizer as a whole keeps. A snapshot on the CPU: later steps do not change it.
+/// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted
+/// through all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, `lr`
+/// (f64) with the learning rate of each group, `kind` (u8) with the optimizer's name, and what the optimizer as a whole
+/// keeps. A snapshot on the CPU: later steps do not change it.
 pub type StateDict = BTreeMap<String, Tensor>;
 
 /// Variables that share hyper-parameters.

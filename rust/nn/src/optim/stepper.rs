@@ -115,8 +115,9 @@ pub trait Optimizer: Send {
     /// Loads a [`state_dict`](Self::state_dict) of an optimizer of the same kind over variables of the same shapes.
     ///
     /// # Errors
-    /// [`Error::Config`] naming states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] naming one that
-    /// differs, [`Error::Device`] within a captured function. Nothing is changed then. Captured steps follow.
+    /// [`Error::Config`] naming states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] naming
+    /// one that differs, [`Error::Device`] within a captured function. Nothing is changed then. Captured steps continue
+    /// from the loaded states.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
     /// Puts the averages that the optimizer keeps of its variables in their place, to validate with or to save; nothing if it keeps none,
@@ -160,7 +161,7 @@ pub struct ParamGroup<C> {
 pub struct Stepper<R: Rule> {
     id: u64,
     pub(super) groups: Vec<Group<R::Config>>,
-    /// From the first step on CUDA variables: their states, which those of `groups` have become.
+    /// The states of CUDA variables, moved there from `groups` by the first step.
     device: Option<OnDevice>,
     /// Numbers that the steps of all variables share, on the host; on a device from the first step there.
     shared: Vec<f64>,
@@ -238,7 +239,7 @@ impl<R: Rule> Stepper<R> {
     /// Changes the hyper-parameters of one group.
     ///
     /// # Errors
-    /// [`Error::Argument`] if one is outside its range, there is no such group, or its states would have to be others.
+    /// [`Error::Argument`] if one is outside its range, there is no such group, or the new values need other states.
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
         let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
@@ -419,11 +420,11 @@ impl<R: Rule> Optimizer for Stepper<R> {
             *group.config.get_mut()? = config;
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
-        // Otherwise the first step brings them there.
+        // Without device states, the first step moves them to the device.
         if let Some(device) = &mut self.device
             && let Err(error) = device.take::<R>(&mut self.groups)
         {
-            // The host still has all of them.
+            // The host still has all states.
             device.retire()?;
             self.device = None;
             return Err(error);

@@ -77,8 +77,8 @@ pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
         });
         buckets[index].items.push(item);
     }
-    // Large ones spread over the threads one by one; of small ones each thread takes its own. A thread that holds the lock
-    // of a storage must not wait for others, so small ones are not spread further.
+    // Large buckets run one after another, each on all threads. Small ones run at the same time, each on one thread: a
+    // thread that holds the lock of a storage must not wait for other threads.
     let is_small = |bucket: &Bucket<'_, R::Config>| {
         let numel: usize = bucket.items.iter().map(Item::numel).sum();
         numel <= CHUNK || (bucket.items.len() == 1 && !R::ELEMENTWISE)
@@ -139,7 +139,7 @@ fn widen<D: Elem<Acc = f32>>(stored: &[D], values: &mut [f32]) {
     );
 }
 
-/// f32 values rounded to what is stored.
+/// f32 values rounded to the stored dtype.
 fn narrow<D: Elem<Acc = f32>>(values: &[f32], stored: &mut [D]) {
     dispatch(
         #[inline(always)]
@@ -275,7 +275,7 @@ fn with_storages<C, D: Elem>(
     result
 }
 
-/// A closure as an in-place operation of candle, which gives it the two storages under their locks.
+/// A closure as an in-place operation of candle, which locks the two storages and passes them to it.
 struct InPlace<F> {
     op: &'static str,
     f: Cell<Option<F>>,

@@ -50,7 +50,7 @@ fn dtype(element: Element) -> Option<DType> {
     })
 }
 
-/// Copy a producer's values on the device, which it has made ready for our stream.
+/// Copy values on the device; the producer has made them ready for our stream.
 ///
 /// # Safety
 /// Every element that the source's dims and strides reach is readable on the device.

@@ -412,8 +412,8 @@ impl<'py> IntoPyObject<'py> for Capsule<'py> {
 #[pymethods]
 impl Tensor {
     /// A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-    /// 1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless it
-    /// is named, none for -1) waits for the values, and memory is used again only after the consumer is done with it.
+    /// 1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless
+    /// it is named, none for -1) waits for the values, and memory is reused only after the consumer is done with it.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,

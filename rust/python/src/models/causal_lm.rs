@@ -84,12 +84,13 @@ impl CausalLM {
         detached(py, || self.0.forward(ids, mask)).map(Tensor)
     }
 
-    /// The mean loss of the labels, each of which the token before it is to predict: a number in f32, without a matrix of all scores.
+    /// The mean loss of predicting each label from the tokens before it: a number in f32, computed without a matrix of
+    /// all scores.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
-    ///     labels: (B, S), i64: the ids themselves, or -100 where a token does not count. They are shifted inside. The mean is over those
-    ///         that count; 0 if none does.
+    ///     labels: (B, S), i64: the ids themselves, or -100 where a token does not count; they are shifted inside. The mean is over the
+    ///         labels that count; 0 if none does.
     ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
     ///
     /// Raises:
@@ -117,7 +118,7 @@ impl CausalLM {
     ///     targets: what each token is to predict, (N), i64: the id of the next token of its text, or -100 where it does not count.
     ///     positions: the place of each token in its text, (N), i64 or u32.
     ///     cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
-    ///     weights: by which losses are multiplied, (N), f32.
+    ///     weights: factors of the losses, (N), f32.
     ///
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
@@ -140,8 +141,8 @@ impl CausalLM {
         detached(py, || self.0.packed_loss(&self.0.hidden(&ids, &positions, &bounds)?, targets, weights)).map(Tensor)
     }
 
-    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Without a matrix of all
-    /// scores, forward and backward.
+    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
+    /// forward nor backward makes a matrix of all scores.
     ///
     /// Args:
     ///     input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -162,7 +163,7 @@ impl CausalLM {
         detached(py, || self.0.log_probs(&self.0.hidden(&ids, &positions, &bounds)?, targets)).map(Tensor)
     }
 
-    /// The states that the head reads, after the final norm, of a packed row: (N, D).
+    /// The states of a packed row that the head reads, after the final norm: (N, D).
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
@@ -201,7 +202,7 @@ impl CausalLM {
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
     ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the states are 0.
-    ///     layers: which states to return, from 0 to the number of layers that were loaded; the last without it.
+    ///     layers: which states to return, from 0 to the number of layers that were loaded; default: the last.
     ///
     /// Returns:
     ///     (B, S, D) for each of `layers`.
@@ -236,8 +237,8 @@ impl CausalLM {
 
     /// What follows each prompt: the new tokens, without the one that ends the text.
     ///
-    /// Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. What is drawn depends on the seed,
-    /// the number of the text and the place in it alone.
+    /// Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. A draw depends
+    /// only on the seed, the number of the text and the place in the text.
     ///
     /// Args:
     ///     prompts: the token ids of each text, at least one each.
@@ -245,15 +246,15 @@ impl CausalLM {
     ///     temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
     ///     top_k: draw from this many likeliest tokens; 0: from all.
     ///     top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
-    ///     min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
+    ///     min_p: draw from tokens with at least this share of the likeliest one's probability, 0 to 1.
     ///     repetition_penalty: above 1, tokens that the text has become less likely.
-    ///     stop_token_ids: which tokens end a text; `eos_token_ids` without it.
+    ///     stop_token_ids: which tokens end a text; default: `eos_token_ids`.
     ///     seed: of the draws.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an id is not a token.
     ///     ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
-    ///     NonFiniteError: if the model gives no numbers.
+    ///     NonFiniteError: if the model's scores are not finite.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
@@ -291,7 +292,7 @@ impl CausalLM {
     ///     prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
     ///
     /// Raises:
-    ///     As `generate`, of which those about the model come with the first step.
+    ///     As `generate`; those about the model are raised at the first step.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
@@ -314,11 +315,11 @@ impl CausalLM {
 
     /// Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
     ///
-    /// The scores are those of a pass over the whole texts; one more token of a text costs a pass over that token alone.
+    /// The scores are those of a forward pass over the whole texts, but only the new tokens are computed.
     ///
     /// Args:
     ///     cache: the texts so far.
-    ///     tokens: the new token ids of each text; none where a text rests.
+    ///     tokens: the new token ids of each text; an empty list for a text that gets none.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an id is not a token.
@@ -334,8 +335,8 @@ impl CausalLM {
         .map(Tensor)
     }
 
-    /// The states as `hidden_states` of one text and the padding that follows it: padding sees every word, but neither itself nor other
-    /// padding, as in transformers where a mask covers it.
+    /// The states, as those of `hidden_states`, of one text and the padding that follows it. Padding sees every word,
+    /// but neither itself nor other padding, like masked tokens in transformers.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.

@@ -24,12 +24,12 @@ impl ChromaTransformer {
     ///
     /// Args:
     ///     hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
-    ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim): T5's, the words and one token of padding.
+    ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim): from T5, the words and one token of padding.
     ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column.
     ///     txt_ids: positions of the text's tokens, (L, 3): zeros.
-    ///     lengths: how many tokens of each text are read, (B,), f32, at least 1; what follows is not seen. All are read without it, and attention
-    ///         needs no mask, which saves time.
+    ///     lengths: how many tokens of each text are read, (B,), f32, at least 1; what follows is not seen. By default all are read, and
+    ///         attention needs no mask, which saves time.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

@@ -28,7 +28,7 @@ class!(CLIPTextModel);
 
 #[pymethods]
 impl CLIPTextModel {
-    /// What the encoder makes of texts.
+    /// The features of texts.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32, S up to 77.
@@ -43,7 +43,7 @@ impl CLIPTextModel {
     }
 }
 
-/// What a text encoder makes of texts.
+/// The features that a text encoder computes for texts.
 ///
 /// ```python
 /// encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")

@@ -27,7 +27,7 @@ impl Flux2Transformer {
     ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
     ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
-    ///     txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, number.
+    ///     txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, index.
     ///     guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number.
     ///
     /// Returns:

@@ -62,7 +62,7 @@ impl Generation {
     }
 }
 
-/// The options as `generate` and `stream` are given them.
+/// The options of `generate` and `stream`, as they were passed.
 pub struct Given {
     pub max_new_tokens: Integer,
     pub temperature: Argument<f64>,
@@ -75,7 +75,7 @@ pub struct Given {
 }
 
 impl Given {
-    /// The texts that start with `prompts`; the model's own tokens end them unless others are given.
+    /// Start to generate texts after `prompts`; the model's own tokens end them unless others are given.
     pub fn start(
         self,
         op: &'static str,
@@ -102,7 +102,7 @@ impl Given {
     }
 }
 
-/// Token ids; one that no token has is beyond every vocabulary.
+/// Token ids; one that is too large for u32 becomes the largest, which is beyond every vocabulary.
 pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
     let token = |id: Integer| Ok(u32::try_from(id.count(op, name)?).unwrap_or(u32::MAX));
     ids.into_iter().map(token).collect()

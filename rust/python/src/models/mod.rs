@@ -141,7 +141,7 @@ pub(crate) use class;
 
 #[pymethods]
 impl Model {
-    /// The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
+    /// The frozen model at `path`: one of this class or, called on `Model`, of the kind that its files state.
     ///
     /// ```python
     /// unet = tc.models.load("sdxl", dtype="bf16")
@@ -151,20 +151,20 @@ impl Model {
     /// Args:
     ///     path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
     ///         which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
-    ///     dtype: convert the weights; as they are stored without it.
+    ///     dtype: convert the weights; by default they stay as stored.
     ///     device: where to load it.
-    ///     subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; the first
-    ///         that the class may have without it.
+    ///     subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; by
+    ///         default the first that the class may have.
     ///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
     ///     force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
-    ///         says: SDXL's autoencoder does, whose values leave the range of f16.
-    ///     layers: load only this many of the first layers of a language model, to read its `hidden_states`; all without it.
+    ///         says. That of SDXL's autoencoder asks for f32, as its values leave the range of f16.
+    ///     layers: load only this many of the first layers of a language model, to read its `hidden_states`; default: all.
     ///     quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
     ///         they are read; all else is as `dtype` says.
     ///     stream_blocks: keep the weights of this many blocks in pinned memory of the host, and copy each block's to the device ahead of
-    ///         its use, on a stream of its own. Only two blocks' are on the device at a time.
-    ///     stream_modulation: keep the weights that make the modulation of blocks there, in all blocks and not only in those streamed: for
-    ///         Flux 6 GiB that each step reads once.
+    ///         its use, on a stream of its own. Only those of two blocks are on the device at a time.
+    ///     stream_modulation: keep the weights that make the modulation of blocks there, for all blocks, not only for those streamed. For Flux
+    ///         these are 6 GiB, which each step reads once.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
@@ -201,15 +201,15 @@ impl Model {
     /// A frozen model of random weights, for measuring how fast and large it is.
     ///
     /// Args:
-    ///     config: a `config.json`; the published model's without it.
-    ///     dtype: of the weights, f32 without it.
+    ///     config: a `config.json`; default: the published model's.
+    ///     dtype: of the weights; default: f32.
     ///     device: where they are.
     ///     quantize: as in `from_pretrained`.
     ///     stream_blocks: as in `from_pretrained`.
     ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
-    ///     ArgumentError: of `Model`, which is not a model by itself; if the kind has no layers to quantize.
+    ///     ArgumentError: if called on `Model`, which is not a model by itself, or if the kind has no layers to quantize.
     ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
@@ -253,7 +253,7 @@ impl Model {
         Ok(NamedTensors(dict))
     }
 
-    /// One of `named_tensors`, by its name. Of a quantized weight only these values are made.
+    /// One of `named_tensors`, by its name. Of quantized weights, only this one is dequantized.
     ///
     /// Raises:
     ///     ArgumentError: if the model has no parameter of this name.
@@ -283,8 +283,8 @@ impl Model {
         self.adapter.attach(py, "add_adapter", &self.model, || Set::attach(config, &self.model.named_layers()))
     }
 
-    /// Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
-    /// `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
+    /// Put the adapters of a file on the model, their effect multiplied by `scale`. The file may have any of the
+    /// formats of `AdapterSet.save`, and come from any tool. Its adapters for other parts of a pipeline are left out.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -299,8 +299,8 @@ impl Model {
         })
     }
 
-    /// Put the LoRA of a file beside whatever is trained, its effect multiplied by `scale`: that over which a distilled model is trained.
-    /// It stays frozen, and neither files nor merged weights have it.
+    /// Put the LoRA of a file beside the adapter that is trained, its effect multiplied by `scale`: the one over which
+    /// a distilled model is trained. It stays frozen, and neither saved files nor merged weights have it.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -386,13 +386,13 @@ impl Model {
 ///     path: the file.
 ///     models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
 ///         Adapters are left out; a merged one is part of its layer's weight.
-///     base: a checkpoint from which all else is taken, as it is.
+///     base: a checkpoint from which all else is copied, unchanged.
 ///     dtype: convert the weights of the models.
-///     quantize: "fp8" or "int8", by the places of models whose linear layers are written as ComfyUI stores them: e4m3 numbers with a
-///         scale a tensor, or integers with a scale a row.
+///     quantize: by the folder of a model, "fp8" or "int8": write its linear layers as ComfyUI stores them, as e4m3 numbers with a
+///         scale per tensor, or as integers with a scale per row.
 ///
 /// Raises:
-///     ArgumentError: if a model has no such place, or no layers that may be quantized; if the format is another.
+///     ArgumentError: if a model has no such folder, or no layers that may be quantized; if the format is neither.
 ///     FileError, MissingFileError: if a file cannot be written or read.
 #[pyfunction]
 #[pyo3(signature = (path, models, base=None, dtype=None, quantize=Argument::of(None)))]

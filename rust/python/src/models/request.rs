@@ -38,7 +38,7 @@ pub struct Options {
 }
 
 impl Request {
-    /// The arguments of the function `op`. A name that is not a path is given to what [`set_resolver`] was called with.
+    /// The arguments of the function `op`. A name that is not a path is passed to the function of [`set_resolver`].
     pub fn new(
         py: Python<'_>,
         op: &'static str,
@@ -82,14 +82,14 @@ fn likeliest(kind: Option<&'static ModelKind>) -> Vec<&'static str> {
     places
 }
 
-/// What finds a model by a name that is not a path.
+/// The function that finds a model by a name that is not a path.
 static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// Set what finds models by names that are not paths, once.
+/// Set the function that finds models by names that are not paths. Only the first call has an effect.
 ///
 /// Args:
 ///     resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
-///         half-precision files are preferred; returns a folder, or None if the name is none that it knows.
+///         half-precision files are preferred; returns a folder, or None if it does not know the name.
 #[pyfunction]
 pub fn set_resolver(py: Python<'_>, resolve: Function) {
     // Later calls leave the first one.

@@ -11,8 +11,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read texts. In half
-/// precision too, where its values leave the range of f16. Made by `from_pretrained`.
+/// A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read
+/// texts. It computes in half precision too, although its values leave the range of f16. Made by `from_pretrained`.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct T5Encoder(Arc<models::T5Encoder>);
 
@@ -24,8 +24,8 @@ impl T5Encoder {
     ///
     /// Args:
     ///     input_ids: token ids, (B, L), i64 or u32.
-    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that are seen, 0 for those that are not. All are seen without it, as in
-    ///         diffusers' pipelines, padding included.
+    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that are seen, 0 for those that are not. By default all are seen, padding
+    ///         included, as in diffusers' pipelines.
     ///
     /// Raises:
     ///     ShapeError: if an input has another shape.

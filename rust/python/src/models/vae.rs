@@ -40,7 +40,7 @@ impl AutoencoderKL {
         self.0.config().shift_factor.unwrap_or(0.0)
     }
 
-    /// Pixels along one side of an image for each of the latents.
+    /// Pixels per latent along one side of an image.
     #[getter]
     fn downscale(&self) -> usize {
         self.0.config().downscale()

@@ -25,9 +25,9 @@ impl ZImageTransformer {
     /// Args:
     ///     hidden_states: latents under noise, (B, in_channels, h, w), shifted and scaled as the autoencoder says; h and w are even.
     ///     encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
-    ///     timestep: from 0 (noise) to 1 (clean), against the clock of other flow models: (B,), (1,), or a number.
-    ///     lengths: how many tokens of each text are words, (B,); what follows is not read. All are words without it.
-    ///     rows_are_full: a promise that, in every text, less than 32 tokens follow the words up to a multiple of 32. Attention then needs
+    ///     timestep: from 0 (noise) to 1 (clean), the reverse of other flow models: (B,), (1,), or a number.
+    ///     lengths: how many tokens of each text are words, (B,); what follows is not read. Default: all are words.
+    ///     rows_are_full: a promise that every text, padded to a multiple of 32 tokens, fills its row, padded likewise. Attention then needs
     ///         no mask, which saves time.
     ///
     /// Returns:

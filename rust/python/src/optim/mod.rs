@@ -50,7 +50,7 @@ impl Optimizer {
 
 #[pymethods]
 impl Optimizer {
-    /// The optimizer of a kind, over `params`, with the hyper-parameters that are not its defaults.
+    /// The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.
     #[new]
     fn new(kind: &str, params: Params<'_>, settings: &Bound<'_, PyDict>) -> Result<Self> {
         Ok(Self(Mutex::new(kinds::build(kind, &params, settings)?)))

@@ -17,7 +17,7 @@ const OP: &str = "lr_scheduler";
 ///     kind: "constant", "linear", "cosine" or "polynomial".
 ///     warmup_steps: steps of the warm-up.
 ///     total_steps: steps of the training, warm-up included.
-///     num_cycles: waves of the cosine; half a one goes from 1 to 0.
+///     num_cycles: waves of the cosine; half a wave goes from 1 to 0.
 ///     end: the last factor of the polynomial, in [0, 1).
 ///     power: the power of the polynomial, above 0.
 ///

@@ -168,7 +168,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if the dtypes differ or are not floating point.
+    ///     DTypeError: if neither is floating point, or a numpy array has another dtype.
     fn pow(&self, py: Python<'_>, exponent: Operand<'_>) -> Result<Self> {
         self.__pow__(py, exponent, None)
     }

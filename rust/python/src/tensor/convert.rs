@@ -150,7 +150,7 @@ pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAn
         return Ok(reading(py, tensor, || tensor.item())?.into_bound_py_any(py)?);
     }
     if tensor.elem_count() != 1 {
-        // The core's error.
+        // Returns the core's error.
         tensor.item()?;
     }
     Ok(reading(py, tensor, || integers(tensor))?[0].into_bound_py_any(py)?)

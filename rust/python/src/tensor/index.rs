@@ -187,8 +187,9 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
 
 #[pymethods]
 impl Tensor {
-    /// Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or one
-    /// u8 mask, where torch would take it. A view except for steps other than 1 and tensors. Differentiable.
+    /// Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or
+    /// one u8 mask, where torch would take it. The result is a view, except with steps other than 1 or tensors.
+    /// Differentiable.
     fn __getitem__(&self, index: &Bound<'_, PyAny>) -> Result<Self> {
         let items = match index.cast::<PyTuple>() {
             Ok(tuple) => tuple.iter().map(|item| Item::parse(&item)).collect::<Result<Vec<_>>>()?,

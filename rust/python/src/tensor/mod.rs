@@ -39,9 +39,10 @@ use crate::var::Var;
 
 /// An immutable array of numbers on a device, and its place on the autograd tape.
 ///
-/// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend on a
-/// `Var`; `backward` follows it. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
-/// operation must have the same dtype; plain numbers adopt the tensor's.
+/// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
+/// on a `Var`; `backward` follows it. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
+/// tensors promote dtypes as torch does; other operations need tensors of one dtype. A plain number adopts the tensor's
+/// dtype, but a float with a tensor of integers gives f32.
 ///
 /// ```python
 /// t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -192,7 +193,7 @@ impl Tensor {
         }
     }
 
-    /// Makes numpy arrays leave operators with tensors to the tensor.
+    /// Makes a numpy array leave an operator to the tensor on the other side.
     #[classattr]
     #[allow(non_upper_case_globals)]
     const __array_priority__: f64 = 1000.0;

@@ -37,7 +37,7 @@ impl Scalar {
     }
 }
 
-/// The numbers in nested lists, in `dtype`: without it f32 if one is a fraction, u8 if all are bools, else i64.
+/// The numbers in nested lists, in `dtype` or, without it, in f32 if one is a float, u8 if all are bools, else i64.
 /// None if there are arrays in the lists.
 ///
 /// # Errors

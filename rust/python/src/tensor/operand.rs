@@ -107,7 +107,7 @@ impl Number {
     /// A tensor of this value without dimensions.
     ///
     /// # Errors
-    /// [`tc::Error::DType`] if a fraction is to be an integer, [`tc::Error::Argument`] if the number does not fit.
+    /// [`tc::Error::DType`] if a fraction is to become an integer, [`tc::Error::Argument`] if the number does not fit.
     pub fn to_tensor(self, op: &'static str, dtype: tc::DType, device: &tc::Device) -> tc::Result<tc::Tensor> {
         if tc::raw::is_float(dtype) {
             return tc::Tensor::full(self.float(op)?, (), dtype, device);
@@ -130,7 +130,7 @@ impl Number {
 }
 
 impl Operand<'_> {
-    /// The operand as a tensor for an operation `op` with `other`.
+    /// Call `apply` with the operand as a tensor for an operation `op` with `other`.
     pub fn with<T>(
         &self,
         op: &'static str,
@@ -144,7 +144,7 @@ impl Operand<'_> {
         }
     }
 
-    /// The operand as a tensor; a number becomes f32.
+    /// Call `apply` with the operand as a tensor; a number becomes f32.
     pub fn in_f32<T>(&self, device: &tc::Device, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
         match self {
             Self::Tensor(tensor) => apply(tensor),

@@ -7,8 +7,8 @@ use trainable_candle_core::DType;
 
 use super::Operand;
 
-/// `a` and the operand in one dtype, for elementwise operations. A numpy array keeps its dtype, which is often an f64 by accident:
-/// the operation then says what differs.
+/// `a` and the operand in one dtype, for elementwise operations. A numpy array is not converted, as its dtype is often
+/// f64 by accident: the operation then returns an error that names both dtypes.
 pub fn promoted<T>(
     op: &'static str,
     a: &tc::Tensor,

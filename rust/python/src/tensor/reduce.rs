@@ -9,7 +9,7 @@ use crate::arguments::{Dims, Integer};
 use crate::call::compute;
 use crate::error::Result;
 
-/// The dimensions under torch's name or numpy's.
+/// The dimensions, given under torch's name `dim` or numpy's name `axis`.
 fn one_of(op: &'static str, dim: Option<Dims>, axis: Option<Dims>) -> Result<Option<Dims>> {
     match (dim, axis) {
         (Some(_), Some(_)) => Err(tc::Error::argument(op, "found dim and axis, which mean the same; give one").into()),
@@ -179,7 +179,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.log_softmax(dim)).map(Self)
     }
 
-    /// Sums of the elements up to each along `dim`.
+    /// The sum of the elements up to and including each along `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.

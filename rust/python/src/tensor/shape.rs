@@ -160,7 +160,7 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the sizes do not add up to the dimension's.
-    ///     ArgumentError: if the one size is 0.
+    ///     ArgumentError: if a size for all parts is given and is 0.
     ///     IndexOutOfRangeError: if the dimension is out of range.
     #[pyo3(signature = (split_size_or_sections, dim=Integer::of(0)))]
     fn split(&self, split_size_or_sections: Sections, dim: Integer) -> Result<Vec<Self>> {

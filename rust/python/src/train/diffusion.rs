@@ -135,8 +135,8 @@ impl DiffusionObjective {
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     samples: the number of each sample in the run: noise and timestep then depend only on it and `seed`, and the library's
-    ///         generator does not advance. Without it they come from that generator.
+    ///     samples: the number of each sample in the run: noise and timestep then depend only on this number and
+    ///         `seed`, and the library's generator does not advance. By default they come from that generator.
     ///     seed: the run's seed.
     ///
     /// Raises:
@@ -179,7 +179,7 @@ impl DiffusionObjective {
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     examples: a number for each, from 0.
+    ///     examples: the number of each example, from 0.
     ///     seed: selects the noise.
     ///
     /// Raises:

@@ -22,7 +22,7 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-///     shift: shifts them towards noise (above 1) or data (below 1); 1 changes nothing.
+///     shift: shifts levels towards noise (above 1) or data (below 1); 1 changes nothing.
 ///
 /// Raises:
 ///     ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -45,8 +45,8 @@ impl FlowMatching {
     ///
     /// Args:
     ///     data: (B, ...).
-    ///     samples: the number of each sample in the run: noise and level then depend only on it and `seed`, and the library's
-    ///         generator does not advance. Without it they come from that generator.
+    ///     samples: the number of each sample in the run: noise and level then depend only on this number and `seed`,
+    ///         and the library's generator does not advance. By default they come from that generator.
     ///     seed: the run's seed.
     ///
     /// Returns:
@@ -77,7 +77,7 @@ impl FlowMatching {
     ///
     /// Args:
     ///     data: (B, ...).
-    ///     examples: a number for each, from 0.
+    ///     examples: the number of each example, from 0.
     ///     seed: selects the noise.
     ///
     /// Returns:

@@ -13,7 +13,7 @@ const OP: &str = "diffusion_objective";
 /// How δ of the Huber losses depends on the timestep t of T (Khrapov et al. 2024, arXiv:2403.16728).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HuberSchedule {
-    /// Not at all.
+    /// δ is the same at every timestep.
     #[default]
     Constant,
     /// `delta`^(t / T): 1 at data, about `delta` at noise.
@@ -41,9 +41,9 @@ impl std::str::FromStr for HuberSchedule {
 /// The settings of a [`DiffusionObjective`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DiffusionConfig {
-    /// The distribution of timesteps between `min_timestep` and `max_timestep`; level 0 is the first.
+    /// The distribution of timesteps between `min_timestep` and `max_timestep`; level 0 is the first timestep.
     pub timesteps: SigmaDistribution,
-    /// Shifts them towards noise (above 1) or data (below 1), as [`NoiseLevels::new`].
+    /// Shifts timesteps towards noise (above 1) or data (below 1), as [`NoiseLevels::new`].
     pub shift: f64,
     /// The first timestep that may be drawn.
     pub min_timestep: usize,
@@ -178,8 +178,8 @@ impl DiffusionObjective {
         self.noise_at(latents, &self.with_offset(noise, offset)?, &timesteps)
     }
 
-    /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise and the same timestep
-    /// every time, in any batch, and the library's generator does not advance.
+    /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise and
+    /// the same timestep every time, in any batch, and the library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
@@ -193,7 +193,8 @@ impl DiffusionObjective {
         self.noise_at(latents, &self.with_offset(noise, offset)?, &timesteps)
     }
 
-    /// Make `noise (B, C, ...)` and the offset of each channel from the standard normal values that `draw` returns for a shape.
+    /// `noise (B, C, ...)` plus an offset of each channel, made from the standard normal values that `draw` returns for
+    /// a shape.
     fn with_offset(&self, noise: Tensor, draw: impl FnOnce(&[usize]) -> Result<Tensor>) -> Result<Tensor> {
         if self.config.noise_offset == 0.0 {
             return Ok(noise);
@@ -231,9 +232,9 @@ impl DiffusionObjective {
         Ok(NoisedLatents { sample: sample.to_dtype(latents.dtype())?, timesteps: timesteps.clone(), target })
     }
 
-    /// Noise for a validation loss that can be compared over a run: example number `examples[i]` has the same noise and the same
-    /// timestep every time, whatever batch it is in, and the library's generator stays where it is. Timesteps are spread
-    /// evenly over the range, by the golden ratio: any run of example numbers covers it.
+    /// Noise for a validation loss that can be compared over a run: example number `examples[i]` has the same noise and
+    /// the same timestep every time, whatever batch it is in, and the library's generator does not advance. Timesteps
+    /// are spread evenly over the range, by the golden ratio: any run of example numbers covers it.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.

@@ -69,7 +69,7 @@ pub(crate) struct Stream<'a> {
     pub angles: Option<Rope>,
 }
 
-/// Attention of the tokens of all streams to the keys that `mask` (u8, broadcasting to (B, heads, Σ S, Σ S)) lets be seen →
+/// Attention of the tokens of all streams to the keys that `mask` allows (u8, broadcast to (B, heads, Σ S, Σ S)) →
 /// (B, Σ S, D), stream by stream.
 pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let tokens: Option<Vec<Tokens<'_>>> = streams.iter().map(Stream::as_tokens).collect();
@@ -92,7 +92,7 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
 }
 
 impl Stream<'_> {
-    /// As one operation takes the stream: what is normed is contiguous, under norms that do not learn.
+    /// The stream as input of the fused operation, which takes joined projections and norms that are not trained.
     fn as_tokens(&self) -> Option<Tokens<'_>> {
         let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
         let norms = norms.each_ref().map(|norm| norm.weight.as_ref());
@@ -136,7 +136,7 @@ pub struct JointAttention {
     image: Projections,
     text: Projections,
     to_out: Linear<Tensor>,
-    /// None where nothing follows on the text.
+    /// None where nothing reads the text afterwards.
     to_add_out: Option<Linear<Tensor>>,
 }
 
@@ -155,7 +155,7 @@ impl JointAttention {
         })
     }
 
-    /// `image (B, S, D)` and `text (B, L, D)` → what each gets, the text's only if something follows on it.
+    /// `image (B, S, D)` and `text (B, L, D)` → the result of each; the text's is None with `image_only`.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
@@ -224,7 +224,7 @@ impl SelfAttention {
         self.stream.saved(tokens, saved);
         saved.attention(tokens, tokens, self.to_out.in_features());
         saved.keep(tokens * self.to_out.in_features());
-        // Whose input is that result.
+        // The input of this layer is that result.
         saved.linear(&self.to_out, (0, tokens));
     }
 }

@@ -16,7 +16,7 @@ const NORMS: [&str; 2] = ["norm1.linear", "norm1_context.linear"];
 pub struct DoubleBlockKind {
     /// Whether the image also attends to itself alone (SD3.5-medium's "dual attention").
     pub dual: bool,
-    /// Whether the text is only read: nothing follows on it after the last block.
+    /// Whether the block returns the text unchanged: after the last block nothing reads it.
     pub image_only: bool,
     /// Whether the model gives the modulation, and the block has no layers for it.
     pub told_modulation: bool,
@@ -58,7 +58,8 @@ impl DoubleBlock {
         })
     }
 
-    /// What the condition `(B, D)`, after SiLU, says to the image and to the text; for [`forward`](Self::forward).
+    /// The modulation of the image and of the text by the condition `(B, D)`, after SiLU; for
+    /// [`forward`](Self::forward).
     ///
     /// # Errors
     /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model gives the modulation.
@@ -84,7 +85,7 @@ impl DoubleBlock {
         let to_image = |index| part(image_modulation, index);
         let to_text = |index| part(text_modulation, index);
         let normed = modulated(image, [&to_image(0)?, &to_image(1)?])?;
-        // The last norm of the text says the scale first, as the norm before the output does.
+        // The last norm of the text has the scale first, as the norm before the output does.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
         let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
         let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, sight)?;
@@ -96,7 +97,7 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
-        // The image comes last: the backward pass does not read the last product, so that checkpoints do not compute it again.
+        // The image comes last: the backward pass does not read the last product, so checkpoints do not recompute it.
         let mut result = gated_add(image, &mixed, &to_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
@@ -119,7 +120,7 @@ impl DoubleBlock {
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
-            // Gates that learn need what they multiply; norms read the sums.
+            // Gates that are adapted keep what they multiply; norms keep the sums.
             if let Some(ff) = &self.ff_context {
                 saved.keep_product(length * dim, gates[1]);
                 saved.keep_cheap(length * dim);

@@ -51,13 +51,14 @@ impl TimeTextEmbedding {
         })
     }
 
-    /// SiLU of the condition, (B, D), with which every block begins: `times` from 0 to 1000, (B) or (1), `pooled (B, P)` and the
-    /// scale of guidance times 1000, (B) or (1), if the model takes them.
+    /// SiLU of the condition, (B, D), which every block reads. `times` are from 0 to 1000, (B) or (1). `pooled (B, P)`
+    /// and `guidance`, the scale times 1000, (B) or (1), are given if the model takes them.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
     pub fn forward(&self, times: &Tensor, pooled: Option<&Tensor>, guidance: Option<&Tensor>) -> Result<Tensor> {
-        // The times stay in f32 up to their sinusoids; diffusers rounds them to the dtype of the model, of which bf16 knows few.
+        // The times stay in f32 up to their sinusoids; diffusers rounds them to the dtype of the model; bf16 represents
+        // few of them.
         let mut condition = self.time.forward(&self.sinusoids.forward(times)?)?;
         if let (Some(embedding), Some(guidance)) = (&self.guidance, guidance) {
             condition = condition.add(&embedding.forward(&self.sinusoids.forward(guidance)?)?)?;

@@ -8,7 +8,7 @@ use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 use super::BlockSizes;
 use crate::saved::Saved;
 
-/// What is between the two linear layers, and what these are called.
+/// The activation between the two linear layers, and the names of these.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FeedForwardKind {
     /// GELU (its tanh form) in a middle four times as wide as the tokens; `net.0.proj` and `net.2`.
@@ -34,7 +34,7 @@ impl FeedForwardKind {
         }
     }
 
-    /// Features of the first layer for each of the middle.
+    /// Outputs of the first layer for each feature of the middle.
     const fn parts(self) -> usize {
         match self {
             Self::Gelu => 1,

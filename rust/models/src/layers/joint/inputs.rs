@@ -40,7 +40,7 @@ pub struct TokenInputs<'a> {
 }
 
 impl TokenSizes {
-    /// The tokens of the image and of the text, if everything fits.
+    /// Check the inputs; returns the numbers of tokens of the image and of the text.
     ///
     /// # Errors
     /// [`Error::Shape`] if the inputs do not fit the sizes or one another, or there is no token; [`Error::DType`] if the image is not

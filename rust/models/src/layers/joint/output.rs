@@ -9,7 +9,7 @@ use crate::saved::Saved;
 const NORM: &str = "norm_out.linear";
 const PROJECTION: &str = "proj_out";
 
-/// Norm, scale and shift that the condition gives, projection to the values of the patches.
+/// A norm, a scale and a shift that the condition gives, and a projection to the values of the patches.
 pub struct ModulatedOutput {
     /// The layer that makes the modulation, unless the model gives it.
     norm: Option<Linear<Tensor>>,

@@ -11,14 +11,15 @@ pub struct Rope {
     pub sin: Tensor,
 }
 
-/// Computes angles from positions: each axis rotates pairs of its own.
+/// Computes angles from positions: each axis rotates its own pairs of features.
 pub struct RopeAxes {
     /// For each axis its frequencies, (1, pairs), f64.
     frequencies: Vec<Tensor>,
 }
 
 impl RopeAxes {
-    /// Check that a configuration's `widths` share a head of `head_dim` features; `model` is named in the message.
+    /// Check that a configuration's `widths` are even and add up to `head_dim`, the width of a head; `model` is named
+    /// in the message.
     ///
     /// # Errors
     /// [`Error::Config`] if they do not.

@@ -15,8 +15,8 @@ const RATIO: usize = 4;
 /// What modulates the tokens.
 const NORM: &str = "norm.linear";
 
-/// Queries, keys, values and the feed-forward layer's middle in one product of the modulated input; the result of both in one product,
-/// gated and added to the input.
+/// One product of the modulated input gives queries, keys, values and the feed-forward layer's middle. Another projects
+/// the results of both, to be gated and added to the input.
 pub struct SingleBlock {
     /// The layer that makes the modulation, unless the model gives it.
     norm: Option<Linear<Tensor>>,
@@ -57,7 +57,7 @@ impl SingleBlock {
         norm.forward(condition)
     }
 
-    /// `x (B, S, D)` → the same shape.
+    /// `x (B, S, D)` → the same shape; `modulation (B, 3 D)` is shift, scale and gate.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input does not fit.
@@ -87,7 +87,7 @@ impl SingleBlock {
             saved.attention(tokens, tokens, dim);
             saved.keep((3 + 1 + RATIO) * inside);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
-            // What the gate multiplies, if it learns; no checkpoint computes it otherwise.
+            // What the gate multiplies, if the gate is adapted; otherwise checkpoints do not recompute it.
             saved.keep(if gate { inside } else { 0 });
         });
     }

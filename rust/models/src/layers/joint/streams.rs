@@ -10,7 +10,7 @@ use super::{DoubleBlock, Rope, SingleBlock};
 pub struct Sight<'a> {
     /// The angles of the text's tokens, then of the image's.
     pub angles: Option<&'a Rope>,
-    /// Which keys are seen, u8, (B, 1, 1, tokens of the text and of the image); all without it.
+    /// Which keys are seen, u8, (B, 1, 1, tokens of the text and of the image); None for all.
     pub mask: Option<&'a Tensor>,
 }
 
@@ -20,7 +20,8 @@ impl Sight<'_> {
         self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
     }
 
-    /// A block's result, by what [`inputs`](Self::inputs) has made; `rotates` if there are angles.
+    /// Call `run` with the value that [`inputs`](Self::inputs) was made from; `rotates` says whether they begin with
+    /// angles.
     pub(crate) fn of<R>(rotates: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
         let (angles, mask) = inputs.split_at(if rotates { 2 } else { 0 });
         let angles = if let [cos, sin] = angles { Some(Rope { cos: cos.clone(), sin: sin.clone() }) } else { None };
@@ -28,7 +29,8 @@ impl Sight<'_> {
     }
 }
 
-/// The image (B, S, D) and the text (B, L, D) after all blocks. `modulation` gives what modulates both in a block, by its index.
+/// The image (B, S, D) and the text (B, L, D) after all blocks. `modulation` gives the modulation of both in the block
+/// at an index.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

@@ -43,7 +43,7 @@ impl Clip {
             let grads = input(op, vector)?;
             let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: room };
             let shape = Shape::linear(op, blocks(vector), 256)?;
-            // SAFETY: there is room for a number of each block.
+            // SAFETY: there is room for one number of each block.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             count += blocks(vector);
             room = room.behind(blocks(vector) * size_of::<f64>());
@@ -62,7 +62,7 @@ impl Clip {
         Ok(Self(clip))
     }
 
-    /// The norm, f64 of no dimension; not finite if a gradient is not.
+    /// The norm, f64 without dimensions; not finite if a gradient is not.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -96,7 +96,7 @@ pub fn scale_gradients(
         clip: optional_input(op, clip.map(|clip| &clip.0))?,
         loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
     };
-    // Few blocks, which have little to do where there is nothing to scale.
+    // Few blocks, so that a launch with nothing to scale is cheap.
     let each = count.div_ceil(256 * 2048).max(4);
     // SAFETY: there are this many gradients.
     unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
@@ -140,8 +140,8 @@ impl LossScale {
         copy_into(&self.0, &Self::new(self.0.device(), scale, growth_tracker)?.0)
     }
 
-    /// The state after a step with gradients of this `norm` (f64): times `backoff` if it is not finite, times `growth` after
-    /// `interval` good steps in a row unless f32 cannot hold that.
+    /// Updates the state after a step with gradients of this `norm` (f64). The scale is multiplied by `backoff` if the
+    /// norm is not finite, and by `growth` after `interval` good steps in a row, unless f32 cannot hold the result.
     ///
     /// # Errors
     /// [`Error::Device`] if `norm` is on another device.

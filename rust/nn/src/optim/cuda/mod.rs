@@ -33,9 +33,10 @@ type Specs = SmallVec<[StateSpec; 4]>;
 
 /// The device state of an optimizer.
 pub(super) struct OnDevice {
-    /// Settings, coefficients and steps of variables that have the same. There is room for one group per variable.
+    /// Settings, coefficients and steps, for each set of variables that share them. There is room for one group per
+    /// variable.
     settings: Groups,
-    /// A captured step is of the slots that it was captured with.
+    /// A captured step works with the slots that it was captured with alone.
     slots: HostState<Arc<Slots>>,
     /// In the order of the optimizer's variables.
     places: Vec<Place>,
@@ -80,7 +81,7 @@ struct DeviceMaster {
 }
 
 impl DeviceMaster {
-    /// Takes the values that the host has of a variable, or else the variable's own.
+    /// Takes the master values of a variable from the host, if it has current ones, else the variable's own.
     fn take(&self, parameter: &Parameter) -> Result<()> {
         let version = parameter.var.version();
         match parameter.master.as_ref().filter(|master| master.version == version) {
@@ -94,7 +95,7 @@ impl DeviceMaster {
         Ok(())
     }
 
-    /// Takes the values of a variable that was set outside the optimizer.
+    /// Takes the values of the variable if it was set outside the optimizer.
     fn refresh(&self, var: &Var) -> Result<()> {
         if !var.is_followed_by(&self.follower) {
             copy_into(&self.values, var.raw())?;
@@ -194,8 +195,8 @@ impl OnDevice {
         Ok(made)
     }
 
-    /// Takes the states, steps and settings of `groups` over, which the host forgets. Everything stays where it is, so that captured steps
-    /// go on with them.
+    /// Takes over the states, steps and settings of `groups`, which the host forgets. Device addresses do not change,
+    /// so that captured steps go on with the new values.
     pub(super) fn take<R: Rule>(&mut self, groups: &mut [Group<R::Config>]) -> Result<()> {
         let slots = self.slots.get();
         let (slots, steps) = match slots.steps(groups) {
@@ -223,7 +224,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// The states of the variables, zeros for those that have none yet.
+    /// Writes the states of the variables to the device, zeros for those that have none yet.
     fn write_states<C>(&self, groups: &[Group<C>]) -> Result<()> {
         for (index, layout) in self.layouts.iter().enumerate() {
             let held: Vec<(&Place, &Parameter)> = parameters(groups)
@@ -337,8 +338,8 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Variables that have taken different numbers of steps must not share a counter: where only some of those that do take
-    /// part, they get another.
+    /// Variables that have taken different numbers of steps must not share a counter. If only some of those that share
+    /// one take part in a step, they get another.
     fn split_slots<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
@@ -347,7 +348,7 @@ impl OnDevice {
     ) -> Result<()> {
         let old = self.slots.get();
         let Some((new, split)) = old.split(vars, found.iter().map(|(index, _)| *index)) else { return Ok(()) };
-        // Before anything is queued: a captured function cannot do it.
+        // Before anything is queued: a captured function cannot change slots.
         self.slots.set(Arc::new(new))?;
         for (new, slot) in (old.group_of.len()..).zip(split) {
             let settings = settings::<R>(&groups[old.group_of[slot]].config, 0)?;
@@ -356,7 +357,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// No step continues with this, also none that was captured.
+    /// After this no step can use the state, not even a captured one.
     ///
     /// # Errors
     /// [`Error::Device`] within a captured function.
@@ -364,7 +365,7 @@ impl OnDevice {
         self.slots.set(Arc::default())
     }
 
-    /// The variables, those with states of the same kinds and with the same dtypes together.
+    /// The launches of a step: variables with states of the same kinds and with the same dtypes share one.
     fn launches(&self, vars: &[&Var], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
         let mut launches: Vec<Launch> = Vec::new();
         for (index, grads) in found {
@@ -544,11 +545,11 @@ struct Launch {
     key: (usize, DType, DType),
     layout: usize,
     members: Vec<Member>,
-    /// Their numbers.
+    /// Their indices.
     variables: Vec<usize>,
 }
 
-/// The copy of an f32 variable that the launch can write.
+/// The copy of an f32 variable in f16 or bf16, which the launch can write.
 fn short_copy(var: &Var) -> Option<Raw> {
     var.copy_storage().filter(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16))
 }

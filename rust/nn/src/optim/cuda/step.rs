@@ -1,6 +1,6 @@
 //! Steps of optimizers: hyper-parameters and counters in device memory, one launch for any number of variables.
 //!
-//! What a step needs from the host are launches alone, with the same arguments each time: it can be captured.
+//! A step needs nothing from the host but launches, with the same arguments each time, so it can be captured.
 
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::optim::{AdamPrepare, AdamStep, OPTIM_CONFIGURE, OptimConfigure};
@@ -39,8 +39,8 @@ impl Groups {
         Ok(Self { settings: room(size_of::<Settings>())?, coefficients: room(size_of::<Coefficients>())? })
     }
 
-    /// Sets a group's hyper-parameters, and its steps to those of the group `like` or to those in `settings`. Takes effect between the
-    /// steps before and after; nothing waits.
+    /// Sets a group's hyper-parameters, and its steps to those of the group `like` or to those in `settings`. Takes
+    /// effect between the steps queued before and after it; nothing waits.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -139,7 +139,7 @@ pub struct Member {
     pub group: u16,
 }
 
-/// Addresses in bytes, and the size of a gradient, of one member.
+/// The addresses of a member's parameters, gradients and copy (0 if there is none), and its other facts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Place {
     addresses: [Address; 3],
@@ -264,7 +264,7 @@ fn place(op: &'static str, member: &Member) -> Result<Place> {
     Ok(Place { addresses: [params?, grads?, copy?], len, state: member.state, group: member.group })
 }
 
-/// A piece in memory, which is in the order of its bytes.
+/// The words of a piece as they are in memory.
 const fn words(piece: &Piece) -> [u32; 4] {
     let Piece { start, segment, state, length, group } = *piece;
     [start, segment, state, length as u32 | (group as u32) << 16]
@@ -281,7 +281,8 @@ struct Work {
 }
 
 impl Work {
-    /// Variables that are adjacent in all three vectors share a segment.
+    /// Cuts variables into pieces of at most `longest` elements. Variables that are adjacent in all three vectors share
+    /// a segment.
     fn cut(places: &[Place], sizes: [usize; 3], longest: usize, first_group: u16) -> Self {
         let mut work = Self { pieces: Vec::new(), segments: Vec::new() };
         for place in places {
@@ -341,7 +342,7 @@ pub fn step(
     let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
     let zero_grads = u32::from(zero_grads);
     let state = |index: usize| optional_output(op, states.get(index));
-    // SAFETY: the coefficients are of all groups of the table, and its pieces are in the states.
+    // SAFETY: there are coefficients of all groups of the table, and states of all its pieces.
     unsafe {
         if states.first().is_some_and(|state| state.dtype() == DType::U8) {
             let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);
@@ -359,7 +360,7 @@ pub fn step(
     }
 }
 
-/// A warp for each piece in turn, and as many blocks as are at work at a time.
+/// Warps take pieces in turn; there are as many blocks as run at a time.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;

@@ -8,7 +8,7 @@ use trainable_candle_core::{Device, Raw, Result};
 use crate::optim::rule::StateKind;
 use crate::optim::state::StateData;
 
-/// Values of a state on the host, longer by what fills its last block.
+/// Copies the values of a state to `start` in `host`, where every state is padded to whole blocks.
 pub(super) fn place_in(host: &mut StateData, data: &StateData, start: usize) {
     match (host, data) {
         (StateData::F32(host), StateData::F32(data)) => host[start..start + data.len()].copy_from_slice(data),
@@ -31,7 +31,7 @@ pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -
     })
 }
 
-/// Overwrites a vector part by part, so that little of it is there twice.
+/// Overwrites a vector part by part, so that only one part is in memory twice.
 pub(super) fn overwrite(buffer: &Raw, values: impl Fn(Range<usize>) -> Result<Raw>) -> Result<()> {
     const PART: usize = 1 << 24;
     let len = buffer.elem_count();

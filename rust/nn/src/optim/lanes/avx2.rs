@@ -185,7 +185,7 @@ impl Registers for Avx2 {
 
     #[inline(always)]
     fn count_above(self, index: __m256i, a: __m256, b: __m256) -> __m256i {
-        // What is true is -1.
+        // A comparison gives -1 where it is true.
         intrinsics!(_mm256_sub_epi32(index, _mm256_cmpgt_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
     }
 
@@ -194,7 +194,7 @@ impl Registers for Avx2 {
         let smaller = |a, b| intrinsics!(_mm256_min_epu16(a, b));
         let [a, b, c, d] = numbers;
         let least = smaller(smaller(a, b), smaller(c, d));
-        // There is no comparison of unsigned numbers.
+        // AVX2 has no comparison of unsigned numbers.
         let below = intrinsics!(_mm256_cmpeq_epi16(smaller(least, _mm256_set1_epi16(limit.cast_signed() - 1)), least));
         intrinsics!(_mm256_movemask_epi8(below) != 0)
     }

@@ -63,8 +63,8 @@ impl Avx512 {
         let codes = &codes[..4 * WIDTH];
         // SAFETY: the processor has the instructions; 64 bytes are loaded of 64.
         unsafe {
-            // Unpacking takes each quarter of its result from the same quarter of the bytes: transposed so that it comes out in
-            // order.
+            // Unpacking takes each quarter of its result from the same quarter of the bytes: the codes are transposed
+            // for the result to be in order.
             let transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let indices = _mm512_permutexvar_epi32(transposed, _mm512_loadu_si512(codes.as_ptr().cast()));
             let (b0, b1) = (self.plane(&planes[0], indices), self.plane(&planes[1], indices));

@@ -37,11 +37,11 @@ pub(super) trait Lanes: Copy {
     fn div(self, a: Self::Values, b: Self::Values) -> Self::Values;
     fn sqrt(self, x: Self::Values) -> Self::Values;
     fn abs(self, x: Self::Values) -> Self::Values;
-    /// The larger of two numbers; of what is not a number, either.
+    /// The larger of two numbers; any of them if one is NaN.
     fn max(self, a: Self::Values, b: Self::Values) -> Self::Values;
     /// The one whose bits are the larger signed number: of magnitudes the larger one, a NaN above all; -0 is below them.
     fn max_bits(self, a: Self::Values, b: Self::Values) -> Self::Values;
-    /// `a <= b`, false of what is not a number.
+    /// `a <= b`; false if one is NaN.
     fn at_most(self, a: Self::Values, b: Self::Values) -> Self::Mask;
     /// `a <= b` everywhere.
     fn all_at_most(self, a: Self::Values, b: Self::Values) -> bool;
@@ -79,7 +79,7 @@ pub(super) fn with_lanes(operation: impl WithLanes) {
     operation.run(plain::Plain);
 }
 
-/// Runs an operation in every form that this processor can.
+/// Runs an operation in every form that this processor supports.
 #[cfg(test)]
 pub(super) fn in_each_form(operation: impl WithLanes + Copy) {
     operation.run(plain::Plain);
