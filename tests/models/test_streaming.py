@@ -169,7 +169,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_a_unet_streams(policy: str) -> None:
-    """Its blocks are in one another's stretches, which streaming takes apart."""
+    """Nested blocks are recomputed several at a time, but one by one if they are streamed."""
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
     found = []

@@ -108,7 +108,7 @@ def test_statistics_of_latents_come_with_flux2s(tmp_path: Path) -> None:
     assert f"{prefix}encoder.quant_conv.weight" in written
     bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
     tc.save_file(bare, tmp_path / "bare.safetensors")
-    # Shapes do not show the groups; without a configuration they have 32 channels, as published.
+    # Shapes do not show the number of groups in a norm; without a configuration it is 32.
     config = FLUX2 / "vae" / "config.json"
     for path, given in (("folder", None), ("ae.safetensors", None), ("bare.safetensors", config)):
         found = AutoencoderKL.from_pretrained(tmp_path / path, config=given).named_tensors()
