@@ -281,7 +281,7 @@ def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
     arguments = [*command.split(), "--help"]
     try:
         status: object = main(arguments)
-    except SystemExit as left:  # argparse's way
+    except SystemExit as left:  # argparse ends so
         status = left.code
     assert status == 0
     lines = capsys.readouterr().out.splitlines()

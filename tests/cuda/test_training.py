@@ -123,7 +123,7 @@ TEXTS = """
 
 
 def texts(folder: Path, **settings: Any) -> str:
-    """A run of the built-in language model over texts that fill all rows alike."""
+    """A run of the built-in language model over texts that fill all rows equally."""
     dataset = folder / "texts.jsonl"
     lines = ["".join(chr(97 + (n * k) % 26) for k in range(29)) for n in range(60)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

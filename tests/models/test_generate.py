@@ -31,7 +31,7 @@ def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
 
 
 def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
-    """Of the next token, by a forward pass over the whole text."""
+    """Scores of the next token, by a forward pass over the whole text."""
     return np.asarray(model(tc.tensor([ids]))[0, -1].to("f32").numpy())
 
 

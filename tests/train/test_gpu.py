@@ -108,7 +108,7 @@ def test_recorded_steps_are_those_that_are_not_bit_for_bit(
 def test_a_run_goes_on_elsewhere(
     gpu: str, config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
-    """Saved on the GPU, continued on the CPU, and the other way round."""
+    """Saved on the GPU, continued on the CPU, and the reverse."""
 
     class Stop(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:

@@ -34,7 +34,7 @@ def test_files_of_chroma_and_of_flux_are_told_apart(
 
 
 def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
-    """Each has the words and one token of padding, whatever the others' length."""
+    """Each has its words and one token of padding, independent of the others' lengths."""
     family = families.load("chroma", chroma_base, "f32", "cpu").family
     captions = ["", "a red blur of many words", "a blur"]
     together = family.features(captions)
