@@ -42,13 +42,13 @@ def read_metadata() -> Callable[[Path], dict[str, str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the library remembers for its user is not that of the developer who runs the tests."""
+    """Tests do not use the cache folder of the developer who runs them."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user cache"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interrupts() -> None:
-    """Ctrl-C acts, here and in what tests start, even if a shell began them in the background."""
+    """Ctrl-C works, here and in subprocesses, even if a shell started pytest in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -69,7 +69,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def digits_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A digits transformer of one narrow block, its weights random: a fresh one is constant."""
+    """A digits transformer of one narrow block with random weights (a fresh one is constant)."""
     folder = tmp_path_factory.mktemp("model") / "base"
     state = tc.get_rng_state()
     tc.manual_seed(0)
@@ -122,7 +122,7 @@ def sdxl_file(sdxl_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def write_tokenizer() -> Callable[[Path, str], None]:
-    """Writes a small tokenizer to a folder, which fills up rows with a token."""
+    """A function that writes a small tokenizer with a padding token to a folder."""
     return _write_tokenizer
 
 

@@ -177,7 +177,7 @@ def test_exceptions_of_the_second_run_come_through():
     x = tc.Var([1.0])
     with pytest.raises(UsersError, match="second run"):
         tc.checkpoint(fail, x).backward()
-    # The failed pass leaves nothing behind.
+    # The failed backward pass leaves no state behind.
     x.zero_grad()
     (x * x).backward()
     assert x.grad.tolist() == [2]

@@ -1,4 +1,4 @@
-"""Recording switched off and on."""
+"""Switching the recording of operations off and on."""
 
 import threading
 

@@ -12,7 +12,7 @@ import trainable_candle as tc
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_keyboard_interrupt_ends_a_backward_pass():
     x = tc.Var([1.0])
-    # Views: made in no time, but each gradient fills ten million elements.
+    # The views take no time to make, but the gradient of each fills ten million elements.
     parts = tc.stack([x.expand(10_000_000)[i] for i in range(3000)])
     runs, in_backward, done = [], threading.Event(), threading.Event()
 
@@ -38,7 +38,7 @@ def test_keyboard_interrupt_ends_a_backward_pass():
         done.set()
         in_backward.set()
         thread.join()
-    # The pass did not reach the variable, and what comes next works.
+    # The backward pass did not reach the variable, and later operations work.
     assert x.grad is None
     (x * 2).sum().backward()
     assert x.grad.tolist() == [2]

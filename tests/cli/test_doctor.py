@@ -1,4 +1,4 @@
-"""The doctor names faults and their cures, with a tool that takes the driver's place."""
+"""`doctor` names faults and their cures; a script takes the place of `nvidia-smi`."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from trainable_candle.doctor import FAULT, GOOD, NOTE, Finding, examine
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `nvidia-smi` that says what is written into a file."""
+    """The file that a fake `nvidia-smi` prints; the tool fails if `said.fails` is beside it."""
     said = tmp_path / "said"
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()

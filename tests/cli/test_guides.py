@@ -1,4 +1,4 @@
-"""The commands of the guides work as they stand."""
+"""The commands of the guides work as written."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PROGRAM = [sys.executable, "-m", "trainable_candle"]
 @pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
 def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
-    """As they stand, but for fewer steps; what a user brings is where the guide says."""
+    """As written, but with fewer steps; the user's own files are where the guide says."""
     text = (ROOT / document).read_text()
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     commands = [

@@ -1,4 +1,4 @@
-"""Flags: every setting has one, files are overridden by them, help fits on a screen."""
+"""Every setting has a flag, flags override files, and the help fits on a screen."""
 
 import re
 from pathlib import Path
@@ -158,7 +158,7 @@ def as_arguments(name: str, value: Any) -> list[str]:
 
 
 def test_every_setting_has_a_flag() -> None:
-    # What contradicts others of these.
+    # Settings that contradict some of SAMPLES.
     exclusive = {"validation_dataset", "objective", "qat", "init"}
     assert SAMPLES.keys() | exclusive == settings().keys()
     default = TrainConfig()
@@ -212,14 +212,14 @@ def test_a_preset_fills_in_what_is_not_given(tmp_path: Path) -> None:
     model = ("--model", "sdxl")
     config = parse(*model, "--preset", "quality", "--rank", "4")
     assert (config.rank, config.steps, config.batch_size) == (4, 3000, 4)
-    # Without a default in place of a value that was given.
+    # A given value counts even if it is the default, and `epochs` replaces the preset's `steps`.
     assert parse(*model, "--preset", "quality", "--rank", "16").rank == 16
     assert parse(*model, "--preset", "fast", "--epochs", "3").steps == TrainConfig().steps
     path = tmp_path / "run.yaml"
     path.write_text("model: causal-lm\npreset: balanced\nrank: 2\n")
     config = parse("--config", str(path))
     assert (config.rank, config.epochs, config.lr_scheduler) == (2, 2, "cosine")
-    # Its values are written out, so that a file does not change with the preset.
+    # A run's file has the preset's values, so that it does not change with the preset.
     path.write_text(parse(*model, "--preset", "fast").to_yaml())
     with pytest.raises(ConfigError, match="preset: `fast` has no effect: all of its settings"):
         parse("--config", str(path), "--preset", "fast")
@@ -281,7 +281,7 @@ def test_help_fits_a_screen(command: str, capsys: pytest.CaptureFixture[str]) ->
     arguments = [*command.split(), "--help"]
     try:
         status: object = main(arguments)
-    except SystemExit as left:  # argparse's way
+    except SystemExit as left:  # argparse ends so
         status = left.code
     assert status == 0
     lines = capsys.readouterr().out.splitlines()

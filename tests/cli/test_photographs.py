@@ -1,4 +1,4 @@
-"""Real photographs on the built-in SDXL, as the README shows it."""
+"""The built-in SDXL learns real photographs, as the README shows."""
 
 import random
 import signal
@@ -39,7 +39,7 @@ def training(output: Path, steps: int, **settings: Any) -> list[str]:
 
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
-# The same, killed before its n-th operation on a file below a folder; it says how many there were.
+# PROGRAM, killed before its n-th file operation below a folder; it prints their number at exit.
 KILLED = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
@@ -70,7 +70,7 @@ def done(command: list[str], program: Sequence[str] = PROGRAM) -> str:
 
 @pytest.mark.slow
 def test_photographs_are_learned(tmp_path: Path) -> None:
-    """On noises and timesteps that stay the same, the loss falls by a quarter."""
+    """The validation loss, with fixed noise and timesteps, falls by a quarter."""
     output = tmp_path / "run"
     validation = {"validation_dataset": PHOTOGRAPHS, "validate_every": 75}
     previews = {"sample_every": 150, "sample_steps": 4}
@@ -104,7 +104,7 @@ def test_killed_at_random_moments_it_loses_only_the_steps_since_the_last_save(
     output, whole = tmp_path / "killed", tmp_path / "whole"
     killed_at = [sys.executable, "-c", KILLED, str(tmp_path)]
     said = done(training(whole, 16, **settings), [*killed_at, "0"])
-    # The later lives find a cache, and have less to do.
+    # Resumed runs find a cache and do fewer operations.
     operations = int(said.rpartition("operations: ")[2])
     settings["cache_dir"] = tmp_path / "cache of the killed"
     generator = random.Random(0)
@@ -137,5 +137,5 @@ def test_killed_at_random_moments_it_loses_only_the_steps_since_the_last_save(
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The tensors of an adapter file; its header names the run."""
+    """The tensors of an adapter file, without the header, which names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}

@@ -59,7 +59,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # One of the first two images has room for another crop, and one is mirrored if asked.
+            # One of the first two images has room for another crop; `flip` mirrors one.
             "seed": 2,
             "optimizer": "adamw",
             **settings,
@@ -198,7 +198,7 @@ def test_merging_an_adapter_of_all_parts_draws_the_same(
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """The tensors of an adapter file; its header names the run."""
+    """The tensors of an adapter file, without the header, which names the run."""
     return {name: tensor.numpy().tobytes() for name, tensor in tc.load_file(path).items()}
 
 
@@ -264,7 +264,7 @@ def test_every_format_holds_all_parts_and_is_read_back(
     done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
     difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
-    # It can be trained on, and starts where it ended.
+    # Another run can start from it, with the same output.
     again = tmp_path / "again"
     start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
     done(*flags(again, 1, **start))
@@ -392,7 +392,7 @@ def test_another_model_is_refused(
     out = tmp_path / "out"
     refused(run(*flags(out, weights=digits_base)), "is not a model of SDXL", "unet")
     refused(run(*flags(out, weights=tmp_path / "none")), "there is no file or folder")
-    # In the form of a name on the hub, which no test asks.
+    # It has the form of a name on the hub, but no test may connect to the hub.
     unreachable = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     command = [*PROGRAM, *flags(out, weights="nobody/nothing")]
     refused(

@@ -71,7 +71,7 @@ class Run:
 
     @property
     def waits(self) -> list[Call]:
-        """What makes the host wait for the device, copies of pageable memory among it."""
+        """Calls that make the host wait for the device, including copies of pageable memory."""
         copies = self.of("copy")
         slow = [c for c in copies if c["pageable"] == "1" or not c["kind"].endswith("Async")]
         return self.of("synchronize") + slow
@@ -107,8 +107,8 @@ class Simulation:
     ) -> Run:
         """Run a snippet in a process of its own, which must succeed.
 
-        `libraries` are those that there are (default: all), `missing` the functions they lack,
-        `settings` of the simulation, such as {"DEVICES": "2"}.
+        `libraries` are those that exist (default: all), `missing` the functions that they lack,
+        `settings` those of the simulation, such as {"DEVICES": "2"}.
         """
         available = tuple(self.simulate.LIBRARIES) if libraries is None else tuple(libraries)
         folder = self.build(available, tuple(missing))
@@ -117,7 +117,7 @@ class Simulation:
         package = Path(tc.__file__).parents[1]
         environment = {**os.environ, **self.simulate.environment(folder)}
         environment["PYTHONPATH"] += os.pathsep + str(package)
-        # The other libraries are where pip puts them.
+        # The package finds the other libraries where pip puts them.
         environment["LD_LIBRARY_PATH"] = str(folder / self.simulate.DRIVER_FOLDER)
         environment["SIMULATED_CUDA_KERNELS"] = str(self.kernels)
         for name, value in (settings or {}).items():

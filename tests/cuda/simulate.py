@@ -3,7 +3,7 @@
 
     eval $(tests/cuda/simulate.py FOLDER python/trainable_candle/_core.abi3.so)
 
-makes a shell's later commands find the simulated libraries; FOLDER/log is what they did. Needs
+makes a shell's later commands find the simulated libraries, which log to FOLDER/log. Needs
 CUDA's headers (CUDA_HOME, or PyPI's nvidia-cuda-runtime) and zig or another C compiler.
 """
 
@@ -31,8 +31,8 @@ LIBRARIES = {
     "libcurand.so.10": ("random.c",),
     NCCL: ("nccl.c",),
 }
-# Where pip puts what comes with CUDA, below a folder that Python imports from; the driver comes
-# with the system.
+# Where pip puts CUDA's libraries, below a folder that Python imports from; the driver comes with
+# the system.
 PIP_FOLDER = Path("nvidia") / "cu13"
 NCCL_FOLDER = Path("nvidia") / "nccl"
 DRIVER_FOLDER = "driver"
@@ -57,7 +57,7 @@ def headers() -> Path | None:
 def build(
     folder: Path, libraries: Sequence[str] = tuple(LIBRARIES), missing: Sequence[str] = ()
 ) -> None:
-    """Compile some of the libraries, without the functions named."""
+    """Compile some of the libraries, without the functions in `missing`."""
     command, include = compiler(), headers()
     if not command or not include:
         raise FileNotFoundError("needs a C compiler and CUDA's headers; see simulate.py")
@@ -85,7 +85,7 @@ def library_folder(folder: Path, name: str) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What makes a process find the libraries that `build` put into a folder."""
+    """The variables that make a process find the libraries that `build` put into a folder."""
     libraries = [str(folder / DRIVER_FOLDER), str(folder / PIP_FOLDER / "lib")]
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -137,7 +137,7 @@ def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def machine_code(image: bytes) -> Iterator[str]:
-    """What the driver knows of each kernel of machine code."""
+    """What the driver knows about each kernel in machine code."""
     max_threads, parameter = 0x05, 0x17
     found = re.search(rb"-arch (sm_(\d+)a?)", image)
     if not found:
@@ -159,14 +159,14 @@ def machine_code(image: bytes) -> Iterator[str]:
                 threads = x * y * z
         shared = file.get_section_by_name(f".nv.shared.{name}")
         fixed = shared["sh_size"] if shared else 0
-        # From compute capability 9.0 on, the system's part is counted too.
+        # From compute capability 9.0 on, the size includes 1 KiB that the system reserves.
         fixed -= 1024 if number >= 90 and fixed >= 1024 else 0
         registers = text["sh_info"] >> 24 or resources(file, name)
         yield describe(architecture, name, registers, threads, fixed, sizes)
 
 
 def resources(file: ELFFile, name: str) -> int:
-    """The registers of a kernel, which a section for all kernels names by symbol."""
+    """The registers of a kernel, from the section that lists all kernels by symbol."""
     register_count = 0x2F
     symbols = file.get_section_by_name(".symtab")
     for number, payload in attributes(file.get_section_by_name(".nv.info").data()):
@@ -185,7 +185,7 @@ def describe(
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """The same for PTX, which says less."""
+    """The same for PTX, which has less information."""
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
 
@@ -204,7 +204,7 @@ def table(program: Path) -> str:
 
 
 def main(folder: str, *programs: str) -> None:
-    """Build, and print what a shell must know."""
+    """Build, and print the variables that a shell must export."""
     target = Path(folder).resolve()
     build(target)
     settings = environment(target)

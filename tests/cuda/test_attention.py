@@ -34,7 +34,7 @@ def test_long_sequences_take_the_kernels_of_their_gpu(cuda: Any, width: int, for
     """The simulated GPU has compute capability 9.0 and 132 multiprocessors."""
     sizes = {"HEADS": 10, "WIDTH": width, "QUERIES": 300, "KEYS": 2500}
     forward, backward = (launches(cuda, part, **sizes) for part in ("forward", "backward"))
-    # 40 or 60 tiles of queries, so that most multiprocessors would be idle: they share the keys.
+    # 40 or 60 tiles of queries would leave most multiprocessors idle, so the keys are split.
     assert forward == {f"attention_hopper_{name}_{form}_bf16": 1 for name in ("forward", "sum")}
     assert backward == {
         f"attention_hopper_{name}_{form}_bf16": 1 for name in ("statistics", "backward", "finish")

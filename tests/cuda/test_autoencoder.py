@@ -1,8 +1,8 @@
-"""An autoencoder and drawing on the simulated device: what they ask of the GPU."""
+"""An autoencoder and drawing on the simulated device: their calls to CUDA."""
 
 from typing import Any
 
-# Channels that tensor cores take, and a head that is wider than the kernels for attention.
+# Channel counts that suit tensor cores, and a head too wide for the attention kernels.
 AUTOENCODER = """
     import json
     import tempfile
@@ -42,7 +42,7 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
         assert len(convolutions) > 8
         assert all(name.endswith("_bf16") for name in convolutions)
-        # Each has its operands taken apart, and so have the products of each image's attention.
+        # The operands of each are split into pairs, as are those of each image's attention.
         assert names.count("pairs_left_f32") == len(convolutions) + 2 * 2
         assert names.count("pairs_right_f32") == len(convolutions) + 2 * 2
 
@@ -69,7 +69,7 @@ def test_pictures_travel_as_bytes(cuda: Any) -> None:
     """)
     copies = [c for c in run.after("picture").of("copy") if "HtoD" in c["kind"]]
     sizes = sorted(int(copy["bytes"]) for copy in copies)
-    # The rest are two numbers.
+    # The other copies are two numbers.
     assert sizes[-1] == 2 * 32 * 48 * 3
     assert sum(sizes[:-1]) < 128
 
@@ -104,7 +104,7 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         draw(family, ["a", "b"], SampleOptions(steps=6), features, (64, 64))
     """)
     assert run.of("refused") == []
-    # Two calls of features an image, negative second: its steps come after.
+    # Each image calls `features` twice; its steps follow the second call.
     marks = [i for i, call in enumerate(run.calls) if call.kind == "mark"]
     parts = [
         type(run)("", run.calls[start + 1 : end])

@@ -31,7 +31,7 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
     for call in range(6):
         mark(f"call-{call}")
         result = step(*batch(call))
-        # The second call is eager too: the gradients have a place of their own after the first.
+        # The second call is eager too: the gradients get their storage in the first.
         assert step.is_recorded == (call > 1)
         assert list(result) == ["loss", "rest"]
         assert result["loss"].shape == () and not result["loss"].requires_grad
@@ -39,7 +39,7 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert [w.grad.shape for w in weights] == [w.shape for w in weights]
         states.append(tc.get_rng_state()[1])
     mark("end")
-    # Each call draws as many numbers.
+    # Each call draws the same number of random numbers.
     steps = {after - before for before, after in zip(states, states[1:])}
     assert len(steps) == 1 and steps.pop() > 0, states
     """
@@ -54,7 +54,7 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert len(replay.of("replay")) == 1
         assert replay.waits == []
         assert replay.of("capture-begin", "grow", "shrink", "alloc", "map", "product") == []
-        # The generator's place, two inputs, two outputs; the gradients that are looked at.
+        # The generator's offset, two inputs, two outputs, and the gradients that the test reads.
         assert len(replay.launches) <= 7, replay.launches
     kernels = int(run.after("call-3").of("replay")[0]["kernels"])
     assert kernels >= len(set(eager.launches))

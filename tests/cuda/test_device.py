@@ -83,7 +83,7 @@ def test_memory_can_be_limited(cuda: Any) -> None:
         else:
             raise AssertionError("more than the limit")
         small = tc.zeros((32, 1 << 20), dtype="u8", device="cuda")
-        # What is freed can be had again, whatever the size of its blocks.
+        # Freed memory can be allocated again, whatever the sizes of the freed blocks.
         del kept, small
         large = tc.zeros((128, 1 << 20), dtype="u8", device="cuda")
         assert tc.cuda.memory_stats()["reserved"] <= limit

@@ -1,6 +1,6 @@
-"""What a captured function froze follows or is rejected, on the simulated device.
+"""Changes of state that a captured function froze reach its graph or are rejected.
 
-Its kernels do not compute; that the values follow too is for tests with the marker `gpu`.
+The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
 """
 
 import struct
@@ -52,7 +52,7 @@ def test_loaded_states_are_those_of_the_graph(cuda: Any) -> None:
         ADAMW
         + """
     step = captured()
-    # Kernels do not count steps: states are those of a CPU.
+    # The simulated kernels count no steps, so the states come from an optimizer on the CPU.
     there = tc.nn.LoRALinear(tc.randn(64, 64), 8, 8.0)
     other = tc.optim.AdamW(list(there.parameters()), lr=0.1)
     there(tc.ones(1, 64)).sum().backward()
@@ -74,7 +74,7 @@ def test_loaded_states_are_those_of_the_graph(cuda: Any) -> None:
     """
     )
     assert run.of("refused") == []
-    # Both moments go to where the graph has them, and the settings with the steps.
+    # Both moments are copied into the graph's storage; the step counts come with the settings.
     loaded = run.after("load").launches
     assert loaded.count("copy_bytes_4") == 2
     assert loaded.count("optim_configure") == 1
@@ -156,7 +156,7 @@ def test_a_recording_that_is_refused_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The variable that steps gets settings of its own now: those of the recording never came.
+    # The variable that steps gets its own settings now; those of the recording never took effect.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
@@ -188,7 +188,7 @@ def test_master_values_are_not_rounded_by_replays(cuda: Any) -> None:
     for name in ("recorded", "replayed"):
         done = run.after(name)
         copies = [c["captured"] for c in done.of("launch") if c["name"] == "copy_bf16_f32"]
-        # Once, before the graph and outside of it.
+        # The master values are refreshed once, before the graph and outside of it.
         assert copies == ["0"], name
         assert len(done.of("replay")) == 1
     assert "copy_bf16_f32" not in run.after("as-it-was").launches
@@ -202,7 +202,7 @@ AVERAGE = """
 
 
 def weights(calls: list[Any]) -> list[float]:
-    """What was filled in with f64 numbers."""
+    """The values of the calls that fill with an f64 number."""
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 
@@ -348,7 +348,7 @@ def test_a_loss_scaler_is_where_it_was_after_a_failure(cuda: Any) -> None:
     part = tc.cuda.capture(divided, [x])
     part(x)
     scaler.update()
-    # What scaler.step() needs would be known to the graph alone.
+    # The result that scaler.step() needs would exist in the graph alone.
     with refused(tc.DeviceError, "the function keeps 1 tensors"):
         part(x)
     """
@@ -371,7 +371,7 @@ RECORDS = {
 def test_a_record_does_not_depend_on_when_it_is_made(
     cuda: Any, digits_base: Any, optimizer: str
 ) -> None:
-    """A number that the host counts must not be an argument of what is recorded."""
+    """A number that the host counts must not be an argument of a recorded kernel."""
     run = cuda.run(
         TRAIN.replace("OPTIMIZER", optimizer)
         + AVERAGE.replace("BASE", repr(str(digits_base)))

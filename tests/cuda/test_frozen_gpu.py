@@ -1,4 +1,4 @@
-"""Changes between replays of captured functions have the bits of eager steps."""
+"""Captured functions whose state changes between replays equal eager steps bit by bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Training:
-    """A network of factors and a bf16 variable, whose step may be captured."""
+    """Training of an adapter's factors and a bf16 variable, with eager or captured steps."""
 
     def __init__(self, base: Path, *, captured: bool) -> None:
         tc.manual_seed(0)
@@ -68,7 +68,7 @@ class Training:
         self.opt.zero_grad()
 
     def run(self) -> dict[str, Any]:
-        """What is left of steps with all kinds of changes between them."""
+        """Losses and final state after steps with all kinds of changes between them."""
         changes: dict[int, Callable[[], None]] = {
             1: lambda: self.set(1.0),
             4: self.save,

@@ -1,4 +1,4 @@
-"""What only a GPU shows: `pytest -m gpu tests/cuda` on a machine that has one."""
+"""Tests that need a real GPU: run `pytest -m gpu tests/cuda` on a machine that has one."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""Weights on their way to a GPU: what the host holds meanwhile."""
+"""Loading weights to a GPU: how much memory the host needs."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import trainable_candle as tc
 
 MIB = 1 << 20
-# The simulated device's memory is the host's, and counts as soon as it is written.
+# The simulated device's memory is host memory, and counts as soon as it is written.
 LOAD = """
     from trainable_candle.models import SDXLUNet
 
@@ -40,12 +40,12 @@ def test_a_model_passes_through_little_host_memory(cuda: Any, tmp_path: Path) ->
     run = cuda.run(LOAD.replace("FOLDER", repr(str(tmp_path / "model"))))
     there, more = map(int, run.output.split())
     assert there == pytest.approx(size / 2, rel=0.02)
-    # A tensor, its conversion and the ring, not the file.
+    # Room for a tensor, its conversion and the copy ring, but not for the file.
     assert more < 192 * MIB, f"{more / MIB:.0f} MiB beside {there / MIB:.0f} on the device"
 
 
 def test_text_encoders_run_no_kernel_of_candle(cuda: Any) -> None:
-    # These are PTX, which the driver compiles at the first use on a machine, for 10 s.
+    # Candle's kernels are PTX, which the driver compiles for 10 s at the first use on a machine.
     run = cuda.run("""
         from importlib.resources import files
         base = str(files("trainable_candle") / "assets" / "sdxl_tiny")

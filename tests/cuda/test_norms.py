@@ -1,4 +1,4 @@
-"""Norms beside residual sums on the simulated device: what they launch."""
+"""Norms with residual sums on the simulated device: the kernels that they launch."""
 
 from collections import Counter
 from typing import Any
@@ -37,7 +37,7 @@ def test_a_norm_adds_the_gradient_of_its_residual(cuda: Any) -> None:
     ):
         _, backward = launches(cuda, f"y = {norm}")
         assert backward[f"{name}_backward_bf16"] == 1
-        # The sum into the variable's gradient, which keeps what was there, is another.
+        # The accumulation into the variable's gradient is another addition; `without` has it too.
         _, without = launches(cuda, f"y = {norm.partition(' + ')[2]}")
         assert additions(backward) == additions(without), (backward, without)
 

@@ -79,7 +79,7 @@ def test_a_step_is_two_launches_for_all_variables(cuda: Any, optimizer: str) -> 
             assert step.of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
             launches = Counter(step.launches)
             expected = {"gradient_clip": 1, **OPTIMIZERS[optimizer]}
-            # One norm of one vector, one fill of all gradients; the copies are the step's.
+            # One norm of one vector and one fill of all gradients.
             expected |= {"fill_f32": 1}
             if update == CLIPPED:
                 groups = 2 if "params" in optimizer else 1

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 F = tc.nn.functional
 TOLERANCE = {"f32": 2e-5, "bf16": 2e-2, "f16": 3e-3}
-"""Of the largest value."""
+"""Relative to the largest value."""
 
 
 def gradients(
@@ -53,7 +53,7 @@ def test_attention_inside_texts(
     rng = np.random.default_rng(0)
     rows = bounds[-1] + 12
     arrays = [rng.standard_normal((rows, n, width)) for n in (heads, key_heads, key_heads)]
-    # The precision of the inputs is not in question.
+    # Round the inputs first, so that only the computation differs.
     arrays = [tc.tensor(a).to(dtype).to("f64").numpy() for a in arrays]
 
     def attend(device: str) -> Callable[..., tc.Tensor]:

@@ -68,7 +68,7 @@ def test_a_layer_trained_with_rounding_is_near_the_cpu(gpu: str) -> None:
 def test_blocks_of_ggml_have_the_values_of_the_cpu(
     gpu: str, blocks: tuple[int, int], format: str
 ) -> None:
-    """Random bytes, with every scale that is a number."""
+    """Random bytes, with finite scales of many magnitudes."""
     sizes = {"q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34}
     size = {**sizes, "q4_k": 144, "q5_k": 176, "q6_k": 210}[format]
     rows, each = blocks

@@ -99,7 +99,7 @@ def test_two_thousand_replays_take_no_memory() -> None:
     labels = tc.tensor(np.arange(32) // 4, device="cuda")
     inputs = [tc.zeros((32, 64), device="cuda"), labels]
     run = tc.cuda.capture(step, inputs)
-    # The first call makes gradients, the second finds them where they stay, the third records.
+    # The first call makes the gradients, the second finds them in place, the third records.
     for _ in range(3):
         run(*inputs)
     before = tc.cuda.memory_stats()
@@ -141,7 +141,7 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
         y = x
         for _ in range(50):
             y = y @ x
-        # Queued, not done: torch reads it on its own stream.
+        # The products are queued, not done; torch reads the result on its own stream.
         with torch.cuda.stream(stream):
             total = torch.from_dlpack(y).double().sum().item()
         assert total == pytest.approx(float(y.to("f64").sum().item()), rel=1e-9, abs=1e-12)
@@ -151,7 +151,7 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
                 z += i
             ours = tc.from_dlpack(z)
         assert ours[0, :3].tolist() == [19900.0] * 3
-        # Memory that torch still reads is not handed out again.
+        # Memory that torch still reads is not allocated again.
         for _ in range(20):
             shared = tc.full((2048, 2048), 1.0, device="cuda")
             with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""What leaves a GPU: what is asked for, once, through pinned memory."""
+"""Only the requested values leave a GPU, once, through pinned memory."""
 
 import math
 import struct
@@ -115,7 +115,7 @@ def test_a_save_moves_what_it_writes_once(
 
     parameters = sum(written("parameters").values())
     assert moved(run.after("parameters")) == parameters
-    # Alphas are numbers of the host; DoRA's files need a norm of f32 for each output besides.
+    # Alphas are on the host; DoRA's files also need an f32 norm for each output.
     file = {n: size for n, size in written("adapter").items() if not n.endswith("alpha")}
     assert parameters == sum(file.values()) * (2 if dtype else 1)
     norms = sum(size for n, size in file.items() if "dora_scale" in n or "magnitude" in n)
@@ -123,8 +123,8 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # Two codes per element and two scales per block of 256, in whole blocks. This file lacks them:
-    # a kernel counts the steps, and kernels do not compute here.
+    # Two codes per element and two scales per block of 256, in whole blocks. The file lacks them,
+    # since a kernel counts the steps and kernels do not compute here.
     counts = [size // 4 for size in written("parameters").values()]
     states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
     surplus = moved(run.after("optimizer")) - states

@@ -32,7 +32,8 @@ def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
         run = cuda.run(TRAIN.replace("DTYPE", dtype))
         assert run.of("refused") == []
         step = run.after("step-3")
-        # Two linears: a product each way, and one for the gradient that reaches the first layer.
+        # Two linears: a product each in the forward pass, one for each weight's gradient, and one
+        # for the gradient that reaches the first layer.
         assert len(step.of("product")) == 5
         launches = Counter(step.launches)
         assert launches[f"dropout_{dtype}"] == 2  # backward draws the same mask again
@@ -48,7 +49,7 @@ def test_warm_step_neither_waits_nor_takes_memory(cuda: Any) -> None:
 
 
 def test_every_architecture_has_the_kernels(cuda: Any) -> None:
-    """PTX serves what is newer than all machine code."""
+    """PTX serves GPUs that are newer than all machine code."""
     kernels = [line.split() for line in cuda.kernels.read_text().splitlines()]
     architectures = sorted(
         architecture for _, architecture, name, *_ in kernels if name == "fill_f32"

@@ -68,13 +68,13 @@ def test_a_step_copies_blocks_ahead_of_their_use(cuda: Any, quantize: str | None
     assert run.of("refused") == []
     second = run.after("second")
     found = copies(second)
-    # The backward pass has left the first two blocks in the slots, and the forward pass leaves the
-    # last two; a block's modulation comes once.
+    # The backward pass leaves the first two blocks in the slots, and the forward pass the last
+    # two; the modulation of each block is copied once.
     parts = 1 if quantize is None else 2
     units = 2 * (COUNT - 2) + COUNT
     assert len(found) == parts * units
     assert {call["pageable"] for call in found} == {"0"}
-    # Each waits for the work that has used the slot, and work waits for it.
+    # Each copy waits for the work that used its slot, and later work waits for the copy.
     side = found[0]["stream"]
     waits, records = second.of("wait"), second.of("record")
     assert sum(call["stream"] == side for call in waits) == units
@@ -99,7 +99,7 @@ def test_a_copy_is_queued_while_the_block_before_computes(cuda: Any) -> None:
     forward = run.after("forward")
     calls, found = forward.calls, copies(forward)
     starts = [i for i, call in enumerate(calls) if call in found]
-    # What is copied last is used by the last block, and the block before it computes meanwhile.
+    # The last copy is for the last block; the block before it computes meanwhile.
     work = [call.kind in {"launch", "product"} for call in calls]
     waits = [i for i, call in enumerate(calls) if call.kind == "wait"]
     used = next(i for i in reversed(waits) if calls[i]["stream"] != found[0]["stream"])

@@ -1,4 +1,4 @@
-"""Training runs on the simulated device: what a step queues and waits for; numbers mean nothing."""
+"""Training runs on the simulated device: what a step queues and waits for, not its values."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ QUEUED = {"launch", "replay", "product"}
 
 
 def waits_at_its_end(step: Any) -> bool:
-    """Whether the host waits once, when all of a step is queued, and reads what it reads then."""
+    """Whether the host waits once, after the whole step is queued, and reads values only then."""
     waits = [step.calls.index(call) for call in step.waits]
     after = step.calls[min(waits) :]
     return len(step.of("synchronize")) <= 1 and not QUEUED & {call.kind for call in after}
@@ -123,7 +123,7 @@ TEXTS = """
 
 
 def texts(folder: Path, **settings: Any) -> str:
-    """A run of the built-in language model over texts that fill all rows alike."""
+    """A run of the built-in language model over texts that fill all rows equally."""
     dataset = folder / "texts.jsonl"
     lines = ["".join(chr(97 + (n * k) % 26) for k in range(29)) for n in range(60)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -143,7 +143,7 @@ def texts(folder: Path, **settings: Any) -> str:
 def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     run = cuda.run(texts(tmp_path, **settings))
     assert run.of("refused") == []
-    # Of all rows; validation, which is not a graph, has what its texts have.
+    # A step has the tokens of all rows; validation, which is no graph, has those of its texts.
     assert "256" in run.output.split()
     for step in RECORDED:
         done = run.after(f"step-{step}")

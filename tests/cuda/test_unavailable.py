@@ -101,7 +101,7 @@ USABLE = """
 def test_the_device_that_is_used_is_the_one_that_is_checked(cuda: Any) -> None:
     settings = {"DEVICES": "3", "CAPABILITY": "9.0,7.5,9.0"}
     assert cuda.run(USABLE, settings=settings).of("refused") == []
-    # The first one is not the only one.
+    # An unusable first device does not make CUDA unavailable.
     use = """
         assert tc.cuda.unavailable_reason() is None
         assert (tc.ones(2, device="cuda:1") + 1).device == "cuda:1"

@@ -1,4 +1,4 @@
-"""A step of the small SDXL on the simulated device: what it asks of the GPU."""
+"""A step of the small SDXL on the simulated device: its kernels and products."""
 
 from collections import Counter
 from typing import Any
@@ -35,10 +35,10 @@ STEP = """
     mark("end")
 """
 ATTENTION = '["to_q", "to_k", "to_v", "to_out.0"]'
-# Blocks of transformers in the small model: three on the way down, two in the middle, six on the
-# way up; each has an attention of the tokens to one another and one to the text.
+# Transformer blocks in the small model: three in the down path, two in the middle, six in the up
+# path; each has a self-attention and a cross-attention to the text.
 BLOCKS = 11
-# Images of the way down that are joined to those of the way up.
+# Feature maps of the down path that are concatenated to those of the up path.
 JOINS = 6
 
 
@@ -54,7 +54,7 @@ def test_convolutions_take_the_kernels_of_their_gpu(cuda: Any) -> None:
     general = [
         n for n in names if n.startswith(("conv2d_forward", "conv2d_grad")) and "hopper" not in n
     ]
-    # From four channels, and to them.
+    # The first and the last convolution have four channels on one side.
     assert len(general) <= 3, general
 
 
@@ -64,8 +64,8 @@ def test_projections_are_read_where_they_lie(cuda: Any) -> None:
     backward = Counter(step.after("backward-2").launches)
     assert forward["attention_forward_w64_bf16"] == 2 * BLOCKS
     assert backward["attention_backward_w64_bf16"] == 2 * BLOCKS
-    # Images come and go with their channels first, two make one where they are joined, and parts of
-    # their gradients are cut out; nothing is copied for attention, for a bias or for a dtype.
+    # The input and output have channels first, joins copy two feature maps into one, and their
+    # gradients are slices; nothing is copied for attention, for a bias or for a dtype.
     assert forward["copy_bytes_2"] <= 2 + 2 * JOINS, forward
     assert backward["copy_bytes_2"] <= 10, backward
     assert not any(name.startswith("ucopy") for name in forward | backward), backward
@@ -74,7 +74,7 @@ def test_projections_are_read_where_they_lie(cuda: Any) -> None:
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
     backward = Counter(run(cuda).after("backward-2").launches)
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
-    # Images that are joined to others have a second gradient, and no norm.
+    # Feature maps that are joined have a second gradient, and no norm that adds it.
     assert backward["add_bf16"] <= JOINS, backward
 
 
@@ -83,6 +83,6 @@ def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
         targets: len(run(cuda, targets).after("forward-2").of("product"))
         for targets in ('["to_out.0"]', ATTENTION)
     }
-    # x Aᵀ of the members together and their sum into the result together: two for q, k and v, two
-    # for q alone, two for the text's k and v.
+    # Adapters of one input share a product for x Aᵀ and one for the sum into the result: two for q,
+    # k and v, two for q alone, two for the text's k and v.
     assert products[ATTENTION] - products['["to_out.0"]'] == 6 * BLOCKS

@@ -1,4 +1,4 @@
-"""Captions: what the model gets to see, and that it sees the same again."""
+"""Captions: what the model sees, and that a resumed run sees the same."""
 
 from collections import Counter
 from pathlib import Path

@@ -48,7 +48,7 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     tokens = tokens_of(chat, text)
     assert tokens.ids.tolist() == case["input_ids"]
     expected = list(case["mask"])
-    for place in tokens.stops:  # `tagged` leaves a line break after the stop token in the answer.
+    for place in tokens.stops:  # In `tagged`, a line break after the stop token is in the answer.
         if case["template"] == "tagged":
             expected[place + 1] = 0
     assert tokens.learnt.astype(int).tolist() == expected
@@ -90,7 +90,7 @@ def test_what_is_learnt_can_be_chosen() -> None:
 
 
 def test_a_template_that_edits_history_is_found_out() -> None:
-    # As Qwen3's, which keeps the thoughts of the last answer alone.
+    # Like Qwen3's, which keeps the thoughts of only the last answer.
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
@@ -111,7 +111,7 @@ def test_a_completion_is_split_by_offsets_and_ended() -> None:
     assert tokens.ids.tolist() == [*text.encode("What is it? It is true.").ids, text.end]
     assert learnt(tokens, text) == " It is true.<|end_of_text|>"
     whole = tokens_of(Completion("", "It is true."), text)
-    # No token comes before the first.
+    # The first token has no predecessor that could predict it.
     assert whole.learnt.tolist() == [False] + [True] * (len(whole) - 1)
     assert whole.stops == (len(whole) - 1,)
 

@@ -1,4 +1,4 @@
-"""Data sets: what is loaded from folders, what its summary has, what is in batches."""
+"""Data sets: loading from folders, the summary, the batches."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # In an epoch 3 images twice, 4 a quarter of a time, and as many of the class: 6 + 1 + 7.
+    # An epoch has 3 images twice, a quarter of 4, and as many of the class: 6 + 1 + 7.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name

@@ -1,4 +1,4 @@
-"""What a cache is after images vanish and disks fill up: whole entries, and a clear error."""
+"""Caches after images vanish or disks fill up: the entries are whole, and the error is clear."""
 
 import resource
 import shutil
@@ -32,13 +32,13 @@ def load(folder: Path) -> Dataset:
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
-    """128 KiB for each image of 64x64 px, and what identifies it."""
+    """Features of 128 KiB for each image of 64x64 px, made of its pixels."""
     large = np.repeat(pixels.reshape(len(pixels), 1, -1).astype(np.float32), 3, 1)[:, :, :10922]
     return {"x": tc.tensor(np.ascontiguousarray(large))}
 
 
 def expect_whole(folder: Path, data: Dataset, found: int) -> None:
-    """There are this many entries and nothing else, and another run makes the rest of them."""
+    """There are `found` whole entries and nothing else, and another run makes the rest."""
     assert len(list(folder.rglob("*.safetensors"))) == found
     assert list(folder.rglob("*.partial")) == []
     cache = LatentCache(data, encode, DISK, {}, folder=folder)
@@ -50,7 +50,7 @@ def expect_whole(folder: Path, data: Dataset, found: int) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB of its own."""
+    """A separate file system of 1 MiB."""
     place = tmp_path / "small disk"
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]

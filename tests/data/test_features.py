@@ -1,4 +1,4 @@
-"""Caches of latents and text features: found, made, outdated, damaged, given out in batches."""
+"""Caches of latents and text features: entries found, made, outdated or damaged; batches."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ DISK = CacheOptions("disk")
 
 
 class Encoder:
-    """In place of a VAE: the mean over squares of 8x8, and how often it was asked."""
+    """In place of a VAE: the means over squares of 8x8; records the batch size of each call."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -149,7 +149,7 @@ def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) 
     entries[2].write_bytes(entries[3].read_bytes())
     assert cached(data, tmp_path / "c")[0].fill().made == 3
 
-    # A folder in its place.
+    # A folder in the place of an entry.
     entries[2].unlink()
     entries[2].mkdir()
     (entries[2] / "file").touch()
@@ -172,7 +172,7 @@ def test_any_changed_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
     assert not noticed(whole)
     assert facts_of(path) == intact_facts(path)
     assert intact_facts(path)["source"] == "an image.png"
-    # One bit, the one that tells capitals from small letters, all bits.
+    # One bit, the bit of a letter's case, all bits.
     for change in (0x01, 0x20, 0xFF):
         unnoticed = [
             place
@@ -241,7 +241,7 @@ def test_what_a_killed_run_leaves_is_whole(pictures: MakePictures, tmp_path: Pat
                 assert run.stdout.readline()
             run.send_signal(signal.SIGKILL)
     entries = list((tmp_path / "c").rglob("*.safetensors"))
-    # Of each run all but what is being encoded and written, and what waits in between.
+    # Each run leaves all entries but those being encoded or written, and those waiting between.
     assert sum(max(0, wanted - 2 - kept.PENDING) for wanted in (1, 7, 8)) <= len(entries) < 60
     for path in entries:
         assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)
@@ -255,7 +255,7 @@ def test_what_a_killed_run_leaves_is_whole(pictures: MakePictures, tmp_path: Pat
 
 
 def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
-    """Two numbers a part of a caption, at least one part; all of a call have as many parts."""
+    """Two numbers per part of a caption; the captions of a call have equally many parts."""
     parts = [max(1, len(caption.split())) for caption in captions]
     assert len(set(parts)) == 1
     values = [[[len(caption), part] for part in range(parts[0])] for caption in captions]
@@ -319,7 +319,7 @@ def test_a_read_only_data_set_is_cached_elsewhere(
     elsewhere = CacheOptions(folder=tmp_path / "x" / "y")
     assert cache_folder(elsewhere, options, None) == (tmp_path / "x" / "y", None)
 
-    # Not by permissions, which do not hold for root.
+    # The test uses no permissions, which root ignores.
     mkdir = Path.mkdir
 
     def refuse(path: Path, *args: Any, **kwargs: Any) -> None:

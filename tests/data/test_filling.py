@@ -1,4 +1,4 @@
-"""Filling caches: how much is in memory meanwhile, in what batches, and what failures leave."""
+"""Filling caches: the memory that it takes, its batches, and what remains after failures."""
 
 import threading
 import weakref
@@ -36,7 +36,7 @@ DISK = CacheOptions("disk")
 
 
 class Counter:
-    """How many of some things are alive, and how many were at most."""
+    """Counts how many objects are alive, and how many were at most."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Counter:
 
 
 class Drawn(Dataset):
-    """Images that are drawn when they are asked for, and counted."""
+    """Images that are generated on request, and counted."""
 
     def __init__(self, count: int) -> None:
         options = DatasetOptions(parse_sources("none"), resolution=SIDE, bucket_step=8)
@@ -100,10 +100,10 @@ def test_ten_thousand_pictures_take_the_memory_of_a_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", counted)
         assert str(cache.fill()) == f"0 found, {count} made"
-    # What is decoded ahead, and the batch that is put together of it.
+    # The images that are decoded ahead, and the batch that is assembled from them.
     assert data.decoded.most <= AHEAD + batch + 1
     assert data.decoded.alive == 0
-    # The batch that is encoded, the one that is written, and those between.
+    # The batch being encoded, the one being written, and those pending between.
     assert max(waiting) <= (PENDING + 2) * batch
     last = data.fixed_batches(1)[-1]
     np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])

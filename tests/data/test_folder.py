@@ -1,4 +1,4 @@
-"""The data folder: what is read, and what is said about what cannot be."""
+"""The data folder: what is read, and the messages about what cannot be read."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Names for contents: every byte counts, and what was hashed once is remembered."""
+"""Identities of files: every byte counts, and the hashes are remembered."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from trainable_candle.data import file_identity, identity
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of what is remembered; every change of a file counts as long ago."""
+    """The file of remembered hashes; every change of a file counts as long ago."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
     monkeypatch.setattr(identity, "_CHUNK", 4096)
@@ -70,7 +70,7 @@ def test_of_a_folder_what_models_are_read_from_counts(tmp_path: Path) -> None:
         (folder / name).write_text("y")
         found.add(file_identity(folder))
     assert len(found) == 11
-    # The same bytes under other names, or divided otherwise between files, are something else.
+    # The same bytes under another name have another identity.
     (folder / "b.json").rename(folder / "c.json")
     found.add(file_identity(folder))
     assert len(found) == 12
@@ -89,7 +89,7 @@ def test_what_was_hashed_is_not_read_again(tmp_path: Path, memory: Path, read: l
     assert [file_identity(tmp_path / name) for name in ("link", "b.json")] == first
     assert read == []
 
-    # Another size; the same size and time of change of the contents; another file in its place.
+    # Another size; the same size and modification time; another file in its place.
     path = tmp_path / "a.safetensors"
     times = path.stat()
     for content in (bytes(5001), bytes(5000)[:-1] + b"\1"):

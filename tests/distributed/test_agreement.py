@@ -1,4 +1,4 @@
-"""Processes that do not belong together are found at the start, or when they train apart."""
+"""Processes that do not belong together are found at the start or when parameters differ."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from trainable_candle.distributed.agreement import differing
 from trainable_candle.distributed.launch import gpu_environment
 
 START_SECONDS = 30.0
-"""Within which every process must have ended."""
+"""Every process must end within this time."""
 
 
 def started(arguments: list[list[str]]) -> list[tuple[int, str, str]]:

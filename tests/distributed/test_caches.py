@@ -1,4 +1,4 @@
-"""A run on two processes encodes every image and caption once, and learns what one learns."""
+"""A run on two processes encodes every image and caption once, and has the losses of one."""
 
 import subprocess
 import sys

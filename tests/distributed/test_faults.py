@@ -1,4 +1,4 @@
-"""A process that cannot continue ends all with its reason; the last checkpoint is whole."""
+"""A process that cannot continue ends all others with its reason; the checkpoint is whole."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_a_full_disk_ends_all(digits_base: Path, digits_folder: Path, tmp_path: 
     assert all(step % 4 == 0 for step in steps)
 
 
-# A short silence, and a step that says where it is.
+# A run in which 10 s of silence count as a failure.
 STOPPED = """
 import sys
 

@@ -1,6 +1,6 @@
-"""Messages between processes, and what becomes of the others when one fails.
+"""Messages between processes, and what happens to the others when one fails.
 
-Processes are threads here: a link keeps nothing outside of itself.
+Threads take the place of processes, since a link has no global state.
 """
 
 import socket
@@ -24,7 +24,7 @@ def world(rank: int, size: int, address: Address, job: str = "job", seconds: flo
 
 
 def together(size: int, work: Callable[[Link], Any], address: Address) -> list[Any]:
-    """What `work` gives in each process: a value, or its error."""
+    """What `work` returns or raises in each process."""
 
     def run(rank: int) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Loops of one's own and weighted batches: two processes against one (CPU)."""
+"""A user's own loop and weighted batches: several processes against one (CPU)."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ LOOP = """
 device = tc.distributed.init("cpu")
 rank, size = tc.distributed.rank(), tc.distributed.world_size()
 if rank:
-    parameters["a"].set(tc.zeros((8, 8)))  # What rank 0 has counts.
+    parameters["a"].set(tc.zeros((8, 8)))  # Rank 0's values replace these.
 tc.distributed.broadcast_(parameters)
 optimizer = tc.optim.AdamW(list(parameters.values()), lr=1e-2)
 for step in range(6):
@@ -96,7 +96,7 @@ group.close()
 
 
 def run(script: str, size: int) -> list[dict[str, Any]]:
-    """What each of this many processes prints."""
+    """What each of `size` processes prints."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         processes = [
             subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Processes that cannot meet say why within their time, and none is left over."""
+"""Processes that cannot meet say why within the time limit, and none keeps running."""
 
 import os
 import re
@@ -27,9 +27,9 @@ def port() -> int:
 def started(
     host: str, port: int, *, ranks: tuple[int, ...] = (0, 1), seconds: int = 2
 ) -> list[tuple[int, str]]:
-    """The exit status and errors of these ranks of two."""
+    """The exit status and errors of these ranks of a run of two."""
     place = {"MASTER_ADDR": host, "TRAINABLE_CANDLE_PORT": str(port), JOIN: str(seconds)}
-    # As of two machines.
+    # The variables of two machines with a process each.
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     began = time.monotonic()
     processes = [
@@ -43,7 +43,7 @@ def started(
         for rank in ranks
     ]
     errors = [process.communicate(timeout=60)[1] for process in processes]
-    # Beyond the limit there is the start of the interpreter.
+    # The start of the interpreter takes time beyond the limit.
     assert time.monotonic() - began < seconds + 10
     return [(p.returncode, text) for p, text in zip(processes, errors, strict=True)]
 
@@ -108,7 +108,7 @@ def test_who_comes_alone_learns_who_is_missing(port: int) -> None:
 
 
 def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
-    """As some launchers on clusters have it: rank 0 gets localhost, the others its name."""
+    """Some launchers on clusters give rank 0 localhost, and the others its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
             outward.connect(("203.0.113.7", 9))  # Sends nothing.

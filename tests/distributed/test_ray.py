@@ -111,7 +111,7 @@ def test_an_output_that_machines_do_not_share_cannot_go_on(config: TrainConfig) 
     lines: list[str] = []
     with pytest.raises(ConfigError, match=r"output: ~/run of .* give a folder that all machines"):
         train(config.with_(output="~/run"), workers=2, max_failures=1, report=lines.append)
-    # Without another attempt rank 0 alone needs it.
+    # Without restarts, only rank 0 needs the folder.
     done = train(config.with_(output="~/run"), workers=2, report=lines.append)
     assert done.completed
 
@@ -134,7 +134,7 @@ def test_sigterm_lets_all_save_and_end(config: TrainConfig) -> None:
     assert f"stopped after step {step_of(checkpoint)} of 1000000; continue with:" in errors
     assert "--workers 2" in errors
     assert "--resume latest" in errors
-    # What rank 0 prints, Ray carries here.
+    # Ray forwards what rank 0 prints.
     assert "1000000 steps of 4 images (2 batches of 2 on 2 devices)" in output
 
 

@@ -39,7 +39,7 @@ DISK = CacheOptions("disk")
 
 
 def together(size: int, work: Callable[[Group], Found]) -> list[Found]:
-    """What `work` gives in each of this many processes."""
+    """What `work` returns in each of `size` processes."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
 
         def run(rank: int) -> Found:
@@ -118,7 +118,7 @@ def test_each_process_encodes_about_as_much(data: Dataset, tmp_path: Path) -> No
 def test_what_a_process_cannot_see_it_is_sent(
     data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of others, or a folder of another machine."""
+    """The entries are in the memory of other processes, or in folders of other machines."""
     monkeypatch.setattr(dealing, "_PIECE", 1000)  # Less than all entries together.
     encoder = Encoder()
 
@@ -135,12 +135,12 @@ def test_what_a_process_cannot_see_it_is_sent(
 
 
 def test_folders_of_machines_are_filled_up_from_each_other(data: Dataset, tmp_path: Path) -> None:
-    """Of one machine that has everything and one that has nothing."""
+    """One machine has all entries, the other none."""
     filled(data, Encoder(), Alone(), tmp_path / "0")
     encoder = Encoder()
     found = together(2, lambda group: filled(data, encoder, group, tmp_path / str(group.rank)))
     assert all(sorted(values) == list(range(11)) for _, values in found)
-    # Rank 1 makes its part, and is sent the others.
+    # Rank 1 encodes its share, and receives the other entries.
     assert len(encoder.seen) == 5
 
 

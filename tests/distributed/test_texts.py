@@ -1,4 +1,4 @@
-"""Texts and pairs of answers are validated by two processes with the numbers of one."""
+"""Validation of texts and pairs of answers on two processes gives the numbers of one."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Several processes compute what one does with as many more batches a step."""
+"""Several processes compute what one does with the batches of all of them in a step."""
 
 import os
 import signal
@@ -76,7 +76,7 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
     np.testing.assert_allclose(
         losses(output), losses(alone), rtol=1e-6 if device == "cpu" else 1e-4
     )
-    if device != "cpu":  # Adam's first steps are signs: the last bit of a small gradient shows.
+    if device != "cpu":  # Adam's first steps are signs, so a small gradient's last bit matters.
         return
     found = tc.load_file(output / "adapter.safetensors")
     for name, expected in tc.load_file(alone / "adapter.safetensors").items():
@@ -144,7 +144,7 @@ def test_validation_is_shared_out(
         assert (tmp_path / name / "adapter-best.safetensors").exists()
     one, two = found
     assert list(two) == list(one) == [0, 3, 6]
-    assert two[0] == one[0]  # Then the gradients' sums differ in their last bits.
+    assert two[0] == one[0]  # Later, the gradients' sums differ in their last bits.
     np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-5)
 
 

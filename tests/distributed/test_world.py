@@ -1,4 +1,4 @@
-"""Which process of how many this is, from the variables of each launcher."""
+"""Rank and number of processes, from the variables of each launcher."""
 
 import pytest
 
@@ -10,9 +10,9 @@ ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 def test_without_a_launcher_there_is_none() -> None:
     assert from_environment({}) is None
-    # Images for clusters often carry these.
+    # Container images for clusters often set these.
     assert from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    # A batch script of SLURM is none of the tasks that it starts.
+    # A SLURM batch script is not one of the tasks that it starts.
     assert from_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
 
 

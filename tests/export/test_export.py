@@ -1,4 +1,4 @@
-"""Adapters of language models for other programs: what they compute from the files is the same."""
+"""Adapters of language models for other programs, which compute the same from the files."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ IDS = [[3, 5, 7, 11, 13, 17]]
 
 @pytest.fixture(params=["llama", "qwen2"])
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A tiny model with a tokenizer and what is beside it."""
+    """A tiny model with a tokenizer and the files beside it."""
     folder = tmp_path / "base"
     shutil.copytree(GOLDEN / "llm" / request.param, folder)
     for file in folder.iterdir():
@@ -151,7 +151,7 @@ def test_gguf_holds_what_llama_cpp_expects(weights: Path, tmp_path: Path) -> Non
 
 
 def test_rows_of_llama_turn_with_their_neighbours() -> None:
-    """Turning neighbours after the change is turning halves before it."""
+    """Rotating neighbours after the permutation equals rotating halves before it."""
     heads, width = 2, 6
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(heads * width, 1)).astype(np.float32)
@@ -217,7 +217,7 @@ def test_a_merged_model_computes_the_same_and_keeps_its_files(
 
 
 def into_shards(weights: Path) -> None:
-    """Two files of f32 with an index in place of one."""
+    """Replace the weights with two files in f32 and an index."""
     stored = tc.load_file(weights / "model.safetensors")
     tensors = {name: tensor.to("f32") for name, tensor in stored.items()}
     names = sorted(tensors)

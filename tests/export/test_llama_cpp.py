@@ -102,7 +102,7 @@ def loaded(path: Path) -> Iterator[Any]:
 
 
 def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.float32]:
-    """Of each token of IDS, with keys and values in f32, which flash attention rounds."""
+    """Scores for each token of IDS, without flash attention, which rounds keys and values."""
     with loaded(path) as model:
         settings = llama.llama_context_default_params()
         settings.n_ctx = settings.n_batch = 64
@@ -127,7 +127,7 @@ def their_scores(path: Path, adapter: Path | None = None) -> npt.NDArray[np.floa
         return found
 
 
-# llama.cpp rounds what it multiplies with to the weights' format, Q8_0 beside blocks.
+# llama.cpp rounds activations to the weights' format, or to Q8_0 for weights in blocks.
 @pytest.mark.parametrize(
     ("form", "tolerance"),
     [("f32", 1e-5), ("f16", 1e-2), ("bf16", 1e-1), ("q8_0", 1e-1), ("q4_0", 1e-1)],

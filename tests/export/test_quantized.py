@@ -56,7 +56,7 @@ def test_the_folder_holds_the_rounded_merged_weights(
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])
 def test_its_codes_are_the_base_in_that_format(weights: Path, tmp_path: Path, to: str) -> None:  # noqa: F811
-    """A base in the format of its file is the file: it is not rounded again."""
+    """A base loaded in the format of its file has the file's codes: it is not rounded again."""
     make_adapter(weights, adapter := tmp_path / "a.safetensors")
     assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
     values = CausalLM.from_pretrained(tmp_path / to, dtype="f32").named_tensors()

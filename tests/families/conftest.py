@@ -14,7 +14,7 @@ import trainable_candle as tc
 from trainable_candle.models import CausalLM, CLIPTextModel, T5Encoder
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# Of the text's tokens in the golden transformers, and of the tokens of T5's usual tokenizer.
+# The width of text tokens in the golden transformers; the size of T5's usual vocabulary.
 TEXT_WIDTH, T5_TOKENS = 40, 32_128
 
 
@@ -40,7 +40,7 @@ def write_clip(folder: Path, width: int, projection: int | None) -> None:
 
 
 def write_t5(folder: Path) -> None:
-    """An encoder of T5's usual tokens."""
+    """An encoder with T5's usual vocabulary."""
     config = {
         "architectures": ["T5EncoderModel"], "vocab_size": T5_TOKENS, "d_model": TEXT_WIDTH,
         "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
@@ -63,7 +63,7 @@ def write_qwen3(folder: Path, width: int = TEXT_WIDTH, layers: int = 3) -> None:
 
 
 def write_chat_tokenizer(folder: Path) -> None:
-    """Bytes as tokens, and those of Qwen's template."""
+    """A tokenizer of bytes and of the special tokens of Qwen's template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -150,7 +150,7 @@ def zimage_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def widen(folder: Path, sizes: dict[str, int]) -> None:
-    """Give a golden transformer of FLUX.2 other sizes of tokens: its weights repeated."""
+    """Give a golden transformer of FLUX.2 wider tokens by repeating its weights."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
     path = folder / "diffusion_pytorch_model.safetensors"
@@ -171,6 +171,6 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
     widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
     write_chat_tokenizer(folder / "tokenizer")
-    # Of three layers of the text encoder, the 27th the last.
+    # FLUX.2 reads three layers of the text encoder; the last of them is the 27th.
     write_qwen3(folder / "text_encoder", 16, 28)
     return folder

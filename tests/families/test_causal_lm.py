@@ -320,7 +320,7 @@ def test_what_images_train_with_trains_texts(
 def test_model_and_data_can_be_names_on_the_hub(
     weights: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is asked for, as the client of the hub would fetch it."""
+    """The run asks the hub's client for the files that it needs."""
     asked: dict[str, list[str]] = {}
 
     def snapshot(name: str, repo_type: str, allow_patterns: list[str], **_: Any) -> str:

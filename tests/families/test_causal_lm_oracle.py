@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The tiny Qwen3 with the bytes of another tokenizer."""
+    """The tiny Qwen3 with a tokenizer of bytes."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     folder = tmp_path / "weights"

@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HANG = 120
-"""What a case may take, s."""
+"""The time limit of a case, s."""
 MOST_PIXELS = 1 << 18
-"""Pillow's limit here; an image's size, not its file's, decides on memory."""
+"""Pillow's limit here; memory depends on an image's size, not on its file's."""
 FREE_KIB, FACTOR = 64 * 1024, 10
-"""What a reader may take whatever the input, KiB, and for each byte of it."""
+"""A reader may take FREE_KIB for any input, and FACTOR bytes more for each of its bytes."""
 WORDS = [
     b"",
     b"0",
@@ -119,7 +119,7 @@ def mutated(rng: random.Random, seed: bytes) -> bytes:
 
 
 def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
-    """The header with a length that fits, or any byte."""
+    """Change the header and adapt its length, or change any byte."""
     if rng.random() < 0.3:
         return mutated(rng, seed)
     (length,) = struct.unpack("<Q", seed[:8])
@@ -152,7 +152,7 @@ def pictures() -> dict[str, list[bytes]]:
 
 
 def unigrams() -> tuple[bytes, bytes, bytes]:
-    """The first pieces of T5's: as `tokenizer.json`, as `spiece.model`, and with all characters."""
+    """T5's first pieces: as `tokenizer.json`, as `spiece.model`, and as that with a normalizer."""
     path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
     whole = gzip.decompress(path.read_bytes())
     model = sentencepiece.parse(whole)
@@ -300,7 +300,7 @@ def readers() -> list[Reader]:
 
 
 def peak_kib() -> int:
-    """The most memory that was resident since it was last reset, KiB."""
+    """The peak of resident memory since the last reset, KiB."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("VmHWM:")[2].split()[0])
 

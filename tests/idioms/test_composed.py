@@ -1,4 +1,4 @@
-"""Functions that are made of others, against torch where it is, else against numpy."""
+"""Composed functions against numpy, and against torch where it is installed."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What A1111's formula makes of DoRA in files with kohya's names."""
+"""A1111's formula for DoRA, on files with kohya's names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ Arrays = dict[str, np.ndarray]
 def applied(weight: np.ndarray, module: Arrays) -> np.ndarray:
     """The weight of a layer with a DoRA, as A1111 computes it.
 
-    Whatever the shape of the magnitude, it divides by a norm for each input
+    Whatever the shape of the magnitude, A1111 divides by a norm for each input
     (`NetworkModule.apply_weight_decompose` of its built-in extension Lora, as forks of it have it).
     """
     up, down = module["lora_up.weight"], module["lora_down.weight"]
@@ -63,5 +63,5 @@ def test_a_magnitude_for_each_input_is_applied_as_trained(
     if right:
         assert max(errors) < 1e-4
     else:
-        # Nearly as large as what was trained: hence `--dora-axis input`.
+        # The error is nearly as large as the trained change: hence `--dora-axis input`.
         assert np.median(errors) > 0.5

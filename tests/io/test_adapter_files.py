@@ -1,4 +1,4 @@
-"""Adapter files: the same adapters under everybody's names, out and in."""
+"""Adapter files: the same adapters under the names of all tools, written and read."""
 
 import json
 from collections.abc import Callable

@@ -33,7 +33,7 @@ def inputs() -> dict[str, tc.Tensor]:
 
 
 def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Floats]:
-    """Ours and that of diffusers' model, which the adapter has changed."""
+    """The predictions of our model and of diffusers', both changed by the adapter."""
     torch = pytest.importorskip("torch")
     x = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     if (kind, format) == ("dora", "kohya"):
-        # diffusers leaves the magnitude out, which `verify_adapter` tells.
+        # diffusers leaves the magnitude out, and `verify_adapter` reports that.
         adapter = attach(unet, kind)
         adapter.save(tmp_path / "adapter.safetensors", format=format)
         report = tc.verify_adapter(tmp_path / "adapter.safetensors", weights=SDXL)
@@ -140,7 +140,7 @@ def test_diffusers_applies_the_adapters_of_both_encoders(
 
 
 @pytest.mark.parametrize("own_configuration", [True, False])
-# A factor that is larger than its counterpart peft leaves where it is; LyCORIS swaps them.
+# peft does not swap LoKr's factors if the first is the larger one; LyCORIS does.
 @pytest.mark.parametrize("kind", ["lora", "locon", "dora", "loha", "lokr"])
 def test_peft_computes_the_same(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, own_configuration: bool

@@ -1,4 +1,4 @@
-"""Files in peft's format: what peft multiplies by, and the folder that it loads."""
+"""Files in peft's format: the scales that peft applies, and the folder that it loads."""
 
 import json
 from collections.abc import Callable

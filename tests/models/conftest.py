@@ -1,4 +1,4 @@
-"""The tiny SDXL in `tests/golden/sdxl`, and what diffusers, transformers and peft make of it."""
+"""The tiny SDXL in `tests/golden/sdxl`, and results of diffusers, transformers and peft."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensors[key] = parts[0].reshape((*parts[0].shape, 1, 1))
         else:
             tensors[key] = parts[0]
-    # What the published file holds besides.
+    # Other tensors of the published file.
     tensors["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = tc.tensor(
         np.arange(17)[None]
     )
@@ -57,7 +57,7 @@ def single_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_near(found: tc.Tensor, expected: tc.Tensor, within: float = 1e-4) -> None:
-    """Elements differ by less than `within`, of themselves or a tenth of it absolutely."""
+    """Elements differ by at most `within` times their value plus a tenth of `within`."""
     values = found.to("cpu").numpy()
     np.testing.assert_allclose(values, expected.numpy(), rtol=within, atol=within / 10)
 

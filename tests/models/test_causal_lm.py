@@ -265,7 +265,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts(device: str) -> None:
     values = log_probs.to("cpu").numpy()
     assert not values[np.concatenate(targets) == -100].any()
     np.testing.assert_allclose(-values.sum(), loss.item(), rtol=1e-5)
-    # Weighted sums have the same gradients by both ways.
+    # Weighted sums have the same gradients in both ways.
     variables = adapter.parameters()
     for var in variables:
         var.set((tc.randn(var.shape) * 0.1).to(device))
@@ -289,7 +289,7 @@ def test_a_loss_of_nothing_is_zero() -> None:
         model_of("qwen2").loss(case["input_ids"], case["labels"][:, :3])
 
 
-# peft 0.21 asks transformers 5.23 by a name that it is to lose.
+# peft 0.21 uses a name that transformers 5.23 deprecates.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["lora", "dora"])

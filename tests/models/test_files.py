@@ -94,7 +94,7 @@ def test_shards_are_one_model(unet: Path) -> None:
 
     index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
     (unet / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    # What an index does not list is of another download.
+    # A file that the index does not list is from another download.
     tc.save_file(tensors, unet / "diffusion_pytorch_model-00001-of-00001.safetensors")
     assert_same(SDXLUNet.from_pretrained(unet), from_folder("unet"))
     missing = unet / next(iter(shards))
@@ -195,13 +195,13 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     for key, tensor in expected.items():
         assert saved[key].dtype == "bf16"
         np.testing.assert_array_equal(saved[key].to("f32").numpy(), tensor.to("f32").numpy())
-    # Every field that is written says what the library wrote.
+    # Every field that we write has the library's value.
     ours, theirs = (
         json.loads((folder / name / "config.json").read_text()) for folder in (tmp_path, GOLDEN)
     )
     for key, value in ours.items():
         if name == "text_encoder" and key == "projection_dim":
-            continue  # of no meaning there
+            continue  # has no meaning there
         levels = isinstance(theirs[key], list) and not isinstance(value, list)
         assert (theirs[key][0] if levels else theirs[key]) == value, key
     assert_same(models.load(tmp_path / name), from_folder(name))
@@ -227,7 +227,7 @@ def test_merged_adapter_goes_into_a_checkpoint(single_file: Path, tmp_path: Path
     assert all(key.endswith("to_q.weight") for key in changed)
     assert len(changed) == len(adapter.parameters()) // 2
 
-    # All by themselves, and converted.
+    # All parts without a base checkpoint, and converted.
     parts = {name: PARTS[name].from_pretrained(single_file, subfolder=name) for name in PARTS}
     models.save_checkpoint(tmp_path / "own.safetensors", parts, dtype="f32")
     for name, part in parts.items():

@@ -25,7 +25,7 @@ def e4m3() -> np.ndarray:
 
 
 def encoded(values: np.ndarray) -> np.ndarray:
-    """The nearest of the values."""
+    """The codes of the nearest values."""
     known = e4m3()
     order = np.argsort(np.where(np.isnan(known), np.inf, known), kind="stable")[:254]
     middles = (known[order][1:] + known[order][:-1]) / 2
@@ -33,7 +33,7 @@ def encoded(values: np.ndarray) -> np.ndarray:
 
 
 def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
-    """A safetensors file, byte by byte: our own writer knows no numbers of eight bits."""
+    """A safetensors file, byte by byte: our own writer does not know FP8."""
     header, data = {}, b""
     for name, (dtype, shape, content) in tensors.items():
         place = [len(data), len(data) + len(content)]
@@ -79,7 +79,7 @@ def test_every_form_is_read(form: str, tmp_path: Path) -> None:
     model = FluxTransformer.from_pretrained(path, dtype="f32", config=GOLDEN / "config.json")
     for name, tensor in model.named_tensors().items():
         np.testing.assert_allclose(tensor.numpy(), expected[name], rtol=1e-6, err_msg=name)
-    # A scaled weight keeps three bits and more of its largest; half a step is a sixteenth.
+    # With three bits of fraction, rounding changes a value by at most a sixteenth.
     original = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     name = "transformer_blocks.0.attn.to_q.weight"
     near = original[name].to("f32").numpy()

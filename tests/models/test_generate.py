@@ -1,4 +1,4 @@
-"""Generated texts: with a cache of keys and values as without, greedily as transformers."""
+"""Generated texts: equal with and without a cache, and greedily equal to transformers'."""
 
 import json
 from collections import Counter
@@ -31,13 +31,13 @@ def switched(name: str, folder: Path) -> tuple[CausalLM, list[int]]:
 
 
 def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
-    """Of the next token, by a pass over the whole text."""
+    """Scores of the next token, by a forward pass over the whole text."""
     return np.asarray(model(tc.tensor([ids]))[0, -1].to("f32").numpy())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_transformers(family: str, device: str) -> None:
-    """Of several prompts of different lengths at once, each by itself, and with the penalty."""
+    """For prompts of different lengths together, for each by itself, and with the penalty."""
     model = model_of(family, device=device)
     for case in CONTINUED[family]:
         options = case["options"] | {"max_new_tokens": len(case["expected"][0])}

@@ -79,7 +79,7 @@ def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Pa
 
 
 def test_adapters_train_over_a_file(tmp_path: Path) -> None:
-    """Its matrices stay blocks, embedding and head among them: losses are those of the values."""
+    """All matrices stay blocks, even embedding and head: the losses are those of the values."""
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     found = []
@@ -153,7 +153,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("gguf")
     base = folder(family, tmp_path)
-    # transformers reads neither Llama 3's factors nor, of Qwen3, the width of a head.
+    # transformers reads neither Llama 3's factors nor Qwen3's width of a head.
     config = json.loads((base / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
     (base / "config.json").write_text(json.dumps(config))
@@ -168,7 +168,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 def tiny(path: Path, **changes: Fact | None) -> Path:
-    """The facts of a Llama of one layer, some of them others, with an embedding alone."""
+    """A file with the facts of a Llama of one layer, some of them changed, and two tensors."""
     facts: dict[str, Fact] = {
         "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
         "llama.embedding_length": 32, "llama.feed_forward_length": 32,

@@ -65,7 +65,7 @@ def test_t5_has_the_names_of_llama_cpp(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "t5.gguf"
     stored = write_named({to_llama_cpp(n): t for n, t in weights.items()}, path, "t5encoder", kind)
     config = folder / "config.json"
-    # The configuration is in the shapes, but for what these sizes have of their own.
+    # Without a configuration, the loader deduces it from the shapes.
     for given in (config, None):
         found = T5Encoder.from_pretrained(path, dtype="f32", config=given)
         assert_equal(found.named_tensors(), {n: stored[to_llama_cpp(n)] for n in weights})

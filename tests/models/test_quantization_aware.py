@@ -21,7 +21,7 @@ def config(qat: str | None, **settings: object) -> tc.LoraConfig:
 
 
 def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
-    """Parameters that are not those of the start, the same for every set."""
+    """Move the parameters away from their start, equally for every set; returns them."""
     random = np.random.default_rng(0)
     for var in adapter.parameters():
         change = random.standard_normal(var.shape).astype(np.float32) * 0.1
@@ -71,7 +71,7 @@ def test_gradients_reach_every_parameter_with_and_without_checkpoints() -> None:
 
 
 def test_a_base_of_the_same_format_starts_where_it_is() -> None:
-    """Codes are the rounding of their own values."""
+    """Rounding the values of codes gives the same codes."""
     model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="int8")
     before = FLUX.predict(model).numpy()
     model.add_adapter(config("int8"))

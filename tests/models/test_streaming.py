@@ -1,4 +1,4 @@
-"""Models whose blocks are in the memory of the host: what they compute is what resident ones do."""
+"""Models whose blocks are in host memory compute what models with resident blocks do."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_streamed_blocks_compute_what_resident_ones_do(name: str, policy: str) -
 
 @pytest.mark.parametrize("name", ["flux", "sd3"])
 def test_modulation_is_streamed_alone_or_with_blocks(name: str) -> None:
-    """Also where adapters are on it, so that the backward pass needs it again."""
+    """Also with adapters on the modulation, so that the backward pass needs it again."""
     family = FAMILIES[name]
     for policy in ("full", "none"):
         expected = step(family, load(family, 0), policy, ALL_LINEAR)
@@ -161,7 +161,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
         for quantize in (None, "nf4"):
             counts = range(blocks(family) + 1)
             found = [facts.weight_bytes("bf16", quantize, stream_blocks=n) for n in counts]
-            # Two blocks that are streamed take the two slots.
+            # One or two streamed blocks save nothing, as there are two slots.
             assert found[0] == facts.weight_bytes("bf16", quantize)
             assert found[1] == found[2] == found[0]
             assert found[-1] < found[0]
@@ -169,7 +169,7 @@ def test_the_estimate_counts_two_blocks_of_those_streamed() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective", "none"])
 def test_a_unet_streams(policy: str) -> None:
-    """Its blocks are in one another's stretches, which streaming takes apart."""
+    """Nested blocks are recomputed several at a time, but one by one if they are streamed."""
     case = tc.load_file(GOLDEN / "sdxl" / "unet_forward.safetensors")
     case.pop("output")
     found = []

@@ -63,7 +63,7 @@ def test_half_precision_is_near(form: str, dtype: str, within: float, device: st
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """An encoder whose stream, gated products and results of `wo` are beyond f16."""
+    """An encoder whose residual stream, gated products and results of `wo` are beyond f16."""
     factors = {"wi_1": 8192}
     tensors = {
         name: tensor.to("f32") * factors.get(name.split(".")[-2], 1)
@@ -132,7 +132,7 @@ def test_the_embedding_has_either_name(tmp_path: Path, names: tuple[str, ...]) -
     tensors = weights_of("gated")
     embedding = tensors.pop("shared.weight")
     tensors |= {f"{name}.weight": embedding for name in names}
-    # What a file of the whole model holds besides.
+    # Other tensors in a file of the whole model.
     tensors["decoder.final_layer_norm.weight"] = tensors["lm_head.weight"] = tc.zeros(3)
     config = json.loads((GOLDEN / "gated" / "config.json").read_text())
     config["architectures"] = ["T5ForConditionalGeneration"]

@@ -21,7 +21,7 @@ from trainable_candle.nn.functional import mse_loss
 from .conftest import distance, metadata, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# One frequency that torch rounds the other way makes 3e-5 of the sinusoids of a guidance of 3500.
+# torch rounds one frequency differently, which changes the sinusoids of a guidance of 3500.
 ROUNDING = 1e-5
 CASES = ("lora_attention", "dora_attention", "lora_all_linear")
 
@@ -70,7 +70,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 def adapted(
     family: Family, model: Model, name: str, device: str = "cpu"
 ) -> tuple[tc.AdapterSet, dict[str, tc.Tensor]]:
-    """The model, which is on a device, with the adapter of a case as it starts."""
+    """Put the starting adapter of a case on a model on `device`; returns it and the case."""
     path = family.folder / f"transformer_{name}.safetensors"
     case, settings = tc.load_file(path), metadata(path)
     config = tc.LoraConfig(
@@ -169,12 +169,12 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     path = tmp_path / "original.safetensors"
     tc.models.save_checkpoint(path, {"transformer": model})
     written = tc.load_file(path)
-    if family.name != "zimage":  # which calls most layers the same
+    if family.name != "zimage":  # whose original names are mostly the same
         assert not any(name in written for name in family.stored)
     found = family.kind.from_pretrained(path)
     for name, tensor in family.stored.items():
         np.testing.assert_array_equal(found.named_tensors()[name].to("f32"), tensor.to("f32"))
-    # Without its header the sizes are deduced; the names may begin with nothing.
+    # Without its header, the sizes are deduced; the names may lack their prefix.
     bare = tmp_path / "bare.safetensors"
     tc.save_file(
         {name.removeprefix("model.diffusion_model."): t for name, t in written.items()}, bare
@@ -184,13 +184,13 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
         found = family.predict(family.kind.from_pretrained(bare)).to("f32").numpy()
         np.testing.assert_array_equal(found, expected)
     else:
-        # The widths of the axes leave no trace, and the published ones do not fit a tiny head.
+        # Shapes do not show the widths of the axes, and the published ones do not fit a tiny head.
         with pytest.raises(tc.ConfigError, match="axes_dims"):
             family.kind.from_pretrained(bare)
 
 
 def test_the_padding_of_a_text_is_not_read() -> None:
-    """Neither what follows the words nor, in a batch, the length of the other texts."""
+    """Neither the padding nor the lengths of other texts in the batch change a sample."""
     family = FAMILIES["zimage"]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
@@ -203,7 +203,7 @@ def test_the_padding_of_a_text_is_not_read() -> None:
 
 
 def test_texts_of_chroma_are_read_to_their_length() -> None:
-    """Neither what follows nor, in a batch, the length of the other texts changes a sample."""
+    """Neither the padding nor the lengths of other texts in the batch change a sample."""
     family = FAMILIES["chroma"]
     model, case = family.load(), family.case
     x, text, times = (case[name][1:] for name in UNPOOLED)
@@ -262,7 +262,7 @@ def test_positions_have_an_end() -> None:
 
 
 def test_positions_are_cut_from_the_middle() -> None:
-    """Rows and columns by themselves, as diffusers' `cropped_pos_embed`."""
+    """Rows and columns are cut separately, as in diffusers' `cropped_pos_embed`."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
     with pytest.raises(tc.ShapeError, match="13 x 2 tokens, and the model knows 12 x 12"):

@@ -18,7 +18,7 @@ def model(sdxl: Path) -> AutoencoderKL:
 
 
 def on(sdxl: Path, device: str) -> tuple[AutoencoderKL, dict[str, tc.Tensor]]:
-    """The model and what it is given on a device."""
+    """The model and its inputs on a device."""
     inputs = {name: CASE[name].to(device) for name in ("image", "latent")}
     return AutoencoderKL.from_pretrained(sdxl, device=device), inputs
 
@@ -108,7 +108,7 @@ def test_statistics_of_latents_come_with_flux2s(tmp_path: Path) -> None:
     assert f"{prefix}encoder.quant_conv.weight" in written
     bare = {name.removeprefix(prefix): tensor for name, tensor in written.items()}
     tc.save_file(bare, tmp_path / "bare.safetensors")
-    # What the original model has is taken for what shapes do not tell: groups of 32 channels.
+    # Shapes do not show the number of groups in a norm; without a configuration it is 32.
     config = FLUX2 / "vae" / "config.json"
     for path, given in (("folder", None), ("ae.safetensors", None), ("bare.safetensors", config)):
         found = AutoencoderKL.from_pretrained(tmp_path / path, config=given).named_tensors()

@@ -105,7 +105,7 @@ def test_wrong_formats_and_dtypes_are_named() -> None:
 def test_an_adapted_layer_computes_with_its_rounded_weight(
     layer: type[tc.nn.LoRALinear | tc.nn.DoRALinear], format: str
 ) -> None:
-    """Gradients are those of a layer that is not rounded at the same upstream gradient."""
+    """Its gradients are those of a plain layer at the same upstream gradient."""
     weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
     tc.manual_seed(0)
     aware = layer(weight, 4, 8.0, qat=format)

@@ -208,7 +208,7 @@ def test_rms_norm_rope(interleaved):
     assert_close(y.detach(), turned(normal * w))
     without = F.rms_norm_rope(tc.tensor(x), None, *tables, interleaved, 1e-3)
     assert_close(without, turned(normal))
-    # The turn keeps lengths: the gradient of the sum of squares does not depend on the angles.
+    # The rotation keeps lengths: the gradient of the sum of squares does not depend on the angles.
     (y * y).sum().backward()
     assert_close(vw.grad, (2 * w * normal**2).sum((0, 1)))
     u = 2 * w**2 * normal

@@ -1,4 +1,4 @@
-"""Layers and losses of one function, and what modules do under torch's names."""
+"""Layers and losses that wrap a function, and methods of modules with torch's names."""
 
 from collections.abc import Callable
 from typing import Any

@@ -137,7 +137,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 class After:
-    """Schedulers that go on after epoch 9."""
+    """Schedulers that continue after epoch 9."""
 
     def __init__(self, schedulers: Any) -> None:
         self._schedulers = schedulers
@@ -160,7 +160,7 @@ def test_a_last_epoch_continues(case: str) -> None:
         CASES[case](After(ours), optimizer())
     torch = pytest.importorskip("torch")
     if "cycle" in case or case == "restarts":
-        return  # torch's needs more entries of the groups; it does not count cycles from the start
+        return  # torch's need more entries in the groups, or do not count cycles from the start
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "initial_lr": initial}
         for lr, initial in zip(lrs, LR, strict=True)
@@ -175,7 +175,7 @@ def test_one_cycle_counts_epochs() -> None:
     assert rates(ours.OneCycleLR(optimizer(), 0.3, epochs=4, steps_per_epoch=10)) == expected
     with pytest.raises(ArgumentError, match="expected total_steps, or epochs and steps_per_epoch"):
         ours.OneCycleLR(optimizer(), 0.3, epochs=4)
-    # All of the rise in the first step.
+    # The whole rise is in the first step.
     assert rates(ours.OneCycleLR(optimizer(), 0.3, 10, pct_start=0.1), 0) == [[0.3, 0.3]]
 
 

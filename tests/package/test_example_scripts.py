@@ -1,4 +1,4 @@
-"""The scripts of `examples/` run, small, and do what they say."""
+"""The scripts of `examples/` run with small settings, and do what they say."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ SCRIPTS = {path.name[:2]: path for path in sorted((ROOT / "examples").glob("[0-9
 
 
 def script(number: str) -> Any:
-    """The module of a script, of which `main` has not been called."""
+    """The module of a script; its `main` has not been called."""
     path = SCRIPTS[number]
     spec = importlib.util.spec_from_file_location(f"example_{number}", path)
     assert spec is not None

@@ -56,7 +56,7 @@ WITHOUT = {
     "distributed.World": "made by the launcher",
     "train.StepReport": "the example of Callback reads it",
 }
-"""Public names without an example, and why; those of a module, under its name."""
+"""Public names without an example, and why; a module's name stands for all names in it."""
 
 
 def blocks(doc: str) -> list[str]:
@@ -106,7 +106,7 @@ def examples() -> Iterator[tuple[str, str]]:
 
 
 def code_of(value: Any) -> str:
-    """The examples of what has a docstring of its own."""
+    """The examples in the docstring of a value, as one program."""
     return "\n".join(blocks(inspect.cleandoc(value.__doc__ or "")))
 
 

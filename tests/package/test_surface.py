@@ -56,7 +56,7 @@ def test_every_function_of_the_extension_has_a_home():
         for name in [*MODULES, "trainable_candle.models", "trainable_candle.train"]
     ]
     public = {id(getattr(module, name)) for module in homes for name in module.__all__}
-    # Those that make tensors take arguments more than the extension's.
+    # Functions that create tensors take more arguments than the extension's.
     public |= {id(getattr(_core, name)) for name in _creation.__all__}
     inside = {
         "Adapter",
@@ -207,7 +207,7 @@ def test_import_is_light():
 
 
 def test_the_gil_is_released_in_long_calls():
-    """Threads do not take turns by time here: another runs only while a call lets it."""
+    """Threads do not switch by time here: another runs only while a call releases the GIL."""
     x = tc.randn(700, 700)
     start, ran = threading.Event(), []
 
@@ -222,7 +222,7 @@ def test_the_gil_is_released_in_long_calls():
         thread.start()
         start.set()
         calls = 0
-        # It may miss some calls where processors are busy, but without the release all of them.
+        # On busy processors the thread may miss some calls, but without the release all of them.
         while not ran and calls < 1000:
             _ = x @ x
             calls += 1

@@ -1,6 +1,6 @@
-"""Every public callable called with wrong things for each of its parameters.
+"""Every public callable, called with wrong values for each of its parameters.
 
-Whatever a user passes, what comes back is a result, an error of the library, or a `TypeError` that
+Whatever a user passes, a call gives a result, an error of the library, or a `TypeError` that
 names the operation or the parameter: never an error of a lower layer.
 """
 
@@ -41,8 +41,8 @@ WRONG = {
     "negative pair": (-1, -1),
     "huge pair": (2**63, 2**63),
 }
-# What a parameter of that name (of a function of that name) takes, so that
-# the other arguments are valid.
+# Valid values for parameters of a name, or of a function and a name, so that the other arguments
+# of a call are valid.
 RIGHT: dict[str, Callable[[], Any]] = {
     "adapter": lambda: tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2)),
     "adapters": lambda: [tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2))],
@@ -148,7 +148,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "lora_backward_.grad_outputs": lambda: [tc.ones(4, 4)],
     "lora_backward_.inputs": lambda: [tc.ones(4, 4)],
 }
-# Called for what they change, not for their arguments: what they would break is shared.
+# Their calls would change state that all tests share.
 LEFT_OUT = {"trainable_candle.set_num_threads", "trainable_candle.cuda.capture"}
 
 
@@ -256,7 +256,7 @@ def test_a_wrong_argument_gives_an_error_of_ours(
 def check_type_error(name: str, parameter: str, what: str, error: TypeError) -> None:
     assert "failed to extract" not in str(error), f"{name}({parameter}={what}): {error}"
     if sys.version_info < (3, 11):
-        # Python has no notes yet, which would name the parameter.
+        # Python 3.10 has no notes on exceptions, which name the parameter.
         return
     text = " ".join([str(error), *getattr(error, "__notes__", [])])
     operation = name.rsplit(".", 1)[-1]

@@ -35,7 +35,7 @@ ADAPTER = "adapter.safetensors"
 
 
 def child(folder: str, last: int, arguments: list[str]) -> None:
-    """Train; die at event number `last`, or write how many there were."""
+    """Train; die at event number `last`, or print the number of events."""
     lock, count = threading.Lock(), [0]
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
@@ -83,7 +83,7 @@ def adapter(folder: Path) -> dict[str, bytes]:
 
 
 def resume(folder: Path) -> list[str]:
-    """What continues a run: nothing if it had no checkpoint yet."""
+    """The flags that continue a run: none if it has no checkpoint yet."""
     there = checkpoints(folder / "run") or needs_restoring(folder / "run")
     return ["--resume", "latest"] if there else []
 

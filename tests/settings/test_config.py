@@ -161,7 +161,7 @@ def test_paths_are_relative_to_their_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert inside.text_encoder == ["../t5", str(tmp_path / "clip")]
     assert inside.sample_prompts == ["a cat/dog", "../prompts.txt"]
     assert config.with_(output=str(project / "run")).portable(project / "run")["output"] == "."
-    # A folder that has been moved is read where it is.
+    # After a move, the paths are relative to the file's new place.
     project.rename(tmp_path / "moved")
     moved = TrainConfig.from_yaml(tmp_path / "moved" / "run" / "config.yaml")
     assert moved.dataset == str(tmp_path / "moved" / "photos")

@@ -1,4 +1,4 @@
-"""What is chosen for the memory that there is."""
+"""The settings that a plan chooses for the available memory."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -27,7 +27,7 @@ OF_GPUS = pytest.mark.parametrize("gpu", ["RTX 3060", "RTX 4090", "H200"])
 
 
 class Model:
-    """A full-size model on a GPU, of which only the configurations are there."""
+    """A full-size model on a GPU, of which only the configurations exist."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.family = families.find(MODELS[name][0])
@@ -75,7 +75,7 @@ def test_what_is_chosen_fits_and_more_memory_is_never_slower(model: Model, gpu: 
         assert plan.estimate.peak <= card * GIB
         steps.append(step_seconds(plan, budget(card, gpu)))
         assert all(getattr(plan.config, name) == value for name, value in plan.chosen.items())
-    # What a quantized base costs besides time lets a step be a little longer.
+    # With more memory, a plan accepts a slightly longer step to avoid a quantized base.
     assert all(after <= 1.25 * before for before, after in pairwise(steps))
     assert steps[-1] < steps[0]
 
@@ -197,7 +197,7 @@ def test_a_batch_of_auto_is_no_larger_than_the_data(flux: Model) -> None:
 
 
 def needs(activations: int) -> Callable[[TrainConfig], Estimate]:
-    """An estimate that full checkpointing divides by four and a batch multiplies."""
+    """An estimate whose activations full checkpointing divides by 4 and a batch multiplies."""
 
     @cache
     def of(policy: str, batch_size: int, rank: int) -> Estimate:

@@ -1,4 +1,4 @@
-"""Flow matching with every loss, against the same written out in float64."""
+"""Flow matching with every loss, against the definitions in float64."""
 
 from typing import Any
 

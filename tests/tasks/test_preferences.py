@@ -27,7 +27,7 @@ ROWS = [
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """The tiny Llama with the bytes of a tokenizer."""
+    """The tiny Llama with a tokenizer of bytes."""
     folder = tmp_path / "weights"
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -67,7 +67,7 @@ def prepared(
 
 
 def log_prob(task: TextTask, tokens: Tokens) -> float:
-    """The sum over what counts of one text by itself."""
+    """The log-probability of the learnt tokens of one text, computed by itself."""
     logits = task.family.model(tc.tensor(tokens.ids[None]))[0].numpy().astype(np.float64)  # type: ignore[operator]
     logits -= np.log(np.exp(logits).sum(1, keepdims=True))
     places = np.flatnonzero(tokens.learnt)
@@ -75,7 +75,7 @@ def log_prob(task: TextTask, tokens: Tokens) -> float:
 
 
 def by_definition(task: TextTask, pairs: list[Pair]) -> np.ndarray:
-    """The losses as the paper's equation 7 has them."""
+    """The losses by the paper's equation 7."""
     tuned = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
     with task.without_adapter():
         base = [[log_prob(task, p.chosen), log_prob(task, p.rejected)] for p in pairs]
@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
 
 
 def test_its_gradient_is_that_of_the_definition(weights: Path) -> None:
-    """Also where it starts: with an adapter that has no effect yet."""
+    """Also at the start, when the adapter has no effect yet."""
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]

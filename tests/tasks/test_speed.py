@@ -56,7 +56,7 @@ MEASURED = [
 
 
 def facts_of(folder: Path, model: str) -> tc.PartFacts:
-    """Of the model that is trained."""
+    """The facts of the model that is trained."""
     parts = tc.inspect(write_model(folder, model)).parts
     (found,) = (parts[name] for name in ("unet", "transformer", "") if name in parts)
     return found
@@ -90,7 +90,7 @@ def test_steps_are_predicted_within_15_percent(
         # The families' figures for images of 1024 x 1024 px, in 10^12 operations.
         ("Flux.1-dev", FLUX, 59.5e12, 14.9e12),
         ("SDXL", SDXL, 5.98e12, 0.78e12),
-        # Two for each weight and token, without the embedding, which is looked up.
+        # Two operations for each weight and token, without the embedding, which is looked up.
         ("Llama-3-8B", ROWS, 2 * 2048 * (8030261248 - 128256 * 4096), 32 * 4 * 2048 * 1024 * 4096),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_makes_a_step_longer(tmp_path: Path) -> None:
     ]
     for rates in GPUS.values():
         assert all(seconds(other, rates) > seconds(plain, rates) for other in longer)
-    # A copy that takes longer than the computation is what a step takes.
+    # If the copies take longer than the computation, they determine the time of a step.
     bound = seconds(replace(plain, streamed=1e12), GPUS["RTX 4090"])
     assert bound == pytest.approx(2e12 / 25e9, rel=0.01)
 

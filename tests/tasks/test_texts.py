@@ -147,7 +147,7 @@ def pieces(text: str, *stop: str) -> list[str]:
 
 def test_a_text_comes_in_whole_characters_with_its_spaces() -> None:
     assert pieces("a b\u00e9\u20ac!") == ["a", " ", "b", "\u00e9", "\u20ac", "!"]
-    # A character that never ends is shown as what it is.
+    # An incomplete character at the end is shown as U+FFFD.
     assert "".join(streamed("\u20ac".encode()[:2], Letters())) == "\ufffd"  # type: ignore[arg-type]
 
 

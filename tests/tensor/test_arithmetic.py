@@ -1,4 +1,4 @@
-"""Operators and the functions of elements, against numpy."""
+"""Operators and elementwise functions, against numpy."""
 
 import operator
 

@@ -1,4 +1,4 @@
-"""Making tensors of Python data, numpy arrays, and shapes."""
+"""Making tensors from Python data, numpy arrays, and shapes."""
 
 import array
 

@@ -1,4 +1,4 @@
-"""Whole quotients and remainders, which are Python's and torch's."""
+"""Floor division and remainders, which follow Python and torch."""
 
 import operator
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Sizes that cannot be are errors before memory is touched: the process never aborts."""
+"""Impossible sizes are errors before memory is allocated: the process never aborts."""
 
 import pytest
 

@@ -36,7 +36,7 @@ def test_nf4_is_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtype: s
     }
     np.testing.assert_array_equal(parts["codes"], expected["codes"])
     np.testing.assert_array_equal(parts["scale_codes"], expected["scales"])
-    # The mean of the scales depends on the order of its sum, in the last digit.
+    # The last digit of the scales' mean depends on the order of summation.
     np.testing.assert_allclose(parts["offset"], GOLDEN[f"{name}.{dtype}.offset"], rtol=2e-7)
     np.testing.assert_allclose(parts["scales"], expected["outer"], rtol=1e-6)
     dequantized = found.dequantize().to("f32").numpy()

@@ -11,7 +11,7 @@ from trainable_candle.nn import functional as F
 
 Matrix = npt.NDArray[np.float64]
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-# The last place of a result: sums of f32, or the dtype's rounding.
+# The error of a result: sums of f32, or the dtype's rounding.
 ROUNDING = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}
 
 
@@ -32,7 +32,7 @@ def nearest(x: Matrix, format: str) -> Matrix:
 
 
 def rounded(x: Matrix, format: str) -> Matrix:
-    """Rows of x, each a scale (f32: it decides what is halfway) times numbers of the format."""
+    """Rows of x, each a scale times numbers of the format. The f32 scale decides what is a tie."""
     single = x.astype(np.float32)
     largest = np.abs(single).max(axis=1, keepdims=True)
     scale = np.where(largest > 0, largest / np.float32(LARGEST[format]), np.float32(1))

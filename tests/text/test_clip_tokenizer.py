@@ -97,7 +97,7 @@ def test_tokenizer_json_is_the_same_tokenizer(tmp_path: Path) -> None:
     slow = CLIPTokenizer.from_pretrained(tmp_path / "slow")
     (tmp_path / "fast").mkdir()
     whole = tokenizers.Tokenizer.from_str(slow._tokenizer.to_str())
-    # What a published file brings along.
+    # Settings that published files have.
     whole.enable_padding(length=77)
     whole.enable_truncation(max_length=20)
     whole.post_processor = tokenizers.processors.RobertaProcessing(

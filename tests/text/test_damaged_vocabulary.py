@@ -1,4 +1,4 @@
-"""A vocabulary without the token for what is unknown."""
+"""A vocabulary without the token for unknown text."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Numbers of optimizers and schedules that have no setting of their own."""
+"""Arguments of optimizers and schedules that have no setting of their own."""
 
 from typing import Any
 

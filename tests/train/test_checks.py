@@ -58,7 +58,7 @@ def test_a_setting_without_effect_is_refused(settings: dict[str, Any], message: 
 )
 def test_a_setting_with_effect_is_not(settings: dict[str, Any]) -> None:
     check_settings(TrainConfig(**settings))
-    # As a run writes it down: with every default.
+    # Also with every default, as a run writes its settings.
     check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
 
 

@@ -33,7 +33,7 @@ def prepared(base: Path, folder: Path, seed: int = 3) -> Any:
 
 
 def samples(data: Any, batch_size: int, count: int) -> list[tuple[Any, ...]]:
-    """What the model would get to see of each of the first samples of a run."""
+    """The model's inputs for each of the first samples of a run."""
     batches = data.batches(batch_size)
     seen = []
     for index in range(count // batch_size):
@@ -142,7 +142,7 @@ def test_what_a_loss_draws_depends_on_the_number_of_its_batch(tmp_path: Path) ->
         state = tc.get_rng_state()
         assert trainer.train()
         assert seen == expected
-        # The callback's own draws alone.
+        # Only the callback's own draws advance the generator.
         assert tc.get_rng_state() == (state[0], 12 // accumulation)
     first, before = trained(tmp_path, 2, 6, stop=2)
     assert not first.train()

@@ -1,4 +1,4 @@
-"""Memory: what is estimated against what the tape and the optimizer really hold."""
+"""Memory: estimates against what the tape and the optimizer really hold."""
 
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,15 @@ def test_rounded_weights_are_what_the_tape_holds_more(
     plain, items = held()
     assert "model rounded weights" not in items
     rounded, items = held(qat=grid)
-    # Of one layer, of 128 x 128: its weight, the sum with the adapter, and the gradient.
+    # Buffers of one 128 x 128 layer: its weight, the sum with the adapter, and the gradient.
     found = items["model rounded weights"] - 3 * 4 * 128 * 128
-    # Of q, k, v and the output.
+    # The rounded weights of q, k, v and the output.
     block = 4 * 4 * 128 * 128
     if checkpointing == "full":
-        # Backward makes the weights of one block again, which the estimate adds.
+        # Backward recomputes the rounded weights of one block, which the estimate adds.
         assert (rounded - plain, found) == (0, block)
     else:
-        # The first layers of the model need no gradient of their input, and keep none.
+        # The model's first layers need no gradient of their input, and keep no rounded weight.
         assert rounded - plain <= found == 6 * block < 1.3 * (rounded - plain)
 
 

@@ -133,7 +133,8 @@ def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
     assert tc.get_rng_state() == state
     tc.randn((3,))
     assert prepared.validation_loss() == first
-    # The mean over single images of an image's loss at its own noise: about the training loss.
+    # Validation averages the losses of single images, each at its own noise, and is therefore near
+    # the training loss.
     batches = prepared.batches(4)
     drawn = [prepared.inputs(batches.batch(n)) for n in range(200)]
     losses = [float(prepared.loss(inputs).item()) for inputs in drawn]

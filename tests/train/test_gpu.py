@@ -69,7 +69,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
 
 
 def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path) -> None:
-    """The bounds of texts differ from batch to batch; a graph reads them anew."""
+    """The bounds of texts differ from batch to batch; each replay of a graph reads them."""
     dataset = tmp_path / "texts.jsonl"
     lines = ["".join(chr(97 + n * k % 26) for k in range(3 + 7 * n % 90)) for n in range(80)]
     dataset.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -88,7 +88,7 @@ def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path
     )
     plain = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Without graphs no row is filled up, so other rows share a tile of a sum.
+    # Without graphs rows are not padded, so the tiles of a sum have other rows.
     np.testing.assert_allclose(recorded, plain, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)
@@ -108,7 +108,7 @@ def test_recorded_steps_are_those_that_are_not_bit_for_bit(
 def test_a_run_goes_on_elsewhere(
     gpu: str, config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
-    """Saved on the GPU, continued on the CPU, and the other way round."""
+    """Saved on the GPU, continued on the CPU, and the reverse."""
 
     class Stop(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
@@ -234,7 +234,7 @@ def test_the_command_line_trains_and_draws(
         drawing = ["--prompt", "a blur", "--size", "32", "--steps", "2", "--output", str(drawn)]
         assert main(["sample", "--model", "sdxl", *given, *drawing]) == 0
         assert drawn.is_file()
-    # What is read on the CPU is what was trained.
+    # The file has the adapters of the text encoders, and finite values.
     parameters = tc.load_file(adapter)
     assert any("text_encoder" in name or "te1" in name for name in parameters)
     assert all(np.isfinite(tensor.to("f32").numpy()).all() for tensor in parameters.values())

@@ -1,4 +1,4 @@
-"""Prompts with settings of their own, from files, on images and over time."""
+"""Prompts with their own settings, prompts from files, texts in images, previews over time."""
 
 from pathlib import Path
 

@@ -85,7 +85,7 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> 
         part = Problem(config, output, stop_after)
         if losses:
             part.trainer.resume(checkpoints(output)[-1])
-        # What happens between the parts must not matter.
+        # The draw between the parts must not matter.
         part.trainer.train()
         tc.randn((7,))
         losses += part.callback.losses

@@ -23,7 +23,7 @@ Train = Callable[..., dict[str, bytes]]
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Keeps the number of threads from test to test."""
+    """Restores the number of threads after each test."""
     before = tc.get_num_threads()
     yield
     tc.set_num_threads(before)
@@ -267,7 +267,7 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
 
 def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
-    # By hand, after more steps than the first, after the checkpoint of step 5.
+    # The settings leave no other plan; the step is too late; a checkpoint of step 5 exists.
     late = config.with_(steps=30, save_every=0)
     for settings, step in ((by_hand, 1), (late, 25), (config, 7)):
         failing = OneOutOfMemory(step)

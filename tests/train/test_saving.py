@@ -1,4 +1,4 @@
-"""Checkpoints are written beside training: it continues, and nothing is lost, whatever happens."""
+"""Checkpoints are written while training continues, and failures lose no earlier one."""
 
 import errno
 import resource
@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
             begun.append(trainer.step)
 
     class Failure(Callback):
-        """Submits jobs until one meets the error: more than the queue takes."""
+        """Submits more jobs than the queue takes, so that one of them meets the error."""
 
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             for _ in range(0 if is_late or trainer.step < 6 else 100):

@@ -1,4 +1,4 @@
-"""The training loop on problems whose answer numpy knows."""
+"""The training loop on problems whose answers numpy computes."""
 
 import math
 from collections.abc import Mapping
@@ -234,7 +234,7 @@ def test_a_gradient_that_is_no_number_leaves_the_parameters() -> None:
 def test_a_step_that_is_queued_before_its_loss_is_read_is_skipped(
     monkeypatch: pytest.MonkeyPatch, accumulation: int
 ) -> None:
-    """As on a GPU, where the loss is read after the step: it is infinite, the gradient finite."""
+    """As on a GPU, where the loss is read after the step: an infinite loss, a finite gradient."""
     weight = tc.Var(np.ones(1, np.float32))
     run = Trainer(
         lambda rows: weight.sum() + (math.inf if rows[0] == 3 else 0.0),
@@ -256,7 +256,7 @@ def half(weight: tc.Var) -> tc.Tensor:
 
 
 def test_the_scaler_skips_steps_that_overflow() -> None:
-    # 65536 is more than an f16 holds, half of it is not.
+    # 65536 overflows f16, half of it does not.
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
     scaler = tc.optim.GradScaler()
     Trainer(
@@ -290,7 +290,7 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
 
 
 def test_what_the_loss_is_computed_from_can_be_made_before_the_step() -> None:
-    """All batches of a step at once; each draws from a stream of its own."""
+    """All batches of a step are made at once, and each draws from a stream of its own."""
 
     def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:
         seen.append(list(rows))

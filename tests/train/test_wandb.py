@@ -1,4 +1,4 @@
-"""Weights & Biases, by a module that takes its place."""
+"""Weights & Biases, with a module that takes the place of `wandb`."""
 
 import sys
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
     (start,) = wandb.inits
     assert (start["project"], start["name"], start["id"]) == ("loras", "digit", None)
     assert start["config"]["rank"] == config.rank
-    # As planned, not as asked for.
+    # The settings are those of the plan, not those asked for.
     assert start["config"]["gradient_checkpointing"] == "none"
     steps = [step for step, values in wandb.logged if "train/loss" in values]
     assert steps == list(range(1, config.steps + 1))

@@ -15,7 +15,7 @@ const HIDDEN: usize = 64;
 const BATCH: usize = 256;
 const STEPS: usize = 500;
 
-/// Two layers: of variables while they are trained, of frozen tensors afterwards.
+/// Two layers, whose parameters are variables in training and frozen tensors afterwards.
 struct Network<T: Parameter> {
     hidden: Linear<T>,
     out: Linear<T>,
@@ -44,7 +44,7 @@ impl Network<Var> {
     }
 }
 
-/// The parts by name: what adapters attach to, and what files hold.
+/// The layers by name, for adapters and files.
 impl Module for Network<Tensor> {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.linear("hidden", &self.hidden)?;
@@ -52,7 +52,7 @@ impl Module for Network<Tensor> {
     }
 }
 
-/// Trains `vars` until the network computes `target`; the last loss.
+/// Train `vars` until the network computes `target`; return the last loss.
 fn fit<T: Parameter>(
     network: &Network<T>,
     vars: Vec<Var>,

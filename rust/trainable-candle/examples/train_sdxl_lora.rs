@@ -13,7 +13,7 @@
 //! | `text_embeds` | (N, 1280), the pooled text |
 //! | `time_ids` | (N, 6), original height and width, top and left of the crop, height and width |
 //!
-//! `DEVICE` is `cpu`, where the UNet computes in f32, or, built with `--features cuda`, `cuda`, where it does in bf16.
+//! `DEVICE` is `cpu`, where the UNet computes in f32, or in a build with `--features cuda` also `cuda`, where it computes in bf16.
 //!
 //! Without arguments a tiny UNet with random weights learns a tiny random cache: a test of a few seconds.
 #![allow(clippy::print_stdout)] // it prints the progress of training
@@ -42,7 +42,7 @@ struct Run {
     learning_rate: f64,
 }
 
-/// Examples, the first dimension of each tensor counting them.
+/// Examples; the first dimension of each tensor is their number.
 struct Examples {
     latents: Tensor,
     encoder_hidden_states: Tensor,
@@ -111,7 +111,7 @@ fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples
     Ok(sum / examples.len() as f64)
 }
 
-/// Trains and saves an adapter; the validation losses before and after.
+/// Train and save an adapter; return the validation losses before and after.
 fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     rng::manual_seed(0);
     let files = Pretrained::find(&run.unet, SDXLUNet::KIND, &Choice::default())?;

@@ -2,10 +2,10 @@
 //!
 //! This crate is the whole library under one name: tensors and the autograd tape
 //! ([`core`]), layers, adapters and optimizers ([`nn`]), files ([`io`]), models ([`models`]), objectives and samplers ([`train`]).
-//! [`prelude`] has what most programs need. The feature `cuda` adds NVIDIA GPUs: building it takes CUDA's compiler, using it
-//! the libraries that [`core::device::cuda`] finds at run time.
+//! [`prelude`] has what most programs need. The feature `cuda` adds NVIDIA GPUs: a build with it takes CUDA's
+//! compiler, a run takes the libraries that [`core::device::cuda`] finds.
 //!
-//! The folder `examples` has two whole programs: `train_network`, a small network and then LoRA on it, and `train_sdxl_lora`,
+//! The folder `examples` has two complete programs: `train_network`, a small network and then LoRA on it, and `train_sdxl_lora`,
 //! SDXL's UNet from cached latents.
 //!
 //! # Gradients
@@ -140,7 +140,7 @@ pub mod prelude {
     };
 }
 
-/// The mean of the squared differences of `input` and `target`, which have one shape: a single element.
+/// The mean of the squared differences of `input` and `target`, which have the same shape; a single element.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::DType`] if they do not fit.

@@ -1,4 +1,4 @@
-"""What is particular to Chroma: one text encoder, one token of padding, files of relatives."""
+"""What is particular to Chroma: one text encoder, one token of padding, related files."""
 
 import shutil
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_files_of_chroma_and_of_flux_are_told_apart(
 
 
 def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
-    """Each has the words and one token of padding, whatever the others' length."""
+    """Each has its words and one token of padding, independent of the others' lengths."""
     family = families.load("chroma", chroma_base, "f32", "cpu").family
     captions = ["", "a red blur of many words", "a blur"]
     together = family.features(captions)
@@ -50,7 +50,7 @@ def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
 
 
 def test_drawing_needs_no_mask(chroma_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt and a negative prompt of other length are read one after the other."""
+    """A prompt and a negative prompt of different lengths go through the model separately."""
     task = families.load("chroma", chroma_base, "f32", "cpu")
     found = []
     predict = task.family.predict

@@ -20,7 +20,7 @@ FORMATS = {"fp8": ("F8_E4M3", "float8_e4m3fn"), "int8": ("I8", "int8_tensorwise"
 
 
 def make_adapter(transformer: Path, path: Path) -> Path:
-    """A LoRA of the transformer in a folder of diffusers that has an effect."""
+    """Write a LoRA that has an effect, for the transformer in a folder of diffusers."""
     model = tc.models.load(transformer, dtype="f32")
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules=["to_q", "to_v"]))
     tc.manual_seed(3)
@@ -31,7 +31,7 @@ def make_adapter(transformer: Path, path: Path) -> Path:
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """The tensors of a safetensors file, byte by byte: numbers of eight bits as their codes."""
+    """The dtypes and values of the tensors in a safetensors file; FP8 numbers as their codes."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -82,7 +82,7 @@ def test_the_file_is_one_of_comfyui(
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
         steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Half of a last place: of three bits of fraction, or of an integer.
+        # Half a unit in the last place: of three fraction bits, or of an integer.
         within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
         assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
         assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}
@@ -92,7 +92,7 @@ def test_the_file_is_one_of_comfyui(
     for key in expected.keys() - set(quantized):
         np.testing.assert_array_equal(found[key][1], expected[key][1], key)
 
-    # It is read as it is written: the codes are the base's in that format.
+    # Loading the file in that format uses its codes.
     read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
     model, stored = (tc.models.load(written, **read, **more) for more in ({}, {"quantize": to}))
     values = stored.named_tensors()
@@ -109,7 +109,7 @@ def test_the_loss_before_and_after_is_told(
     to: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The loss of both is that of one model up to the rounding."""
+    """The two losses differ by the rounding alone."""
     name, base, _, _ = files
     adapter = make_adapter(base / "transformer", tmp_path / "adapter.safetensors")
     given = ["--model", name, "--weights", str(base), "--adapter", str(adapter)]

@@ -19,11 +19,11 @@ diffusers = pytest.importorskip("diffusers")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# diffusers' own use of what it deprecates.
+# diffusers itself uses what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
-# Rows and columns of latents that differ, and of which one is odd in tokens.
 GOLDEN = Path(__file__).parents[2] / "golden"
+# The numbers of rows and columns of latents differ, and one is odd in tokens.
 SIZE, STEPS, SEED = (40, 24), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
 
@@ -139,7 +139,7 @@ def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
 
 
 def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path: Path) -> None:
-    """Of no words, of some, and of a caption that is truncated and has no padding."""
+    """Captions of no words, of some, and one that is truncated and has no padding."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     captions = ["", PROMPT, "a blur " * 400]
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_z_image(zimage_base: Path, guidance: float) -> None:
         text_encoder=load(transformers.Qwen3ForCausalLM, zimage_base / "text_encoder"),
         tokenizer=chat_tokenizer(zimage_base / "tokenizer"),
     )
-    # Its scale counts from 0: none. A prompt of more tokens than 32, and one of fewer.
+    # The pipeline's scale is ours minus 1. One prompt has more than 32 tokens, the other fewer.
     theirs = pipeline(
         PROMPT, negative_prompt="", num_inference_steps=STEPS, guidance_scale=guidance - 1,
         height=SIZE[1], width=SIZE[0], latents=noise(), output_type="np",

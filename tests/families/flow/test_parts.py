@@ -1,4 +1,4 @@
-"""Weights in files of their own: a transformer, an autoencoder, text encoders."""
+"""Weights in separate files: a transformer, an autoencoder, text encoders."""
 
 import shutil
 from pathlib import Path
@@ -38,7 +38,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     vae = tmp_path / "ae.safetensors"
     tc.models.save_checkpoint(vae, {"vae": tc.models.load(base, subfolder="vae")})
     encoders = [str(write(base, part, tmp_path / f"{part}.safetensors")) for part in ENCODERS[name]]
-    # Which is which does not depend on the order, where their kinds differ.
+    # Their order does not matter where their kinds differ.
     for tokenizer in base.glob("tokenizer*"):
         shutil.copytree(tokenizer, tmp_path / tokenizer.name)
     config = TrainConfig(text_encoder=[encoders[-1], *encoders[:-1]], vae=str(vae))
@@ -96,7 +96,7 @@ def test_latents_and_velocities_are_those_of_the_pipeline(
     assert one.family.drawing_bytes((32, 32), 1) > 0
     options = SampleOptions(steps=1, size=(16, 16))
     if name == "chroma":
-        # T5 alone, of whose tokenizer the tiny encoder knows all tokens.
+        # Chroma has T5 alone, and the tiny encoder knows all tokens of T5's tokenizer.
         np.testing.assert_array_equal(one.draw(["a"], options), other.draw(["a"], options))
         return
     # The package's tokenizers have more tokens than the tiny encoders.

@@ -52,7 +52,7 @@ def test_it_counts_in_training_alone(
     # Until the first step both draw as the base does.
     previews = [min((r.output / "samples").glob("*.png")).read_bytes() for r in (plain, run)]
     assert previews[0] == previews[1]
-    # The model of the run draws as one that loads its file and knows nothing of the other.
+    # The run's model draws like one that loads its file without the training adapter.
     task = families.load(name, base, "f32", "cpu")
     task.load_adapter(run.adapter_path, 1.0)
     drawn = task.draw(["a"], OPTIONS).astype(int)
@@ -113,7 +113,7 @@ def test_the_product_is_added_and_taken_out_exactly(
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), alone)
     if kind == "dora" or dtype == "bf16":
         return
-    # In f32, the product is that of merging the one before the other is put on.
+    # In f32, the result is that of merging the training adapter before loading the other.
     merged = tc.models.load(folder, dtype="f32")
     merged.load_adapter(over)
     merged.merge_adapter()

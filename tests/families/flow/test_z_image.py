@@ -1,4 +1,4 @@
-"""Z-Image alone: captions of their own length, times from noise to data, the tokenizer."""
+"""What is particular to Z-Image: lengths of captions, times from noise to data, the tokenizer."""
 
 import shutil
 from pathlib import Path

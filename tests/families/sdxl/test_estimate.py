@@ -138,7 +138,7 @@ def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
         )
         return found
 
-    # All eight fit beside each other, or only one.
+    # All eight images fit at once, or only one.
     assert activations(80 * 2**30) > 6 * activations(0)
     assert (
         activations(0)

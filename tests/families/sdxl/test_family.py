@@ -1,4 +1,4 @@
-"""What is trained, and how images are drawn: against the same written out."""
+"""Losses and drawn images, against the same computations written out."""
 
 import shutil
 from collections.abc import Callable

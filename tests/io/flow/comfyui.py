@@ -1,4 +1,4 @@
-"""What ComfyUI makes of an adapter file, by the facts of its key map and formulas.
+"""How ComfyUI applies an adapter file, by the facts of its key map and formulas.
 
 The models have the original names there, with queries, keys and values in one matrix. ComfyUI's
 map of names (`lora.py`) has them under `diffusion_model.` and, with underscores, `lora_unet_`; and
@@ -15,7 +15,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Slice(NamedTuple):
-    """Rows of an original matrix, of this many equal shares."""
+    """Rows of an original matrix: `count` of its `of` equal shares, from `first` on."""
 
     name: str
     first: int = 0
@@ -69,7 +69,7 @@ def flux_slices(blocks: int, singles: int) -> dict[str, Slice]:
 
 
 def without_modulation(flux: dict[str, Slice], layers: int) -> dict[str, Slice]:
-    """Those of Chroma: Flux's that it has, and of the approximator of this many layers."""
+    """Chroma's linear layers: those that it shares with Flux, and those of its approximator."""
     modulation = ("time_text_embed.", "norm_out.")
     found = {
         layer: place
@@ -181,7 +181,7 @@ def originals(weights: Arrays, slices: Mapping[str, Slice]) -> dict[str, np.ndar
 def applied(
     tensors: Arrays, matrices: Arrays, slices: Mapping[str, Slice]
 ) -> dict[str, np.ndarray]:
-    """The original matrices after ComfyUI has loaded a file of strength 1.
+    """The original matrices after ComfyUI has loaded a file at strength 1.
 
     Raises:
         KeyError: it knows no such key, which it logs and leaves out.

@@ -49,7 +49,7 @@ class Family(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """Of diffusers' model."""
+        """The folder of diffusers' model."""
         return GOLDEN / self.name / "transformer"
 
     def load(self) -> Model:
@@ -62,11 +62,11 @@ class Family(NamedTuple):
         return {name: case[name] for name in self.inputs}
 
     def predict(self, model: Model) -> np.ndarray:
-        """Of the golden inputs."""
+        """The model's output for the golden inputs."""
         return model(**self.given()).numpy()
 
     def pipeline(self, folder: Path) -> Path:
-        """A folder of which `verify_adapter` reads the transformer's sizes."""
+        """A folder from which `verify_adapter` reads the transformer's sizes."""
         folder.mkdir(exist_ok=True)
         (folder / "transformer").symlink_to(self.folder)
         return folder

@@ -1,4 +1,4 @@
-"""Adapter files of flow models under everybody's names, out and in."""
+"""Adapter files of flow models under the names of all tools, written and read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_files_come_back_as_they_were(
     found = merged(model)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, atol=1e-5, err_msg=name)
-    # Ranks and alphas are those of training too.
+    # The ranks and alphas of the file are also those of a fresh adapter.
     model.remove_adapter()
     fresh = model.add_adapter(tc.LoraConfig(**KINDS[kind]))
     fresh.load(path)
@@ -125,7 +125,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
 
 
 def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
-    """diffusers all of it, ComfyUI only the layers that it calls alike."""
+    """diffusers reads all of it, ComfyUI only the layers that have the same names there."""
     arrays = {}
     for layer, rows, columns in (("attention_to_q", 64, 64), ("feed_forward_w2", 64, 170)):
         module = f"lora_unet_layers_0_{layer}"
@@ -197,7 +197,7 @@ def test_a_matrix_of_several_layers_is_split(
     expected = whole + 1.5 / 3 * change
     if kind == "dora":
         values["dora_scale"] = 1 + drawn(rows, 1) ** 2
-        # By the paper's formula, which a file without a mark of ours is read by.
+        # The paper's formula, which holds for a file without our mark.
         norm = np.linalg.norm(expected, axis=1, keepdims=True)
         expected = expected * values["dora_scale"] / norm
     arrays = {f"{module}.{name}": value for name, value in values.items()}
@@ -211,7 +211,7 @@ def test_a_matrix_of_several_layers_is_split(
     found = merged(model)
     np.testing.assert_allclose(np.concatenate([found[name] for name in names]), expected, atol=1e-5)
     if kind == "lora":
-        # Written again, layers that share a factor do not grow.
+        # Layers that share a factor still share it when they are written again.
         model.unmerge_adapter()
         adapter.save(tmp_path / "again.safetensors", format="kohya")
         again = tc.load_file(tmp_path / "again.safetensors")

@@ -14,7 +14,7 @@ from .conftest import FAMILIES, Family
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
-# diffusers' own use of what it deprecates.
+# diffusers itself uses what it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
@@ -94,7 +94,7 @@ def test_peft_computes_the_same(
 def test_diffusers_reads_kohyas_names_of_flux(
     attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
-    """Its converter expects the published width in `linear1`, which is therefore left out."""
+    """diffusers' converter expects the published width of `linear1`, which is left out here."""
     family = FAMILIES["flux"]
     model = family.load()
     base = family.predict(model)
@@ -106,7 +106,7 @@ def test_diffusers_reads_kohyas_names_of_flux(
 
 
 def renamed(path: Path, style: str) -> None:
-    """Give a file of the default form the names of another style, with an alpha of 3 / 4 rank."""
+    """Give a file of the default form the names of another style; alphas are 3 for rank 4."""
     tensors = tc.load_file(path)
     found = {}
     for name, tensor in tensors.items():
@@ -158,7 +158,7 @@ def test_what_verify_says_of_diffusers_is_so(
     try:
         load_lora(family, theirs, path)
     except (ValueError, KeyError, AssertionError, RuntimeError):
-        # One name that it does not know spoils the file.
+        # diffusers rejects the whole file for one name that it does not know.
         assert "not" in claims
         return
     found = prediction(family, theirs)

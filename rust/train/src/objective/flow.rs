@@ -29,12 +29,12 @@ impl FlowMatching {
     /// An objective with noise levels from `distribution`, shifted by `shift` as in [`NoiseLevels::new`].
     ///
     /// # Errors
-    /// [`Error::Argument`] if the shift or the deviation is not above 0.
+    /// [`Error::Argument`] if the shift or the deviation is not above 0, the mean not finite, or the mode's scale out of range.
     pub fn new(distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
 
-    /// Noise for every element of `data (B, ...)` at a level for every example, from the library's generator.
+    /// Add noise to `data (B, ...)`, at one level for each example. The noise and the levels come from the library's generator.
     ///
     /// # Errors
     /// [`Error::Shape`] if `data` has no dimension, [`Error::DType`] if it is not floating point.
@@ -44,8 +44,8 @@ impl FlowMatching {
         noised(data, &noise, &sigmas)
     }
 
-    /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise at the same level
-    /// every time, in any batch, and the library's generator does not advance.
+    /// [`noise`](Self::noise) from the streams of `seed`: the sample with number `samples[i]` gets the same noise at the same level
+    /// every time, in any batch. The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
@@ -74,7 +74,7 @@ fn batch_of(data: &Tensor) -> Result<usize> {
     batch.ok_or_else(|| Error::shape(OP, "the data has no dimension, expected (B, ...)"))
 }
 
-/// `data (B, ...)` under `noise` of the same shape at the levels `sigmas (B)`; computed in f32, returned in the dtype of the data.
+/// Mix `data (B, ...)` with `noise` of the same shape at the levels `sigmas (B)`, in f32; the results have the dtype of the data.
 ///
 /// # Errors
 /// [`Error::Shape`] if the three do not fit together.

@@ -20,12 +20,12 @@ pub enum SigmaDistribution {
     /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u: favours the middle for positive scales and both ends for negative ones
     /// (arXiv:2403.03206, section 3.1, "mode sampling with heavy tails").
     Mode {
-        /// From −1 to 2 / (π − 2), within which the function falls.
+        /// From −1 to 2 / (π − 2), the range in which the function decreases with u.
         scale: f64,
     },
 }
 
-/// The scale with which the paper's authors did best.
+/// The scale with the best results in arXiv:2403.03206.
 const MODE_SCALE: f64 = 1.29;
 
 impl std::str::FromStr for SigmaDistribution {
@@ -58,7 +58,8 @@ impl NoiseLevels {
     /// σ → shift · σ / (1 + (shift - 1) · σ). Large images need about 3 (arXiv:2403.03206, section 5.3.2); 1 changes nothing.
     ///
     /// # Errors
-    /// [`Error::Argument`] in the name of `op` if the shift or the deviation is not above 0.
+    /// [`Error::Argument`] in the name of `op` if the shift or the deviation is not above 0, the mean not finite, or the mode's
+    /// scale out of range.
     pub fn new(op: &'static str, distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         if !(shift > 0.0 && shift.is_finite()) {
             return Err(Error::argument(op, format!("shift is {shift}, expected a number above 0")));
@@ -84,7 +85,7 @@ impl NoiseLevels {
         Ok(Self { distribution, shift })
     }
 
-    /// `count` levels (count,) in f32 on `device` from the library's generator.
+    /// Draw `count` levels, (count,) in f32 on `device`, from the library's generator.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if they do not fit.
@@ -99,7 +100,7 @@ impl NoiseLevels {
         self.shifted(levels)
     }
 
-    /// A level (B,) in f32 on `device` for each of the samples with these numbers, from the streams of `seed` for `purpose`.
+    /// Draw a level for each sample number, (B,) in f32 on `device`, from the streams of `seed` for `purpose`.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if they do not fit.
@@ -156,7 +157,7 @@ mod tests {
         assert!(uniform.iter().all(|s| (0.0..1.0).contains(s)));
         // E[3 u / (1 + 2 u)] = 3/2 - 3/4 ln 3 for uniform u.
         assert!((mean(&draw(SigmaDistribution::Uniform, 3.0)) - (1.5 - 0.75 * 3f64.ln())).abs() < 0.01);
-        // Quarters of diffusers' `compute_density_for_timestep_sampling("mode", mode_scale=1.29)`: f(3/4), f(1/2), f(1/4).
+        // Quartiles of diffusers' `compute_density_for_timestep_sampling("mode", mode_scale=1.29)`: f(3/4), f(1/2), f(1/4).
         let mut mode = draw("mode".parse().unwrap(), 1.0);
         mode.sort_by(f32::total_cmp);
         for (rank, expected) in [(10_000, 0.383_584), (20_000, 0.5), (30_000, 0.616_416)] {

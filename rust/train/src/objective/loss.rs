@@ -43,12 +43,12 @@ pub(crate) enum Delta<'a> {
     PerExample(&'a Tensor),
 }
 
-/// Weights of the elements of a batch (B, C, ...); all f32 on its device.
+/// Weights of the elements of a batch (B, C, ...); all f32 on the batch's device.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Weights<'a> {
     /// For each example, (B,).
     pub(crate) examples: Option<&'a Tensor>,
-    /// For each position, (B, 1, ...), relative to its mean over the example.
+    /// For each position, (B, 1, ...); [`weighted_loss`] divides them by their mean over the example.
     pub(crate) places: Option<&'a Tensor>,
 }
 
@@ -96,7 +96,7 @@ pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
 
 /// The product of the weights, which broadcasts over `x`; None without weights.
 fn combined(x: &Tensor, examples: Option<&Tensor>, places: Option<&Tensor>) -> Result<Option<Tensor>> {
-    /// Below the mean of any mask that is not 0 everywhere, so that a mask of zeros gives a loss of 0, not NaN.
+    /// A lower bound for the mean, so that a mask of zeros gives a loss of 0, not NaN. Every other mask has a larger mean.
     const LEAST: f64 = 1e-12;
     let examples = examples.map(|weights| weights.reshape(per_example(x))).transpose()?;
     let Some(places) = places else { return Ok(examples) };

@@ -1,4 +1,4 @@
-//! Training objectives: the model's noised input and its target.
+//! Training objectives: they make the model's noised input and the target of its prediction.
 
 mod diffusion;
 mod flow;
@@ -16,14 +16,14 @@ pub use levels::{NoiseLevels, SigmaDistribution};
 pub use loss::LossFunction;
 pub use schedule::{BetaSchedule, NoiseSchedule, NoiseScheduleConfig, PredictionType, TimestepSpacing};
 
-/// Standard normal values (B, ...) in f32 on `device`, those of the sample with number `samples[i]` in row `i`, from the streams of `seed`.
+/// Standard normal values of shape `dims` (B, ...) in f32 on `device`; row `i` is drawn from the streams of `seed` for the sample with
+/// number `samples[i]`.
 fn normal_rows(dims: &[usize], samples: &[u64], purpose: Purpose, seed: u64, device: &Device) -> Result<Tensor> {
     let values = rng::normal_samples(seed, purpose, samples, dims[1..].iter().product());
     Tensor::from_vec(values, dims, &Device::Cpu)?.to_device(device)
 }
 
-/// # Errors
-/// [`Error::Shape`] if there is not a number for each example of a batch in the shape `dims`.
+/// Check that there is a number for each example of a batch of shape `dims`.
 fn check_numbers(op: &'static str, dims: &[usize], numbers: usize) -> Result<()> {
     if numbers == dims[0] {
         return Ok(());

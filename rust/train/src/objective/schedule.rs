@@ -146,13 +146,13 @@ impl NoiseSchedule {
     /// SDXL's schedule.
     ///
     /// # Errors
-    /// None.
+    /// None; the default configuration is valid.
     pub fn sdxl() -> Result<Self> {
         Self::new(NoiseScheduleConfig::default())
     }
 
     /// The schedule in a `scheduler_config.json`: `path` is the file, the folder that holds it, or the folder of a model
-    /// that holds it as `scheduler/scheduler_config.json`. Entries that it lacks are SDXL's.
+    /// that holds it as `scheduler/scheduler_config.json`. Missing entries have SDXL's values.
     ///
     /// # Errors
     /// [`Error::Io`] if there is no such file, [`Error::Config`] naming the line that does not parse, [`Error::Argument`] as

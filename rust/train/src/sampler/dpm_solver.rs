@@ -1,4 +1,4 @@
-//! DPM-Solver++ of second order with several steps.
+//! DPM-Solver++, the multistep method of second order.
 //!
 //! Follows <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_dpmsolver_multistep.py#L921>.
 
@@ -22,7 +22,7 @@ impl DpmSolver {
     /// A run; see [`SamplerKind::start`](super::SamplerKind::start).
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`SamplerKind::start`](super::SamplerKind::start).
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
         let all = schedule.sigmas();
         let mut timesteps = grid::spaced(schedule, steps + 1, steps)?;
@@ -74,7 +74,7 @@ impl Sampler for DpmSolver {
         let (sigma, next) = (self.sigmas[i], self.sigmas[i + 1]);
         let ((alpha, noise), (next_alpha, next_noise)) = (shares(sigma), shares(next));
         let data = denoised(self.prediction, &x, &output, alpha, noise)?;
-        // λ = -ln σ, so that e^-h is the ratio of the noise levels.
+        // With λ = -ln σ and a step of h in λ, e^-h is the ratio of the noise levels.
         let factor = next_alpha * (1.0 - next / sigma);
         let direction = match self.previous.take() {
             Some((previous, _)) if i != 0 && i + 1 < steps => {

@@ -21,7 +21,7 @@ impl Euler {
     /// A run; see [`SamplerKind::start`](super::SamplerKind::start).
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`SamplerKind::start`](super::SamplerKind::start).
     pub fn new(schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Self> {
         let all = schedule.sigmas();
         let mut timesteps = grid::spaced(schedule, steps, steps)?;

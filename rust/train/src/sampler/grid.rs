@@ -8,8 +8,8 @@ use trainable_candle_core::{Error, Result};
 use super::OP;
 use crate::objective::{NoiseSchedule, TimestepSpacing};
 
-/// `count` timesteps, falling, of which the first `keep` are used: Euler's method spaces as many as it takes steps, DPM-Solver++
-/// one more for the end of the last step where the spacing reaches down to it.
+/// The first `keep` of `count` falling timesteps. `count` is the number of steps for Euler's method; for DPM-Solver++ it is one more,
+/// for the end of the last step. The trailing spacing does not contain that end and ignores `count`.
 pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Result<Vec<f64>> {
     let config = schedule.config();
     let total = schedule.num_train_timesteps();
@@ -35,7 +35,7 @@ pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Res
     Ok(timesteps.into_iter().take(keep).collect())
 }
 
-/// The noise levels at `timesteps`, between which they are interpolated.
+/// The noise levels at `timesteps`, interpolated between whole timesteps.
 pub(super) fn sigmas_at(sigmas: &[f64], timesteps: &[f64]) -> Vec<f64> {
     let at = |&t: &f64| {
         let t = t.clamp(0.0, (sigmas.len() - 1) as f64);

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{Error, Result, Tensor};
 
-/// `negative` + `scale` · (`positive` - `negative`): the model's output for the prompt, moved away from that for the negative
-/// prompt. Scale 1 gives the output for the prompt.
+/// `negative` + `scale` · (`positive` - `negative`): the model's output for the prompt, moved away from the output for the
+/// negative prompt. Scale 1 gives the output for the prompt.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::DType`] if the two differ.
@@ -21,18 +21,18 @@ pub struct Guided<M> {
 enum Conditions {
     /// The prompt alone.
     Positive(Vec<Tensor>),
-    /// Negative and positive one after the other along the batch: one call of twice the batch.
+    /// Negative and positive concatenated along the batch: one call with twice the batch.
     Pair(Vec<Tensor>),
     /// One call for each: half the memory.
     Each { negative: Vec<Tensor>, positive: Vec<Tensor> },
 }
 
 impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
-    /// `model(x, timestep, conditioning)` is called with `positive` and `negative`, tensors with the batch first that agree in
-    /// shape: both in one call if `batched`, with `x` repeated, and only with `positive` if `scale` is 1.
+    /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`, tensors with the batch first and the same
+    /// shapes. `batched` passes both in one call, with `x` repeated. A `scale` of 1 calls the model with `positive` alone.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ, [`Error::Shape`] if shapes do.
+    /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ, [`Error::Shape`] if their shapes do.
     pub fn new(model: M, positive: Vec<Tensor>, negative: Vec<Tensor>, scale: f64, batched: bool) -> Result<Self> {
         if !scale.is_finite() || positive.len() != negative.len() {
             return Err(Error::argument(

@@ -50,7 +50,7 @@ pub trait Sampler: Send {
     /// [`Error::Argument`] if there is no step `i`.
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor>;
 
-    /// Take `x` from step `i` to the next noise level, by the model's output for the scaled `x`. Steps are taken in order; step 0
+    /// Take `x` from step `i` to the next noise level, given the model's output for the scaled `x`. Steps are taken in order; step 0
     /// starts the run again.
     ///
     /// # Errors
@@ -58,7 +58,7 @@ pub trait Sampler: Send {
     fn step(&mut self, model_output: &Tensor, i: usize, x: &Tensor) -> Result<Tensor>;
 }
 
-/// The samplers there are.
+/// The kinds of sampler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SamplerKind {
     /// [`Euler`].
@@ -82,11 +82,12 @@ impl std::str::FromStr for SamplerKind {
 }
 
 impl SamplerKind {
-    /// A run of `steps` steps for a model trained under `schedule`; with `karras` noise levels they are spaced as in
+    /// A run of `steps` steps for a model trained under `schedule`; `karras` spaces the noise levels as in
     /// Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are no steps, or more than the schedule has timesteps.
+    /// [`Error::Argument`] if there are no steps or too many: [`Euler`] takes at most as many as the schedule has timesteps,
+    /// [`DpmSolver`] one fewer.
     pub fn start(self, schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Box<dyn Sampler>> {
         Ok(match self {
             Self::Euler => Box::new(Euler::new(schedule, steps, karras)?),
@@ -144,7 +145,7 @@ fn combined(a: f64, x: &Tensor, b: f64, y: &Tensor) -> Result<Tensor> {
     x.mul_scalar(a)?.add(&y.mul_scalar(b)?)
 }
 
-/// The data in `signal` · data + `noise` · noise = x, by the model's output.
+/// Solve `x` = `signal` · data + `noise` · noise for the data, given the model's output.
 fn denoised(prediction: PredictionType, x: &Tensor, output: &Tensor, signal: f64, noise: f64) -> Result<Tensor> {
     match prediction {
         PredictionType::Epsilon => combined(1.0 / signal, x, -noise / signal, output),

@@ -1,4 +1,4 @@
-//! Against diffusers in f64 (tests/golden/schedules) and against the definitions in f64.
+//! Compares the objective with diffusers in f64 (tests/golden/schedules) and with the definitions in f64.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -202,7 +202,7 @@ fn the_numbers_of_samples_decide_on_noise_and_timesteps() {
     }
     let other = objective.noise_for(&latents, &[6, 7, 8, 9], 3).unwrap();
     assert_ne!(values(&other.target), values(&all.target));
-    assert_eq!(rng::state(), before, "the library's generator stays where it is");
+    assert_eq!(rng::state(), before, "the library's generator does not advance");
     assert!(objective.noise_for(&latents, &[6], 2).unwrap_err().to_string().contains("found 1 numbers"));
 }
 
