@@ -9,7 +9,7 @@ import trainable_candle as tc
 from trainable_candle.data.folder import counted
 from trainable_candle.distributed.agreement import SameParameters
 from trainable_candle.sheet import PAGE
-from trainable_candle.train.ema import AdapterAverage
+from trainable_candle.train.ema import AdapterAverage, Average, OptimizerAverage
 from trainable_candle.train.epochs import Epochs, Moments, is_due
 from trainable_candle.train.evaluation import (
     Previews,
@@ -67,10 +67,16 @@ class Session:
         self._batches = prepared.train.batches(config.batch_size)
         self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
         self.totals = Totals(task.counts)
-        self._average = None
+        self._optimizer = make_optimizer(config, adapters.groups(config))
+        self._average: Average | None = None
+        self.callbacks: list[Callback] = []
         # All processes validate; the first one writes and draws as well.
         if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
-            self._average = AdapterAverage(adapters, config.ema_decay)
+            running = AdapterAverage(adapters, config.ema_decay)
+            self._average = running
+            self.callbacks.append(running)
+        elif self._optimizer.averages:
+            self._average = OptimizerAverage(self._optimizer)
         as_used: Callable[[], AbstractContextManager[None]] = partial(
             evaluated, adapters, self._average
         )
@@ -86,9 +92,7 @@ class Session:
                 config.stem,
                 report,
             )
-        self.callbacks: list[Callback] = [
-            callback for callback in (self._average, self.validation) if callback is not None
-        ]
+            self.callbacks.append(self.validation)
         if group.rank == 0:
             self.callbacks.insert(0, self.totals)
             if config.sample_prompts:
@@ -113,17 +117,16 @@ class Session:
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
         """The training loop with all of these."""
         config = self._config
-        optimizer = make_optimizer(config, self._adapters.groups(config))
         return Trainer(
             self._train.loss,
             self._adapters.named_parameters(),
-            optimizer,
+            self._optimizer,
             self._batches,
             inputs=self._train.inputs,
             weigh=self._train.weight if self._task.weighs else None,
             cuda_graphs=config.cuda_graphs if self._task.repeats else 0,
             steps=config.steps,
-            scheduler=make_scheduler(config, optimizer),
+            scheduler=make_scheduler(config, self._optimizer),
             gradient_accumulation=config.gradient_accumulation,
             max_grad_norm=config.max_grad_norm,
             scaler=tc.optim.GradScaler() if config.precision == "f16" else None,

@@ -54,8 +54,20 @@ def _wrong_arguments(config: Any) -> str | None:
     return None
 
 
+def _averaged_twice(config: Any) -> str | None:
+    """An optimizer that averages takes neither another average nor a schedule."""
+    kind: Callable[..., Any] = KINDS[config.optimizer]
+    if not kind([Var(zeros(1))]).averages:
+        return None
+    if config.ema_decay:
+        return f"--optimizer {config.optimizer} averages the adapter itself; set --ema-decay to 0"
+    if config.lr_scheduler != "constant":
+        return f"--optimizer {config.optimizer} needs no schedule; set --lr-scheduler to constant"
+    return None
+
+
 def _contradiction(config: Any) -> str | None:
-    return _long_warmup(config) or _wrong_arguments(config)
+    return _long_warmup(config) or _wrong_arguments(config) or _averaged_twice(config)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import trainable_candle as tc
 from trainable_candle.errors import Error, WeightsFormatError
@@ -13,12 +13,43 @@ from trainable_candle.train.state import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from trainable_candle.train.adapters import Adapters
     from trainable_candle.train.trainer import StepReport, Trainer
 
 _FILE: Final = "average.safetensors"
+
+
+class Average(Protocol):
+    """An average of the parameters over the steps."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Within this context the parameters are their averages; afterwards they are as before."""
+
+    def keep(self) -> None:
+        """Put the averages in the place of the parameters."""
+
+
+class OptimizerAverage:
+    """The average that an optimizer keeps itself (`tc.optim.AdamWScheduleFree`)."""
+
+    def __init__(self, optimizer: tc.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within this context the parameters are their averages; afterwards they are as before."""
+        self._optimizer.eval()
+        try:
+            yield
+        finally:
+            self._optimizer.train()
+
+    def keep(self) -> None:
+        """Put the averages in the place of the parameters."""
+        self._optimizer.eval()
 
 
 class AdapterAverage(Callback):

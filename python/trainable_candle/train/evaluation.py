@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainable_candle.train.adapters import Adapters
-    from trainable_candle.train.ema import AdapterAverage
+    from trainable_candle.train.ema import Average
     from trainable_candle.train.epochs import Moments
     from trainable_candle.train.metadata import Stamped
     from trainable_candle.train.trainer import StepReport, Trainer
@@ -31,12 +31,12 @@ _BEST_STATE: Final = "validation.json"
 
 
 @contextmanager
-def evaluated(adapters: Adapters, average: AdapterAverage | None) -> Iterator[None]:
+def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
     """A context without dropout and tape, in which averages replace the parameters.
 
     Args:
         adapters: those in training.
-        average: their running average, if one is kept.
+        average: their average over the steps, if one is kept.
     """
     adapters.set_training(False)
     try:

@@ -77,6 +77,22 @@ impl Optimizer {
         detached(py, || self.lock().zero_grad())
     }
 
+    /// Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does, which `eval` gives to them.
+    #[getter]
+    fn averages(&self) -> bool {
+        self.lock().averages()
+    }
+
+    /// Put the averages that the optimizer keeps in the variables, to validate with or to save; nothing if it keeps none.
+    fn eval(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.lock().eval())
+    }
+
+    /// Restore the variables' own values, bit for bit, before the next step; nothing if they are there.
+    fn train(&self, py: Python<'_>) -> Result<()> {
+        detached(py, || self.lock().train())
+    }
+
     /// The learning rate: of the first group when read, of all groups when set.
     ///
     /// Raises:
