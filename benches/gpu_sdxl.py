@@ -3,8 +3,8 @@
 python benches/gpu_sdxl.py [--only "batch 1"] [--profile] [--steps 2000]
 
 A step is forward, mean squared error, backward, AdamW, with f32 LoRA of rank 16 on the attention.
-Our step is timed without and with a CUDA graph; torch runs in eager mode under autocast. `--steps N`
-runs N of our steps and compares the first and the last tenth in time and memory.
+Our step is timed without and with a CUDA graph; torch runs in eager mode under autocast. With
+`--steps N`, N of our steps run, and the first and the last tenth are compared in time and memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
     checkpointing: str
     optimizer: str
     every_layer: bool = False
-    """Whether all layers of the transformers have adapters, as in `train-lora`, or only attention."""
+    """Whether all layers of the transformers have adapters, as in `train-lora`."""
 
     @property
     def title(self) -> str:

@@ -1,8 +1,8 @@
 // Products of warpgroups, started and waited for one by one (PTX `wgmma`), and the tiles that they read.
 //
 // A tile is in shared memory as panels of 64 columns, each row after row of 128 bytes, as the copy engine writes it with its
-// 128-byte swizzle. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, the
-// elements `sum[4 n]` to `sum[4 n + 3]` of a thread are columns 8 n + 2 t and 8 n + 2 t + 1 of row 16 warp + g, then of row 16 warp + g + 8.
+// 128-byte swizzle. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, a
+// thread's `sum[4 n]` to `sum[4 n + 3]` are the columns 8 n + 2 t and 8 n + 2 t + 1 of row 16 warp + g, then of row 16 warp + g + 8.
 #pragma once
 
 #include "../mma.cuh"
