@@ -181,7 +181,7 @@ template <typename T> struct CodesProduct {
             registers_more<232>();
             multiply(ring);
         }
-        // Neither block may end while the other may still write to its shared memory or signal its barriers.
+        // Neither block may end while the other may still write to its memory or signal it.
         cluster_wait();
     }
 };

@@ -187,7 +187,7 @@ conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Con
             acc, work.end - work.begin, group * STRIPS * SQUARE_BYTES, Loads::LEFT_BYTES);
         finish<T, D, ROWS, COUNT, WORKERS>(work, s, operands, shared,
                                            [&](auto store) { each_strip(acc, group * STRIPS * 64, 0, store); });
-        // Neither block may end while the other may still write to its shared memory or signal its barriers.
+        // Neither block may end while the other may still write to its memory or signal it.
         cluster_wait();
     }
 }

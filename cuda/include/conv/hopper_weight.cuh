@@ -79,7 +79,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                 workers_wait<WORKERS>();
                 store_staged<T, ROWS, COUNT, WORKERS>(grad_weight, staged, first_value, values, row_of);
             }
-            // Neither block may end while the other may still write to its shared memory or signal its barriers.
+            // Neither block may end while the other may still write to its memory or signal it.
             cluster_wait();
         }
     }

@@ -19,7 +19,7 @@ pub struct Module {
 
 /// The element kind of a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "named like dtypes")]
+#[allow(missing_docs, reason = "named as dtypes are")]
 pub enum Element {
     /// A structure, a kind that another argument selects, or nothing (a null pointer).
     Any,

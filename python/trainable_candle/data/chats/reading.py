@@ -42,9 +42,9 @@ def find_files(path: Path) -> tuple[list[Path], list[Path]]:
     """The files for training and those for validation that a path names.
 
     Args:
-        path: a file, or a folder. In a folder and its `data`, names with one of `SUFFIXES` that
-            begin with `train` or `valid`, such as `train-00000-of-00002.parquet`, decide; if none
-            begins with `train`, all files that are not for validation or tests are for training.
+        path: a file, or a folder. In a folder and its `data`, the first word of names such as
+            `train-00000-of-00002.parquet` decides, for files with one of `SUFFIXES`. If none is
+            `train`, all files that are not for validation or tests are for training.
 
     Raises:
         DatasetError: there is no such file, or no readable one.
