@@ -1,4 +1,4 @@
-# What a developer runs; `make` alone lists it. CARGO_TARGET_DIR is honoured.
+# The commands of a developer; `make` alone lists them. CARGO_TARGET_DIR is honoured.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -13,17 +13,17 @@ export CARGO_TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# cargo and maturin configure pyo3 alike, else each would recompile what the other built.
+# cargo and maturin must configure pyo3 alike, or each recompiles what the other built.
 export PYO3_CONFIG_FILE := $(CURDIR)/rust/python/pyo3.cfg
 export PYO3_BUILD_EXTENSION_MODULE := 1
 
-# Of the workspace. The wheel with CUDA adds `+cu13`, so that pip replaces the one by the other.
+# The version of the workspace. The wheel with CUDA adds `+cu13`, so that pip replaces a CPU wheel by a CUDA wheel and back.
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml)
-# The release profile and the whole workspace throughout, so that features unify alike: what is tested is what ships, and dependencies
-# compile once.
+# Every cargo command uses the release profile and the whole workspace, so that features unify alike: the tested code is the shipped
+# code, and dependencies compile once.
 CARGO_SCOPE := --release --workspace --locked
 CUDA := --features trainable-candle-python/cuda
-# Only the extension itself is linked by zig, so the wheel shares everything compiled with the tests. Its symbols stay for the stubs.
+# zig links only the extension itself, so the wheel shares everything compiled with the tests. Generating the stubs needs its symbols.
 STRIP := none
 LINK = -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=$(STRIP)
 PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -type f -not -name '*.pyc')
@@ -35,7 +35,7 @@ STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-pyt
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# The GPU of this machine, if it has one: the demo is built for it alone, which takes minutes less than for all.
+# The GPU of this machine, if it has one: the demo is built for this GPU alone, which is minutes faster than building for all.
 GPU_ARCH := $(shell .ci/gpu_arch)
 
 setup: $(VENV)/.setup-$(or $(GPU_ARCH),cpu) ## Build the package, for the GPU if there is one, and install it for the demo into .venv
@@ -70,7 +70,7 @@ test-rust: $(VENV)/.tools ## Run the Rust tests, doctests and examples
 		cargo run --release --locked --package trainable-candle --example $$example; \
 	done
 
-wheel: $(VENV)/.tools ## Build the sdist and, from it, the manylinux wheel, and install that into .venv
+wheel: $(VENV)/.tools ## Build the sdist and, from it, the manylinux wheel, and install the wheel into .venv
 	rm -rf $(DIST)
 	maturin sdist --out $(DIST)
 	.ci/unpack $(DIST)/*.tar.gz $(DIST)/source
@@ -94,7 +94,7 @@ test-python: $(VENV)/.tools ## Run the Python tests against the wheel
 test-wheel: $(VENV)/.tools ## Check the wheel's size, contents and import time in a clean environment
 	.ci/check_wheel.py $(DIST)/*.whl
 
-# A target directory of its own, because the feature changes candle; candle's few kernels are PTX that every newer GPU compiles.
+# CUDA has its own target directory, because the feature changes candle. candle's few kernels are PTX, which every newer GPU can compile.
 cuda wheel-cuda: export CARGO_TARGET_DIR := $(CARGO_TARGET_DIR)/cuda
 cuda wheel-cuda: export CUDA_COMPUTE_CAP := 80
 cuda wheel-cuda: export NVCC_APPEND_FLAGS := --compress-mode=size
@@ -114,7 +114,7 @@ wheel-cuda: $(VENV)/.cuda ## Build the wheel for CPU and CUDA, with machine code
 	$(BUILD_CUDA)
 	.ci/check_wheel.py --max-megabytes 40 $(DIST)/cuda/*.whl
 
-# The kernels for one architecture: for all of them CI would take minutes more. Uses the packages that `make wheel` has installed.
+# Compiles the kernels for one architecture: all of them would take minutes more. Uses the packages that `make wheel` has installed.
 cuda: export TRAINABLE_CANDLE_CUDA_ARCHS ?= 90a
 cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a simulated one
 	PATH=$(CUDA_HOME)/bin:$$PATH cargo clippy $(CARGO_SCOPE) $(CUDA) --all-targets -- -D warnings
@@ -124,12 +124,12 @@ cuda: $(VENV)/.cuda ## Lint and build for CUDA, and test without a GPU, on a sim
 	eval "$$(tests/cuda/simulate.py $(CARGO_TARGET_DIR)/simulated $(CARGO_TARGET_DIR)/release/lib_core.so)" && \
 		PATH=$(CUDA_HOME)/bin:$$PATH cargo test $(CARGO_SCOPE) $(CUDA) --test cuda -- --ignored registry_runs_on_cuda
 
-# Apart from `check`: Ray takes 240 MB, and needs ports and processes that not every sandbox gives.
-test-ray: $(VENV)/.tools ## Run the tests of Ray on a cluster of two machines that it plays on this one
+# Not part of `check`: Ray takes 240 MB, and needs ports and processes that not every sandbox allows.
+test-ray: $(VENV)/.tools ## Run the tests of Ray on two machines that Ray simulates on this one
 	pip install --quiet "$$(sed -n 's/^ray = \["\(.*\)"\]/\1/p' pyproject.toml)"
 	pytest tests/distributed/test_ray.py
 
-# What .github/workflows/release.yml runs; with TAG=vX.Y.Z the tag is checked too.
+# .github/workflows/release.yml runs these targets; with TAG=vX.Y.Z, release-check checks the tag too.
 release-check: ## Check that version, changelog and tag agree
 	$(PYTHON) .ci/release.py check $(TAG)
 
@@ -139,7 +139,7 @@ release-notes: ## Print the changes of this version
 release: release-check wheel test-wheel test-python wheel-cuda ## Build and check all packages of a release for this architecture
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz $(DIST)/cuda/*.whl
 
-# Not --quiet: it hides warnings from --strict as well.
+# Without --quiet, which would hide warnings from --strict as well.
 docs: $(VENV)/.tools $(VENV)/.docs ## Build the documentation site in dist/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .ci/site/mkdocs.yml
 
@@ -156,7 +156,7 @@ $(VENV)/.setup-cpu: $(PACKAGE) | $(VENV)/bin/python
 	rm -f $(VENV)/.setup-*
 	touch $@
 
-# The compiler is NVIDIA's, from packages: the system needs the driver alone.
+# NVIDIA's compiler comes from Python packages: the system needs only the driver.
 $(VENV)/.setup-%: $(PACKAGE) | $(VENV)/bin/python
 	pip install --quiet --group cuda
 	export CUDA_HOME=$$(echo $(CURDIR)/$(VENV)/lib/python3*/site-packages/nvidia/cu13) CUDA_COMPUTE_CAP=80; \

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Check the wheel that was built with CUDA: `.ci/check_cuda.py WHEEL`.
 
-It leaves nothing to CUDA's libraries when it is loaded, computes on the CPU, says why there is no
-CUDA where there is none, and does what the tests on a simulated device ask.
+The package must load without the CUDA libraries, compute on the CPU, give the reason where CUDA is
+unavailable, and pass the tests on a simulated device.
 """
 
 import os
@@ -33,7 +33,7 @@ if reason:
 
 
 def main(wheel: str) -> None:
-    """Use the package as it is in the wheel, in place of what is installed."""
+    """Run the checks on the wheel's own files, not on the installed package."""
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         environment = {**os.environ, "PYTHONPATH": folder}

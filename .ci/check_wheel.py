@@ -34,7 +34,7 @@ print((time.perf_counter() - start) * 1e3)
 
 
 def check_contents(wheel: Path, max_megabytes: float) -> None:
-    """Check the tag, the size and that the files type checkers and the importer need are inside."""
+    """Check the tag, the size, and that files for the importer and type checkers are inside."""
     if "-abi3-manylinux" not in wheel.name:
         sys.exit(f"{wheel.name}: expected an abi3 wheel with a manylinux tag")
     megabytes = wheel.stat().st_size / 1e6
@@ -57,7 +57,7 @@ def import_times(python: Path, folder: Path) -> list[float]:
         subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
         for _ in range(IMPORTS + 1)
     ]
-    return [float(run.stdout) for run in runs[1:]]  # the first one wrote the byte code
+    return [float(run.stdout) for run in runs[1:]]  # the first run compiled the byte code
 
 
 def check_import(wheel: Path) -> None:
@@ -75,7 +75,7 @@ def check_import(wheel: Path) -> None:
         found = subprocess.run(
             [python, "-I", "-c", VERSION], cwd=folder, check=True, capture_output=True, text=True
         ).stdout.strip()
-        # pip replaces one build by the other only if their versions differ.
+        # pip replaces a CPU build by a CUDA build only if their versions differ.
         if found != wheel.name.split("-")[1]:
             sys.exit(f"{wheel.name}: the package says that it is {found}")
         times = import_times(python, folder)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The facts of a release: its version, the same everywhere, and the changes of that version.
+"""Check that a release has one version everywhere, and print its section of the changelog.
 
-.ci/release.py check [TAG]   the version of Cargo.toml is that of the tag and has a dated section
-.ci/release.py notes         that section of the changelog
+.ci/release.py check [TAG]   the version in Cargo.toml matches the tag and has a dated section
+.ci/release.py notes         print that section of the changelog
 """
 
 import re
@@ -19,7 +19,7 @@ def version(manifest: str) -> str:
     """The version of the workspace.
 
     Raises:
-        SystemExit: the manifest has none.
+        SystemExit: the manifest has no version.
     """
     found = re.search(r'^version = "([^"]+)"$', manifest, re.MULTILINE)
     if found is None:
@@ -38,7 +38,7 @@ def sections(changelog: str) -> dict[str, tuple[str | None, str]]:
 
 
 def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
-    """What does not agree."""
+    """A message for each disagreement between manifest, changelog and tag."""
     known = version(manifest)
     date, text = sections(changelog).get(known, (None, ""))
     found = []

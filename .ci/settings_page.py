@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/settings.md, made from the settings that the command line, YAML files and Python share.
+"""Make docs/settings.md from the settings that the command line, YAML files and Python share.
 
 .ci/settings_page.py [--write]
 
@@ -18,7 +18,7 @@ from trainable_candle.settings import Setting, TrainConfig, flag, group_of, sett
 from trainable_candle.settings.sections import SECTIONS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
-# Settings of their own say these.
+# Arguments that are settings of their own.
 ELSEWHERE = {"params", "lr", "weight_decay", "optimizer", "total_steps", "warmup_steps"}
 HEAD = """# Every setting
 
@@ -47,7 +47,7 @@ def page() -> str:
 
 
 def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
-    """The line of a setting."""
+    """The table row of a setting."""
     shown = "" if default is None or default in ("", []) else code(text(default))
     also = ", ".join(code(flag(synonym)) for synonym in setting.synonyms)
     cells = (code(flag(name)), value(hint, setting), shown, setting.help, also)
@@ -55,7 +55,7 @@ def row(name: str, hint: Any, setting: Setting, default: Any) -> str:
 
 
 def value(hint: Any, setting: Setting) -> str:
-    """What a setting can be."""
+    """The values that a setting accepts."""
     if setting.choices:
         return ", ".join(code(choice) for choice in setting.choices)
     if get_origin(hint) is list:
@@ -74,7 +74,7 @@ def value(hint: Any, setting: Setting) -> str:
 
 
 def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
-    """What the choices of a setting take as `name=value`."""
+    """The section of the `name=value` arguments that each choice of a setting takes."""
     lines = [f"## `{own}`\n", f"What `{own} name=value …` takes, with its defaults.\n"]
     lines += [f"| `{chosen_by}` | |", "|---|---|"]
     lines += [
@@ -94,14 +94,14 @@ def named(kind: Any) -> Iterator[str]:
 
 
 def text(default: Any) -> str:
-    """A default as it is written."""
+    """A default as users write it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return str(default)
 
 
 def code(part: str) -> str:
-    """As code."""
+    """Markdown for a piece of code."""
     return f"`{part}`"
 
 

@@ -1,4 +1,4 @@
-"""Defaults of parameters that the generated stubs cannot show, from the Rust sources.
+"""Read from the Rust sources the defaults of parameters that the generated stubs do not show.
 
 PyO3 writes literals into stubs and `...` for anything else, such as `Integer::of(8)`.
 """
@@ -63,7 +63,7 @@ def show_defaults(source: str, known: Defaults) -> str:
 
 
 def is_literal(text: str) -> bool:
-    """Whether Python reads a default as Rust does."""
+    """Whether a default is a literal in Python too."""
     try:
         ast.literal_eval(text)
     except (SyntaxError, ValueError):

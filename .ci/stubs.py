@@ -32,7 +32,7 @@ def run(*command: str, folder: Path = ROOT) -> None:
 
 
 def hidden_builtins(tree: ast.Module) -> list[ast.Name]:
-    """Uses of a builtin type in a class whose method of that name a type checker would take."""
+    """Uses of a builtin type in a class with a method of the same name, which would hide it."""
     names = []
     for scope in ast.walk(tree):
         if isinstance(scope, ast.ClassDef):
@@ -57,7 +57,7 @@ def qualify_hidden_builtins(source: str) -> str:
 
 
 def with_composed_methods(source: str) -> str:
-    """Name what `_methods.attach` puts on classes of the extension."""
+    """Declare the methods that `_methods.attach` adds to classes of the extension."""
     for old, new in (
         ("class Tensor:", "class Tensor(ComposedMethods):"),
         ("class Var(Tensor):", "class Var(VarMethods, Tensor):"),
@@ -65,7 +65,7 @@ def with_composed_methods(source: str) -> str:
         if source.count(old) != 1:
             sys.exit(f"stubs: there is no `{old}`")
         source = source.replace(old, new)
-    # `_arguments.attach` gives the device's name its `type` and `index`.
+    # `_arguments.attach` makes `Tensor.device` return a name with `type` and `index`.
     start = source.index("class Tensor(")
     place = source.index("def device(self, /) -> str:", start)
     source = source[:place] + source[place:].replace("-> str:", "-> Device:", 1)
@@ -90,13 +90,13 @@ def generate(tree: Path) -> str:
             )
     source = show_defaults(source, defaults(tree / "rust" / "python" / "src"))
     source = with_composed_methods(qualify_hidden_builtins(source))
-    # pyo3 says nothing of what is in a dict; those of the extension have names as keys.
+    # pyo3 writes `dict` without types; every dict of the extension has strings as keys.
     GENERATED.write_text(re.sub(r"([:,] )dict(?=[],)])", r"\1dict[str, Any]", source))
     return formatted(GENERATED)
 
 
 def formatted(path: Path) -> str:
-    """A stub file as it is committed."""
+    """Format a stub file in place, as it is committed, and return its text."""
     config = f"--config={ROOT / 'pyproject.toml'}"
     run("ruff", "check", "--quiet", config, "--select=F401,I,UP", "--fix", str(path))
     run("ruff", "format", "--quiet", config, str(path))
@@ -113,7 +113,7 @@ def generate_optimizers() -> str:
 
 
 def main(action: str, tree: str) -> None:
-    """Write the stubs into this tree, or compare them with those in it."""
+    """Write the stubs into this tree, or compare them with the committed ones."""
     for path, generated in (
         (COMMITTED, generate(Path(tree))),
         (OPTIMIZERS, generate_optimizers()),

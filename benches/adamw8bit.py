@@ -32,7 +32,7 @@ def main() -> None:
     if torch:
         fused = torch.from_numpy(values.copy()).requires_grad_()
         fused.grad = torch.from_numpy(grads)
-        # Named as timing.report names the side of the ratio.
+        # timing.report computes the ratio to the side with this name.
         sides["torch"] = torch.optim.AdamW([fused], lr=1e-4, weight_decay=0.01, fused=True).step
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Memory and time of checkpointing on 24 transformer blocks, frozen but for LoRA.
+"""Memory and time of checkpointing on 24 transformer blocks whose only trainable parts are LoRA.
 
 python benches/checkpointing.py
 """

@@ -44,7 +44,7 @@ def our_step(
 
 
 class TorchDigits:
-    """The same model in torch, as its users write it, over the tensors of ours."""
+    """The same model in torch, as torch users write it, with the tensors of our model."""
 
     def __init__(self, torch: Any, weights: dict[str, Any], adapter: dict[str, Any]) -> None:
         self.torch, self.weights, self.adapter = torch, weights, adapter

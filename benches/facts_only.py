@@ -1,4 +1,4 @@
-"""Folders that say what published models are, without their weights: enough for estimates."""
+"""Folders with the configurations of published models but no weights: enough for estimates."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ MODELS = {
     "Qwen2-1.5B": ("causal-lm", lambda: _text(QWEN2)),
     "Llama-3-8B": ("causal-lm", lambda: _text(LLAMA3)),
 }
-"""Published models by their names: the family, and what makes the configurations by folder."""
+"""By a published model's name: its family, and a function that gives configurations by folder."""
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Write the configurations, each beside a file of weights that holds one number."""
+    """Write the configurations, each beside a file of weights that has one number."""
     for part, config in MODELS[name][1]().items():
         where = folder / part
         where.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Full-size pipelines of flow models of random bf16 weights.
+"""Write full-size pipelines of flow models with random bf16 weights.
 
 python benches/full_flow.py FOLDER MODEL [--device cuda]
 
-Models are made on the device part by part and saved from there. CLIP's and T5's tokenizers are
-those that the package ships; that of Qwen3 has bytes for tokens.
+Parts are made on the device and saved from there, one after another. The package ships the
+tokenizers of CLIP and T5; the tokenizer written for Qwen3 has bytes for tokens.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ QWEN3: Config = {
 DYNAMIC = {"use_dynamic_shifting": True, "shift": 3.0}
 
 Parts = dict[str, tuple[str, Config]]
-"""For each folder the class and the configuration."""
+"""The class and the configuration of each folder."""
 
 
 def _parts(transformer: str, config: Config, vae: Config, *encoders: tuple[str, Config]) -> Parts:
@@ -121,7 +121,7 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
 def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
     """Write a folder as diffusers would.
 
-    15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage) or 16 (flux2).
+    It takes 15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage) or 16 (flux2).
     """
     class_name, scheduler, parts = PIPELINES[model]
     tc.manual_seed(0)
@@ -140,7 +140,7 @@ def write_part(folder: Path, kind: str, config: Config, device: str) -> None:
     _write(path, config)
     made = getattr(tc.models, kind).from_config(path, dtype="bf16", device=device)
     made.save_pretrained(folder)
-    # A model's own file may leave out what another program wrote into its configuration.
+    # save_pretrained may have left out fields of the configuration that only other programs read.
     _write(path, config)
     del made
     if device.startswith("cuda"):

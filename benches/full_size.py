@@ -1,4 +1,4 @@
-"""A full-size SDXL pipeline of random f16 weights, and images to train it on.
+"""Write a full-size SDXL pipeline with random f16 weights, and images to train it on.
 
 python benches/full_size.py FOLDER [--device cuda]
 
@@ -206,7 +206,7 @@ def _drawn(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:
 
 
 def _draws(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tensor]]:
-    """Weights that neither vanish nor explode from layer to layer, norms that do nothing."""
+    """Weights that neither shrink nor blow up activations, and norms with scale 1 and shift 0."""
     for name, shape in shapes.items():
         if len(shape) == 1:
             scale = name.endswith("weight") and "norm" in name

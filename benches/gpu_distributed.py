@@ -1,12 +1,12 @@
-"""SDXL on several GPUs: the sum of gradients, and images a second against one GPU.
+"""SDXL on several GPUs: time of summing gradients, and time of a step against one GPU.
 
 python benches/gpu_distributed.py [--gpus 2] [--steps 100]
 
 Every process trains the full-size UNet of random weights with `Trainer` as `train-lora` does:
-batch 1, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16 on every transformer layer. The same is run
-on one GPU, once with as many batches a step, so that losses can be compared. Sums are timed for
-vectors of f32 with everything that a step waits for. NCCL_P2P_DISABLE=1 shows cards that do not
-reach each other.
+batch 1, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16 on every transformer layer. One GPU runs the
+same, once with as many batches a step as there are GPUs, so that losses can be compared. Sums are
+timed for f32 vectors, with everything that a step waits for. NCCL_P2P_DISABLE=1 measures cards that
+cannot access each other's memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Numbers:
 
 
 class Times(Callback):
-    """When the steps ended, and their losses."""
+    """The time at the end of each step, and its loss."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -103,7 +103,7 @@ def train(group: Group, device: str, steps: int, accumulation: int) -> dict[str,
 
 
 def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
-    """Milliseconds of one sum that is waited for, and of one of many in a row."""
+    """Milliseconds of a sum that the host waits for, and of each of 20 in a row."""
     found = {}
     for name, count in SIZES.items():
         vector = {"one": tc.Var(tc.zeros((count,), device=device))}
@@ -139,7 +139,7 @@ def child(steps: int, accumulation: int, *, with_sums: bool) -> None:
 
 
 def start(gpus: int, steps: int, accumulation: int, *, with_sums: bool) -> list[dict[str, Any]]:
-    """What each process found."""
+    """Run one process for each GPU; the results of each."""
     with tempfile.TemporaryDirectory(prefix="tc-") as folder:
         command = [sys.executable, __file__, "--child", "--steps", str(steps)]
         command += ["--accumulation", str(accumulation), *(["--sums"] if with_sums else [])]

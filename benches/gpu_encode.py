@@ -1,9 +1,9 @@
-"""What SDXL does beside its steps on a GPU: encoding images and texts, and drawing, at full size.
+"""Full-size SDXL on a GPU outside training steps: encoding images and texts, and drawing.
 
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
-Weights are random, of the sizes of SDXL's base model; images are noise. `--profile` adds where
-our time goes, by kernel. diffusers and transformers run beside us where they are installed.
+Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds our
+time by kernel. diffusers is measured too where it is installed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BIG_G = {
     "num_attention_heads": 20,
     "projection_dim": 1280,
 }
-# Operations of the autoencoder's convolutions and attention for an image of 1024 x 1024 px.
+# Floating-point operations of the autoencoder's convolutions and attention at 1024 x 1024 px.
 ENCODER, DECODER = 4.85e12, 10.5e12
 
 
@@ -56,7 +56,7 @@ def pixels(batch: int, width: int, height: int) -> npt.NDArray[np.uint8]:
 
 
 def encoded(vae: Any, picture: npt.NDArray[np.uint8], device: str) -> tuple[tc.Tensor, tc.Tensor]:
-    """As training encodes: bytes in, moments of the latents on the device out."""
+    """Encode bytes as training does, into the moments of the latents on the device."""
     image = tc.tensor(picture, device=device).permute(0, 3, 1, 2).to("f32")
     height, width = image.shape[2:]
     moments: tuple[tc.Tensor, tc.Tensor] = vae.encode(
@@ -117,9 +117,9 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
 
 
 def errors(machine: Machine, vae: Any) -> None:
-    """Print how far moments and images are from those of the same weights in f64.
+    """Print how far latents and images are from those of the same weights in f64.
 
-    Root mean squares, in units of the values' own.
+    Each error is a root mean square, relative to that of the f64 values.
     """
     device = machine.device
     picture = pixels(1, EXACT_SIDE, EXACT_SIDE)

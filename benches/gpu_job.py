@@ -1,14 +1,14 @@
-"""A whole job at full size through the command line, SDXL's phases beside diffusers'.
+"""A whole job at full size through the command line; for SDXL, diffusers runs the same phases.
 
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
 Makes a checkpoint of random weights (SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16, Z-Image 21,
-Chroma 28, Flux.1 34; with as much for `merge`: a folder in /dev/shm holds it where the disk does
-not) and 24 images, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes,
-trains with previews, validation and an average, draws, merges and verifies, each as a user would
-type it. Phases are the times between the lines that a command prints; of a process the most GPU
-memory (nvidia-smi) and resident host memory are shown. For SDXL, diffusers loads, encodes, draws
-and saves the same where it is installed.
+Chroma 28, Flux.1 34; `merge` needs as much again; use a folder in /dev/shm if the disk is too
+small) and 24 images, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes,
+trains with previews, validation and an average, draws, merges and verifies, each with the command
+that a user would type. Phases are the times between the lines that a command prints. The peaks of
+GPU memory (nvidia-smi) and of resident host memory are those of the process. For SDXL, diffusers
+loads, encodes, draws and saves the same where it is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROMPT = "a photo of a sks thing on a table"
-# Every linear layer of the transformers, as the default of `train-lora` is.
+# Of the adapters, which are on every linear layer of the transformers: the default of `train-lora`.
 RANK = 16
 
 
@@ -45,7 +45,7 @@ class Job:
     """What is special to a model."""
 
     model: str
-    """As `--model` has it."""
+    """The value of `--model`."""
     steps: int
     """Of training."""
     draw_steps: int
@@ -65,15 +65,15 @@ JOBS = {
 
 @dataclass
 class Outcome:
-    """What a command took."""
+    """Time and memory that a command took, and what it printed."""
 
     seconds: float
     lines: list[tuple[float, str]]
-    """Seconds after the start, and what was printed then."""
+    """Each printed line, with the seconds from the start."""
     gpu: float
-    """GiB on the device, at most."""
+    """Peak on the device, GiB."""
     host: float
-    """GiB resident, at most."""
+    """Peak resident, GiB."""
     code: int = 0
     errors: str = ""
 
@@ -87,11 +87,11 @@ def gpu_used() -> float:
 
 @dataclass
 class Watch:
-    """Looks at the memory of a process every fifth of a second."""
+    """Samples the memory of a process every fifth of a second."""
 
     process: int
     before: float
-    """GiB that others had on the GPU, this program among them."""
+    """GiB in use on the GPU before the process started, by this program and others."""
     gpu: float = 0.0
     host: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
@@ -166,7 +166,7 @@ def train(job: Job, work: Path, name: str, steps: int, *more: str) -> None:
 
 
 def draw(job: Job, work: Path) -> None:
-    """Draw one image, and two: the difference is an image without start-up."""
+    """Draw one image, then two: the difference is the time of an image without start-up."""
     for count in (1, 2):
         outcome = command(
             "sample", "--model", job.model, "--weights", str(work / job.model),
@@ -195,7 +195,7 @@ def verify(job: Job, work: Path) -> None:
 
 
 def peer(work: Path) -> None:
-    """What diffusers takes for the same phases; run in a process of its own."""
+    """Time the same phases in diffusers; runs in a process of its own."""
     started = time.perf_counter()
     import diffusers  # noqa: PLC0415 - optional
     import numpy as np  # noqa: PLC0415

@@ -36,14 +36,14 @@ class Case:
 
     @property
     def layer(self) -> tuple[float, float]:
-        """Operations and bytes of forward and backward: x, W, y; g, W, dx, and x again."""
+        """Operations and bytes of forward (x, W, y) and backward (g, W, dx, and x again)."""
         m, h, r = self.rows, self.width, self.rank
         operations = 2 * (2 * m * h * h) + 6 * (2 * m * h * r)
         return operations, self.itemsize * (5 * m * h + 2 * h * h)
 
     @property
     def backward(self) -> tuple[float, float]:
-        """Operations and bytes of the two gradients: g and x once."""
+        """Operations and bytes of the two factors' gradients, which read g and x once."""
         m, h, r = self.rows, self.width, self.rank
         return 4 * (2 * m * h * r), self.itemsize * 2 * m * h
 

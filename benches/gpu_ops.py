@@ -1,11 +1,11 @@
 """Single operations on a GPU in bf16, forward and backward.
 
-Those of SDXL at the sizes of 1024 x 1024 px, and of language models over packed rows.
+They have the sizes of SDXL at 1024 x 1024 px, and of language models over packed rows.
 
 python benches/gpu_ops.py [--only attention] [--profile]
 
-Norms and convolutions are frozen, as under LoRA: their input alone gets a gradient. The ratio to
-torch is that without a graph, whose launch takes longer than many an operation by itself.
+Norms and convolutions are frozen, as under LoRA: only their input gets a gradient. The ratio to
+torch is of the times without a graph: launching a graph takes longer than many of the operations.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
 
 
 def packed_attention(heads: int, key_heads: int, segments: int, dim: int = 128) -> Case:
-    """Causal attention of segments of 2048 tokens in one row; torch's call by call."""
+    """Causal attention of segments of 2048 tokens in one row; torch gets a call a segment."""
     length = 2048
     rows = segments * length
     bounds: list[tc.Tensor] = []
@@ -112,7 +112,7 @@ def packed_attention(heads: int, key_heads: int, segments: int, dim: int = 128) 
         [(rows, heads, dim), (rows, key_heads, dim), (rows, key_heads, dim)],
         ours,
         theirs,
-        # Half of the scores are hidden.
+        # The causal mask hides half of the scores.
         flops=3.5 * 2 * heads * segments * length**2 * dim,
         passes=4 * (1 + key_heads / heads),
         trained=3,

@@ -3,10 +3,10 @@
 python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
 
 The adapter has rank 16 on all transformer layers of SDXL's UNet: 1,444 tensors, 42.6 M parameters,
-trained with AdamW8bit. On the CPU it is that of the small UNet that the package ships. A plain
-write puts the same bytes, which are in memory, into files of the same sizes and syncs them; the two
-take turns. Training stops while values are copied to the host; it is timed in the trainer
-too, as what the step after a checkpoint takes longer than the others.
+trained with AdamW8bit. On the CPU the adapter is for the small UNet that the package ships. A plain
+write puts the same bytes from memory into files of the same sizes and syncs them; saving and plain
+writing take turns. Training stops while values are copied to the host; the trainer measures this
+too, as the extra time of the step after a checkpoint.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def timed(work: Callable[[], object]) -> float:
 def compare(
     title: str, copy: Callable[[], Any], write: Callable[[Any], Path], rounds: int, folder: Path
 ) -> None:
-    """Copying and writing, and a plain write of what was written, in turns."""
+    """Time copying and writing, and a plain write of the same bytes, in turns."""
     copies, writes, plains = [], [], []
     size = 0
     for number in range(rounds + 1):
@@ -68,11 +68,11 @@ def compare(
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         contents = {file.name: file.read_bytes() for file in files}
         size = sum(map(len, contents.values()))
-        # Removing takes its time, too, and belongs to neither.
+        # Removing files takes time too: it is outside both measurements.
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         alone = timed(lambda contents=contents: plain(contents, folder / "plain"))
         shutil.rmtree(folder / "plain")
-        # The first round makes pinned memory and loads kernels.
+        # The first round allocates pinned memory and loads kernels.
         if number == 0:
             print(f"{title}: first copy {1e3 * copied:.0f} ms")
             continue
@@ -164,7 +164,7 @@ def main() -> None:
         run, adapter, clock = trainer(options.device, folder)
         run.train()
         gaps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
-        # The gap after step n is at n - 1; the first steps record graphs.
+        # gaps[n - 1] follows step n; the first steps, which record graphs, are left out.
         saving = gaps[EVERY - 1 :: EVERY]
         others = [gap for n, gap in enumerate(gaps) if n >= EVERY and (n + 1) % EVERY]
         step = statistics.median(others)

@@ -3,8 +3,8 @@
 python benches/gpu_sdxl.py [--only "batch 1"] [--profile] [--steps 2000]
 
 A step is forward, mean squared error, backward, AdamW, with f32 LoRA of rank 16 on the attention.
-Ours is timed as it is and as a CUDA graph; torch runs it in eager mode under autocast. With
-`--steps` ours runs this many, and the time and memory of the first and the last tenth are compared.
+Our step is timed without and with a CUDA graph; torch runs in eager mode under autocast. With
+`--steps N`, N of our steps run, and the first and the last tenth are compared in time and memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RANK, LATENT, TOKENS = 16, 128, 77
 ATTENTION_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
-"""The attention alone; peft's usual choice for SDXL."""
+"""Only the attention: peft's usual choice for SDXL."""
 # Operations of one image's forward pass: linear layers and convolutions, attention.
 DENSE, ATTENTION = 5.977e12, 0.784e12
 
@@ -39,7 +39,7 @@ class Case:
     checkpointing: str
     optimizer: str
     every_layer: bool = False
-    """Whether every layer of the transformers has an adapter, as in `train-lora`, or attention."""
+    """Whether all layers of the transformers have adapters, as in `train-lora`."""
 
     @property
     def title(self) -> str:
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """The frozen layers' backward is one product each, that of attention two and a half."""
+        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
         forward = DENSE + ATTENTION
         backward = DENSE + 2.5 * ATTENTION
         return self.batch * (backward + forward * (2 if self.checkpointing == "full" else 1))
@@ -66,7 +66,7 @@ CASES = [
     Case(4, "no", "adamw"),
 ]
 
-# Measured once, on an H200 with torch 2.11 on 2026-11-21: it compiles for four minutes.
+# Milliseconds with torch.compile, measured once (H200, torch 2.11): compiling takes four minutes.
 COMPILED = {(1, "no"): 170, (4, "no"): 204}
 
 
@@ -168,7 +168,7 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
     del step, graph
     gc.collect()
     gpu_timing.fresh(device)
-    # torch knows no such policy.
+    # torch has no selective checkpointing.
     if machine.torch is not None and case.checkpointing != "selective":
         torch = machine.torch
         their_step = theirs(torch, case)
@@ -184,7 +184,7 @@ def run(case: Case, machine: Machine, *, profile: bool, trace: bool) -> None:
 
 
 def run_long(case: Case, device: str, steps: int) -> None:
-    """Whether steps get slower or larger; each is waited for."""
+    """Print whether steps get slower or take more memory; the host waits for each."""
     gpu_timing.fresh(device)
     graph = gpu_timing.captured(ours(case, device), device)
     tenth = max(1, steps // 10)

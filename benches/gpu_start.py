@@ -1,10 +1,10 @@
-"""How soon a GPU works: the first LoRA step of a process, and a model from a file onto the GPU.
+"""Start-up times on a GPU: the first LoRA step of a process, and loading a model onto the GPU.
 
 python benches/gpu_start.py [--folder /tmp]
 
-The first step is that of `gpu_sdxl.py` at batch 1, in new processes: with an empty cache of the
-driver for compiled kernels, then with what the first one left there. The model is SDXL's UNet at
-full size with random weights, in bf16; what the host holds meanwhile is read from Linux's /proc.
+The first step is that of `gpu_sdxl.py` at batch 1, in two new processes: the first has an empty
+driver cache of compiled kernels, the second the cache that the first filled. The model is SDXL's
+full-size UNet with random weights, in bf16; host memory while loading is read from Linux's /proc.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 2**20
 
 
 def first_step(started: float) -> None:
-    """What takes how long from the start of this process on."""
+    """Print the times from the start of this process to the end of the first step."""
     imported = time.time()
     step = gpu_sdxl.ours(gpu_sdxl.CASES[0], "cuda")
     tc.cuda.synchronize("cuda")
@@ -38,7 +38,7 @@ def first_step(started: float) -> None:
 
 
 def host_bytes(key: str) -> int:
-    """A line of /proc/self/status: VmRSS is what is held, VmHWM the most that was."""
+    """A line of /proc/self/status: VmRSS is the resident memory, VmHWM its peak."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) * 1024
 
@@ -59,7 +59,7 @@ def load(folder: str) -> None:
 
 
 def child(*arguments: str, **environment: str) -> None:
-    """This script again, in a process of its own."""
+    """Run this script again in a process of its own."""
     command = [sys.executable, __file__, *arguments]
     subprocess.run(command, check=True, env=os.environ | environment)
 

@@ -1,11 +1,11 @@
-"""A LoRA step of Flux-dev whose blocks are in the memory of the host, against resident ones.
+"""A LoRA step of Flux-dev with blocks streamed from host memory, against resident blocks.
 
 python benches/gpu_streaming.py [--base int8] [--blocks 0 28 57] [--modulation]
 
 1024 x 1024 px, full checkpointing, random weights. A line for each number of blocks: milliseconds
-a step as a graph and without, the peak on the device, the losses of the first steps (equal in all
-lines), and how long a forward pass of a few tokens takes: it computes next to nothing, so that is
-what its copies take.
+a step with and without a graph, the peak on the device, the losses of the first steps (equal in all
+lines), and the time of a forward pass of a few tokens: it computes next to nothing, so this is the
+time of its copies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the benchmarks on a GPU share: timing by synchronised steps, torch beside us, floors.
+"""Shared code of the benchmarks on a GPU: timing with synchronisation, torch's times, floors.
 
-A floor is the larger of two times: arithmetic at the rate that a large product reaches, and bytes,
-each input read and each result written once, at the rate of a large copy. Both rates are measured
-at the start of each benchmark with this library, so they are those of the GPU at hand.
+A floor is the larger of two times: that of the arithmetic at the rate of a large matrix product,
+and that of reading each input and writing each result once at the rate of a large copy. Each
+benchmark first measures both rates with this library, so they are those of the GPU in use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPU, what it reaches, and torch if it is there."""
+    """The GPU, the rates that it reaches, and torch if it is installed."""
 
     device: str
     flops: dict[str, float]
@@ -37,9 +37,9 @@ class Machine:
     """Bytes a second of a large copy, read and written."""
     torch: Any | None
     seconds: float
-    """How long a case may be timed."""
+    """How long to time a case."""
     base: str | None = None
-    """What the frozen model is quantized as."""
+    """The format of the quantized frozen model, if it is quantized."""
 
     def floor(self, dtype: str, flops: float, moved: float) -> float:
         """The least seconds for this many operations, and bytes of memory read or written."""
@@ -47,7 +47,7 @@ class Machine:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser of what all benchmarks on a GPU take."""
+    """A parser of the options that all benchmarks on a GPU have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--only", default="", help="run the cases whose title contains this")
@@ -60,7 +60,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def start(options: argparse.Namespace) -> Machine:
-    """The machine, measured; says what runs."""
+    """Measure the machine, and print the versions and rates."""
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         raise SystemExit(f"no CUDA: {reason}")
@@ -80,7 +80,7 @@ def start(options: argparse.Namespace) -> Machine:
 
 
 def on(machine: Machine) -> str:
-    """The base of a case, after its title."""
+    """The format of the base, as a suffix of a case's title."""
     products = " and products" if tc.get_w8a8() else ""
     return f", {machine.base} base{products}" if machine.base else ""
 
@@ -98,7 +98,7 @@ def copy_rate(device: str) -> float:
 
 
 def fresh(device: str) -> None:
-    """Give back what earlier cases held, and count peaks anew."""
+    """Free the memory of earlier cases, and reset the peaks."""
     gc.collect()
     tc.cuda.synchronize(device)
     tc.cuda.empty_cache(device)
@@ -110,15 +110,15 @@ def fresh(device: str) -> None:
 
 
 def timed(call: Callable[[], object], device: str, seconds: float) -> float:
-    """Median seconds of a call with all that it queued; after three that are not counted.
+    """Median seconds of a call until the device has done its work, after three untimed calls.
 
-    Calls that are short for waiting after each are timed in groups.
+    Calls too short to wait after each are timed in groups.
     """
     return _median(call, lambda: tc.cuda.synchronize(device), seconds)
 
 
 def torch_timed(torch: Any, call: Callable[[], object], seconds: float) -> float:
-    """As `timed`, for torch."""
+    """Like `timed`, for torch."""
     return _median(call, torch.cuda.synchronize, seconds)
 
 
@@ -139,7 +139,7 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph, which returns nothing: results would be copied."""
+    """The call as a CUDA graph that returns nothing, as the graph would copy results."""
 
     def run(_: tc.Tensor) -> None:
         call()
@@ -150,7 +150,7 @@ def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
 
 
 def milliseconds(**seconds: float | None) -> str:
-    """`name 1.234 ms` for each that there is."""
+    """`name 1.234 ms` for each that is not None."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value * 1e3:.3f} ms"
         for name, value in seconds.items()

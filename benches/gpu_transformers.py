@@ -3,8 +3,8 @@
 python benches/gpu_transformers.py [--only flux] [--profile]
 
 A step is forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the
-attention of image and text. Ours is timed as it is and as a CUDA graph, and beside it diffusers
-with peft under torch's autocast, if they are there.
+attention of image and text. Our step is timed without and with a CUDA graph. The peer is diffusers
+with peft under torch's autocast where they are installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RANK, LATENT = 16, 128
 ATTENTION_LAYERS = [
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
 ]  # fmt: skip
-# FLUX.2's blocks of one stream have fused layers.
+# FLUX.2's single-stream blocks have fused layers.
 FUSED_LAYERS = [
     "to_qkv_mlp_proj", *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(20))
 ]  # fmt: skip
@@ -82,7 +82,7 @@ class Case:
     tokens: int
     """Of the text."""
     flops: tuple[float, float]
-    """Operations of a forward pass: linear layers, attention (families' cost at 1024 px)."""
+    """Operations of a forward pass at 1024 px: of the linear layers, of attention."""
     checkpointing: str
     optimizer: str
 
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """The frozen layers' backward is one product each, that of attention two and a half."""
+        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
         linear, attention = self.flops
         again = linear + attention if self.checkpointing == "full" else 0
         return 2 * linear + 3.5 * attention + again
@@ -136,7 +136,7 @@ def cases() -> list[Case]:
 
 
 def model_of(case: Case, device: str, base: str | None = None, **streaming: Any) -> Any:
-    """The model of random weights."""
+    """The model with random weights."""
     tc.manual_seed(0)
     kind: Any = getattr(tc.models, CLASSES[case.kind])
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def ours(case: Case, device: str, base: str | None = None) -> Callable[[], tc.Te
 
 
 def inputs_of(case: Case, device: str, latent: int = LATENT) -> tuple[tc.Tensor, ...]:
-    """What the model is given, for latents of this height and width."""
+    """The inputs of our model, for latents of this height and width."""
 
     def random(*shape: int) -> tc.Tensor:
         return tc.randn((1, *shape), device=device).to("bf16")
@@ -197,7 +197,7 @@ def step_of(case: Case, model: Any, device: str) -> Callable[[], tc.Tensor]:
 
 
 def their_inputs(torch: Any, case: Case) -> dict[str, Any]:
-    """What diffusers' model is given."""
+    """The inputs of diffusers' model."""
     half = {"dtype": torch.bfloat16, "device": "cuda"}
     text = torch.randn(1, case.tokens, case.text_width, **half)
     channels, side = case.config["in_channels"], LATENT // 2
@@ -244,7 +244,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
         torch.set_default_dtype(torch.bfloat16)
         model = getattr(diffusers, f"{CLASSES[case.kind]}2DModel")(**case.config)
         torch.set_default_dtype(torch.float32)
-    # The table of positions is made in f32.
+    # The model makes its table of positions in f32.
     model = model.to(torch.bfloat16).requires_grad_(False)
     config = LoraConfig(
         r=RANK, lora_alpha=RANK, target_modules=case.layers, init_lora_weights="gaussian"

@@ -1,14 +1,14 @@
-"""Runs that have to fit into cards of several sizes: the plan's promises beside what was measured.
+"""Runs that have to fit into cards of several sizes: predicted and measured memory and time.
 
 python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR] [--steps 16]
 
-Each model has its full size and random weights (see `gpu_job.py` for the room that they need), and
+Each model has its full size and random weights (see `gpu_job.py` for the space that they take), and
 is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
 batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
-images and captions, the others find them. A line for each run says what the plan chose, the peak
-that it announced, the peak that tensors reached and that of the device (nvidia-smi, with CUDA's own
-share, which `--vram` counts too), and milliseconds a step, announced and measured: the median of
-the second half.
+images and captions, the others find them in the cache. Each run's line says what the plan chose,
+the predicted peak, the peak of tensors, the peak of the device (nvidia-smi, with CUDA's own share,
+which `--vram` counts too), and milliseconds a step, predicted and measured. The measured time is
+the median of the second half.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROW = "{:<10} {:>5} {:>9} {:>9} {:>9} {:>9} {:>9}  {}"
 
 
 def prepare(model: str, folder: Path) -> list[str]:
-    """Write a model and what it is trained on; return the flags that name both."""
+    """Write a model and its dataset; return the flags that name both."""
     weights, data = folder / "weights", folder / "data"
     if model in TEXTS:
         config = TEXTS[model] | {"architectures": [CLASSES[TEXTS[model]["model_type"]]]}
@@ -57,7 +57,7 @@ def prepare(model: str, folder: Path) -> list[str]:
 
 
 def row(model: str, vram: str, outcome: Outcome, output: Path) -> str:
-    """What became of a run."""
+    """The table row of a run, or its error."""
     if outcome.code:
         return ROW.format(model, vram, "", "", "", "", "", outcome.errors.strip()[-300:])
     text = "\n".join(line for _, line in outcome.lines)

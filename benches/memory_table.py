@@ -1,4 +1,4 @@
-"""What a run chooses on cards of several sizes, as the table of docs/memory.md.
+"""Make the table of docs/memory.md: what a run chooses on cards of several sizes.
 
 python benches/memory_table.py [--write]
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HOST = 24 * GIB
-# A card that has so much memory; the first of them stands for laptops.
+# A card with each number of GB; the first stands for the GPUs of laptops.
 CARDS = {
     6: "RTX 3060", 8: "RTX 4060 Ti", 12: "RTX 4070", 16: "RTX 4060 Ti", 24: "RTX 4090",
     32: "RTX 5090",

@@ -1,4 +1,4 @@
-"""Python's cost of an operation on one element with gradients on.
+"""The overhead of an operation from Python: one element, gradients on.
 
 python benches/op_overhead.py
 """

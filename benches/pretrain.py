@@ -2,9 +2,9 @@
 
 python benches/pretrain.py FOLDER [--seconds 240] [--text FOLDER] [--megabytes 120] [--tiny]
 
-A Llama of 0.11 B parameters (14 layers of 768) with a byte-level BPE of 16,384 tokens, on the
-Python files under --text (default: the installed packages), in bf16. FOLDER gets what transformers
-writes. `--tiny` is for a try on a CPU.
+The model is a Llama of 0.11 B parameters (14 layers of width 768) with a byte-level BPE of 16,384
+tokens. It learns the Python files under --text (default: the installed packages) in bf16, and is
+saved into FOLDER with transformers. `--tiny` makes one small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ END = "<|end|>"
 
 
 def read_texts(folder: Path, most: int) -> list[str]:
-    """Files in an order that a seed fixes, until they are `most` characters."""
+    """Read files in a fixed random order until they have more than `most` characters."""
     paths = sorted(folder.rglob("*.py"))
     random.Random(0).shuffle(paths)
     texts, size = [], 0
@@ -55,7 +55,7 @@ def make_tokenizer(texts: list[str], entries: int) -> Any:
 
 
 def train(model: Any, rows: Any, seconds: float, batch: int, device: str) -> None:
-    """AdamW with warm-up and a cosine over the time that there is."""
+    """Train with AdamW, warm-up and a cosine schedule over the given seconds."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},

@@ -1,18 +1,18 @@
-"""What quantization-aware training and products of codes do to a language model's losses.
+"""The effect of quantization-aware training and of products of codes on a language model's losses.
 
 python benches/rounded_training.py qat MODEL [--steps 400] [--seeds 3] [--device cuda]
 python benches/rounded_training.py w8a8 MODEL [--steps 2000] [--seeds 3] [--device cuda]
 
-MODEL is a folder of transformers, as benches/pretrain.py makes one. A LoRA of rank 16 on all linear
-layers learns this project's Rust and CUDA sources, of which every tenth file is held out; seeds run
-side by side.
+MODEL is a folder in transformers' format, such as benches/pretrain.py writes. A LoRA of rank 16 on
+all linear layers learns this project's Rust and CUDA sources; every tenth file is held out. Seeds
+run side by side.
 
-`qat`: the adapter is trained over bf16 ("plain"), over the base in a format ("on"), rounded
-together with its base ("qat"), or from LoftQ's start. Losses are those of the held-out files: of
-weights merged in f32, of the same rounded to a format, and of the base in a format with the adapter
-apart. The grids were chosen before the seeds.
+`qat`: the adapter is trained over a bf16 base ("plain"), over a base in a format ("on"), rounded
+together with its base ("qat"), or from LoftQ's initial values. Losses are of the held-out files:
+for weights merged in f32, for these weights rounded to a format, and for the training base with
+the adapter unmerged ("apart"). The formats were chosen before the seeds.
 
-`w8a8`: the same steps over a base in 8 bits with products of values and of codes; the mean of the
+`w8a8`: the same steps over an 8-bit base, multiplying values or codes. It reports the mean of the
 last tenth of the training losses, and the held-out loss.
 """
 
@@ -45,7 +45,7 @@ CHUNK = 2000
 
 
 def write_texts(folder: Path) -> tuple[Path, Path]:
-    """Texts to train on, and held-out ones."""
+    """Write the files of training texts and of held-out texts."""
     paths = [*(ROOT / "rust").rglob("*.rs"), *(ROOT / "cuda").rglob("*.cu*")]
     trained: list[str] = []
     held: list[str] = []
@@ -93,7 +93,7 @@ def held_out(given: argparse.Namespace, task: TextTask) -> float:
 
 
 def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
-    """Of the model with the adapter merged in f32, and of the same rounded to each grid."""
+    """Held-out losses with the adapter merged in f32, and with the result rounded to each grid."""
     with tempfile.TemporaryDirectory() as place:
         config = settings(given, Path(place) / "none", precision="f32")
         task = families.load("causal-lm", given.model, "f32", "cpu", config)
@@ -117,7 +117,7 @@ def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
 
 
 def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """For each way of training, the held-out losses by what is served."""
+    """For each way of training, the held-out losses by form of the trained model."""
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     cases |= {f"on {base}": {"base_precision": base} for base in BASES}
     cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
@@ -126,7 +126,7 @@ def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     for name, more in cases.items():
         task, adapter, _ = train(given, name, **more)
         apart = held_out(given, task)
-        # An adapter that starts as what rounding took belongs to that base alone.
+        # LoftQ's adapter starts as the rounding error of its base, so it fits only that base.
         rest = {} if name.startswith("loftq") else merged_losses(given, adapter)
         found[name] = {"apart": apart, **rest}
     return found
@@ -145,7 +145,7 @@ def w8a8(given: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def report(rows: list[dict[str, dict[str, float]]]) -> None:
-    """Means over seeds with standard errors, and differences from the plain merged model's."""
+    """Print means over seeds with standard errors, and gaps to the plain merged model's loss."""
     root = math.sqrt(len(rows))
     for name, columns in rows[0].items():
         cells = []
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=4, help="rows of 1,024 tokens")
     parser.add_argument("--device", default="cuda")
-    # Of one process: its seed, and the folder that all share.
+    # For the process of one seed: the seed, and the folder that all processes share.
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: side-by-side timing, so that noise hits both sides alike."""
+"""Shared code of the benchmarks: the sides take turns, so that noise affects all alike."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The options of a benchmark that has none of its own; sets the threads of both libraries."""
+    """`start` for a benchmark without options of its own."""
     return start(parser(description))
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options; sets the threads of both libraries and says what runs."""
+    """Parse the options, set the threads of both libraries and print the versions."""
     options = parser.parse_args()
     tc.set_num_threads(options.threads)
     torch = find_torch()
@@ -59,7 +59,7 @@ def find_torch() -> Any:
 
 
 def processor() -> str:
-    """The processor's name where the system tells."""
+    """The processor's name, if the system provides it."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as file:
             names = [
@@ -79,7 +79,7 @@ def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) ->
     Args:
         sides: name -> what to time.
         rounds: timed rounds of each side.
-        inner: calls in a round, for what is too short to time alone.
+        inner: calls in a round, for calls too short to time one by one.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(BLOCKS):

@@ -1,7 +1,7 @@
-"""SDXL's UNet in plain torch with LoRA as peft puts it on, under diffusers' names: what ours races.
+"""SDXL's UNet in plain torch with LoRA as in peft and diffusers' names, to compare ours with.
 
-It computes what diffusers' `UNet2DConditionModel` does, in eager mode, attention by torch's
-`scaled_dot_product_attention`; checkpointing is per residual block and per transformer block.
+It computes what diffusers' `UNet2DConditionModel` computes, in eager mode, with torch's
+`scaled_dot_product_attention`. Checkpointing is per residual block and per transformer block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTEXT, POOLED, SIZES, GROUPS = 2048, 1280, 256, 32
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer with f32 factors beside it, as peft's."""
+    """A frozen linear layer with f32 factors, like peft's."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 
 
 class Sampler(nn.Module):
-    """Half the size, or twice."""
+    """Halves or doubles height and width."""
 
     def __init__(self, channels: int, *, up: bool) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Sampler(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks with transformers between them."""
+    """Residual blocks, each with a transformer after it if the level has any."""
 
     def __init__(self, inputs: list[int], out: int, level: int, time: int, context: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-//! Compiles the kernels, generates the host side of their signatures, and prepares what the linker asks for under the names of the
-//! CUDA libraries, so that the result needs none of them to be loaded.
+//! Compiles the kernels, generates Rust code from their signatures, and gives the linker files with the names of the CUDA libraries,
+//! so that the result loads without any of them.
 
 #[path = "build/bindings.rs"]
 mod bindings;
@@ -25,12 +25,12 @@ use architectures::{ARCHITECTURES, Architecture};
 const STOOD_IN: [&str; 5] = ["cuda", "cublas", "cublasLt", "curand", "nvrtc"];
 /// An `ar` archive without members.
 const EMPTY_ARCHIVE: &[u8] = b"!<arch>\n";
-/// The variable with the folder of the CUDA toolkit.
+/// Environment variables that may name the folder of the CUDA toolkit.
 const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
-/// The variable with the architectures to compile for, in the form of [`architectures::ARCHITECTURES`].
+/// The environment variable with the architectures to compile for, in the form of [`architectures::ARCHITECTURES`].
 const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
 
-/// The ending of the names of files with code for compute capability 9.0 only.
+/// Files whose names end so have code for compute capability 9.0 only.
 const HOPPER: &str = "_hopper";
 
 fn main() {
@@ -53,14 +53,14 @@ fn prepare_libraries(out: &Path) -> io::Result<()> {
     for name in STOOD_IN {
         fs::write(out.join(format!("lib{name}.a")), EMPTY_ARCHIVE)?;
     }
-    // The static runtime under the name of the shared one: it opens the driver when it is first used.
+    // The static runtime, which opens the driver at its first use, takes the name of the shared one.
     let runtime = find(&["lib/libcudart_static.a", "lib64/libcudart_static.a"])?;
     fs::copy(runtime, out.join("libcudart.a"))?;
     println!("cargo::rustc-link-search=native={}", out.display());
     Ok(())
 }
 
-/// One `<name>.fatbin` for each `kernels/<name>.cu`, and `kernels.rs` for all.
+/// Makes a `<name>.fatbin` for each `kernels/<name>.cu`, and one `kernels.rs` for all.
 fn compile_kernels(out: &Path) -> io::Result<()> {
     let nvcc = find(&["bin/nvcc"])?;
     let list = env::var(ARCHITECTURES_VARIABLE).unwrap_or_else(|_| ARCHITECTURES.to_owned());
@@ -75,7 +75,7 @@ fn compile_kernels(out: &Path) -> io::Result<()> {
     });
     in_parallel(unread, |source| read_signatures(&nvcc, source, out))?;
     write_host_side(out, &sources)?;
-    // Other targets make everything stale.
+    // A change of the targets makes everything stale.
     let record = out.join("targets");
     let wanted = targets.join(" ");
     let same = fs::read_to_string(&record).is_ok_and(|found| found == wanted);
@@ -103,7 +103,7 @@ fn in_parallel<'a>(
     Ok(())
 }
 
-/// Writes `<name>.signatures`: a line for the names of all structures, one for each kernel.
+/// Writes `<name>.signatures`: a line with the names of all structures, then a line for each kernel.
 fn read_signatures(nvcc: &Path, source: &Path, out: &Path) -> io::Result<()> {
     let preprocessed = run_nvcc(nvcc, source, ["-E".as_ref(), source.as_os_str()])?;
     let preprocessed = String::from_utf8_lossy(&preprocessed);
@@ -133,7 +133,7 @@ fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Re
     let targets: Vec<&String> = targets.iter().filter(|target| !is_hopper || target.ends_with("_90a")).collect();
     let (unit, fatbin) = (made(out, source, "cu"), made(out, source, "fatbin"));
     if targets.is_empty() {
-        // A module without code.
+        // An empty file stands for a module without code.
         return fs::write(fatbin, []);
     }
     let fixed = ["-O3", "-fatbin", "--compress-mode=size", "-I", "."].map(OsStr::new);
@@ -142,7 +142,7 @@ fn compile(nvcc: &Path, source: &Path, targets: &[String], out: &Path) -> io::Re
     run_nvcc(nvcc, source, fixed.into_iter().chain(targets).chain(files)).map(|_| ())
 }
 
-/// The standard output of nvcc.
+/// Runs nvcc and returns its standard output.
 fn run_nvcc<'a>(nvcc: &Path, source: &Path, arguments: impl IntoIterator<Item = &'a OsStr>) -> io::Result<Vec<u8>> {
     let result = Command::new(nvcc).args(["-std=c++17", "-I", "include"]).args(arguments).output()?;
     if result.status.success() {

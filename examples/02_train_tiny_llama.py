@@ -1,8 +1,8 @@
 """Train the built-in language model from the start, on tasks about made-up words.
 
 Its tokens are bytes, and it sees no language: only short chats that name a task and a word. The
-demo's task is not among them, and one word in eight is left out to judge by. Takes some minutes on
-two cores and ends with the folder that ships in the package:
+demo's task is not among them, and one word in eight is held out for judging. Takes some minutes on
+two cores and writes the folder that ships in the package:
 
     python examples/02_train_tiny_llama.py
 """
@@ -26,7 +26,7 @@ from trainable_candle.train import ProgressBar, Trainer
 
 STEPS = 3000
 EXAMPLES = 96
-"""In a batch: about 2000 tokens."""
+"""Examples in a batch: about 2000 tokens."""
 SEED = 0
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -130,14 +130,14 @@ class Chats:
 
 
 def tensors(batch: Packed) -> dict[str, tc.Tensor]:
-    """What the loss is computed from."""
+    """The inputs of the loss."""
     names = ("input_ids", "targets", "positions", "cu_seqlens")
     given = {name: tc.tensor(getattr(batch, name)) for name in names}
     return given | {"scale": tc.tensor(np.float32(1.0 / batch.count))}
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Bytes as tokens and three more, with the chat template."""
+    """Write a tokenizer whose tokens are bytes and three special ones, with the chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,7 +1,7 @@
 """LoRA on a model of your own: a classifier of digits learns to read them upside down.
 
 The model is a module as in torch. `get_peft_model` freezes it and puts adapters on its linear
-layers; what they learn goes to a small folder, and the model itself stays as it is. Takes some
+layers; the adapters are saved to a small folder, and the model itself does not change. Takes some
 seconds on a CPU:
 
     python examples/03_lora_on_your_own_model.py [FOLDER]
@@ -30,13 +30,13 @@ class Classifier(nn.Module):
 
 
 def pixels(pictures: digits.Digits, *, turned: bool) -> tc.Tensor:
-    """The pictures as rows of numbers from 0 to 1, as they are or turned by half a turn."""
+    """The images as rows of numbers from 0 to 1, upright or turned upside down."""
     found = pictures.pixels[:, ::-1, ::-1] if turned else pictures.pixels
     return tc.tensor(np.ascontiguousarray(found).reshape(-1, 64) / 16, dtype="f32")
 
 
 def fit(model: nn.Module, x: tc.Tensor, labels: tc.Tensor, steps: int, lr: float) -> None:
-    """Train what the model gives as its parameters: with adapters, these alone."""
+    """Train the model's parameters: with adapters, only theirs."""
     optimizer = tc.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(x), labels)
@@ -46,7 +46,7 @@ def fit(model: nn.Module, x: tc.Tensor, labels: tc.Tensor, steps: int, lr: float
 
 
 def accuracy(model: nn.Module, x: tc.Tensor, labels: tc.Tensor) -> float:
-    """The share of the pictures that the model reads correctly."""
+    """The share of the images that the model reads correctly."""
     with tc.no_grad():
         return float((model(x).argmax(1) == labels).to("f32").mean().item())
 
@@ -68,7 +68,7 @@ def main(folder: Path) -> dict[str, Any]:
     fit(model, pixels(train, turned=True), learnt, steps=150, lr=1e-2)
     after = accuracy(model, upside_down, asked)
 
-    # The folder is peft's: there it loads onto the same model written in torch.
+    # The folder has peft's format: peft loads it onto the same model written in torch.
     model.save_pretrained(folder)
     # A plain model again, whose weights contain what the adapters have learnt.
     merged = model.merge_and_unload()

@@ -1,8 +1,8 @@
-"""SDXL from a folder of pictures, in Python: what `train-lora` does, with its settings.
+"""SDXL from a folder of images, in Python: the same as `train-lora` does, with its settings.
 
-Trains the tiny SDXL that ships in the package on the photographs beside this script. For your own,
-give `weights="sd_xl_base_1.0.safetensors"` and a folder whose captions are in `.txt` files; a GPU
-is used if there is one. Takes about a minute on two cores:
+Trains the tiny SDXL that ships in the package on the photographs beside this script. For your own
+images, give `weights="sd_xl_base_1.0.safetensors"` and a folder with captions in `.txt` files; a
+GPU is used if there is one. Takes about a minute on two cores:
 
     python examples/04_sdxl_from_pictures.py [FOLDER]
 """
@@ -25,9 +25,9 @@ def main(folder: Path, steps: int = STEPS, **settings: object) -> TrainingRun:
     """Train, and draw with the adapter.
 
     Args:
-        folder: gets the adapter, logs, checkpoints and the picture.
+        folder: gets the adapter, logs, checkpoints and the image.
         steps: of the optimizer.
-        **settings: more of `docs/settings.md`, or others in place of those below.
+        **settings: from `docs/settings.md`; they override those below.
     """
     config = tc.train.TrainConfig(
         model="sdxl",

@@ -1,7 +1,7 @@
 """A language model from a JSONL file: the built-in Llama learns Pig Latin.
 
 A line of the file is a conversation, `{"messages": [{"role": "user", "content": ...}, ...]}`; the
-answers in it are what is learnt. The same code trains Qwen or Llama: give `weights`, a folder or a
+model learns the answers in it. The same code trains Qwen or Llama: give `weights`, a folder or a
 name on the Hugging Face hub. Takes half a minute on two cores:
 
     python examples/05_language_model_from_jsonl.py [FOLDER]
@@ -30,7 +30,7 @@ def write_chats(path: Path, count: int) -> None:
 
 
 def main(folder: Path, steps: int = STEPS) -> float:
-    """Train and ask; returns the share of words without training that are answered correctly."""
+    """Train and ask; returns the share of correct answers for words that were not trained on."""
     folder.mkdir(parents=True, exist_ok=True)
     write_chats(folder / "chats.jsonl", 600)
     run = train_adapter(
@@ -47,7 +47,7 @@ def main(folder: Path, steps: int = STEPS) -> float:
         )
     )
 
-    # Words that no model here has been trained on.
+    # Words that neither the base model nor its adapter was trained on.
     asked = words.words(np.random.default_rng(1), ASKED, held_out=True)
     questions = [[words.chat(words.UNSEEN, word)[0]] for word in asked]
     answers = run.task.answers(questions, WritingOptions(tokens=24))

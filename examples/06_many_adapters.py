@@ -1,7 +1,7 @@
-"""Several adapters at a time: weights for each, a joined file, a smaller one, a merged model.
+"""Several adapters at once: a weight for each, a joined file, a smaller file, a merged model.
 
-Two LoRAs of the tiny SDXL are trained for a few steps, each on photographs of its own. Takes about
-a minute on two cores:
+Two LoRAs of the tiny SDXL are trained for a few steps, each on photographs of one subject. Takes
+about a minute on two cores:
 
     python examples/06_many_adapters.py [FOLDER]
 """
@@ -56,7 +56,7 @@ def draw(*adapters: tuple[Path, float]) -> Picture:
 
 
 def distance(one: Picture, other: Picture) -> float:
-    """The mean difference of two pictures, of 255."""
+    """The mean absolute difference of two images, from 0 to 255."""
     return float(np.abs(one.astype(float) - other.astype(float)).mean())
 
 

@@ -1,9 +1,9 @@
-"""Hand an adapter over to ComfyUI: train, check what it will read, put the file where it looks.
+"""Use an adapter in ComfyUI: train it, check what ComfyUI will apply, put the file in its folder.
 
 ComfyUI finds a LoRA by its file's name in `models/loras` and applies the modules whose names it
-knows; others it leaves out with a line in its log alone. `verify_adapter`, or `trainable-candle
-verify FILE`, knows the names and formulas of ComfyUI, A1111, diffusers, sd-scripts and peft. Takes
-some seconds on two cores:
+knows; for others it only writes a line in its log. `verify_adapter`, or `trainable-candle verify
+FILE`, knows the names and formulas of ComfyUI, A1111, diffusers, sd-scripts and peft. Takes some
+seconds on two cores:
 
     python examples/07_hand_over_to_comfyui.py [FOLDER]
 """
@@ -51,7 +51,7 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
     if not report.good:
         raise SystemExit("ComfyUI would leave modules out; `trainable-candle verify` says which")
 
-    # What programs show of the file: title, trigger, size, resolution, hashes.
+    # Metadata that programs show: title, trigger, size, resolution, hashes.
     for key, value in sorted(safetensors_metadata(run.adapter_path).items()):
         if key.startswith("modelspec."):
             print(f"  {key}: {value}")

@@ -1,6 +1,6 @@
-"""A training loop of your own: batches, schedule, averaged weights, a checkpoint to go on from.
+"""A training loop of your own: batches, schedule, averaged weights, a checkpoint to resume from.
 
-`tc.train.Trainer` has all this ready; here it is by hand, as torch users write it. Takes some
+`tc.train.Trainer` does all this; here it is written out, as torch users write it. Takes some
 seconds on a CPU:
 
     python examples/08_training_loop.py [FOLDER]
@@ -24,7 +24,7 @@ BATCH_SIZE = 64
 
 @dataclass
 class State:
-    """All that a run consists of between two epochs."""
+    """The whole state of a run between two epochs."""
 
     model: nn.Module
     optimizer: tc.optim.Optimizer
@@ -44,7 +44,7 @@ class State:
         tc.save_file(tensors, path, metadata=facts)
 
     def load(self, path: Path) -> None:
-        """Go on from a file of `save`."""
+        """Resume from a file that `save` has written."""
         parts: dict[str, dict[str, tc.Tensor]] = {"model": {}, "optimizer": {}, "ema": {}}
         for key, tensor in tc.load_file(path).items():
             part, _, name = key.partition(":")
@@ -58,7 +58,7 @@ class State:
 
 
 def make(steps: int) -> State:
-    """A new run of so many steps."""
+    """The initial state of a run of this many steps."""
     tc.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     optimizer = tc.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
@@ -67,14 +67,14 @@ def make(steps: int) -> State:
 
 
 def pixels(pictures: digits.Digits) -> tc.Tensor:
-    """The pictures as rows of numbers from 0 to 1."""
+    """The images as rows of numbers from 0 to 1."""
     return tc.tensor(pictures.pixels.reshape(-1, 64) / 16, dtype="f32")
 
 
 def train_epoch(state: State, data: TensorDataset) -> None:
-    """Train on all pictures once."""
-    # The order and the dropout of an epoch depend on its number alone, so that a run that was
-    # interrupted and continued is bit for bit the one that was not.
+    """Train on all images once."""
+    # The order and the dropout of an epoch depend only on its number, so that a resumed run equals
+    # an uninterrupted one bit for bit.
     tc.manual_seed(state.epoch)
     state.model.train()
     for x, labels in DataLoader(data, batch_size=BATCH_SIZE, shuffle=True):
@@ -89,7 +89,7 @@ def train_epoch(state: State, data: TensorDataset) -> None:
 
 
 def accuracy(model: nn.Module, pictures: digits.Digits) -> float:
-    """The share of pictures that the model reads correctly."""
+    """The share of images that the model reads correctly."""
     model.eval()
     with tc.no_grad():
         found = model(pixels(pictures)).argmax(1).numpy()
@@ -97,7 +97,7 @@ def accuracy(model: nn.Module, pictures: digits.Digits) -> float:
 
 
 def main(folder: Path) -> dict[str, tc.Tensor]:
-    """Train until half, go on from the checkpoint as a new process would; the final weights."""
+    """Train half, resume from the checkpoint as a new process would; returns the final weights."""
     folder.mkdir(parents=True, exist_ok=True)
     train, test = digits.split(digits.load())
     data = TensorDataset(pixels(train), tc.tensor(train.labels, dtype="i64"))

@@ -1,4 +1,4 @@
-"""What mkdocs adds to docs/: the front page, the reference, and a check that it is whole."""
+"""Hooks of mkdocs: add the front page and the reference, and check that no name is missing."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ SOURCES = "https://github.com/trainable-candle/trainable-candle/blob/main/"
 
 
 def page(path: str) -> str:
-    """A README with links as the site has them; what the site has not is a link to the source."""
+    """A README whose links point to pages of the site, or else to the source repository."""
 
     def link(match: re.Match[str]) -> str:
         if match[1].startswith(("http", "#")):
@@ -26,7 +26,7 @@ def page(path: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made."""
+    """Add the generated pages."""
     made = {
         "index.md": page("README.md"),
         "examples.md": page("examples/README.md"),
@@ -42,7 +42,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Reject a site whose reference lacks a public name.
 
     Raises:
-        PluginError: Naming what is missing.
+        PluginError: Names the missing ones.
     """
     missing = []
     for path in reference.pages():

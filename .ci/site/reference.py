@@ -47,11 +47,11 @@ def pages() -> dict[str, str]:
 
 
 def page(module: str) -> str:
-    """The text of the page of one module, of which `:::` lines stand for docstrings."""
+    """The text of one module's page; mkdocstrings replaces its `:::` lines with docstrings."""
     full = f"trainable_candle.{module}".rstrip(".")
     parts = [f"# {full}\n"]
     if module:
-        # Its own text; the members follow, each with its own heading.
+        # The module's docstring only: the members follow, each with its own heading.
         parts.append(
             f"::: {full}\n    options:\n      members: []\n      show_root_heading: false\n"
         )

@@ -1,5 +1,5 @@
-//! Generates the host side of kernels from their signatures: structures of arguments in Rust, and assertions in CUDA that structures
-//! have the host's memory layout.
+//! Generates code from the signatures of kernels: structures of their arguments in Rust, and assertions in CUDA that shared
+//! structures have the same memory layout as in Rust.
 
 use std::fmt::Write;
 
@@ -15,7 +15,7 @@ pub struct Source {
 /// Suffixes of kernel names: dtypes, or the element size in bytes for kernels of any dtype.
 const SUFFIXES: [&str; 11] = ["f32", "f64", "f16", "bf16", "u8", "u32", "i64", "1", "2", "4", "8"];
 
-/// Types in CUDA, in Rust, and the element kind of pointers to them.
+/// Each type in CUDA, in Rust (empty for pointers only), and the element kind of pointers to it.
 const TYPES: [(&str, &str, &str); 14] = [
     ("uint8_t", "u8", "U8"),
     ("uint16_t", "u16", "U16"),
@@ -41,7 +41,7 @@ struct Kernel<'a> {
     fields: Vec<(&'a str, String)>,
 }
 
-/// A module of `src/linked/kernels.rs` for a file.
+/// The code of a module of `src/linked/kernels.rs` for a file of kernels.
 pub fn module(source: &Source) -> Result<String, String> {
     let mut kernels: Vec<Kernel<'_>> = Vec::new();
     for signature in &source.signatures {

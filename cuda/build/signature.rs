@@ -25,7 +25,7 @@ pub enum Pointer {
     Mut,
 }
 
-/// The text between a kernel's linkage and its body, one kernel per line.
+/// For each kernel, the text between its linkage and its body, in one line.
 pub fn heads(preprocessed: &str) -> Vec<String> {
     const LINKAGE: &str = "extern \"C\"";
     let code: String =
@@ -48,7 +48,7 @@ fn first_name(code: &str) -> &str {
     name.find(|c: char| !is_of_name(c)).map_or(name, |end| &name[..end])
 }
 
-/// The signature that [`heads`] found.
+/// Parses a line of [`heads`].
 pub fn parse(head: &str) -> Result<Signature, String> {
     let code = without_attributes(head);
     let (name, parameters) = code.split_once('(').ok_or_else(|| format!("no parameters in: {head}"))?;
@@ -92,7 +92,7 @@ fn without_attributes(code: &str) -> String {
     let mut parts = code.split("__attribute__((");
     let mut kept = parts.next().unwrap_or_default().to_owned();
     for part in parts {
-        // An attribute's own parentheses close before its last two.
+        // An attribute ends where both of its opening parentheses are closed.
         let mut depth = 2;
         let end = part.find(|c| {
             depth += i32::from(c == '(') - i32::from(c == ')');

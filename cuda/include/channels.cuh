@@ -1,12 +1,12 @@
-// Channels that come last, with statistics of groups of neighbouring channels: how the work on a tensor (batch, positions,
-// channels) is split, and how a block sums over its positions.
+// Statistics of groups of neighbouring channels, with channels last: how the work on a tensor (batch, positions, channels) is
+// split, and how a block sums over its positions.
 //
-// A thread has WIDE neighbouring channels and every `lines`-th position of a piece. The split is by sizes alone:
+// A thread has WIDE neighbouring channels and every `lines`-th position of a piece. The split depends only on the sizes:
 //     packs = ceil(channels / WIDE), tiles = ceil(packs / 320), columns = ceil(packs / tiles), lines = max(1, floor(320 / columns)),
 //     pieces = clamp(ceil(positions / (8 lines)), 1, max(1, floor(256 / (batch tiles)))),
 // and the launch of a kernel over the tensor is
 //     block 32 ceil(columns lines / 32), grid (batch * pieces, tiles), no dynamic shared memory.
-// Another number of pieces from 1 to positions, or of lines up to 320 / columns, is right as well.
+// Any number of pieces from 1 to positions, and of lines up to 320 / columns, gives correct results.
 #pragma once
 
 #include "affine.cuh"
@@ -44,7 +44,7 @@ template <typename T, bool ALIGNED> struct Part {
     ChannelSize size;
     Tile<T> tile;
     uint32_t sample, piece, lines, line, channel;
-    // How many channels the thread has: 0 for one that is left over.
+    // How many channels the thread has: 0 for a surplus thread.
     uint32_t valid;
 
     __device__ __forceinline__ explicit Part(ChannelSize size)
@@ -80,7 +80,7 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // f(positions, whether each exists) for the thread's positions, BATCH at a time, whose loads are to be under way together.
+    // f(positions, whether each exists) for the thread's positions, BATCH at a time, so that their loads overlap.
     template <int BATCH, typename F> __device__ __forceinline__ void for_each(F f) const {
         if (valid == 0) return;
         const uint32_t end = size.first(piece) + size.count(piece);
@@ -96,7 +96,7 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // f(channel of the thread, its group in the batch) for each channel; those left over have the group of another.
+    // f(channel of the thread, its group in the batch) for each channel; channels that do not exist get a group that does.
     template <typename F> __device__ __forceinline__ void for_each_channel(F f) const {
         const uint32_t width = size.width(), first = min(channel, size.channels - 1);
         uint32_t group = first / width, place = first % width;
@@ -123,7 +123,7 @@ template <typename T, bool ALIGNED> struct Part {
     }
 };
 
-// Two sums of each line and channel of a block, and then of each channel.
+// Two sums for each line and channel of a block, later joined to two for each channel.
 template <typename T> struct Slots {
     Acc<T> values[2][MAX_THREADS * WIDE<T>];
 
@@ -136,7 +136,7 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // join(channel, of_line, results): results[2] of a channel from of_line(line, kind), its sums.
+    // join(channel, of_line, results) sets the two results of a channel from its sums of_line(line, kind).
     template <typename F> __device__ __forceinline__ void join_lines(const Tile<T> &tile, F join) {
         const uint32_t stride = tile.columns * WIDE<T>;
         for (uint32_t at = threadIdx.x; at < tile.high - tile.low; at += blockDim.x) {
@@ -149,8 +149,8 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; its channels in the tile
-    // are those of slots low to high. All threads of a warp come along, those without a group with no channels.
+    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; the group's channels in the
+    // tile have the slots low to high. All threads of a warp call f, those without a group with no channels.
     template <typename F>
     __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
         const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;
@@ -183,7 +183,7 @@ template <typename A> struct Partials {
         return pairs + (((sample * tiles + tile) * size.groups + group) * size.pieces + piece) * 2;
     }
 
-    // f(pair, elements that it covers) for each thread's share of the pairs of a group.
+    // f(pair, number of elements in its sums) for the thread's share of a group's pairs.
     template <typename T, typename F>
     __device__ __forceinline__ void for_each(const ChannelSize &size, uint64_t sample, uint32_t group, F f) const {
         const uint32_t low = group * size.width(), high = low + size.width();

@@ -1,8 +1,8 @@
 // The dynamic maps of 8-bit optimizer states, built at compile time, and the search for their nearest values.
 //
-// A block of 256 states is divided by its largest magnitude and each quotient is rounded to the nearest of 256 values. Decade i of
-// seven (1e-6 to 1) holds 2^i magnitudes (2^(i+1) in the map without signs), evenly spaced; 0 and 1 complete the map. Codes count
-// the values upwards. Map, ties (to the even code) and the treatment of signs are those of bitsandbytes 0.50.
+// A block of 256 states is divided by its largest magnitude, and each quotient is rounded to the nearest of 256 values. Each decade
+// i of the seven from 1e-7 to 1 holds 2^i magnitudes (2^(i+1) in the map without signs), evenly spaced; 0 and 1 complete the map.
+// Codes number the values in ascending order. Map, ties (to the even code) and signs are treated as in bitsandbytes 0.50.
 // Dettmers et al., "8-bit Optimizers via Block-wise Quantization", https://arxiv.org/abs/2110.02861.
 #pragma once
 
@@ -16,23 +16,23 @@ namespace dynamic_map {
 constexpr int DECADES = 7;
 // Quotients below 2^-23 are nearest to zero in both maps.
 constexpr int OCTAVES = 23;
-// One for each upper half (exponent and 7 bits of the fraction) that the f32 from 2^-23 to 1 have.
+// An entry for each upper half (exponent and 7 bits of the fraction) of the f32 numbers from 2^-23 to 1.
 constexpr int ENTRIES = OCTAVES * 128 + 1;
 constexpr uint32_t FIRST_ENTRY = (127 - OCTAVES) << 7;
 // Rounded up to 16 bytes.
 constexpr int PADDED_ENTRIES = (ENTRIES + 3) / 4 * 4;
 
-// The 256 values by code, and by the upper half of a quotient's bits what to add to its bits: the sum has the quotient's rank
-// among the magnitudes of the map in its upper half. To that end an entry replaces the upper half by the rank of the smallest
-// quotient that has it; if the next rank begins among them, it lets the first quotient of that rank carry over. No two ranks begin
-// in one entry.
+// `values`: the 256 values by code. `to_rank`: by the upper half of a quotient's bits, a number to add to the bits, so that the
+// upper half of the sum is the quotient's rank among the magnitudes of the map. An entry replaces the upper half by the rank of the
+// smallest quotient with that half. If the next rank begins within the entry, the lower half of the sum carries over into the upper
+// half from the first quotient of that rank on. No two ranks begin in one entry.
 struct alignas(16) Table {
     float values[256];
     uint32_t to_rank[PADDED_ENTRIES];
 };
 
-// Point `i` of `0..=intervals` between 0.1 and 1, rounded as torch's `linspace` rounds it: from the nearer end, each sum once (in
-// double it is exact).
+// Point `i` of `0..=intervals` between 0.1 and 1, rounded as in torch's `linspace`: computed from the nearer end, exactly in double,
+// and rounded once.
 constexpr float spaced(int intervals, int i) {
     const float step = (1.0f - 0.1f) / static_cast<float>(intervals);
     if (i < (intervals + 1) / 2) return static_cast<float>(0.1f + static_cast<double>(step) * i);
@@ -59,7 +59,7 @@ template <bool SIGNED> struct Magnitudes {
     }
 };
 
-// The code of 0, whose parity decides ties together with the rank.
+// The code of 0. Its parity and the rank's decide ties.
 template <bool SIGNED> constexpr int ZERO_CODE = SIGNED ? 127 : 0;
 
 template <bool SIGNED> constexpr Table make_table() {
@@ -100,10 +100,10 @@ __device__ __forceinline__ uint32_t rank_of(const uint32_t *to_rank, float x) {
 
 constexpr float SMALLEST = 1.0f / (1 << OCTAVES);
 
-// The code of a quotient in the map with signs. A negative one never becomes zero but the value next to it, so that its sign
-// survives; NaN, as 0 / 0 in a block of zeros, becomes 255.
+// The code of a quotient in the map with signs. A negative quotient becomes at most the negative value next to zero, so that it
+// keeps its sign; NaN, which 0 / 0 gives in a block of zeros, becomes 255.
 __device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float x) {
-    // The smaller of NaN and 1 is 1.
+    // fminf of NaN and 1 is 1.
     const int rank = rank_of(to_rank, fmaxf(fminf(fabsf(x), 1.0f), SMALLEST));
     const int below = ZERO_CODE<true> - min(max(rank, 1), ZERO_CODE<true>);
     return __float_as_int(x) < 0 ? below : ZERO_CODE<true> + rank;

@@ -1,4 +1,4 @@
-// Elementary functions at the accuracy that a storage type can show: those of f16 and bf16 use the hardware's exponential.
+// Elementary functions as accurate as the storage type needs: for f16 and bf16 they use the hardware's exponential.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 template <typename T> constexpr bool IS_HALF = sizeof(T) == 2;
 template <typename A> __device__ __forceinline__ A infinity() { return static_cast<A>(__int_as_float(0x7f800000)); }
 
-// The hardware's 2^x and 1 / x, with subnormal numbers taken as 0: fewer instructions than the intrinsics of CUDA.
+// The hardware's 2^x and 1 / x, which treat subnormal numbers as 0: fewer instructions than CUDA's intrinsics.
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,5 +1,5 @@
-// The block formats of ggml, eight codes at a time. A block of a row holds its scales (f16, little endian) beside its codes; layouts are
-// those of `ggml-common.h` and `ggml-quants.c` of llama.cpp at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c.
+// Reads the block formats of ggml, eight codes at a time. A block of a row holds its scales (f16, little endian) beside its codes; the
+// layouts are those in `ggml-common.h` and `ggml-quants.c` of llama.cpp at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace ggml {
 enum Type : uint32_t { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
 template <Type TYPE> constexpr bool IS_K = TYPE >= Q4_K;
-// Elements and bytes of a block. All bytes are even, so blocks are aligned to two.
+// Elements and bytes of a block. All sizes are even, so blocks are aligned to two bytes.
 template <Type TYPE> constexpr uint32_t BLOCK = IS_K<TYPE> ? 256 : 32;
 template <Type TYPE>
 constexpr uint32_t BYTES = TYPE == Q4_0   ? 18
@@ -22,10 +22,10 @@ constexpr uint32_t BYTES = TYPE == Q4_0   ? 18
                            : TYPE == Q4_K ? 144
                            : TYPE == Q5_K ? 176
                                           : 210;
-// Whether something is added to the product of code and scale.
+// Whether a block's minimum is added to the product of code and scale.
 template <Type TYPE> constexpr bool HAS_LEAST = TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K;
 
-// Eight codes, a byte each, with the number of which is `zero` less; scale and what is added.
+// Eight codes of a byte each, for values (code - zero) scale + least.
 struct Codes {
     uint2 bytes;
     int zero;
@@ -39,7 +39,7 @@ __device__ __forceinline__ float scale(const uint8_t *at) {
     return __half2float(__ushort_as_half(static_cast<uint16_t>(half_word(at))));
 }
 
-// The halves of eight bytes that begin at bit `shift`.
+// The four bits from bit `shift` (0 or 4) on of each of eight bytes.
 __device__ __forceinline__ uint2 nibbles(uint2 bytes, uint32_t shift) {
     return {bytes.x >> shift & 0x0f0f0f0f, bytes.y >> shift & 0x0f0f0f0f};
 }
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint2 fifth(uint32_t bits) {
 
 __device__ __forceinline__ uint2 both(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
 
-// Scale and minimum of part 0 to 7, six bits each of twelve bytes.
+// Scale and minimum of part 0 to 7, six bits each, from twelve bytes.
 __device__ __forceinline__ float2 part_scales(const uint8_t *scales, uint32_t part) {
     const uint32_t middle = __ldg(scales + part % 4 + 4), first = __ldg(scales + part % 4);
     if (part < 4) return {static_cast<float>(first & 63), static_cast<float>(middle & 63)};
@@ -73,7 +73,8 @@ template <Type TYPE> __device__ __forceinline__ Codes load(const uint8_t *block,
         const float least = HAS_LEAST<TYPE> ? scale(block + 2) : 0.0f;
         return {codes, HAS_LEAST<TYPE> ? 0 : HAS_FIFTH ? 16 : 8, scale(block), least};
     } else if constexpr (TYPE == Q6_K) {
-        // Each quarter r of 128 elements has one half of its bytes of four bits, and bits 2 r and 2 r + 1 of the others.
+        // Of 128 elements, quarter r has its low four bits in one half of each byte of `low`, and its high two bits in bits 2 r and
+        // 2 r + 1 of each byte of `high`.
         const uint32_t half = at / 128, quarter = at / 32 % 4, place = at % 32;
         const uint2 low = nibbles(eight(block + 64 * half + 32 * (quarter % 2) + place), quarter / 2 * 4);
         const uint2 high = eight(block + 128 + 32 * half + place);

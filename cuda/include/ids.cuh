@@ -1,8 +1,8 @@
-// Integer ids in device memory, of 4 bytes (u32) or 8 (i64), as `id_bytes` says.
+// Integer ids in device memory: u32 if `id_bytes` is 4, i64 if it is 8.
 //
 // A kernel cannot raise an error for an id out of range. It writes the value that its comment names, reads nothing, and lowers
-// *out_of_range, unless null, to the position of the id. The caller sets it to 2^64 - 1 before, and the next synchronization
-// of the device reports it.
+// *out_of_range, unless null, to the position of the id. The caller first sets it to 2^64 - 1; the next synchronization of the
+// device reports a position.
 #pragma once
 
 #include <cstdint>

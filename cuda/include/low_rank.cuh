@@ -1,11 +1,11 @@
-// Fragments of low-rank products with factors as they are in memory.
+// Fragments of low-rank products, loaded from factors in their memory order.
 //
-// Products are PTX' `mma.m16n8k16` (attention/mma.cuh has its fragments). Which index of a fragment stands for which column, feature
-// or rank is free as long as both operands agree. It is chosen such that a thread's values are contiguous in memory: with g = lane
-// / 4 and t = lane % 4,
-// - of 32 features it has 8t to 8t + 7, for two products one after the other;
-// - of 16 ranks, column g of the two products is 2g and 2g + 1, so that a thread's sums are the ranks 4t to 4t + 3;
-// - of 32 columns of dst, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
+// Products are PTX' `mma.m16n8k16` (attention/mma.cuh describes its fragments). Any assignment of columns, features and ranks to the
+// indices of a fragment works if both operands agree. This one makes a thread's values contiguous in memory: with g = lane / 4 and
+// t = lane % 4,
+// - among 32 features, a thread has 8t to 8t + 7, for two products one after the other;
+// - among 16 ranks, column g of the two products is 2g and 2g + 1, so that a thread's sums are the ranks 4t to 4t + 3;
+// - among 32 columns of dst, column g of product i is 4g + i, so that a thread's sums are the columns 8t to 8t + 7.
 #pragma once
 
 #include "element.cuh"
@@ -15,7 +15,7 @@
 // Ranks of one product.
 constexpr int RANKS = 16;
 
-// What the kernel does not write, so that its loads need not wait for stores.
+// Loads memory that the kernel does not write, so that the loads need not wait for stores.
 template <typename W, typename T> __device__ __forceinline__ W words(const T *at) { return __ldg(reinterpret_cast<const W *>(at)); }
 
 __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) { return __byte_perm(first, second, 0x5410); }

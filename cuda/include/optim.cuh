@@ -1,16 +1,15 @@
-// The common part of the optimizers' kernels: structures that host and kernels exchange, and access to runs of elements.
+// Shared code of the optimizers' kernels: structures that host and kernels exchange, and access to runs of elements.
 //
-// Parameters, gradients and the 16-bit copy of the parameters are in segments: a vector of each, with the same element order. The
-// work is a list of pieces of them, so that one launch covers any set of variables and parameter groups, of one flat buffer (one
-// segment) or of many variables with memory of their own. States are by piece in buffers of their own:
-// they start at multiples of STATE_BLOCK elements, and what is between a piece's end and the next multiple is zeroed once and
-// then belongs to the kernels.
+// A segment has a vector of parameters, one of gradients and one of the parameters' 16-bit copy, all in the same element order. The
+// work is a list of pieces of segments, so that one launch covers any set of variables and parameter groups, in one flat buffer (one
+// segment) or in many variables with memory of their own. Buffers of states have the pieces one after another, each from a multiple of
+// STATE_BLOCK elements on. The padding after a piece is zeroed once and then belongs to the kernels.
 #pragma once
 
 #include "element.cuh"
 #include "dynamic_map.cuh"
 
-// A run of elements. A list of them is made by the host once.
+// A run of elements. The host makes the list of pieces once.
 struct alignas(16) Piece {
     uint32_t start;   // its first element in the segment
     uint32_t segment; // which segment
@@ -19,7 +18,7 @@ struct alignas(16) Piece {
     uint16_t group;   // which coefficients apply
 };
 
-// Where a run of parameters, their gradients and (or null) their 16-bit copy are, at any alignment.
+// The addresses of parameters, their gradients and their 16-bit copy (or null), at any alignment.
 struct Segment {
     float *params;
     void *grads;
@@ -44,7 +43,7 @@ struct Settings {
     double more[8]; // what one optimizer needs besides, in the order that its kernels read
 };
 
-// What one step needs of a group's settings. `<optimizer>_prepare` writes them.
+// Numbers that one step needs, computed from a group's settings by `<optimizer>_prepare`.
 struct alignas(16) Coefficients {
     float gain;    // gradients are multiplied by it first: the sign and the inverse loss scale
     uint32_t skip; // 1 if the step changes nothing; the same in all groups
@@ -53,7 +52,7 @@ struct alignas(16) Coefficients {
     float step_size;
     float eps;
     float beta1, gain1; // weights of the first state and of the gradient
-    float beta2, gain2; // the same of the second; SGD: `beta2` is Nesterov's share of the buffer
+    float beta2, gain2; // the same for the second state; SGD: `beta2` is Nesterov's share of the buffer
     float root_correction2;
     uint32_t nesterov;
 };
@@ -77,7 +76,7 @@ template <typename T> __device__ __forceinline__ bool is_quad_aligned(const T *p
     return reinterpret_cast<uintptr_t>(pointer) % (QUAD * sizeof(T)) == 0;
 }
 
-// Four values widened to f32. WIDE: by one access, which the address must allow; otherwise `count` (0 to 4), the rest being 0.
+// Loads four values, widened to f32. WIDE: by one access, which the address must allow; otherwise `count` (0 to 4) values and zeros.
 template <bool WIDE, typename T>
 __device__ __forceinline__ void load_quad(float (&values)[QUAD], const T *source, uint32_t count) {
     if constexpr (WIDE) {
@@ -127,10 +126,10 @@ template <typename G, typename C> struct Buffers {
     }
 };
 
-// Four neighbours of a piece from `index` on, a multiple of four; those beyond its end are 0. WIDE: none is, and they can be
+// Four neighbours of a piece from `index` on, a multiple of four; those beyond its end are 0. WIDE: all four exist and can be
 // accessed at once.
 template <bool WIDE, typename G, typename C> struct Quad {
-    Buffers<G, C> at; // moved to the first
+    Buffers<G, C> at; // moved to the first of the four
     uint32_t count;
     float params[QUAD];
     float grads[QUAD];
@@ -153,7 +152,7 @@ template <bool WIDE, typename G, typename C> struct Quad {
     }
 };
 
-// What remains of a step that is skipped.
+// Zeroes the gradients, if the step does, when the rest of the step is skipped.
 template <typename G, typename C>
 __device__ void clear_grads(const Buffers<G, C> &buffers, const Piece &piece, uint32_t thread, uint32_t threads) {
     if (!buffers.zero_grads) return;
@@ -161,13 +160,13 @@ __device__ void clear_grads(const Buffers<G, C> &buffers, const Piece &piece, ui
     for (uint32_t i = thread; i < piece.length; i += threads) grads[i] = narrow<G>(0.0f);
 }
 
-// Lion's parameter, decayed and moved by the learning rate against the sign of `direction`.
+// Lion's update: `p` decayed, then moved by the step size against the sign of `direction`.
 __device__ __forceinline__ float lion_descend(const Coefficients &at, float p, float direction) {
     const float up = direction > 0.0f ? at.step_size : 0.0f, down = direction < 0.0f ? at.step_size : 0.0f;
     return __fadd_rn(__fsub_rn(__fmul_rn(p, at.decay), up), down);
 }
 
-// Defines a step's functions for the dtype of the gradients and that of the copy: `DEFINE(suffix, gradient, copy)`.
+// Defines a step's functions for each pair of dtypes of gradients and copy: `DEFINE(suffix, gradient, copy)`.
 #define FOR_EACH_GRADIENT_AND_COPY(DEFINE)                                                                             \
     DEFINE(f32_bf16, float, __nv_bfloat16)                                                                             \
     DEFINE(f32_f16, float, __half)                                                                                     \

@@ -1,16 +1,16 @@
-// The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), word for
-// word those of the CPU.
+// The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), the same words
+// as on the CPU.
 #pragma once
 
 #include <cstdint>
 
-// The seed is the key, the number of the block the counter. A draw that a graph repeats must read both from device memory.
+// The seed is the key, the number of the block the counter. In a CUDA graph, a draw must read both from device memory.
 struct Generator {
     static constexpr int ROUNDS = 10;
     uint64_t offset;
     uint2 keys[ROUNDS];
 
-    // From state[0] and state[1] + offset, or by value where `state` is null.
+    // Takes the seed from state[0] and the offset from state[1] + offset, or both by value if `state` is null.
     __device__ __forceinline__ Generator(const uint64_t *state, uint64_t seed, uint64_t offset)
         : offset(state != nullptr ? state[1] + offset : offset) {
         if (state != nullptr) seed = state[0];
@@ -18,7 +18,7 @@ struct Generator {
         for (int round = 0; round < ROUNDS; round++) {
             keys[round] = {static_cast<uint32_t>(seed) + round * 0x9E3779B9u,
                            static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u};
-            // Else the compiler adds them up anew for each block.
+            // Otherwise the compiler computes the keys again for each block.
             asm volatile("" : "+r"(keys[round].x), "+r"(keys[round].y));
         }
     }

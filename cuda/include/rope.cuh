@@ -6,12 +6,12 @@
 #include "rows.cuh"
 
 // cos and sin are (positions, half) with half = width / 2. Row r has the position (r / repeats) % positions: repeats is 1, or the
-// number of heads where they are inside of the positions.
+// number of heads if the axis of heads comes after that of positions.
 template <typename A> struct Angles {
     const A *cos, *sin;
     uint32_t positions, repeats, half;
 
-    // Those of the N pairs from `pair` on.
+    // The cosines and sines of the N pairs from `pair` on.
     template <int N> __device__ __forceinline__ void load(uint64_t row, uint32_t pair, A (&c)[N], A (&s)[N]) const {
         const uint64_t position = divide(divide(row, repeats).quotient, positions).remainder;
         load_values(cos + position * half + pair, c);
@@ -19,8 +19,8 @@ template <typename A> struct Angles {
     }
 };
 
-// Neighbouring pairs of a row, as the two packs that contain them: pair i is elements 2i and 2i + 1 if INTERLEAVED, where 2N
-// neighbours are two packs, else i and i + half, one of each pack.
+// N neighbouring pairs of a row, as the two packs that contain them. If INTERLEAVED, pair i is the elements 2i and 2i + 1, and the
+// packs are neighbours; otherwise pair i is the elements i and i + half, one of each pack.
 template <typename T, int N, bool INTERLEAVED> struct Pairs {
     using A = Acc<T>;
     A values[2][N];
@@ -57,7 +57,7 @@ template <typename T, int N, bool INTERLEAVED> struct Pairs {
     }
 };
 
-// f(N, INTERLEAVED), constants as types, for the pairs that a pack holds: WIDE, or one where `is_wide` does not hold.
+// Calls f(N, INTERLEAVED), both as types, with as many pairs as a pack holds: WIDE, or one if `is_wide` is false.
 template <typename T, typename F> __device__ __forceinline__ void choose_pairs(bool is_wide, bool interleaved, F f) {
     using Many = std::integral_constant<int, WIDE<T>>;
     using One = std::integral_constant<int, 1>;

@@ -11,7 +11,7 @@ template <typename... P> __device__ __forceinline__ bool are_wide(const P *...po
     return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// What one access moves.
+// The type of one access.
 template <int BYTES> struct Words { using type = uint8_t; };
 template <> struct Words<2> { using type = uint16_t; };
 template <> struct Words<4> { using type = uint32_t; };
@@ -26,8 +26,8 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load_pack(con
     return pack;
 }
 
-// Stores to global memory. Wide stores are in assembly, because the compiler sometimes splits them. The compiler does not know of
-// the access, so put `one_at_a_time()` between such a store and reading its values.
+// Stores to global memory. Wide stores are in assembly, because the compiler sometimes splits them. The compiler does not know that
+// they write memory, so put `one_at_a_time()` between such a store and a load of its values.
 template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, const Pack<T, N> &pack) {
     typename Words<sizeof(pack)>::type word;
     memcpy(&word, &pack, sizeof(pack));
@@ -65,7 +65,7 @@ template <typename T, int N> __device__ __forceinline__ Pack<T, N> narrow_pack(c
     return pack;
 }
 
-// `N` values from a 16-byte boundary (any address if N = 1) for arithmetic.
+// Loads `N` values from a 16-byte boundary (any address if N = 1), widened for arithmetic.
 template <typename S, typename A, int N> __device__ __forceinline__ void load_values(const S *from, A (&values)[N]) {
     constexpr int STEP = N < WIDE<S> ? N : WIDE<S>;
 #pragma unroll
@@ -76,7 +76,7 @@ template <typename S, typename A, int N> __device__ __forceinline__ void load_va
     }
 }
 
-// A quotient and its remainder; most indices fit in 32 bits, where division is cheap.
+// A quotient and its remainder. Most indices fit in 32 bits, for which division is cheap.
 struct Quotient {
     uint64_t quotient;
     uint32_t remainder;
@@ -95,8 +95,8 @@ __device__ __forceinline__ Quotient divide(uint64_t index, uint32_t by) {
 __device__ __forceinline__ uint64_t flat_index() { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ uint64_t flat_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
 
-// A row belongs to a team of blockDim.x threads: one warp, of which the block has blockDim.y, or a whole block of several
-// warps, then blockDim.y = 1. For rows of `len` elements, of which each thread is to hold up to HELD packs, a team has
+// A row belongs to a team of blockDim.x threads: either one of the block's blockDim.y warps, or a whole block of several warps with
+// blockDim.y = 1. For rows of `len` elements, of which each thread is to hold up to HELD packs, a team has
 //     threads = clamp(32 ceil(len / (32 HELD WIDE)), 32, TEAM)    with WIDE = 8 (f16, bf16), 4 (f32), 2 (f64)
 // and the launch of a kernel over rows is, unless it says otherwise,
 //     block (threads, threads == 32 ? 4 : 1), grid min(ceil(rows / blockDim.y), 2^31 - 1), no dynamic shared memory.
@@ -109,7 +109,7 @@ constexpr int HELD = 4;
 __device__ __forceinline__ uint64_t first_row() { return static_cast<uint64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 __device__ __forceinline__ uint64_t row_stride() { return static_cast<uint64_t>(gridDim.x) * blockDim.y; }
 
-// The sum over the team, known to all of it. `shared` holds a value for each warp of a block.
+// The sum over the team, returned to all its threads. `shared` holds a value for each warp of a block.
 template <typename A> __device__ __forceinline__ A team_sum(A value, A *shared) {
     return blockDim.x == WARP ? warp_sum(value) : block_sum(value, shared);
 }
@@ -141,10 +141,10 @@ template <typename A> __device__ __forceinline__ A team_max(A value, A *shared) 
     return value;
 }
 
-// Keeps the compiler from moving loads of several steps of an unrolled loop together, which takes registers for all of them.
+// Keeps the compiler from moving the loads of several steps of an unrolled loop together, which would take registers for all.
 __device__ __forceinline__ void one_at_a_time() { asm volatile("" ::: "memory"); }
 
-// A row of `packs` packs of `N` values whose first part, `COUNT` packs a thread, is in the registers of its team.
+// A row of `packs` packs of `N` values; the first `COUNT` packs of each thread are in its registers.
 template <typename T, int N, int COUNT = HELD> struct Row {
     const T *start;
     uint32_t packs;
@@ -164,8 +164,8 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         for (int i = 0; i < COUNT; i++) ::keep_narrow(held[i]);
     }
 
-    // f(place, index of its first element) for each pack of this thread: its place in the registers, COUNT for one that is not
-    // in them.
+    // f(place, index of its first element) for each pack of this thread. The place is the pack's index in the registers, or COUNT if
+    // it is not in them.
     template <typename F> __device__ __forceinline__ void for_each_place(F f) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -175,7 +175,7 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         for (uint64_t pack = threadIdx.x + COUNT * blockDim.x; pack < packs; pack += blockDim.x) f(COUNT, pack * N);
     }
 
-    // The pack of a place.
+    // The pack at a place, whose first element has the index `at`.
     __device__ __forceinline__ Pack<T, N> get(int place, uint64_t at) const {
         return place < COUNT ? held[place] : load_pack<N>(start + at);
     }

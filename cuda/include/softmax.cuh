@@ -4,7 +4,7 @@
 #include "functions.cuh"
 #include "rows.cuh"
 
-// Σ e^(x - largest). Negative infinities count 0, NaN makes the sum NaN; positive infinity makes it NaN as well, and infinity
+// Σ e^(x - largest). Negative infinities count 0, NaN makes the sum NaN; positive infinity makes it NaN as well, or infinity
 // if `INFINITE`.
 template <typename T, bool INFINITE = false> struct Exponentials {
     using A = Acc<T>;
@@ -16,7 +16,7 @@ template <typename T, bool INFINITE = false> struct Exponentials {
         return largest == -infinity<A>() || (INFINITE && largest == infinity<A>()) ? A(0) : largest;
     }
 
-    // The sum with `by` taken off. Of no elements but negative infinities and NaN it is 0 or NaN, and stays it.
+    // The sum of e^(x - by). If all elements are negative infinity or NaN, the sum is 0 or NaN and remains so.
     __device__ __forceinline__ A rescaled(A by) const {
         return largest == -infinity<A>() ? sum : sum * exponential<T>(reference(largest) - by);
     }
@@ -35,7 +35,7 @@ template <typename T, bool INFINITE = false> struct Exponentials {
         largest = next;
     }
 
-    // Joins those of the team's threads.
+    // Joins the sums of the team's threads.
     __device__ __forceinline__ void join(A *shared) {
         const A all = team_max(largest, shared);
         sum = team_sum(rescaled(reference(all)), shared);

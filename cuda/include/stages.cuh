@@ -1,11 +1,11 @@
-// Stages of tiles in shared memory, which one thread has the copy engine of compute capability 9.0 fill and two warpgroups multiply.
+// Stages of tiles in shared memory: one thread lets the copy engine of compute capability 9.0 fill them, two warpgroups multiply them.
 #pragma once
 
 #include "engine.cuh"
 
 constexpr int WARPGROUP = 128;
 
-// Fetches a box of a tensor of three dimensions, the first of which is dense.
+// Fetches a box of a tensor of three dimensions, the first of which is dense. BOTH: into both blocks of the cluster.
 template <bool BOTH> __device__ __forceinline__ void copy_box(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                               int first, int second, int third) {
     if constexpr (BOTH) {
@@ -28,8 +28,8 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// The stages of a block and two barriers for each: its copies have come; its readers, of all blocks of the cluster, are
-// done.
+// The stages of a block, with two barriers for each stage: its copies have arrived; its readers in all blocks of the
+// cluster are done.
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     static constexpr int WORKERS = 2 * WARPGROUP;
     uint32_t stages, filled = stages + STAGES * STAGE_BYTES, emptied = filled + STAGES * 8;

@@ -1,8 +1,8 @@
-// Tables of addresses for batched products. They travel with the launch, so that nothing is copied from the host and a captured
-// graph keeps its own.
+// Tables of addresses for batched products. The addresses are arguments of the launch, so that nothing is copied from the host and a
+// captured graph keeps its own.
 #include <cstdint>
 
-// As many as a launch takes with room for the other arguments: 3840 bytes.
+// As many as the arguments of a launch (4096 bytes) have room for beside the others: 3840 bytes.
 constexpr uint32_t ADDRESSES = 480;
 
 struct Addresses {

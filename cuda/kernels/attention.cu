@@ -2,8 +2,8 @@
 //
 // The form on tensor cores, `attention_*_w64_*` for widths up to 64 and `attention_*_w128_*` up to 128, takes f16 and bf16; a
 // width equal to the width of values and a multiple of 8; pointers and strides that are multiples of 16 bytes; a scale above 0;
-// no mask. The plain form takes everything else. Both take any number of queries and keys; only the dimension that a grid runs
-// over must not be empty.
+// no mask. The plain form takes everything else. Both take any number of queries and keys; only dimensions in the size of a grid
+// must not be empty.
 //
 // q, dq (batch, heads, queries, width); k, dk (batch, heads, keys, width); v, dv (batch, heads, keys, value_width); o, d_o
 // (batch, heads, queries, value_width): each with its `Strides`, in the order of the pointers. log_sums and delta (batch, heads,
@@ -25,10 +25,10 @@
                                                               Dense());                                                            \
     }
 
-// attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Those that are null are not written. With parts
-// = 1 dk_parts and dv_parts are null; else they hold (parts, batch, heads, keys, width) f32 each, for `attention_sum_parts`,
-// which then writes dk and dv. Parts keep the multiprocessors busy when there are few keys: they pay while parts ceil(keys / 64)
-// batch heads is below the number of multiprocessors.
+// attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
+// dk_parts and dv_parts are null; otherwise each holds (parts, batch, heads, keys, width) f32, from which `attention_sum_parts` then
+// makes dk and dv. Parts keep the multiprocessors busy when there are few keys: they pay as long as parts ceil(keys / 64) batch heads
+// is below the number of multiprocessors.
 // Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks make dk and dv, none if both are null; Q = ceil(queries
 // / 64) batch heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \
@@ -72,7 +72,7 @@
 ON_TENSOR_CORES(f16, __half)
 ON_TENSOR_CORES(bf16, __nv_bfloat16)
 
-// attention_delta_{f32,f64,f16,bf16}: delta = the sum over each row of o ∘ d_o, of which all backward functions need it.
+// attention_delta_{f32,f64,f16,bf16}: delta = the sum over each row of o ∘ d_o, which all backward functions need.
 // Grid (ceil(batch heads queries / 32)), 256 threads. No dynamic shared memory.
 #define DELTA(dtype, type)                                                                                                         \
     ENTRY(256, 1)                                                                                                                  \

@@ -1,9 +1,9 @@
 // The attention of attention.cu on compute capability 9.0, forward and backward (for sm_90a alone): for f16 and bf16, widths of queries
-// and values that are equal and a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides of 16 bytes, a scale above 0, at least
-// one query and one key, no mask, not causal. Tensors, strides and log_sums as there.
+// and values that are equal and a multiple of 8 up to 64 (w64) or 128 (w128), pointers and strides that are multiples of 16 bytes, a scale
+// above 0, at least one query and one key, no mask, not causal. Tensors, strides and log_sums are as in attention.cu.
 //
-// Work is shared by `Schedule` (include/attention/hopper/schedule.cuh): `blocks` is the number of multiprocessors, `whole` all items, or
-// the largest multiple of `blocks` among them: then the others are split. Items and steps:
+// `Schedule` (include/attention/hopper/schedule.cuh) divides the work: `blocks` is the number of multiprocessors; `whole` is either the
+// number of items or the largest multiple of `blocks` below it, and then the remaining items are split. Items and steps:
 //   forward: ceil(queries / R) batch heads items of ceil(keys / 128) steps, with R = 192 (w64) or 128 (w128);
 //   backward: ceil(keys / 128) batch heads items of ceil(queries / M) steps, with M = 128 (w64) or 64 (w128).
 // Splitting costs about as much as five steps. steps * blocks * blocks is below 2^32.
@@ -15,8 +15,8 @@
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 
-// attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of whole items; of each part of a split item, in
-// parts (2 blocks, R (width + 2)) with width = 64 or 128, sums, bases and results. parts may be null if no item is split.
+// attention_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums of whole items. For each part of a split item, writes
+// sums, bases and results to parts (2 blocks, R (width + 2)) with width = 64 or 128. parts may be null if no item is split.
 // Grid (blocks), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139360 bytes, w128 229472.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
     ENTRY((groups + 1) * WARPGROUP)                                                                                                \
@@ -46,9 +46,9 @@
         backward_statistics<type, w, m>(o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);                        \
     }
 
-// attention_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of whole items; of each part of a split item, in parts
-// (2 blocks, 2, 128, width) with width = 64 or 128, dk and dv; and dq / scale in sums (batch heads steps, M width). parts may be null if
-// no item is split. The blocks wait for one another: all of them run at the same time.
+// attention_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of whole items. Writes dk and dv of each part of a split
+// item to parts (2 blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums (batch heads steps, M width). parts may be null
+// if no item is split. The blocks wait for one another, so all of them must run at the same time.
 // Grid (blocks), 384 threads. Dynamic shared memory: w64 216216 bytes, w128 214680.
 #define BACKWARD(w, dtype, type, m)                                                                                                \
     ENTRY(3 * WARPGROUP)                                                                                                           \

@@ -12,10 +12,9 @@
 #define BY_VALUE const __grid_constant__
 #define ENTRY(threads, blocks) extern "C" __global__ void __launch_bounds__(threads, blocks)
 
-// attention_varlen_spans: spans of the segments that ascending bounds (count), ids of include/ids.cuh from 0 to `rows`, separate; and the
-// number behind the spans, zero, where the forward pass counts. A query sees `window` keys at most. A query after the last bound sees the
-// keys from the next position on, of which there are none up to its own. For bounds that do not ascend the spans are undefined, but
-// within the row.
+// attention_varlen_spans: the spans of the segments between ascending bounds (count), which are ids of include/ids.cuh from 0 to `rows`;
+// also zeroes the counter of the forward kernel, which follows the spans. A query sees `window` keys at most. A query after the last
+// bound gets the next position as its first key, and so sees none. If bounds do not ascend, the spans are undefined, but within the row.
 // Grid (ceil(max(rows, count) / 256)), 256 threads. No dynamic shared memory.
 ENTRY(256, 1)
 attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_range, uint32_t id_bytes, uint32_t count, uint32_t rows,
@@ -27,7 +26,7 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
     }
     if (position == 0) spans[2 * rows] = 0;
     if (position >= rows) return;
-    // The bounds up to this position end before `high`.
+    // Finds the number of bounds up to this position.
     uint32_t low = 0, high = count;
     while (low < high) {
         const uint32_t middle = low + (high - low) / 2;
@@ -58,8 +57,8 @@ attention_varlen_spans(const void *bounds, uint32_t *spans, Counter *out_of_rang
                                                         Spans{spans, shape.queries, group});                                       \
     }
 
-// attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Those that are null are not written. With parts
-// = 1 dk_parts and dv_parts are null; else they hold (parts, heads / group, rows, width) f32 each, of which a part is made of
+// attention_varlen_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
+// dk_parts and dv_parts are null; otherwise each holds (parts, heads / group, rows, width) f32, where a part is the sum over
 // ceil(group / parts) heads of queries.
 // Grid (K + Q), 128 threads: K = parts ceil(rows / 64) heads / group blocks make dk and dv, none if both are null; Q = ceil(rows / 64)
 // heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.

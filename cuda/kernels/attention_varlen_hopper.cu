@@ -1,5 +1,5 @@
-// The attention of attention_varlen.cu on compute capability 9.0, forward (for sm_90a alone): for the operands and spans of there, f16 and
-// bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides of 16 bytes.
+// The attention of attention_varlen.cu on compute capability 9.0, forward (for sm_90a alone), with the same operands and spans: for f16
+// and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples of 16 bytes.
 //
 // `maps` as in attention_hopper.cu, with the heads of each tensor.
 #include "../include/attention/hopper/forward.cuh"

@@ -1,11 +1,12 @@
-// [before | f(x)]: columns as they are, and beside them an activation of the columns of another tensor: GELU in its tanh form
-// (Hendrycks & Gimpel 2016, arXiv:1606.08415), or a gated linear unit whose gate comes first, SiLU(gate) h (Shazeer 2020,
+// [before | f(x)]: the unchanged columns of one tensor and, beside them, an activation of the columns of another: GELU in its tanh
+// form (Hendrycks & Gimpel 2016, arXiv:1606.08415), or a gated linear unit whose gate comes first, SiLU(gate) h (Shazeer 2020,
 // arXiv:2002.05202).
 //
-// before is (rows, kept), x (rows, width) or (rows, 2 width) in rows x_row elements apart, y (rows, kept + width); grad is that part
-// of the gradient of y beside `before`, in rows grad_row elements apart; dx is as x. kept may be 0 and before null.
+// before is (rows, kept); x is (rows, width) or (rows, 2 width), with rows x_row elements apart; y is (rows, kept + width). grad is
+// the gradient of f(x) in y, with rows grad_row elements apart; dx has the shape of x, with rows dx_row elements apart. kept may be
+// 0, and before null.
 // Launch: block 256, grid clamp(ceil(rows (kept + width) / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory; backward without
-// kept. Any grid is right.
+// kept. Any grid gives the same results.
 
 #include "functions.cuh"
 #include "rows.cuh"
@@ -20,7 +21,7 @@ struct GeluTanh {
         const A scale = A(0.79788456080286535588), cube = A(0.044715);
         const A inner = scale * (x + cube * x * x * x);
         A t;
-        // 1 - 2 / (1 + exp(2 inner)) is within the rounding of half types, whose results are rounded to 8 or 11 bits.
+        // tanh as 1 - 2 / (1 + exp(2 inner)) is exact enough for half types, whose results are rounded to 8 or 11 bits.
         if constexpr (IS_HALF<T>) t = A(1) - A(2) * sigmoid<T>(A(-2) * inner);
         else t = tanh(inner);
         value = A(0.5) * x * (A(1) + t);

@@ -1,4 +1,4 @@
-// Products of 8-bit codes: the factors' codes, and what becomes of the sums (rust/core/src/quantized/w8a8).
+// Products of 8-bit codes: making the codes of the factors, and scaling the sums (rust/core/src/quantized/w8a8).
 //
 // Codes are int8 (-127 to 127) or e4m3 (Micikevicius et al. 2022, arXiv:2209.05433). All rows are multiples of 16 elements and begin
 // at 16-byte boundaries.
@@ -16,7 +16,7 @@ constexpr float LARGEST_INT8 = 127.0f, LARGEST_E4M3 = 448.0f;
 template <typename T> __device__ __forceinline__ void load_chunk(const T *row, uint32_t column, uint32_t parts, const CodeParts &scales, float (&values)[CHUNK]) {
     load_values(row + column, values);
     if (parts == 0) return;
-    // A chunk is in one part.
+    // A chunk never crosses parts.
     uint32_t index = 0;
     while (index + 1 < parts && column >= scales.list[index + 1].start) index++;
     const CodePart &part = scales.list[index];
@@ -29,8 +29,8 @@ __device__ __forceinline__ uint8_t code_of(float x, bool is_int8) {
     return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
 }
 
-// codes[i, :] = round(x[i, :] column_scales / scale), scale = the largest magnitude / the largest code. A row with a number that is
-// not finite has the scale NaN, one of zeros 1. Launch: block 256, any grid.
+// codes[i, :] = round(x[i, :] column_scales / scale), where scale = the row's largest magnitude / the largest code. The scale is NaN
+// for a row with a non-finite number, and 1 for a row of zeros. Launch: block 256, any grid.
 template <typename T>
 __device__ __forceinline__ void quantize_rows(const T *x, const CodeParts &column_scales, uint32_t parts, uint32_t rows, uint32_t columns, uint32_t is_int8, uint8_t *codes, float *scales) {
     __shared__ float shared[256 / WARP];
@@ -42,7 +42,7 @@ __device__ __forceinline__ void quantize_rows(const T *x, const CodeParts &colum
             load_chunk(row, column, parts, column_scales, values);
 #pragma unroll
             for (int k = 0; k < CHUNK; k++) {
-                // NaN is lost in a maximum.
+                // fmaxf would drop NaN, so NaN counts as infinity here.
                 const float magnitude = fabsf(values[k]);
                 largest = fmaxf(largest, magnitude <= 3.4028234e38f ? magnitude : __int_as_float(0x7f800000));
             }
@@ -67,7 +67,7 @@ __device__ __forceinline__ void quantize_rows(const T *x, const CodeParts &colum
     }
 }
 
-// Four rows of four codes, a row a word, become four columns.
+// Transposes four rows of four codes; a word is a row.
 __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), high01 = __byte_perm(words[0], words[1], 0x7362);
     const uint32_t low23 = __byte_perm(words[2], words[3], 0x5140), high23 = __byte_perm(words[2], words[3], 0x7362);
@@ -77,13 +77,13 @@ __device__ __forceinline__ void transpose(uint32_t (&words)[4]) {
     words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// f32 sums, or the 32-bit integers of int8, in the same memory.
+// A sum as f32. Sums are f32 or, for int8 codes, 32-bit integers, in the same memory.
 __device__ __forceinline__ float number(uint32_t sum, bool is_integer) {
     return is_integer ? static_cast<float>(static_cast<int32_t>(sum)) : __uint_as_float(sum);
 }
 
-// out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null, one column scale may stand
-// for all. Rows of `sums` have `columns` elements, those of out `stride`. Launch: block 256, any grid.
+// out[i, j] = sums[i, j] row_scales[i] column_scales[j] + bias[j]; `column_scales` and `bias` may be null, and one column scale may
+// serve for all. Rows of `sums` have `columns` elements, rows of out are `stride` apart. Launch: block 256, any grid.
 template <typename T>
 __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *row_scales, const float *column_scales, const T *bias, uint32_t rows, uint32_t columns, uint32_t scale_count, uint32_t stride, uint32_t is_integer, T *out) {
     constexpr int PACK = 8, STEP = PACK < WIDE<T> ? PACK : WIDE<T>;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void scale_sums(const uint32_t *sums, const float *ro
 
 } // namespace
 
-// out (columns, Σ rows) = the codes (Σ rows, columns) of all parts, transposed. Sides are multiples of 16.
+// out (columns, Σ rows) = the codes (Σ rows, columns) of all parts, transposed. The parts' rows and `columns` are multiples of 16.
 // Launch: block 256, grid (ceil(columns / 64), ceil(most rows / 64), parts).
 extern "C" __global__ void transpose_codes(const __grid_constant__ CodeParts parts, uint32_t rows, uint32_t columns, uint8_t *out) {
     constexpr int TILE = 64, WORDS = TILE / 4;

@@ -1,9 +1,9 @@
 // Products of 8-bit codes on compute capability 9.0 (for sm_90a alone), scaled: see include/codes/hopper.cuh.
 //
 // product_of_codes_int8_{f16,bf16}: out (rows, stride) from x (rows, inner) and the parts of w (Σ rows, inner), whose rows are
-// the columns of out that begin at their `start`. A part without scales has scales of one; bias may be null. Rows are multiples of 16,
-// addresses too.
-// e4m3 is left to cuBLASLt: the sums that these instructions make of it keep about 14 bits.
+// the columns of out that begin at their `start`. A part without scales has scales of one; bias may be null. Row lengths are multiples
+// of 16 elements, addresses of 16 bytes.
+// cuBLASLt multiplies e4m3, because these instructions keep only about 14 bits of its sums.
 // Grid (blocks), an even number, in clusters of two; 384 threads. Dynamic shared memory: 196672 bytes.
 #include "../include/codes/hopper.cuh"
 

@@ -5,8 +5,8 @@
 // Which function:
 // - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16: the tensor cores. conv_hopper.cu where its conditions
 //   hold, else below: `m128n128` for large results, `m64n64` where those tiles are fewer than the multiprocessors,
-//   `m128n16` for at most 16 result channels. They copy 16 bytes at a time: pointers are multiples of that, and input
-//   channels multiples of 8, for the gradient of the input output channels too. `v4`: multiples of 8 bytes and of 4.
+//   `m128n16` for at most 16 result channels. They copy 16 bytes at a time: pointers must be multiples of 16 bytes and
+//   input channels of 8, for the gradient of the input also output channels. `v4`: multiples of 8 bytes and of 4.
 // - everything else (f32, f64, larger kernels, odd channels, groups): `plain`; for groups with fewer than 8 channels on
 //   either side (depthwise): `direct`.
 //
@@ -14,9 +14,9 @@
 // `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
 // `partials` is null.
 //
-// f32 on tensor cores: `pairs_{left,right}` take each operand apart, x = hi + lo in bf16, and put the parts side by side as
-// three times the channels, hi hi lo of the image and hi lo hi of the weight; the forward pass over these sums all products
-// but lo * lo. `partials` is then the f32 result itself, and `sums_bias` its bias.
+// f32 on tensor cores: `pairs_{left,right}` split each operand into x = hi + lo in bf16, and put the parts side by side as
+// three times the channels: hi hi lo of the image and hi lo hi of the weight. The forward pass over these channels sums all
+// products but lo * lo. `partials` is then the f32 result itself, and `sums_bias` its bias.
 #include "conv/plain.cuh"
 #include "conv/pairs.cuh"
 #include "conv/tensor.cuh"
@@ -27,8 +27,8 @@
 // y[p, o] = bias[o] + sum over (a, b, c) of x[window of p at (a, b), c] * weight[o, a, b, c]; `bias` may be null.
 // Grid: ceil(pixels of y / M) * ceil(out_channels / N), 1, splits; block: 128.
 // Dynamic shared memory: STAGES * (M + N) * 128 bytes: m128n128 98304, m64n64 and m64n64v4 65536, m128n16 73728.
-// partials: (splits, pixels of y, out_channels); `sums_bias`, in f32 and null where `conv2d_sum` adds the bias, is added to
-// each slice.
+// partials: (splits, pixels of y, out_channels). `sums_bias`, in f32, is added to each slice; it is null if `conv2d_sum` adds
+// the bias.
 #define DEFINE_FORWARD(DTYPE, TYPE, TILE, M, N, WARPS_M, WARPS_N, VEC, STAGES, BLOCKS)                                 \
     extern "C" __global__ void __launch_bounds__(128, BLOCKS) conv2d_forward_##TILE##_##DTYPE(                         \
         TYPE *y, const TYPE *x, const TYPE *weight, const TYPE *bias, float *partials, const float *sums_bias,         \
@@ -41,8 +41,8 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64, 64, 64, 2, 2, 8, 4, 3)
 FOR_EACH_HALF(DEFINE_FORWARD, m128n16, 128, 16, 4, 1, 8, 4, 3)
 FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
-// grad_x[q, c] = sum over the windows (p, a, b) that meet pixel q, and o, of grad_y[p, o] * weight[o, a, b, c].
-// Pixels of the input are taken apart by their phases modulo the stride, each a sum of its own.
+// grad_x[q, c] = sum over the windows (p, a, b) that contain pixel q, and over o, of grad_y[p, o] * weight[o, a, b, c].
+// The input's pixels are divided by phase, their coordinates modulo the stride; each phase is a sum of its own.
 // Grid: ceil(batch * ceil(height / stride_height) * ceil(width / stride_width) / M) * ceil(channels / N),
 //       stride_height * stride_width, splits; block: 128.
 // Dynamic shared memory: STAGES * (M * 128 + ceil(N / 64) * 8192) bytes: m128n128 98304, m64n64 and m64n64v4 65536,
@@ -64,7 +64,7 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 // channels of both sides in multiples of 8. `m16v1` takes any number of output channels, and input channels in multiples
 // of 4.
 // Grid: ceil(out_channels / M) * ceil(kernel_height * kernel_width * channels / 128), 1, splits; block: 128. A step
-// takes 64 pixels: more splits than steps are wasted.
+// takes 64 pixels; there should not be more splits than steps.
 // Dynamic shared memory: STAGES * (ceil(M / 64) + 2) * 8192 bytes: 98304 for each.
 // partials: (splits, elements of the weight); also with one split where the sum is wanted in f32
 // (`conv2d_sum_accumulate_f32`).
@@ -124,8 +124,8 @@ sum_partials(T *y, const Acc<T> *partials, const T *bias, uint64_t count, uint32
     }
 }
 
-// The parts of f32 operands; to (rows, 3 padded), from (rows, channels), padded a multiple of 8, zeros beyond the
-// channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
+// The bf16 parts of f32 operands: to (rows, 3 padded), from (rows, channels); padded is a multiple of 8, with zeros beyond
+// the channels. Grid: any (a thread takes every gridDim.x * blockDim.x-th group of eight channels); block: 256.
 #define DEFINE_PAIRS(NAME, LOW)                                                                                        \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         pairs_##NAME##_f32(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {  \
@@ -141,7 +141,7 @@ DEFINE_PAIRS(right, 1)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SUM)
 
-// As `conv2d_sum_f32`, added to what y holds.
+// Like `conv2d_sum_f32`, but adds to y.
 extern "C" __global__ void __launch_bounds__(256, 4)
     conv2d_sum_accumulate_f32(float *y, const float *partials, const float *bias, uint64_t count, uint32_t columns,
                               uint32_t splits) {
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 }
 
 // The formulas above for every size and dtype. Block: 256; no dynamic shared memory.
-// Grid of `plain`: x and y as above with M = N = 64, channels being those of a group; z: min(groups, 65535).
+// Grid of `plain`: x and y as above with M = N = 64 and the channels of a group; z: min(groups, 65535).
 // Grid of `direct`: any x (a thread takes every gridDim.x * 256-th element of a phase), y as above, z = 1.
 #define DEFINE_PLAIN(DTYPE, TYPE)                                                                                      \
     extern "C" __global__ void __launch_bounds__(256, 2) conv2d_forward_plain_##DTYPE(                                 \

@@ -1,15 +1,16 @@
 // Forward pass and gradient of the input of conv.cu's convolution on compute capability 9.0 (for sm_90a alone).
 //
-// For f16 and bf16, groups = 1, a kernel of at most 16 x 16, pointers of 16 bytes, input channels in multiples of 8 and
-// for the gradient of the input also output channels; strides up to 8, for the gradient of the input up to 2.
+// For f16 and bf16, groups = 1, a kernel of at most 16 x 16, pointers that are multiples of 16 bytes, input channels in
+// multiples of 8, and for the gradient of the input also output channels; strides up to 8, for the gradient of the input
+// up to 2.
 //
-// Which tile, and into how many splits: those of least
-//   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, and for splits > 1 the time of the sum,
-// with blocks = the grid's x times y, steps = taps * ceil(channels summed over / 64) and as cost of a step (measured on
-// an H200, in microseconds) 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128; the sum moves
-// (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 that is m256n160 nearly
-// everywhere: in one piece for 320 channels, in two for 640 and in four for 1280 at batch 1. Results of at most 16
-// channels are faster with conv.cu's `m128n16`.
+// Choose the tile and the number of splits that take the least time:
+//   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,
+// with blocks = the grid's x times y and steps = taps * ceil(channels summed over / 64). The cost of a step (measured on
+// an H200, in microseconds) is 1.0 for m256n160, 0.97 for m256n128, 0.82 for m128n160 and 0.75 for m128n128. The sum
+// moves (splits + 1) * 4 bytes for each value of the result at about 3 TB/s. For SDXL at 1024 x 1024 and batch 1 the
+// choice is m256n160 nearly everywhere, with one split for 320 channels, two for 640 and four for 1280. Results of at
+// most 16 channels are faster with conv.cu's `m128n16`.
 //
 // Grid: ceil(pixels / (2 M)) * 2 * ceil(result channels / N), phases, splits, with pixels and phases as in conv.cu;
 // clusters of two (compiled in); block: 384. partials as in conv.cu.
@@ -29,7 +30,7 @@
 //   Gradient of the input: grad_y for each phase, M pixels per column, element strides 1, lower corner
 //   origin + (taps - 1) * move, upper corner lower + pixels - out, in each direction the values of `grad_input_axis`;
 //   a phase without pixels or taps needs no map.
-//   Corners are within -128..127 and taps within 255 of each other; conv.cu's functions serve other sizes.
+//   Corners must be in -128..127, and taps within 255 of each other; conv.cu's functions take other sizes.
 #include "conv/hopper_weight.cuh"
 
 #define FOR_EACH_HALF(DEFINE, ...) DEFINE(f16, __half, __VA_ARGS__) DEFINE(bf16, __nv_bfloat16, __VA_ARGS__)
@@ -58,9 +59,9 @@ FOR_EACH_HALF(DEFINE_GRAD_INPUT, m128n160, 128, 160, 5)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n128, 256, 128, 4)
 FOR_EACH_HALF(DEFINE_GRAD_INPUT, m256n160, 256, 160, 4)
 
-// Input channels are multiples of 64, output channels of 8. `m192` for full weights, `m128` for 128 and 256 output
-// channels, `m64` up to 64; up to 16 (adapters) conv.cu's `m16` is faster. As many splits as fill the multiprocessors
-// once.
+// Input channels are multiples of 64, output channels of 8. `m192` is for full weights, `m128` for 128 and 256 output
+// channels, `m64` for up to 64; for up to 16 (adapters) conv.cu's `m16` is faster. Choose as many splits as fill the
+// multiprocessors once.
 // Grid, with values = kernel_height * kernel_width * channels: m64: ceil(out_channels / 64) * ceil(values / 256), 1,
 // splits; m128, m192: ceil(out_channels / (2 M)) * 2 * ceil(values / 256), 1, splits, in clusters of two; block: 384.
 // Dynamic shared memory: m64 204928, m128 196736, m192 229504 bytes. partials as in conv.cu.

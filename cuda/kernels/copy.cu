@@ -1,9 +1,9 @@
-// Copies, conversions and changes in place of tensors with strides.
+// Copies, conversions and in-place changes of tensors with strides.
 //
-// Launch of all: grid of count / width threads, block 256, no shared memory; `tensors` gives the strides of y, x.
+// Launch of all: a grid of count / width threads, block 256, no shared memory. `tensors` gives the strides of y and x.
 #include "strided.cuh"
 
-// An element in another type, rounded to nearest even; from f64 to f16 and bf16 by way of f32.
+// Converts an element to another type, rounded to nearest even; from f64 to f16 and bf16 through f32.
 template <typename D, typename S> __device__ __forceinline__ D convert(S x) { return narrow<D>(Acc<D>(widen(x))); }
 
 struct Copy {
@@ -29,7 +29,7 @@ template <typename F, typename D, typename S> struct Update {
     template <int N> __device__ __forceinline__ void run(const uint64_t *offsets, const uint64_t *strides) const {
         Pack<D, N> *to = reinterpret_cast<Pack<D, N> *>(y + offsets[0]);
         const Pack<S, N> from = load<N>(x + offsets[1], strides[1]);
-        // A plain copy does not read what it replaces: the compiler drops the load.
+        // A plain copy does not use these values, so the compiler drops the load.
         Pack<D, N> values = *to;
 #pragma unroll
         for (int i = 0; i < N; ++i) values.values[i] = F::apply(values.values[i], from.values[i], number);

@@ -3,9 +3,9 @@
 // With ε the label smoothing (Szegedy et al. 2016, arXiv:1512.00567), C classes and target t, the loss of a row x is
 // lse(x) - (1 - ε) x_t - ε/C Σ x, and its gradient softmax(x) - (1 - ε) 1_t - ε/C.
 //
-// Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes are side by
-// side: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
-// ignore_index has the loss 0 and the gradient 0; one whose target is out of range has the loss NaN and the gradient 0.
+// Row r of the logits begins at (r / inner) outer_stride + (r % inner) inner_stride, in elements, and its classes are
+// contiguous: for dense logits inner = rows and inner_stride = classes. targets (rows): see ids.cuh. A row whose target is
+// ignore_index has the loss 0 and the gradient 0; a row whose target is out of range has the loss NaN and the gradient 0.
 
 #include "ids.cuh"
 #include "softmax.cuh"
@@ -28,8 +28,8 @@ struct Targets {
 
 namespace {
 
-// f(first element, number of elements as a constant) over a row for the threads of its team: single elements up to the first
-// 16-byte boundary and after the last, between them packs. Without `wide` all are single.
+// Calls f(first element, number of elements as a constant) over a row for the threads of its team: with packs between the first
+// and the last 16-byte boundary, with single elements outside. Without `wide` all are single.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(const T *row, uint32_t len, bool wide, F f) {
     const auto one = std::integral_constant<int, 1>();
     const uint32_t before = wide ? min(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T)), len) : len;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void forward(const T *x, Targets targets, Acc<T> *los
         if (threadIdx.x > 0) continue;
         const A all = exponentials.largest + log(exponentials.sum);
         A loss = all - static_cast<A>(1.0 - smoothing) * widen(start[target]);
-        // Without smoothing an infinite logit elsewhere must not make 0 · ∞.
+        // Without smoothing this term is left out: 0 · ∞ of an infinite logit would be NaN.
         if (smooth) loss -= static_cast<A>(smoothing / logits.classes) * sum;
         losses[row] = loss;
         lse[row] = all;
@@ -128,8 +128,9 @@ __device__ __forceinline__ void backward(const T *x, const Acc<T> *lse, Targets 
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
 
-// The gradient of the logits, dense: g of the row (of_rows = 1: grad (rows)) or of the number (of_rows = 0), 1 where grad is
-// null, divided by *divisor and times weights (rows) unless null. dx may be x where x is dense. Launch: as forward.
+// The gradient of the logits, dense, times the gradient of the row's loss. The latter is grad (rows) if of_rows = 1, the number
+// *grad if of_rows = 0, and 1 if grad is null; it is divided by *divisor and multiplied by weights (rows) unless they are null.
+// dx may be x if x is dense. Launch: as forward.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         cross_entropy_backward_##SUFFIX(const T *x, const Acc<T> *lse, const void *targets, const T *grad,             \
@@ -143,8 +144,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_FORWARD)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_BACKWARD)
 
-// *result = Σ losses / *divisor, summed in f64. The divisor is written: the number of targets that are not ignored if `mean` is
-// 1, else 1. Launch: block 1024, grid 1, no dynamic shared memory (one block: the rows are few beside the logits).
+// *result = Σ losses / *divisor, summed in f64. Also writes the divisor: the number of targets that are not ignored if `mean` is
+// 1, else 1. Launch: block 1024, grid 1, no dynamic shared memory. One block suffices, as rows are few beside logits.
 #define DEFINE_TOTAL(SUFFIX, T)                                                                                        \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         cross_entropy_total_##SUFFIX(const Acc<T> *losses, const void *targets, T *result, Acc<T> *divisor,            \

@@ -1,14 +1,13 @@
-// Values of quantized matrices, right before a product: `out` is dense, and each part has its place in it.
+// Values of quantized matrices, for a product that follows: `out` is dense, and each part has its place in it.
 //
 // - int8: two's complement, a scale per row.
 // - e4m3: a scale per row, or one for the part.
 // - NF4 (Dettmers et al. 2023, arXiv:2305.14314; bitsandbytes): two codes per byte, the first in the upper half, and a scale for each 64
-//   elements, f32 or quantized again: a code in the signed dynamic map, a scale for each 256 of these, and an offset.
-//
+//   elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
 // - the block formats of ggml (ggml.cuh): blocks of a row with their scales among the codes.
 //
-// A value is its code's number times the scale, both f32, rounded once (of some formats of ggml, something is added): those of
-// the CPU bit for bit.
+// A value is its code's number times the scale, both f32, rounded once (some formats of ggml add a minimum). Values equal the CPU's bit
+// for bit.
 // Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
 #include "rows.cuh"
 
@@ -18,13 +17,13 @@
 namespace {
 
 constexpr int MOST_PARTS = 8;
-// Elements that a thread takes at a time, and how often before it stores: their loads are under way together.
+// Elements in a thread's chunk, and chunks that it loads before it stores the first, so that their loads overlap.
 constexpr int CHUNK = 8;
 constexpr int BATCH = 4;
 constexpr int NF4_BLOCK = 64;
 constexpr int NESTED = 256;
 
-// Those of ggml follow.
+// The formats of ggml follow from FIRST_GGML on.
 enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4, FIRST_GGML };
 
 // `start` is the place of the first of `count` elements in out; rows have `columns`. `inner` has the codes of NF4's scales.
@@ -47,7 +46,7 @@ __device__ const float NF4_VALUES[16] = {
 
 __device__ const dynamic_map::Magnitudes<true> MAGNITUDES{};
 
-// The number of an e4m3 code that is not NaN: as f16 it has the same fields 2^8 lower.
+// The number of an e4m3 code that is not NaN: its bits, shifted to the fields of an f16, are the number times 2^-8.
 __device__ __forceinline__ float e4m3(uint32_t code) {
     const uint16_t bits = static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
     return __half2float(__ushort_as_half(bits)) * 256.0f;
@@ -98,7 +97,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
     using Word = typename Codes<FORMAT>::Word;
     const QuantizedPart &part = codes.part;
     T *to = out + part.start;
-    // A chunk of NF4 is in one block, one of eight bits has to be in one row.
+    // A chunk of NF4 never crosses blocks; a chunk of 8-bit codes must not cross rows.
     const bool is_whole = Codes<FORMAT>::IS_NF4 || part.columns % CHUNK == 0;
     const bool is_aligned = are_wide(to) && reinterpret_cast<uintptr_t>(part.codes) % sizeof(Word) == 0;
     const uint64_t chunks = is_whole && is_aligned ? part.count / CHUNK : 0;
@@ -131,7 +130,7 @@ template <Format FORMAT, typename T> __device__ __forceinline__ void write(const
         to[index] = narrow<T>(static_cast<Acc<T>>(__fmul_rn(codes.number_at(index), codes.scale(index))));
 }
 
-// Blocks of ggml; a chunk is in one.
+// The same for blocks of ggml; a chunk never crosses blocks.
 template <ggml::Type TYPE, typename T> __device__ __forceinline__ void write_blocks(const QuantizedPart &part, T *out) {
     T *to = out + part.start;
     const auto *blocks = static_cast<const uint8_t *>(part.codes);

@@ -1,11 +1,11 @@
 // Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, else x `kept`. The gradient is the same
 // function of the gradient.
 //
-// The mask is the CPU's. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word w of
-// block i decides element 16 w + i. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), 0 for p = 1. Seed
+// The mask is the same as on the CPU. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word
+// w of block i decides element 16 w + i. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), 0 for p = 1. Seed
 // and offset are state[0] and state[1] + offset if `state` is not null, else the arguments. x and y have `len` elements and may
 // be the same.
-// Launch: block 256, grid clamp(ceil(len / (1024 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.
+// Launch: block 256, grid clamp(ceil(len / (1024 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same results.
 
 #include "philox.cuh"
 #include "rows.cuh"
@@ -24,8 +24,8 @@ __device__ __forceinline__ void dropout(const T *x, T *y, uint64_t len, Generato
         const uint64_t group = index / THREADS, block = group * BLOCKS + index % THREADS * N;
         const uint64_t start = group * GROUP + index % THREADS * N;
         const bool wide = aligned && start + (WORDS - 1) * BLOCKS + N <= len;
-        // Whether element i of quarter w stays, i after i from the highest bit. A loop, since words of several blocks at a time
-        // take many registers.
+        // Bits for whether element i of quarter w stays: from the highest bit down, the four quarters of each i in turn. Hardly
+        // unrolled, because words of several blocks at a time take many registers.
         uint32_t stays = 0;
 #pragma unroll 2
         for (int i = 0; i < N; i++) {

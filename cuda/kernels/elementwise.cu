@@ -1,8 +1,8 @@
 // Elementwise functions of one, two and three tensors, one line a function.
 //
-// `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a, b, c) for each element, where `tensors` gives the strides of
-// y, a, b, c and p, q are the function's numbers. In the expressions a, b and c are the elements in the arithmetic type R.
-// Launch: grid of count / width threads, block 256, no shared memory.
+// `<function>_<dtype>(y, a[, b[, c]], tensors, p, q)`: y = f(a, b, c) for each element, where `tensors` gives the strides of y,
+// a, b and c, and p and q are parameters of the function. In the expressions, a, b and c are elements in the arithmetic type R.
+// Launch: a grid of count / width threads, block 256, no shared memory.
 #include "strided.cuh"
 
 template <typename F, typename T> struct Apply1 {
@@ -90,11 +90,11 @@ template <typename R> __device__ __forceinline__ R sign(R x) { return x > R(0) ?
 template <typename R> __device__ __forceinline__ R logistic(R x) { return R(1) / (R(1) + exp(-x)); }
 __device__ __forceinline__ float cumulative(float x) { return normcdff(x); }
 __device__ __forceinline__ double cumulative(double x) { return normcdf(x); }
-// The larger and the smaller number, NaN if one is NaN.
+// The larger and the smaller of two numbers; NaN if either is NaN.
 template <typename R> __device__ __forceinline__ R larger(R a, R b) { return a > b || a != a ? a : b; }
 template <typename R> __device__ __forceinline__ R smaller(R a, R b) { return a < b || a != a ? a : b; }
 
-// sqrt(2 / pi), the factor of x^3, and 1 / sqrt(2 pi): GELU's constants; 1.702 is that of its sigmoid form.
+// GELU's constants here and below are sqrt(2 / pi), the factor 0.044715 of x^3, 1 / sqrt(2 pi), and 1.702 of its sigmoid form.
 template <typename R> __device__ __forceinline__ R gelu_inner(R x) {
     return tanh(R(0.7978845608028654) * (x + R(0.044715) * x * x * x));
 }
@@ -115,13 +115,13 @@ template <typename R> __device__ __forceinline__ R clamped(R x, R low, R high) {
     return x > high ? high : x;
 }
 
-// e4m3: the last place is that of the exponent, or of subnormal numbers.
+// The value of e4m3 nearest to x. `step` is the distance of neighbours with x's exponent, or of subnormal numbers.
 template <typename R> __device__ __forceinline__ R nearest_e4m3(R x) {
     const R value = clamped(x, R(-448), R(448));
     const R step = ldexp(R(1), max(value == R(0) ? -6 : ilogb(value), -6) - 3);
     return rint(value / step) * step;
 }
-// The value of NF4 nearest to x, of two the lower; NaN stays.
+// The value of NF4 nearest to x, the lower of two equally near; NaN stays.
 template <typename R> __device__ __forceinline__ R nearest_nf4(R x) {
     constexpr float values[16] = {-1.0f, -0.6961928f, -0.52507305f, -0.3949175f, -0.28444138f, -0.18477343f,
                                   -0.091050036f, 0.0f, 0.0795803f, 0.1609302f, 0.2461123f, 0.33791524f,
@@ -132,8 +132,8 @@ template <typename R> __device__ __forceinline__ R nearest_nf4(R x) {
     return x == x ? nearest : x;
 }
 
-// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative. b is what the
-// forward pass saved: the result for exp, sqrt, recip, tanh and sigmoid, else the input.
+// Functions of a number; `<name>_backward(a, b)` is the gradient a times the derivative. The forward pass saved b: the result for
+// exp, sqrt, recip, tanh and sigmoid, else the input.
 UNARY(affine, a * p + q)
 UNARY(scale, a * p)
 UNARY(negative, -a)
@@ -196,14 +196,15 @@ BINARY(log_plus, log(a) + b)
 TERNARY(times_difference, a * (b - c))
 TERNARY(times_exp_difference, a * exp(b - (isinf(c) && c < R(0) ? R(0) : c)))
 TERNARY(share, a * b / c)
-// Fake quantization of values a with the scale b; of `_backward` (a: gradient) b and c. Codes of int4 are from -8 to 7.
+// Fake quantization of values a with the scale b; in `_backward`, of values b with the scale c, and a is the gradient. Codes of int4
+// are from -8 to 7.
 BINARY(fake_int8, rint(a / b) * b)
 BINARY(fake_int4, clamped(rint(a * (R(1) / b)), R(-8), R(7)) * b)
 TERNARY(fake_int4_backward, rint(b * (R(1) / c)) < R(-8) || rint(b * (R(1) / c)) > R(7) ? R(0) : a)
 BINARY(fake_e4m3, nearest_e4m3(a / b) * b)
 BINARY(fake_nf4, nearest_nf4(a * (R(1) / b)) * b)
 
-// Losses of the difference of a and b (p: threshold); `<name>_slope(a, b, c)`: gradient a times factor q, times the slope at b - c.
+// Losses of the difference a - b with threshold p; `<name>_slope(a, b, c)` is the gradient a times the factor q times the slope at b - c.
 BINARY(square, (a - b) * (a - b))
 TERNARY(square_slope, a * q * R(2) * (b - c))
 BINARY(absolute, fabs(a - b))

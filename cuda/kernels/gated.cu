@@ -1,8 +1,9 @@
 // Gated linear units (Shazeer 2020, arXiv:2002.05202): y = h f(gate) with f = GELU (GEGLU, with the error function) or SiLU
 // (SwiGLU).
 //
-// A row of x (rows, 2 width) is h, then the gate; y and grad (of y) are (rows, width), dx is as x.
-// Launch: block 256, grid clamp(ceil(rows width / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.
+// A row of x (rows, 2 width) is h, then the gate; y and its gradient grad are (rows, width); dx has the shape of x.
+// Launch: block 256, grid clamp(ceil(rows width / (256 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
+// results.
 
 #include "functions.cuh"
 #include "rows.cuh"

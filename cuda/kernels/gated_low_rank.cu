@@ -1,9 +1,9 @@
 // Gated linear units (kernels/gated.cu) of x + s hidden up, where the low-rank products (include/low_rank.cuh) of both halves are
-// computed in registers: added to x in memory they would cost another pass over it, most of the time at thousands of rows.
+// computed in registers. Adding them to x in memory would be another pass over x, which takes most of the time at thousands of rows.
 //
-// A row of x (rows, 2 width) is h, then the gate; y and grad (of y) are (rows, width), dx is as x and the gradient of the sum.
-// hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half without a product.
-// width is a multiple of 32, distances of rows of 4; addresses of hidden and up are multiples of 8 bytes, the others of 16.
+// A row of x (rows, 2 width) is h, then the gate; y and its gradient grad are (rows, width); dx, the gradient of the sum, has the
+// shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half
+// without a product. width is a multiple of 32, `*_row` of 4; addresses of hidden and up are multiples of 8 bytes, the others of 16.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 128)), no dynamic shared memory.
 #include "functions.cuh"
 #include "low_rank.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int COLUMNS = 32;
 constexpr int WARPS = 8;
-// Rows for which a thread keeps its values of `up`.
+// Rows of a block, for which a thread keeps its values of `up`.
 constexpr uint32_t ROWS = 128;
 
 struct LowRankHalf {
@@ -33,7 +33,7 @@ template <typename T, int TILES> struct Half {
     float scale;
     uint32_t up[TILES][4][2];
 
-    // The fragment for a tile of sixteen rows: two rows and eight columns per thread, and four of each sixteen ranks.
+    // A thread's values of a tile of sixteen rows: two rows, each with eight columns and with four of every sixteen ranks.
     struct Values {
         uint4 x[2];
         uint2 hidden[TILES][2];
@@ -79,8 +79,8 @@ template <typename T> __device__ __forceinline__ void store(T *to, const float (
     *reinterpret_cast<uint4 *>(to) = word;
 }
 
-// A warp has 32 columns of sixteen rows at a time, and loads those of the next sixteen meanwhile. `grad` is null forward, where y is
-// written, and dx backward.
+// A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. `out` is y forward, where `grad` is
+// null, and dx backward.
 template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     using Values = typename Half<T, TILES>::Values;
 

@@ -10,7 +10,7 @@ template <bool MAX> static __device__ __forceinline__ double gather(double sum, 
 
 template <bool MAX> static __device__ __forceinline__ double combine(double a, double b) { return MAX ? larger(a, b) : a + b; }
 
-// Over the block; known to thread 0.
+// Combines the values of the block; thread 0 gets the result.
 template <bool MAX> static __device__ double combine_block(double value) {
     __shared__ double warps[WARP];
     for (int offset = WARP / 2; offset > 0; offset /= 2) value = combine<MAX>(value, __shfl_xor_sync(ALL_LANES, value, offset));
@@ -45,8 +45,8 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
 }
 
 // gradient_norm_l2_<dtype>: parts[b] = the sum of the squares of block b's share of `grads`, in f64.
-// gradient_norm_max_<dtype>: parts[b] = its largest magnitude, NaN if one is NaN.
-//   grads [count], any alignment; parts f64 [gridDim.x]. The sum's order depends on `count` and the grid alone.
+// gradient_norm_max_<dtype>: parts[b] = the largest magnitude in the share, NaN if a gradient is NaN.
+//   grads [count], any alignment; parts f64 [gridDim.x]. The order of a sum depends only on `count` and the grid.
 // Grid: (count + 4095) / 4096, at most 1024; block: 256; no dynamic shared memory.
 #define DEFINE_NORM(suffix, T)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
@@ -59,9 +59,9 @@ static __device__ __forceinline__ void norm_part(const T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 
-// From the parts of all gradient buffers, one after the other, the norm and the clip factor of
-// torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6) if that is less than 1 (or NaN), else 1.
-//   parts f64 [count]; is_max 1 if they are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null for 1.
+// The norm, from the concatenated parts of all gradient buffers, and the clip factor of torch.nn.utils.clip_grad_norm_:
+// max_norm / (norm + 1e-6) if that is less than 1 (or NaN), else 1.
+//   parts f64 [count]; is_max = 1 if they are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null for 1.
 // Grid: 1; block: 256; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     gradient_clip(const double *parts, uint32_t count, uint32_t is_max, double max_norm, const LossScale *loss_scale, Clip *clip) {
@@ -85,10 +85,10 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 }
 
-// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale in place, for gradients that the caller wants to see clipped or
-// unscaled (the steps do both by themselves). Reads and writes nothing if that is 1.
+// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for callers that look at clipped or unscaled gradients (the
+// optimizers' steps do both by themselves). Does not touch the gradients if the factor is 1.
 //   grads [count]; clip, or null for 1; loss_scale, or null for 1.
-// Grid: any (elements are dealt in turn); block: any; no dynamic shared memory.
+// Grid: any; block: any; no dynamic shared memory.
 #define DEFINE_SCALE(suffix, T)                                                                                        \
     extern "C" __global__ void gradient_scale_##suffix(T *grads, uint64_t count, const Clip *clip,                     \
                                                        const LossScale *loss_scale) {                                  \
@@ -96,9 +96,9 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 
-// The scale after a step, as torch.amp.GradScaler's: times `backoff` if a gradient was infinite or NaN, times `growth` after
-// `interval` good steps in a row unless f32 cannot hold that.
-//   norm: of the gradients, not finite if one is infinite or NaN.
+// The scale after a step, as in torch.amp.GradScaler: times `backoff` if a gradient was infinite or NaN; times `growth` after
+// `interval` good steps in a row, unless f32 cannot represent the product.
+//   norm: of the gradients, non-finite if a gradient is infinite or NaN.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void
 loss_scale_update(LossScale *loss_scale, const double *norm, double growth, double backoff, uint64_t interval) {

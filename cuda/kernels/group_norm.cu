@@ -1,12 +1,12 @@
-// Group norm (Wu & He 2018, arXiv:1803.08494) of channels that come last, alone and followed by SiLU.
+// Group norm (Wu & He 2018, arXiv:1803.08494) with channels last, alone and followed by SiLU.
 //
-// x, y, grad (of y) and dx are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample.
+// x, y, their gradients dx and grad are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample.
 // mean and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). `affine_f32`: see affine.cuh.
 //
-// Forward is three kernels, statistics, moments and forward; backward is sums, slopes and backward. The outer ones are launched
-// over the tensor and the inner ones over the groups:
+// Forward is three kernels: statistics, moments and forward. Backward is sums, slopes and backward. The first and the third of each
+// are launched over the tensor, as channels.cuh says; the second (moments, slopes) is launched over the groups:
 //     block 128, grid batch * groups, no dynamic shared memory.
-// How the tensor is split into pieces and tiles: see channels.cuh. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
+// channels.cuh also says how the tensor is split into pieces and tiles. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
 // for f64) from a 16-byte boundary.
 
 #include "channels.cuh"
@@ -14,8 +14,8 @@
 
 namespace {
 
-// Mean and sum of squared deviations of each group of the piece. A thread sums differences to its first element, which
-// cannot be further from the mean than the deviations themselves allow, so that nothing cancels.
+// Mean and sum of squared deviations of each group of the piece. A thread sums differences to its first element. The distance of
+// that element to the mean is one of the deviations, so no digits cancel.
 template <typename T, bool ALIGNED>
 __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, ChannelSize size, Slots<T> &slots) {
     using A = Acc<T>;
@@ -82,8 +82,8 @@ __device__ __forceinline__ void statistics(const T *x, Acc<T> *partials, Channel
     });
 }
 
-// Scale and offset that map x to the norm's result, for each channel of a thread. x · scale + offset loses no digits that half
-// precision has.
+// Scale and offset that map x to the norm's result, for each channel of a thread. Half types use x · scale + offset, which is exact
+// enough for them.
 template <typename T, bool ALIGNED> struct Normalize {
     static constexpr int N = WIDE<T>;
     static constexpr bool FUSED = IS_HALF<T>;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void forward(const T *x, Affine affine, const Acc<T> 
     });
 }
 
-// The gradient of the norm's result from that of the operation's.
+// The gradient of the norm's result from the gradient of the operation's result.
 template <typename T, bool SILU, typename N> __device__ __forceinline__ Acc<T> of_norm(const N &normalize, int i, T g, T x) {
     return SILU ? widen(g) * Silu::slope<T>(normalize(i, widen(x))) : widen(g);
 }
@@ -293,9 +293,9 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else forward<T, false, SILU>(x, affine, mean, rstd, y, size);                                                  \
     }
 
-// Launch: over the tensor. With h = g f'(z), Σ w h x̂ and Σ w h of each group over each piece, in `partials`; and, unless
-// affine_partials is null, Σ h x̂ and Σ h of each channel in affine_partials (batch * pieces, 2, channels) of f32 (f64 for
-// f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
+// Launch: over the tensor. With h = g f'(z), writes Σ w h x̂ and Σ w h of each group over each piece to `partials`. Unless
+// affine_partials is null, also writes Σ h x̂ and Σ h of each channel to affine_partials (batch * pieces, 2, channels) of f32 (f64
+// for f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
 #define DEFINE_SUMS(NAME, SILU, SUFFIX, T)                                                                             \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         NAME##_sums_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,      \

@@ -1,8 +1,8 @@
 // Picking elements by ids (see ids.cuh): index_select, embedding (its form with outer = 1) and gather, and their gradients.
 //
-// A tensor is seen as (outer, size, inner) around the dimension that is indexed; ids of select are (count), of gather (outer,
-// count, inner). In place of an id out of range forward writes 0, and backward leaves its gradient out. Gradients of repeated
-// ids are added in a fixed order, in f32 (f64 for f64).
+// A tensor has the shape (outer, size, inner), where `size` is the indexed dimension; ids of select are (count), of gather (outer,
+// count, inner). For an id out of range, forward writes 0, and backward leaves its gradient out. Gradients of repeated ids are added
+// in a fixed order, in f32 (f64 for f64).
 
 #include "ids.cuh"
 #include "rows.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void gather(const T *x, const void *ids, T *y, Counte
     }
 }
 
-// Threads of a block, and so the ids that it looks at in a step.
+// Threads of a block, and ids that it looks at in a step.
 constexpr int THREADS = 128;
 
 // The block's list of the ids of a step that are `wanted`, in their order.
@@ -50,7 +50,7 @@ struct Matches {
         const uint32_t warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         const bool matches = at < end && load_id(ids, id_bytes, at) == wanted;
         const uint32_t mask = __ballot_sync(ALL_LANES, matches);
-        // Most steps have none, and then one barrier is enough.
+        // Most steps have no match, and then one barrier is enough.
         if (!__syncthreads_or(matches)) return 0;
         if (lane == 0) counts[warp] = __popc(mask);
         __syncthreads();
@@ -101,7 +101,7 @@ __device__ __forceinline__ void select_backward(const T *grad, const void *ids, 
     }
 }
 
-// The block of the first id of its kind adds up the gradients of all of them.
+// The block of the first of several equal ids adds up the gradients of all.
 template <typename T, int N>
 __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size, uint32_t count,
                                                uint32_t inner, uint32_t id_bytes, Matches &matches) {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
 } // namespace
 
 // y[o, j, i] = x[o, ids[j], i], and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid clamp(ceil(elements
-// of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid is right.
+// of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid gives the same results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void index_select_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range, \
                                                              uint64_t outer, uint32_t size, uint32_t count,            \
@@ -156,19 +156,19 @@ DEFINE_FORWARD(u8, uint8_t)
 DEFINE_FORWARD(u32, uint32_t)
 DEFINE_FORWARD(i64, int64_t)
 
-// dx[o, s, i] = Σ over the j with ids[j] = s of g[o, j, i], in the order of j. Of two forms:
+// dx[o, s, i] = Σ over the j with ids[j] = s of g[o, j, i], in the order of j, in two forms:
 //
 // index_select_scatter, for few ids of many rows (embeddings): dx must hold zeros, and only the rows that ids name are written.
-// A block has one id and 128 packs of (outer, inner), and looks through all ids; where an earlier one is the same it ends.
-// Costs count² ceil(outer inner / (128 WIDE)) loads of an id in all: for 4096 ids of 128 k rows half of setting
-// them to zero. Rows of an id that comes thousands of times are added one after another by few blocks.
+// A block has one id and 128 packs of (outer, inner), and looks through all ids; it stops if an earlier id is the same. This costs
+// count² ceil(outer inner / (128 WIDE)) loads of an id in all: with 4096 ids and 128 k rows, half the time of zeroing dx. If an id
+// occurs thousands of times, few blocks add its rows one after another.
 // Launch: block 128, grid clamp(count ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), no dynamic shared memory.
 //
 // index_select_backward, for many ids of few rows: every element of dx is written. A block has one s, and looks through all ids
 // of a piece: size count ceil(outer inner / (128 WIDE)) loads of an id in all.
 // Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
-// piece partials is null. More, at most 65535, are at the caller's choice by sizes alone, say ceil(count / 4096) where the grid
-// would else have fewer than 1024 blocks: partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is not
+// piece, partials is null. The caller may choose up to 65535 pieces, by sizes alone, for instance ceil(count / 4096) if the grid
+// would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is not
 // touched, and index_select_sum follows.
 #define DEFINE_SELECT_SCATTER(SUFFIX, T)                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
@@ -205,10 +205,11 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
 
-// dx[o, s, i] = Σ over the j with ids[o, j, i] = s of g[o, j, i], in the order of j; every element of dx is written. Each looks
-// through the ids of its column: size count outer inner loads in all, cheap for the few ids a column that losses gather. Ids of
-// one long vector (outer = inner = 1) are better taken as those of index_select_backward.
-// Launch: block 256, grid clamp(ceil(outer size inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.
+// dx[o, s, i] = Σ over the j with ids[o, j, i] = s of g[o, j, i], in the order of j; every element of dx is written. A thread looks
+// through the ids of its element's column: size count outer inner loads in all, which is cheap for the few ids a column that losses
+// gather. For one long vector (outer = inner = 1), index_select_backward is faster.
+// Launch: block 256, grid clamp(ceil(outer size inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
+// results.
 #define DEFINE_GATHER_BACKWARD(SUFFIX, T)                                                                              \
     extern "C" __global__ void gather_backward_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer,         \
                                                         uint32_t size, uint32_t count, uint32_t inner,                 \

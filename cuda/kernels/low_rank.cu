@@ -1,10 +1,10 @@
 // The low-rank products of adapted linear maps: hidden = s₁ input down, dst += s₂ hidden up, in one pass over the rows.
 //
-// A block has 16 rows. Its warps share the sum over `inner` for hidden, exchange their parts through shared memory, and then share
-// the columns of dst. As two products of a library, hidden and dst would be launches of their own that take longer to start than to
-// compute at the sizes of one image.
+// A block has 16 rows. Its warps divide the sum over `inner` for hidden, exchange their parts through shared memory, and then divide
+// the columns of dst. With a library, hidden and dst would be two launches, which at the sizes of one image take longer to start than
+// to compute.
 //
-// include/low_rank.cuh has the fragments of the products.
+// include/low_rank.cuh describes the fragments of the products.
 #include "low_rank.cuh"
 
 namespace {
@@ -12,11 +12,11 @@ namespace {
 constexpr int ROWS = 16;
 constexpr int STEP = 32;
 constexpr int MOST_TERMS = 4;
-// Steps of 32 columns of dst, and steps of features, whose loads a warp has under way at a time: at these sizes waiting for memory
-// is all that takes time.
+// Steps of 32 columns of dst (PIECES), and steps of features (CHUNKS), whose loads a warp starts together: at these sizes nearly all
+// time is spent waiting for memory.
 constexpr int PIECES = 2;
 template <int TILES> constexpr int CHUNKS = TILES == 1 ? 4 : 2;
-// For ranks up to 16 TILES. More ranks need more registers.
+// Warps of a block, for ranks up to 16 TILES. More ranks need more registers.
 template <int TILES> constexpr int WARPS = TILES <= 2 ? 16 : 8;
 
 // All terms have the same sizes. Rows of input, hidden and dst are `*_row` elements apart.
@@ -61,14 +61,14 @@ __device__ __forceinline__ void load_down(uint32_t (&b)[2][2][2], const T *down,
     }
 }
 
-// One term's hidden for the block's rows, dense in shared memory too. `parts` has room for the sums of each warp.
+// Computes one term's hidden for the block's rows, in global memory and dense in shared memory. `parts` has room for each warp's sums.
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void compute_hidden(const LowRankTerm &term, const LowRankSizes &sizes, float *parts, T *hidden) {
     constexpr int COUNT = TILES * RANKS;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     const uint32_t first_row = blockIdx.x * ROWS, last = sizes.rows - 1;
     const T *input = static_cast<const T *>(term.input), *down = static_cast<const T *>(term.down);
-    // Rows beyond the last are computed as the last, and not written.
+    // Rows beyond the last repeat the last, and are not written.
     const T *rows[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -142,7 +142,7 @@ template <typename T, int TILES> __device__ __forceinline__ void load_hidden(uin
         }
 }
 
-// What a warp works on: PIECES times 32 columns of the block's rows of dst, and up for them.
+// A warp's share of the work: PIECES times 32 columns of the block's rows of dst, and the values of up for these columns.
 template <typename T, int TILES, bool is_backward> struct Share {
     uint4 dst[PIECES][2];
     uint32_t up[PIECES][TILES][4][2];
@@ -188,7 +188,7 @@ template <typename T, int TILES, bool is_backward> struct Share {
                 for (int i = 0; i < 4; i++) multiply_add<T>(sums[piece][i], left[tile], up[piece][tile][i][0], up[piece][tile][i][1]);
     }
 
-    // Adds what `multiply` gave. Values 2i and 2i + 1 of a thread's eight come from products 2i % 4 and the next.
+    // Adds the results of `multiply`. Values 2i and 2i + 1 of a thread's eight come from products 2i % 4 and 2i % 4 + 1.
     __device__ __forceinline__ void store(const float (&sums)[PIECES][4][4], void *to, const LowRankSizes &sizes,
                                           uint32_t begin, uint32_t stride) {
 #pragma unroll
@@ -221,7 +221,7 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
     const uint32_t count = is_backward ? sizes.terms : 1, stride = gridDim.y * WARPS<TILES> * STEP;
     uint32_t begin = (blockIdx.y * WARPS<TILES> + threadIdx.x / WARP) * STEP;
     Share<T, TILES, is_backward> share;
-    // Under way while hidden is computed.
+    // These loads run while hidden is computed.
     share.load(list[0], sizes, begin, stride);
 #pragma unroll 1
     for (uint32_t i = 0; i < count; i++) compute_hidden<T, TILES, is_backward>(list[i], sizes, parts, hidden[i]);
@@ -241,10 +241,10 @@ __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRan
 
 } // namespace
 
-// hidden (rows, rank) = scale_hidden input (rows, inner) down, dst (rows, outer) += scale_dst hidden up, of up to four terms of the
+// hidden (rows, rank) = scale_hidden input (rows, inner) down, dst (rows, outer) += scale_dst hidden up, for up to four terms of the
 // same sizes. inner and outer are multiples of 32; addresses and distances of rows are multiples of 16 bytes.
-// Launch: block 512, for rank 64 256; grid (ceil(rows / 16), any number of shares of the columns, terms forward and 1 backward); no
-// dynamic shared memory.
+// Launch: block 512, but 256 for rank 64; grid (ceil(rows / 16), any number of shares of the columns, terms forward and 1 backward);
+// no dynamic shared memory.
 #define DEFINE_LOW_RANK(NAME, IS_BACKWARD, RANK, SUFFIX, T)                                                            \
     extern "C" __global__ void __launch_bounds__(WARPS<RANK / RANKS> *WARP, 1)                                         \
         low_rank_##NAME##RANK##_##SUFFIX(const __grid_constant__ LowRankTerms terms,                                   \

@@ -1,19 +1,19 @@
 // Layer norm (Ba et al. 2016, arXiv:1607.06450), RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) and modulated layer norm
 // (Peebles & Xie 2022, arXiv:2212.09748) of rows.
 //
-// x, y, grad (of y) and dx are (rows, len); mean and rstd = 1/√(var + eps) are one value per row, f32 (f64 for f64). RMS norm is
-// layer norm without mean and shift: its pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
+// x, y and their gradients dx and grad are (rows, len); mean and rstd = 1/√(var + eps) are one value per row, f32 (f64 for f64). RMS
+// norm is layer norm without mean and shift: its pointers `mean` and `bias` are ignored. `affine_f32`: see affine.cuh.
 
 #include "affine.cuh"
 
-// Packs of a row that each thread keeps in registers: as many as let 32 warps of a forward pass run on a multiprocessor. A team
-// (rows.cuh) has the fewest packs a thread, 1 to NORM_HELD, with which all rows have 2^17 threads at most, about what an H100 runs at once;
-// NORM_HELD if no number does.
+// Packs of a row that each thread keeps in registers: as many as let 32 warps of a forward pass run on a multiprocessor. The host gives
+// a team (rows.cuh) the fewest packs a thread, from 1 to NORM_HELD, with which all rows together have at most 2^17 threads, about as many
+// as an H100 runs at once; NORM_HELD if even that makes more.
 constexpr int NORM_HELD = 3;
 
 namespace {
 
-// MODULATED is layer norm whose scale and shift, (rows / sharing, len), belong to `sharing` rows each, the scale to be added to 1.
+// MODULATED is layer norm whose scale and shift, (rows / sharing, len), belong to `sharing` rows each; 1 is added to the scale.
 enum class Kind { LAYER, RMS, MODULATED };
 
 template <Kind KIND> constexpr bool CENTERS = KIND != Kind::RMS;
@@ -35,7 +35,7 @@ template <typename T, int N> __device__ __forceinline__ void add_row(NormRow<T, 
         store_pack(sum + at, pack);
     });
     row.keep_narrow();
-    // What is not in registers is read again, by the thread that wrote it.
+    // Packs that are not in registers are read again, by the thread that wrote them.
     row.start = sum;
     one_at_a_time();
 }
@@ -108,7 +108,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, const T *bef
     constexpr bool CENTER = CENTERS<KIND>;
     for (uint64_t row = first_row(); row < rows; row += row_stride()) {
         NormRow<T, N> values(x + row * len, len), grads(grad + row * len, len);
-        // Read now, so that it is here when the sums are.
+        // Loaded early, so that the values arrive while the sums are computed.
         NormRow<T, N> addends(before + row * len, before == nullptr ? 0 : len);
         const A center = CENTER ? mean[row] : A(0), scale = rstd[row];
         const uint64_t parameters = first_parameter<KIND>(row, sharing, len);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 } // namespace
 
 // y = (x - mean) rstd weight + bias, with 1 + weight in modulated_layer_norm. Unless `residual` is null, x + residual, rounded to
-// the dtype, stands for x and is written to `sum`. Launch: over rows (NORM_HELD).
+// the dtype, takes the place of x and is written to `sum`. Launch: over rows (NORM_HELD).
 #define DEFINE_FORWARD(NAME, KIND, SUFFIX, T)                                                                          \
     extern "C" __global__ void __launch_bounds__(TEAM, 2)                                                              \
         NAME##_forward_##SUFFIX(const T *x, const T *residual, T *sum, const void *weight, const void *bias, T *y,     \
@@ -232,7 +232,7 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 
 // First stage of the gradients of scale and shift: Σ g x̂ and Σ g over a piece of the `rows` rows of a sample, partials
 // (samples, pieces, 2, len) in f32 (f64 for f64). Launch: block (32, 8), grid (ceil(len / (32 WIDE)), pieces, samples), no dynamic
-// shared memory; pieces, at most 65535, is the caller's choice, say clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
+// shared memory. The caller chooses up to 65535 pieces, for instance clamp(ceil(rows / 64), 1, 128). Second stage: norm_affine_sum.
 #define DEFINE_AFFINE(NAME, CENTER, SUFFIX, T)                                                                         \
     extern "C" __global__ void __launch_bounds__(WARP *LINES)                                                          \
         NAME##_affine_##SUFFIX(const T *x, const T *grad, const Acc<T> *mean, const Acc<T> *rstd, Acc<T> *partials,    \
@@ -254,9 +254,9 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
     DEFINE_AFFINE(rms_norm, false, SUFFIX, T)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
-// Second stage, for every norm: dweight and dbias (samples, len), each unless null, from partials (samples, pieces, 2, len), added
-// in the order of the pieces in each of 16 interleaved sums. Launch: block (32, 16), grid (ceil(len / 32), 2, samples), no dynamic
-// shared memory.
+// Second stage, for every norm: dweight and dbias (samples, len), each unless null, from partials (samples, pieces, 2, len). Sum i of
+// 16 adds pieces i, i + 16 and so on in order; then the 16 sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2, samples),
+// no dynamic shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \

@@ -1,13 +1,13 @@
-// The optimizers with f32 states. Arithmetic and rounding are those of the CPU, operation by operation: parameters and states are
-// equal bit for bit. That is why the products and sums below are spelled out: the compiler would fuse them.
+// The optimizers with f32 states. Arithmetic and rounding are the same as on the CPU, operation by operation, so that parameters and
+// states are equal bit for bit. To this end products and sums are intrinsics: the compiler would fuse operators.
 //
-// A step is <optimizer>_prepare and one launch of `<optimizer>_step_*` for all pieces. Under clipping, gradient_norm_* (once for each
-// vector of gradients), gradient_clip and gradient_scale_* come before; under loss scaling gradient_norm_max_* and gradient_clip
-// before, loss_scale_update after it. Nothing that changes from step to step is an argument: the learning rate is in `Settings`,
-// the rest is counted and computed on the device. A captured step can be replayed as it is.
+// A step is <optimizer>_prepare and one launch of `<optimizer>_step_*` for all pieces. Clipping launches gradient_norm_* (once for each
+// vector of gradients), gradient_clip and gradient_scale_* before the step. Loss scaling launches gradient_norm_max_* and gradient_clip
+// before the step, and loss_scale_update after it. Nothing that changes from step to step is an argument: the learning rate is in
+// `Settings`, the rest is counted and computed on the device. So a captured step can be replayed.
 #include "optim.cuh"
 
-// The coefficients of one step by a group's settings, for each optimizer; other fields are 0.
+// For each optimizer, the coefficients of one step from a group's settings; fields that it does not use are 0.
 
 static __device__ Coefficients adam_moments(const Settings &at, double step) {
     const double correction1 = 1.0 - pow(at.beta1, step), correction2 = 1.0 - pow(at.beta2, step);
@@ -71,9 +71,8 @@ static __device__ Coefficients sgd_coefficients(const Settings &at, double step)
 // Those that update whole variables read the settings themselves.
 static __device__ Coefficients whole_coefficients(const Settings &, double) { return Coefficients{}; }
 
-// Sets a group's hyper-parameters, between steps: settings[group] = value, but for its `step`, which is that of group `like` unless
-// that is 0xffffffff.
-//   settings: as long as `group` and `like` need.
+// Sets a group's hyper-parameters between steps: settings[group] = value, with the `step` of group `like` unless `like` is 0xffffffff.
+//   settings: long enough for the indices `group` and `like`.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, uint32_t like, Settings value) {
     if (like != 0xffffffffu) value.step = settings[like].step;
@@ -82,8 +81,8 @@ extern "C" __global__ void optim_configure(Settings *settings, uint32_t group, u
 
 // Begins a step: <optimizer>_prepare advances `step` of every group and writes its coefficients.
 //   settings, coefficients [groups]; loss_scale, by which gradients are divided first, or null for 1;
-//   norm, or null: if it is not finite, step counters stay, and the launch of the step changes nothing except that it clears
-//   gradients if asked.
+//   norm, or null: if it is non-finite, the step counters stay, and the launch of the step does nothing but zero gradients if
+//   zero_grads is 1.
 // Grid: (groups + 31) / 32; block: 32; no dynamic shared memory.
 template <Coefficients (*COEFFICIENTS)(const Settings &, double)>
 static __device__ __forceinline__ void prepare(Settings *settings, uint32_t groups, const double *norm, const LossScale *loss_scale,
@@ -238,11 +237,11 @@ step(const Piece *pieces, const Segment *segments, const Coefficients *coefficie
 // One step of all pieces: <optimizer>_step_<dtype of the gradients>_<dtype of the copy>, for f32_bf16, f32_f16, bf16_bf16, f16_f16.
 // With gradient g = gain * grads, p = params, and the coefficients of the piece's group:
 //   adam: p *= decay; g += l2 * p; m += gain1 * (g - m); v = beta2 * v + gain2 * g^2;
-//         p -= step_size * m / (sqrt(v) / root_correction2 + eps), with `largest` (or null) its maximum so far for v;
+//         p -= step_size * m / (sqrt(v) / root_correction2 + eps); if `largest` is not null, with the maximum of v so far for v;
 //   small_adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
 //   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
 //   sgd: g += l2 * p; with a buffer (or null) b = momentum * b + gain1 * g; p -= lr * (b, or g + momentum * b with nesterov).
-// Then copy = params in its dtype, unless null, and grads = 0 if zero_grads is 1.
+// Then copy = params in the copy's dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
 //   pieces [gridDim.x]; segments: as the pieces say, their params f32; coefficients [groups];
 //   states f32: as the pieces say, aligned to 16 bytes, zeros before the first step.
 // Grid: number of pieces; block: 256 (a piece of 1024 elements keeps every thread busy once); no dynamic shared memory.

@@ -1,8 +1,9 @@
-// The optimizers with 8-bit states, as bitsandbytes' AdamW8bit and Lion8bit: two bytes (one) a parameter and a scale for every 256.
+// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit: two bytes (Lion: one) a parameter, and a scale for every
+// 256 states.
 //
-// A warp updates a block of 256 elements in registers: each lane four neighbours of either half, so that every access is a whole
+// A warp updates a block of 256 elements in registers. Each lane has four neighbours of either half, so that every access is a whole
 // 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses them, and the
-// reciprocal is the CPU's: parameters, codes and scales are equal to the CPU's bit for bit.
+// reciprocal is computed as on the CPU: parameters, codes and scales are equal to the CPU's bit for bit.
 #include "optim.cuh"
 
 using dynamic_map::Table;
@@ -13,11 +14,11 @@ static __device__ const Table UNSIGNED_TABLE = dynamic_map::make_table<false>();
 // Quads of a block that each lane holds.
 constexpr int QUADS = STATE_BLOCK / (WARP * QUAD);
 
-// Three blocks of threads on a multiprocessor leave each thread the 80 registers that it needs.
+// With three blocks of threads on a multiprocessor, each thread has the 80 registers that it needs.
 constexpr int THREADS = 256;
 constexpr int BLOCKS = 3;
 
-// The copy of a table that this block of threads looks codes up in.
+// Copies a table into shared memory.
 static __device__ __forceinline__ void load_table(Table &shared, const Table &table) {
     constexpr int WORDS = sizeof(Table) / sizeof(uint4);
     for (int i = threadIdx.x; i < WORDS; i += blockDim.x) {
@@ -39,7 +40,7 @@ struct BlockState {
         for (int q = 0; q < QUADS; ++q) words[q] = codes[q * WARP];
     }
 
-    // What bitsandbytes takes for the codes beyond the end.
+    // Sets the codes beyond the end to `code`, the value that bitsandbytes uses there.
     __device__ __forceinline__ void pad(int q, uint32_t count, uint32_t code) {
 #pragma unroll
         for (int k = 0; k < QUAD; ++k) {
@@ -57,7 +58,7 @@ struct BlockState {
         float largest = 0.0f;
 #pragma unroll
         for (int i = 0; i < QUADS * QUAD; ++i) largest = fmaxf(largest, fabsf(values[i / QUAD][i % QUAD]));
-        // Magnitudes compare as their bits do.
+        // Non-negative floats are ordered like their bits.
         largest = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(largest)));
         const float inverse = __frcp_rn(largest);
 #pragma unroll
@@ -126,7 +127,7 @@ struct AdamBlocks {
                 const float v_new = __fmaf_rn(__fmul_rn(at.gain2, g), g, __fmul_rn(v_old, at.beta2));
                 const float ratio = __fmul_rn(m_new, reciprocal(__fadd_rn(__fsqrt_rn(v_new), at.eps)));
                 const float p_new = __fmul_rn(__fmaf_rn(at.step_size, ratio, quads[q].params[k]), at.decay);
-                // Not so if the gradient is infinite or NaN, or its square is infinite.
+                // False if the gradient is infinite or NaN, or its square is infinite.
                 const bool finite = v_new <= 3.402823466e38f;
                 if (finite) quads[q].params[k] = p_new;
                 m[q][k] = finite ? m_new : 0.0f;
@@ -194,7 +195,7 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
     if (first >= count) return;
     Piece piece = load_piece(pieces + first);
     for (uint32_t i = first; i < count; i += warps) {
-        // Known in time for the next round.
+        // Loaded early, for the next iteration.
         const Piece next = load_piece(pieces + min(i + warps, count - 1));
         const Coefficients at = coefficients[piece.group];
         const Buffers<G, C> buffers(segments, piece, zero_grads);
@@ -212,9 +213,9 @@ static __device__ __forceinline__ void step(const Piece *pieces, uint32_t count,
 // With gradient g = gain * grads, states s = values[code] * scale, and the coefficients of the piece's group:
 //   adam: m = beta1 * m + gain1 * g; v = beta2 * v + gain2 * g^2; p = decay * (p + step_size * m / (sqrt(v) + eps));
 //   lion: p = decay * p - lr * sign(beta1 * m + gain1 * g); m = beta2 * m + gain2 * g;
-// then scale = the largest magnitude of the new states, code = that of the nearest value to s / scale. An element whose gradient
-// (or its square, in adam) is not finite loses its states and does not change. Last, copy = params in its dtype, unless null, and
-// grads = 0 if zero_grads is 1.
+// then scale = the largest magnitude of the new states, code = the code of the value nearest to s / scale. If an element's gradient
+// (or its square, in adam) is non-finite, its states become 0 and its parameter does not change. Last, copy = params in the copy's
+// dtype, unless the copy is null, and grads = 0 if zero_grads is 1.
 //   pieces [count]; segments: as the pieces say, their params f32; coefficients [groups];
 //   codes u8 [blocks * 256], aligned to 4 bytes, and scales f32 [blocks], by `state` of the piece; zeros before the first step.
 // Grid: (count + 7) / 8, at most 3 for each multiprocessor; block: 256; no dynamic shared memory.

@@ -1,15 +1,15 @@
-// Sums, largest and smallest elements, positions of the largest, running sums of a dense tensor (outer, n, inner) along n.
+// Sums, largest and smallest elements, positions of the largest, and running sums along n, of a dense tensor (outer, n, inner).
 //
 // `<function>_rows_<from>_<to>` (inner is 1) and `<function>_columns_<from>_<to>` take (y, x, outer, n, inner, chunk, divisor)
 // and write y (outer, chunks, inner), chunks = ceil(n / chunk): the reduction of each `chunk` elements along n, divided by
-// `divisor`. One chunk gives the result; of more, a second launch over y does. Sums are made in the arithmetic type.
+// `divisor`. With one chunk, y is the result; with more, a second launch over y reduces them. Sums are computed in the arithmetic type.
 #include "element.cuh"
 
 struct Sum {
     template <typename R> static __device__ __forceinline__ R neutral() { return R(0); }
     template <typename R> static __device__ __forceinline__ R join(R a, R b) { return a + b; }
 };
-// NaN is larger and smaller than everything.
+// The largest and the smallest element; NaN if any element is NaN.
 struct Max {
     template <typename R> static __device__ __forceinline__ R neutral() { return R(-INFINITY); }
     template <typename R> static __device__ __forceinline__ R join(R a, R b) { return a > b || a != a ? a : b; }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     __shared__ R joined[WARP];
     const uint64_t chunks = n == 0 ? 1 : (n + chunk - 1) / chunk;
     const uint64_t task = uint64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    // A warp leaves as a whole, and so does a block of one row.
+    // All threads of a warp return together, as do all threads of a block of one row.
     if (task >= outer * chunks) return;
     const uint64_t start = task % chunks * chunk, length = n - start < chunk ? n - start : chunk;
     const S *row = x + task / chunks * n + start;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
     }
 }
 
-// Rows do without `inner`, which is 1; they have it to be called as columns are.
+// `*_rows_*` ignores `inner`, which is 1, and takes it so that both forms have the same arguments.
 #define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
     extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner,      \
                                                          uint64_t chunk, double divisor) {                             \
@@ -115,7 +115,7 @@ template <typename R> __device__ __forceinline__ bool before(R b, uint32_t j, R 
     return b > a || (b == a && j < i);
 }
 
-// `argmax_<dtype>(y, x, outer, n, inner)`: y (outer, inner), the position of the largest element along n, which is not 0.
+// `argmax_<dtype>(y, x, outer, n, inner)`: y (outer, inner), the position of the largest element along n; n is at least 1.
 // Launch: a warp per element of y, block 256, no shared memory.
 template <typename T>
 __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {

@@ -1,6 +1,6 @@
-// Sums of losses of the difference d = a - b of two dense tensors of `len` elements: square d², absolute |d|, huber (Huber 1964) with
-// `parameter` δ: d²/2 up to δ, δ (|d| - δ/2) beyond, smooth_absolute (Girshick 2015, arXiv:1504.08083) with β: Huber's over β. The losses
-// themselves and their gradients are those of elementwise.cu, under the same names.
+// Sums of losses of the difference d = a - b of two dense tensors of `len` elements: square d²; absolute |d|; huber (Huber 1964) with
+// `parameter` δ: d²/2 up to δ, δ (|d| - δ/2) beyond; smooth_absolute (Girshick 2015, arXiv:1504.08083) with `parameter` β: huber with
+// δ = β, divided by β. elementwise.cu has the losses without sums and their gradients, under the same names.
 
 #include "rows.cuh"
 
@@ -34,7 +34,7 @@ template <typename A> struct SmoothAbsolute {
     }
 };
 
-// f(first element, number of elements as a constant) over all packs of the tensors, then over the rest.
+// Calls f(first element, number of elements as a constant) for all packs of the tensors, then for the remaining elements.
 template <typename T, typename F> __device__ __forceinline__ void for_each_pack(uint64_t len, bool wide, F f) {
     const uint64_t packs = wide ? len / WIDE<T> : 0;
     for (uint64_t index = flat_index(); index < packs; index += flat_stride())
@@ -61,8 +61,8 @@ __device__ __forceinline__ void sum(const T *a, const T *b, double *partials, ui
 
 } // namespace
 
-// The sums of the losses over the blocks, partials (grid) of f64. Launch: block 256, grid at the caller's choice by `len` alone, say
-// clamp(ceil(len / (2048 WIDE)), 1, 1024); loss_total follows.
+// Each block's sum of losses, partials (grid) of f64. Launch: block 256; the caller chooses the grid, by `len` alone, for instance
+// clamp(ceil(len / (2048 WIDE)), 1, 1024). loss_total follows.
 #define DEFINE_SUM(NAME, FUNCTION, SUFFIX, T)                                                                          \
     extern "C" __global__ void NAME##_sum_##SUFFIX(const T *a, const T *b, double *partials, uint64_t len,             \
                                                    double parameter) {                                                 \

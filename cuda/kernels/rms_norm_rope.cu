@@ -1,16 +1,16 @@
 // RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows and rotary position embedding (Su et al. 2021, arXiv:2104.09864)
-// of the result: the queries and keys of models that normalise them.
+// of the result, for the queries and keys of models that normalise them.
 //
-// x, y, grad (of y) and dx are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones; rstd =
-// 1/√(mean(x²) + eps) is one value per row, f32 (f64 for f64); cos and sin as for rope.cuh, null where nothing is rotated.
+// x, y and their gradients dx and grad are (rows, width); weight (width) has their dtype or f32 (`weight_f32` = 1), null for ones;
+// rstd = 1/√(mean(x²) + eps) is one value per row, f32 (f64 for f64); cos and sin are as in rope.cuh, or null for no rotation.
 //
 // The forms for heads read the queries, keys and perhaps values of a projection in place: x and dx are (batch, tokens, ≥
-// all_heads width), y and grad (batch, tokens, all_heads, width), each by its distances of tokens and samples in elements. A token
-// has `heads` rows of queries, `key_heads` of keys, and the rest of values, which are copied. Where rstd is null, rows are rotated
-// and not normalised, and backward does not read x.
+// all_heads width), y and grad (batch, tokens, all_heads, width), each with its distances of tokens and samples in elements. A token
+// has `heads` rows of queries and `key_heads` of keys; the remaining rows are values, which are copied. If rstd is null, rows are
+// rotated but not normalised, and backward does not read x.
 //
-// A row is short, so it belongs to a team of 1 to 32 lanes of a warp, as many as it has packs of pairs. Each lane keeps the first
-// of its pairs in registers; those beyond 64 WIDE values are read again.
+// A row is short, so it belongs to a team of 1 to 32 lanes of a warp, as many as it has packs of pairs. Each lane keeps its first
+// pack of pairs in registers; values beyond the first 64 WIDE are read again.
 
 #include "affine.cuh"
 #include "rope.cuh"
@@ -22,13 +22,13 @@ constexpr int THREADS = 256;
 // The lanes of a row of `packs` packs of pairs: a power of two.
 __device__ __forceinline__ uint32_t team_lanes(uint32_t packs) { return packs < WARP ? 1u << (WARP - __clz(packs - 1)) : WARP; }
 
-// The sum over a team of `lanes` lanes, known to all of it. Every lane of the warp takes part.
+// The sum over a team of `lanes` lanes, returned to all of them. Every lane of the warp takes part.
 template <typename A> __device__ __forceinline__ A lanes_sum(A value, uint32_t lanes) {
     for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(ALL_LANES, value, offset);
     return value;
 }
 
-// f(row, lane, lanes, whether there is such a row) for the rows of this thread's team. All lanes of a warp go through it together.
+// f(row, lane, lanes, whether the row exists) for the rows of this thread's team. All lanes of a warp call f together.
 template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows, uint32_t packs, F f) {
     const uint32_t lanes = team_lanes(packs), teams = WARP / lanes, lane = threadIdx.x % lanes;
     const uint64_t step = flat_stride() / WARP * teams;
@@ -38,7 +38,7 @@ template <typename F> __device__ __forceinline__ void for_each_row(uint64_t rows
     }
 }
 
-// Where a row of x, one of dx, and one of y and grad start; the weight of the row; whether it is copied, not normalised and rotated.
+// Where the row starts in x, in dx, and in y and grad; its weight; whether it is only copied.
 struct Place {
     uint64_t x, dx, y;
     const void *weight;
@@ -55,7 +55,7 @@ struct DenseRows {
     }
 };
 
-// The heads of a projection, part by part in each token.
+// The heads of a projection: for each token its queries, then keys, then values.
 struct HeadRows {
     const void *weights[2];
     uint64_t x_token, x_sample, dx_token, dx_sample, y_token, y_sample;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void forward(const T *x, R places, bool is_f32, Angle
     });
 }
 
-// The gradient of the normalised, scaled pairs, and the normalised ones.
+// The gradients of pairs after normalisation and weight, and the normalised pairs.
 template <typename T, int N, bool INTERLEAVED> struct Slopes {
     using A = Acc<T>;
     Pairs<T, N, INTERLEAVED> grads, normal;
@@ -148,7 +148,7 @@ template <typename T, int N, bool INTERLEAVED> struct Slopes {
         }
     }
 
-    // The gradient becomes that of the normalised pairs. Returns its product with them.
+    // Turns `grads` into the gradients of the normalised pairs. Returns the dot product of the two.
     __device__ __forceinline__ A weigh(const void *parameter, bool is_f32, uint32_t pair, uint32_t half) {
         A dot = 0;
 #pragma unroll
@@ -206,7 +206,7 @@ __device__ __forceinline__ void backward(const T *x, const T *grad, R places, bo
     });
 }
 
-// Each team sums over rows of a piece, then the block over its teams, one after the other.
+// Each team sums over its rows of a piece; then the block adds the sums of its teams in order.
 template <typename T, int N, bool INTERLEAVED>
 __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Acc<T>> angles, const Acc<T> *rstd, Acc<T> *partials,
                                             uint64_t rows, Acc<T> *shared) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
 } // namespace
 
 // Launch of forward and backward: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any
-// grid is right.
+// grid gives the same results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_forward_##SUFFIX(                              \
         const T *x, const void *weight, const Acc<T> *cos, const Acc<T> *sin, T *y, Acc<T> *rstd, uint64_t rows,       \
@@ -275,10 +275,10 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// First stage of the gradient of the weight: Σ u x̂ over a piece of the rows, in the first of the two lines of width elements that
-// partials (pieces, 2, width) have for norm_affine_sum (norm.cu), the second stage; the other line is left as it is.
-// Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory; pieces, at most 65535, is the caller's
-// choice, say clamp(ceil(rows / 64), 1, 512).
+// First stage of the gradient of the weight: Σ u x̂ over each piece of the rows. The second stage, norm_affine_sum (norm.cu), reads
+// partials (pieces, 2, width); this kernel writes the first of the two lines of each piece and leaves the other.
+// Launch: block 256, grid (ceil(width / (64 WIDE)), pieces), no dynamic shared memory. The caller chooses up to 65535 pieces, for
+// instance clamp(ceil(rows / 64), 1, 512).
 #define DEFINE_WEIGHT(SUFFIX, T)                                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_weight_##SUFFIX(                               \
         const T *x, const T *grad, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, Acc<T> *partials,         \
@@ -292,7 +292,7 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// The forms for heads, of rows = batch tokens all_heads. Launches as those of the dense forms.
+// The forms for heads, with rows = batch tokens all_heads. Their launches are those of the dense forms.
 #define HEAD_ROWS(T, dx_token, dx_sample)                                                                              \
     const HeadRows places{{q_weight, k_weight}, x_token,  x_sample, dx_token, dx_sample,                               \
                           y_token,              y_sample, tokens,   heads,    key_heads, all_heads, width};            \

@@ -2,7 +2,8 @@
 //
 // x and y are (rows, width), and may be the same; cos and sin are (positions, width / 2) of f32 (f64 for f64): see rope.cuh.
 // `back` rotates by the negative angle: the gradient.
-// Launch: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid is right.
+// Launch: block 256, grid clamp(ceil(rows width / (512 WIDE)), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
+// results.
 
 #include "rope.cuh"
 

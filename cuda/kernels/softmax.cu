@@ -1,4 +1,4 @@
-// Softmax and its logarithm over the last dimension, and the logarithm of a sum of exponentials.
+// Softmax, its logarithm, and the logarithm of a sum of exponentials, over the last dimension.
 //
 // x, y, grad and dx are (rows, len). Launch of all: over rows (rows.cuh).
 
@@ -89,7 +89,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 
 } // namespace
 
-// y = e^x / Σ e^x, or its logarithm. A row of negative infinities, and one with NaN or infinity, gives NaN.
+// y = e^x / Σ e^x, or its logarithm. A row gives NaN if all elements are negative infinity, or if one is NaN or infinity.
 #define DEFINE_FORWARD(NAME, LOG, SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t len) {                                       \
@@ -108,7 +108,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
     }
 
 // log Σ e^x of each row: exact (rows) in f32 (f64 for f64), which the backward pass reads, and y (rows), unless null.
-// Infinite where the largest element is.
+// The result is infinite if the largest element is.
 #define DEFINE_LOGSUMEXP(SUFFIX, T)                                                                                    \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_forward_##SUFFIX(const T *x, T *y, Acc<T> *exact, uint64_t rows, uint32_t len) {                     \
@@ -117,7 +117,7 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
         else logsumexp<T, 1>(x, y, exact, rows, len, shared);                                                          \
     }
 
-// dx = g e^(x - exact) with a gradient g of each row.
+// dx = g e^(x - exact), with one gradient g for each row.
 #define DEFINE_LOGSUMEXP_BACKWARD(SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         logsumexp_backward_##SUFFIX(const T *x, const Acc<T> *exact, const T *grad, T *dx, uint64_t rows,              \

@@ -1,7 +1,7 @@
 // Nearest-neighbour resize: output i of n copies input min(⌊i · (m / n)⌋, m - 1) of m. The index is computed in f32, as in
 // torch, but in integers when n = m or n = 2 m.
 //
-// x is (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels), dx as x.
+// x and its gradient dx are (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels).
 // Launch: block 256, grid clamp(rows × ceil(row_len / (1024 WIDE)), 1, 2^31 - 1). rows counts the rows of all images of the
 // tensor that is written (y forward, dx backward), row_len is width × channels. No dynamic shared memory. Any grid size
 // gives the correct result.
@@ -35,7 +35,7 @@ struct Axis {
     }
 };
 
-// Packs that a thread takes in turn.
+// Packs that a thread takes from a stretch.
 constexpr int BATCH = 4;
 
 // f(image, line, column, pack of the column, index of the pack in the tensor) for each pack of the tensor (batch, height,

@@ -1,23 +1,23 @@
 //! The caching allocator of a stream's memory, independent of the driver that provides it.
 //!
-//! Work goes to one stream, so a block can be reused as soon as it is freed: its next user is queued after its last
-//! it. A pool is one reserved range of addresses, into which memory is mapped where no free block fits, at its end or in a gap that
+//! Work goes to one stream, so a block can be reused as soon as it is freed: its next use is queued after its last.
+//! A pool is one reserved range of addresses. If no free block fits, memory is mapped into it, at its end or in a gap that
 //! [`Allocator::trim`] left. So neighbours can always be joined, and memory freed in small blocks serves large ones.
 //!
-//! While a graph is captured, blocks come from a space of their own, which eager work never gets: each replay of a graph writes to
-//! the addresses of its capture, also those that the capture has freed. Graphs are replayed one after another, so they share it.
-//! Between replays nothing is kept in what a capture has freed: eager work that needs more memory takes that from behind these
-//! addresses, and the next replay gets memory there again. So a run needs the memory of graphs or of the eager work between them,
-//! the larger of the two, and not their sum.
+//! While a graph is captured, blocks come from a separate space, whose addresses eager work never gets: each replay of a graph
+//! writes to the addresses of its capture, also those that the capture has freed. Graphs are replayed one after another, so they
+//! share this space. Between replays, addresses that a capture has freed hold no data. So eager work that needs more memory takes
+//! the memory mapped there, and memory is mapped there again before the next replay. A run therefore needs the larger of the memory
+//! of graphs and the memory of the eager work between them, not their sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Every size and address is a multiple of it.
+/// Every size and address is a multiple of this.
 pub const ALIGNMENT: u64 = 512;
 /// Requests up to this size come from separate pools, so that they do not split large blocks.
 pub const SMALL: u64 = 1 << 20;
-/// Memory is mapped in multiples of it.
+/// Memory is mapped in multiples of this.
 pub const PAGE: u64 = 2 << 20;
 /// The least growth of a pool of large blocks.
 const GROWTH: u64 = 32 << 20;
@@ -32,19 +32,19 @@ pub trait Backend {
     /// Reserve `size` bytes of addresses, a multiple of [`PAGE`].
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     fn reserve(&mut self, size: u64) -> Result<u64, Self::Error>;
     /// Map memory to a part of a reserved range.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     fn map(&mut self, address: u64, size: u64) -> Result<Self::Chunk, Self::Error>;
     /// Unmap memory. No queued work may use it.
     fn unmap(&mut self, address: u64, size: u64, chunk: Self::Chunk);
     /// Wait until no queued work uses memory that was freed.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     fn wait(&mut self) -> Result<(), Self::Error>;
     /// The backend's out-of-memory error.
     fn full() -> Self::Error;
@@ -57,11 +57,11 @@ pub trait Backend {
 pub struct Stats {
     /// Bytes of blocks in use.
     pub allocated: u64,
-    /// Its peak.
+    /// The peak of [`allocated`](Self::allocated).
     pub peak_allocated: u64,
     /// Mapped bytes: in use or cached.
     pub reserved: u64,
-    /// Its peak.
+    /// The peak of [`reserved`](Self::reserved).
     pub peak_reserved: u64,
     /// The share of graphs in [`reserved`](Self::reserved).
     pub graphs: u64,
@@ -87,7 +87,7 @@ struct Pool<C> {
     growth: u64,
     /// The blocks of mapped memory by address, without gaps between neighbours.
     blocks: BTreeMap<u64, Block>,
-    /// The free ones, by size and address.
+    /// The free blocks, by size and address.
     free: BTreeSet<(u64, u64)>,
     /// Mapped memory by address, with its size.
     chunks: BTreeMap<u64, (u64, C)>,
@@ -108,7 +108,7 @@ impl<C> Pool<C> {
         }
     }
 
-    /// The smallest free block that fits, cut to `size`.
+    /// Take the smallest free block that fits, and leave the rest of it free.
     fn take(&mut self, size: u64) -> Option<u64> {
         let &(found, address) = self.free.range((size, 0)..).next()?;
         self.free.remove(&(found, address));
@@ -168,7 +168,7 @@ impl<C> Pool<C> {
         let Some((address, missing, wanted)) = found else { return Ok(None) };
         let (length, chunk) = match backend.map(address, wanted) {
             Ok(chunk) => (wanted, chunk),
-            // The last of a device's memory is only available in small pieces.
+            // The device may still have `missing` bytes.
             Err(error) if B::is_full(&error) && missing < wanted => (missing, backend.map(address, missing)?),
             Err(error) => return Err(error),
         };
@@ -176,7 +176,7 @@ impl<C> Pool<C> {
         Ok(Some(length))
     }
 
-    /// Note that memory was mapped in a gap.
+    /// Record that memory was mapped in a gap.
     fn insert_chunk(&mut self, address: u64, size: u64, chunk: C) {
         self.chunks.insert(address, (size, chunk));
         if let Some((&start, &length)) = self.gaps.range(..=address).next_back() {
@@ -277,7 +277,7 @@ pub struct Allocator<B: Backend> {
     capturing: bool,
     /// The blocks in use of the current or last capture, with their sizes.
     captured: BTreeMap<u64, u64>,
-    /// What eager work has got of the memory of graphs: addresses and sizes.
+    /// Addresses and sizes of graph memory that was unmapped for eager work.
     lent: Vec<(u64, u64)>,
     /// The number of existing graphs.
     graphs: usize,
@@ -308,7 +308,7 @@ impl<B: Backend> Allocator<B> {
     /// Allocate a block of at least `size` bytes, from the space of graphs during a capture. Returns its address.
     ///
     /// # Errors
-    /// The backend's, if the device is full even after cached blocks are released.
+    /// The backend's error, if the device is full even after cached blocks are released.
     pub fn allocate(&mut self, size: u64) -> Result<u64, B::Error> {
         let origin = if self.capturing { Origin::Graph } else { Origin::Eager };
         self.allocate_from(origin, size)
@@ -363,10 +363,10 @@ impl<B: Backend> Allocator<B> {
         }
     }
 
-    /// Give graphs back what eager work has got of their memory: before a replay.
+    /// Map the memory that graphs have lent to eager work again. Needed before a replay.
     ///
     /// # Errors
-    /// The backend's, if the device is full even after cached blocks are released.
+    /// The backend's error, if the device is full even after cached blocks are released.
     pub fn restore(&mut self) -> Result<(), B::Error> {
         if self.lent.is_empty() {
             return Ok(());
@@ -384,7 +384,7 @@ impl<B: Backend> Allocator<B> {
         Ok(())
     }
 
-    /// Free a block. Returns false if it is not this allocator's.
+    /// Free a block. Returns false if the block is not one of this allocator's blocks in use.
     pub fn free(&mut self, address: u64) -> bool {
         let pool = self.eager.pool_of(address).or_else(|| self.graph.pool_of(address));
         let Some(size) = pool.and_then(|pool| pool.give(address)) else { return false };
@@ -411,7 +411,7 @@ impl<B: Backend> Allocator<B> {
     /// Release cached blocks and return their bytes. While graphs exist, their memory stays.
     ///
     /// # Errors
-    /// The backend's, if it cannot wait; nothing is released then.
+    /// The backend's error, if it cannot wait; then nothing is released.
     pub fn trim(&mut self) -> Result<u64, B::Error> {
         let graphs = self.graphs == 0;
         let pools = self.eager.0.iter_mut().chain(self.graph.0.iter_mut().filter(|_| graphs)).flatten();
@@ -444,7 +444,7 @@ impl<B: Backend> Allocator<B> {
         self.capturing = false;
     }
 
-    /// Note that a graph was dropped. The last one releases the memory of graphs, except blocks in use.
+    /// Record that a graph was dropped. When the last is dropped, the memory of graphs is released, except blocks in use.
     ///
     /// # Errors
     /// As [`trim`](Self::trim).
@@ -469,7 +469,7 @@ impl<B: Backend> Allocator<B> {
     }
 }
 
-/// Take memory from behind addresses of graphs that no block in use covers: `wanted` bytes at least, or all there are. Returns the bytes.
+/// Unmap memory of graphs that holds no block in use: at least `wanted` bytes, or all there are. Returns the number of bytes.
 fn lend<B: Backend>(
     backend: &mut B,
     graph: &mut Space<B::Chunk>,
@@ -483,7 +483,7 @@ fn lend<B: Backend>(
                 return Ok(total);
             }
             if total == 0 {
-                // For replays, and for what reads results of graphs that are gone.
+                // Queued replays, and readers of results of dropped graphs, must finish first.
                 backend.wait()?;
             }
             let size = pool.release(backend, address);

@@ -1,7 +1,7 @@
 //! The architectures that the kernels are compiled for, and the GPUs that they serve. The build script reads this file too.
 //!
-//! Machine code runs on compute capabilities of its major version from its minor one on; with `a`, for the functions of one capability
-//! alone, on that one. PTX is compiled by the driver for every capability from its own on, except PTX of `a`.
+//! Machine code runs on compute capabilities with its major version and at least its minor version. With `a` it may use the features of
+//! exactly one capability, and runs only there. The driver compiles PTX for every capability from its own on, except PTX with `a`.
 
 use std::fmt;
 
@@ -9,11 +9,11 @@ use std::fmt;
 pub type Capability = (i32, i32);
 
 /// The architectures compiled for unless `TRAINABLE_CANDLE_CUDA_ARCHS` lists others. Machine code for Ampere (8.0, 8.6), Ada
-/// (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which 12.1 runs too); others, 10.0, 10.3 and 11.0 among them, compile the PTX
-/// at its first use. PTX of the lowest capability serves all; that of 12.0 would leave those three without code.
+/// (8.9), Hopper (9.0) and the consumer Blackwells (12.0, which 12.1 runs too). For other GPUs, 10.0, 10.3 and 11.0 among them, the
+/// driver compiles the PTX at its first use. PTX of the lowest capability serves all; PTX of 12.0 would leave those three without code.
 pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
 
-/// An item of such a list: a capability without the dot, then `a` for the functions of that one alone, then `+ptx`.
+/// An item of such a list: a capability without the dot, then perhaps `a` for features of exactly this capability, then perhaps `+ptx`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Architecture {
     capability: Capability,
@@ -44,7 +44,7 @@ impl Architecture {
     }
 }
 
-/// As compilers name it: `90a`.
+/// The compilers' name, such as `90a`.
 impl fmt::Display for Architecture {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (major, minor) = self.capability;

@@ -1,7 +1,7 @@
 //! CUDA without linking to it, and the kernels.
 //!
-//! Candle's CUDA backend calls the driver and the CUDA libraries as ordinary linked functions. Here each of these functions is
-//! defined: as a jump through a slot that [`load`] fills with the address found in the library of this machine. So an executable
+//! Candle's CUDA backend calls the driver and the CUDA libraries as ordinary linked functions. This crate defines each of these
+//! functions as a jump through a slot, which [`load`] fills with the address from the library on this machine. So an executable
 //! or extension built with CUDA also starts without CUDA, and reports what is missing.
 
 pub mod allocator;
@@ -68,7 +68,7 @@ pub enum Unavailable {
     /// NCCL cannot be opened.
     #[error("libnccl.so.2 cannot be opened ({0}); pip install \"trainable-candle[nccl]\"")]
     NoNccl(String),
-    /// NCCL has another interface than the one that is called.
+    /// NCCL's version is not supported.
     #[error(
         "found NCCL {}.{}.{}, expected at least 2.27 and below 3; pip install \"trainable-candle[nccl]\"",
         found / 10_000, found / 100 % 100, found % 100
@@ -107,12 +107,12 @@ pub enum Unavailable {
     },
 }
 
-/// Find the driver and the CUDA libraries and make candle's CUDA backend usable: libraries are looked for in `folders` first (where pip
-/// puts NVIDIA's), then where the system's loader looks. Must succeed before any CUDA call; a call before that returns
-/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One GPU that can be used is enough; `check_device` says which can.
+/// Find the driver and the CUDA libraries and make candle's CUDA backend usable. Libraries are searched first in `folders` (where pip
+/// installs NVIDIA's), then by the system's loader. Must succeed before any CUDA call; a call before that returns
+/// `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One usable GPU is enough; `check_device` says which GPUs are.
 ///
 /// # Errors
-/// The first reason why CUDA cannot be used. Nothing is changed then.
+/// The first reason why CUDA cannot be used. Then nothing is changed.
 pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     #[cfg(feature = "cuda")]
     return linked::load(folders);

@@ -1,6 +1,6 @@
 //! Structures that the host and the kernels exchange, by value or in device memory; the kernels' headers document them.
 //!
-//! The build script reads this file too: kernels are compiled with assertions that CUDA gives the structure of the same name the same
+//! The build script reads this file too: it compiles kernels with assertions that the structure of the same name in CUDA has the same
 //! size, alignment and fields.
 
 use std::mem::{align_of, offset_of, size_of};
@@ -10,9 +10,9 @@ use std::mem::{align_of, offset_of, size_of};
 pub struct Layout {
     /// Its name in CUDA.
     pub name: &'static str,
-    /// Bytes.
+    /// In bytes.
     pub size: usize,
-    /// Bytes.
+    /// In bytes.
     pub alignment: usize,
     /// Name, offset and size of each field.
     pub fields: &'static [(&'static str, usize, usize)],

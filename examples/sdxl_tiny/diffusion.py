@@ -25,7 +25,7 @@ GAMMA = 5.0
 
 @dataclass
 class Latents:
-    """Latents (N, 4, 16, 16), time ids (N, 6) and each one's row in the table of captions."""
+    """Latents (N, 4, 16, 16), time ids (N, 6) and the latents' rows in the table of captions."""
 
     values: torch.Tensor
     time_ids: torch.Tensor
@@ -67,7 +67,7 @@ def tokenise(folder: Path, texts: list[str], device: torch.device) -> list[torch
 def encode_texts(
     networks: nn.ModuleDict, ids: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both encoders' last but one layers side by side (N, 77, 128), and the pooled vector."""
+    """The concatenated states before both encoders' last layers (N, 77, 128); the pooled vector."""
     first = networks["text_encoder"](ids[0], output_hidden_states=True)
     second = networks["text_encoder_2"](ids[1], output_hidden_states=True)
     hidden = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1)
@@ -83,10 +83,13 @@ def train(
     rate: float,
     batch: int = 256,
 ) -> nn.ModuleDict:
-    """Epsilon prediction with min-SNR weights (Hang et al., 2023); returns the averaged networks.
+    """Train noise prediction with min-SNR weights (Hang et al., 2023).
 
-    The table's last row is the empty caption. A dropped caption is that row or zeros, so that
-    either serves as the negative prompt.
+    The table's last row is the empty caption. A dropped caption becomes that row or zeros, so that
+    both work as negative prompts.
+
+    Returns:
+        The networks with averaged weights.
     """
     device = latents.values.device
     cuda = device.type == "cuda"
@@ -145,7 +148,7 @@ def train(
 
 
 def captured(take_step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Record a step as a CUDA graph: for a model this small, launching kernels is what costs."""
+    """Record a step as a CUDA graph: launching kernels takes most time in a model this small."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -39,7 +39,7 @@ PROMPTS = [
 
 
 def reconstructions(vae: AutoencoderKL, pixels: torch.Tensor) -> Image.Image:
-    """Images above what the autoencoder makes of them."""
+    """The images in a row, above their reconstructions by the autoencoder."""
     with torch.no_grad():
         latents = autoencoding.encode(vae, pixels) / vae.config.scaling_factor
         made = vae.decode(latents).sample.clamp(-1, 1).permute(0, 2, 3, 1)

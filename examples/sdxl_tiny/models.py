@@ -9,7 +9,7 @@ POOLED_WIDTH = 64
 
 
 def autoencoder() -> AutoencoderKL:
-    """Four levels and 8x down-sampling to 4 channels, as SDXL's."""
+    """Four levels and 8x down-sampling to 4 channels, like SDXL's."""
     return AutoencoderKL(
         block_out_channels=(24, 40, 64, 64),
         down_block_types=("DownEncoderBlock2D",) * 4,

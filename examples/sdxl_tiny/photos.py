@@ -22,7 +22,7 @@ HUES = (
 
 @dataclass
 class Photos:
-    """Images of (N, 128, 128, 3) bytes, their flower's index, their colour (or '') and id."""
+    """Images, (N, 128, 128, 3) bytes; the index of each one's flower; its colour (or '')."""
 
     pixels: np.ndarray
     flowers: np.ndarray
@@ -65,7 +65,7 @@ def load(folder: Path) -> Photos:
 
 
 def main_colour(picture: Image.Image) -> str:
-    """The colour of the petals: the commonest in the middle that is neither leaf nor sky."""
+    """The colour of the petals: the most frequent one in the middle that is no leaf or sky."""
     border = RESOLUTION // 8
     middle = picture.crop((border, border, RESOLUTION - border, RESOLUTION - border))
     hue, saturation, value = np.moveaxis(np.asarray(middle.convert("HSV"), np.float32), -1, 0)
@@ -100,8 +100,8 @@ def captions(flower: str, colour: str) -> list[str]:
 def crops(photos: Photos, variants: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Enlarged, cropped, mirrored and blurred copies with SDXL's time ids.
 
-    Returns the pixels (variants * N, 128, 128, 3), the index of each one's photograph, and the time
-    ids (original height and width, top and left of the crop, target height and width).
+    Returns the pixels (variants * N, 128, 128, 3), the index of each copy's photograph, and the
+    time ids (original height and width, top and left of the crop, target height and width).
     """
     generator = random.Random(seed)
     pixels, sources, ids = [], [], []

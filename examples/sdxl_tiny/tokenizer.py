@@ -9,7 +9,7 @@ START, END, PAD_SECOND = "<|startoftext|>", "<|endoftext|>", "!"
 WORD_END = "</w>"
 MERGES = 640
 
-# Words that prompts use, so that they are one or two tokens rather than letters.
+# Words of prompts, which thus become one or two tokens instead of letters.
 COMMON = (Path(__file__).parent / "words.txt").read_text("utf-8").split()
 
 
@@ -21,7 +21,7 @@ def byte_symbols() -> list[str]:
 
 
 def train_merges(words: Counter[str], count: int) -> list[tuple[str, str]]:
-    """Byte-pair encoding: join the commonest neighbours, `count` times (Sennrich et al., 2016)."""
+    """Byte-pair encoding: `count` times, join the most frequent pair (Sennrich et al., 2016)."""
     spelled = {word: (*word[:-1], word[-1] + WORD_END) for word in words}
     merges = []
     for _ in range(count):

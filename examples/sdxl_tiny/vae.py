@@ -37,7 +37,7 @@ class Classifier(nn.Module):
         self.head = nn.Sequential(nn.Dropout(0.3), nn.Linear(widths[-1], len(FLOWERS)))
 
     def features(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """What each of the four stages sees, from fine to coarse."""
+        """The outputs of the four stages, from fine to coarse."""
         hidden = []
         for stage in self.stages:
             x = stage(x)
@@ -83,7 +83,7 @@ def train_classifier(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> 
 
 @torch.no_grad()
 def clear_pictures(pixels: torch.Tensor, labels: torch.Tensor, steps: int) -> torch.Tensor:
-    """Which images show their flower: judged by classifiers that have not seen them (4 folds)."""
+    """Which images show their flower, by classifiers that were not trained on them (4 folds)."""
     fold = torch.arange(len(pixels), device=pixels.device) % 4
     chance = torch.zeros(len(pixels), device=pixels.device)
     correct = 0

@@ -249,7 +249,7 @@ _DTYPES = {
     "half": "f16",
     "double": "f64",
     "long": "i64",
-    "bool": "u8",  # what comparisons give
+    "bool": "u8",  # the dtype of comparisons
 }
 """Torch's other names of dtypes."""
 _INSTEAD = {
@@ -286,7 +286,7 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return import_module(f"{__name__}.{name}")
     if name in _functions.NAMES:
-        # Made at first use, and found without this function from then on.
+        # From now on, Python finds the function without calling this one.
         globals()[name] = _functions.function(name)
         return globals()[name]
     if name in _DTYPES:
@@ -294,7 +294,7 @@ def __getattr__(name: str) -> Any:
     if name in _INSTEAD:
         raise AttributeError(f"module {__name__!r} has no {name!r}: {_INSTEAD[name]}")
     if name == "utils":
-        # Torch's places; the module has a name that says what it is.
+        # Torch's names: utils.data.DataLoader, utils.checkpoint.checkpoint.
         data = import_module(f"{__name__}.loader")
         return SimpleNamespace(data=data, checkpoint=SimpleNamespace(checkpoint=checkpoint))
     if name in _FROM_PEFT:

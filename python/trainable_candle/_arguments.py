@@ -1,4 +1,4 @@
-"""Torch's and numpy's other names of arguments, and what to use for methods that are not here."""
+"""Numpy's and torch's alternative arguments of methods, and advice for missing methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _RENAMED: Final = ("argmax", "softmax", "cumsum")
-"""Methods with `axis` for `dim`; the extension's reductions know it."""
+"""Methods that get `axis` as another name of `dim`; the extension's reductions have it already."""
 _MISSING: Final = {
     "register_hook": "use tc.grad(loss, [v]) and change the gradients it returns, or v.grad "
     "between backward() and the optimizer's step",
@@ -28,10 +28,10 @@ _MISSING: Final = {
 
 
 def attach() -> None:
-    """Put the arguments on the methods of `Tensor`."""
+    """Add the alternative arguments and the advice to `Tensor`."""
     for name in _RENAMED:
         setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
-    # Not in `ComposedMethods`, where a type checker would take every name for an attribute.
+    # In `ComposedMethods`, it would make type checkers accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
     where, known = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
@@ -51,7 +51,7 @@ def _refused(tensor: object, value: object) -> None:
 
 
 def _missing(tensor: Any, name: str) -> Any:
-    """Raise what `__getattr__` has to, with what to use instead."""
+    """Raise `AttributeError` with what to use instead."""
     raise AttributeError(_advice(f"{type(tensor).__name__!r} object", name))
 
 
@@ -65,7 +65,7 @@ def _advice(owner: str, name: str) -> str:
 
 
 def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with numpy's name of its dimension."""
+    """The method with `axis` as another name of `dim`."""
     name = function.__name__
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Functions that make tensors, with torch's `requires_grad`, and `generator` where they draw."""
+"""Functions that make tensors, with torch's `requires_grad`, and `generator` for random ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tensor(
         requires_grad: Whether the result is a `Var`.
 
     Raises:
-        DTypeError: If the data are not numbers, or of a kind that no dtype holds (complex, uint64).
+        DTypeError: If the data are not numbers, or of a kind without a dtype (complex, uint64).
         ShapeError: If nested lists are ragged.
         DeviceError, CudaUnavailableError: If the device is unknown or cannot be used.
     """
@@ -192,8 +192,8 @@ def randint(
         assert 0 <= int(steps.min()) and int(steps.max()) < 1000
 
     Args:
-        low: The least.
-        high: The one after the largest.
+        low: The smallest integer.
+        high: The integer after the largest one.
         shape: The sizes.
         device: The device.
         generator: Where they are drawn; default the library's (`manual_seed`).

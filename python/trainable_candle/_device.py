@@ -16,7 +16,7 @@ _DEVICE = re.compile(r"(cpu|cuda)(?::(\d+))?")
 
 
 class device(str):  # noqa: N801 - torch's name
-    """The name of a device, which functions take as they take the text.
+    """The name of a device; functions take it like a string.
 
         device = tc.device("cuda" if tc.cuda.is_available() else "cpu")
         x = tc.zeros(2, 3, device=device)

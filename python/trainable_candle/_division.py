@@ -1,4 +1,4 @@
-"""Whole quotients and what is left of them, as Python defines them, computed by the host."""
+"""Floor division and remainder as Python defines them, computed on the host."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
     """Divide, and round down; at least one operand is a tensor.
 
     Returns:
-        The quotients; `NotImplemented`, with which Python names the types, of what is no number.
+        The quotients, or `NotImplemented` if an operand is no number: Python then names the types.
     """
     quotient: Tensor = _computed(name, np.floor_divide, one, other)
     return quotient
 
 
 def remainder(name: str, one: Any, other: Any) -> Tensor:
-    """Return what is left, with the sign of the divisor; at least one operand is a tensor.
+    """Return the remainder, with the sign of the divisor; at least one operand is a tensor.
 
-    The derivatives are 1, and minus the quotient.
+    Its derivatives by the operands are 1 and minus the quotient.
 
     Returns:
         As `floor_divided`.
@@ -88,7 +88,7 @@ def _operand(name: str, value: Any, like: Tensor) -> Any:
 
 
 def _dtype(one: Any, other: Any) -> DType:
-    """The dtype of a product, which depends on dtypes, on numbers, and on who has dimensions."""
+    """The dtype of a product, which depends on dtypes, Python numbers and 0-dimensional tensors."""
     first, second = (
         _core.zeros((1,) * bool(x.ndim), dtype=x.dtype)
         if isinstance(x, _core.Tensor)

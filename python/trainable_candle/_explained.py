@@ -1,4 +1,4 @@
-"""Errors of functions written in Python, with the function's name in front."""
+"""Put the function's name in front of errors of functions written in Python."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ R = TypeVar("R")
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the errors of wrong arguments say which function got them.
+    """Put the function's name in front of errors about its arguments.
 
-    A value of another type is a `TypeError`, any other that cannot be used an `ArgumentError`.
+    A value of a wrong type raises `TypeError`, any other unusable value `ArgumentError`.
     """
     name = function.__name__
     if name == "__init__":

@@ -1,4 +1,4 @@
-"""Functions at the top level that are methods in torch too, and a few that are not."""
+"""Functions of the package that are also methods, as in torch, and a few that are not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = (
     "sqrt", "square", "squeeze", "std", "sum", "t", "tanh", "tile", "topk", "transpose", "tril",
     "triu", "unbind", "unsqueeze", "var",
 )  # fmt: skip
-"""Methods of tensors that are functions too."""
+"""Methods of tensors that are also functions."""
 
 
 def function(name: str) -> Callable[..., Any]:
@@ -196,7 +196,8 @@ def multinomial(
         found = np.stack([np.searchsorted(e, d, "right") for e, d in zip(ends, drawn, strict=True)])
         found = np.minimum(found, rows.shape[1] - 1)
     else:
-        # The smallest of exponential variables with these rates (Efraimidis and Spirakis 2006).
+        # Draw exponential variables with these rates; the indices of the smallest are the sample
+        # (Efraimidis and Spirakis 2006).
         with np.errstate(divide="ignore", invalid="ignore"):
             times = np.where(rows > 0, -np.log1p(-drawn) / rows, np.inf)
         found = np.argsort(times, 1, kind="stable")[:, :count]
@@ -206,7 +207,7 @@ def multinomial(
 
 @explained
 def einsum(equation: str, *operands: Tensor) -> Tensor:
-    """Sum products of elements by the labels of their dimensions, as numpy's and torch's einsum.
+    """Sum products of elements by the labels of their dimensions, like numpy's and torch's einsum.
 
     Two operands become one matrix product; more are taken from left to right. A label may occur
     once in an operand.
@@ -264,7 +265,7 @@ def _summed(labels: str, tensor: Tensor, kept: set[str]) -> Tensor:
 
 
 def _product(one: str, a: Tensor, other: str, b: Tensor, kept: set[str]) -> tuple[str, Tensor]:
-    """Two operands as a product of matrices; labels that the result lacks are summed."""
+    """Multiply two operands as matrices, and sum over labels that are not `kept`."""
     a, b = _summed(one, a, kept | set(other)), _summed(other, b, kept | set(one))
     one = "".join(label for label in one if label in kept or label in other)
     other = "".join(label for label in other if label in kept or label in one)

@@ -1,4 +1,4 @@
-"""Random numbers of a generator of one's own."""
+"""Generators of random numbers beside the library's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Generator", "drawing"]
 class Generator:
     """A stream of random numbers beside the library's, for `generator=` of the drawing functions.
 
-    As a context manager it is the library's generator inside.
+    As a context manager, it replaces the library's generator inside the context.
 
         noise = tc.randn(2, 3, generator=tc.Generator().manual_seed(0))
 
@@ -27,9 +27,9 @@ class Generator:
     """
 
     _entered: ClassVar[list[Generator]] = []
-    """Those whose contexts are open; the last one is the library's generator now."""
+    """Generators with open contexts; the last one replaces the library's generator."""
     _library: ClassVar[tuple[int, int]] = (0, 0)
-    """The state of the library's own generator while any is open."""
+    """The state of the library's own generator while any context is open."""
 
     def __init__(self, device: str = "cpu") -> None:
         del device
@@ -62,7 +62,7 @@ class Generator:
         return self
 
     def __enter__(self) -> Self:
-        """Be the library's generator."""
+        """Replace the library's generator."""
         self._leave()
         self._entered.append(self)
         _core.set_rng_state(self._state)
@@ -74,7 +74,7 @@ class Generator:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the generator outside continue where it was, which may be this one."""
+        """Restore the generator of the outer context, which may be this one too."""
         self._leave()
         self._entered.pop()
         outside = self._entered[-1]._state if self._entered else Generator._library  # noqa: SLF001
@@ -84,7 +84,7 @@ class Generator:
         return bool(self._entered) and self._entered[-1] is self
 
     def _leave(self) -> None:
-        """Note where the generator is that draws now."""
+        """Save the state of the generator that is in use."""
         state = _core.get_rng_state()
         if self._entered:
             self._entered[-1]._state = state  # noqa: SLF001
@@ -93,7 +93,7 @@ class Generator:
 
 
 def drawing(function: str, generator: object) -> Any:
-    """The context in which a function draws, of its argument `generator`."""
+    """The context for a function's draws, from its argument `generator`."""
     if generator is None:
         return nullcontext()
     if not isinstance(generator, Generator):

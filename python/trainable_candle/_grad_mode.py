@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Decorator(ContextDecorator):
-    """A context that decorates functions; of a generator, it is around every step."""
+    """A context that decorates functions; for generator functions it surrounds every step."""
 
     def __call__(self, function: F) -> F:
         """Decorate a function."""
@@ -24,7 +24,7 @@ class _Decorator(ContextDecorator):
 
         @wraps(function)
         def steps(*args: Any, **kwargs: Any) -> Any:
-            # The mode belongs to the generator's own code, not to what runs between its values.
+            # The mode applies to the generator's own code, not to the code between its values.
             generator = function(*args, **kwargs)
             resume, argument = generator.send, None
             try:
@@ -57,7 +57,7 @@ class _GradMode(_Decorator):
     _enabled: bool
 
     def __new__(cls, mode: Any = None) -> Any:
-        """Make a context, or decorate the function that stands below the name alone."""
+        """Make a context, or decorate a function if used as a decorator without parentheses."""
         if callable(mode):
             return cls()(mode)
         return super().__new__(cls)
@@ -109,7 +109,7 @@ class enable_grad(_GradMode):  # noqa: N801 - torch's name
 
 
 class inference_mode(_GradMode):  # noqa: N801 - torch's name
-    """Torch's name of `no_grad`.
+    """Torch's other name of `no_grad`.
 
         with tc.inference_mode():
             assert not model(x).requires_grad
@@ -127,7 +127,7 @@ class inference_mode(_GradMode):  # noqa: N801 - torch's name
 
 
 class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
-    """Record operations of this thread, or not: at once, or inside a `with`, or of a function.
+    """Turn recording operations of this thread on or off: at once, in a `with`, or in a function.
 
         with tc.set_grad_enabled(False):
             assert not model(x).requires_grad
@@ -144,7 +144,7 @@ class set_grad_enabled(_Decorator):  # noqa: N801 - torch's name
         return type(self)(self._mode)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function; the mode is for its calls alone."""
+        """Decorate a function; the mode applies only to its calls."""
         _switch(self._earlier)
         return super().__call__(function)
 

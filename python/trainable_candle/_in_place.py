@@ -19,7 +19,7 @@ _FLOATS = ("f32", "f16", "bf16", "f64")
 
 
 class VarMethods:
-    """In-place changes of variables, as `Var.set` makes them."""
+    """In-place changes of variables, made with `Var.set`."""
 
     @property
     def data(self) -> Tensor:
@@ -27,7 +27,7 @@ class VarMethods:
         return own(self).detach()
 
     def copy_(self, value: Tensor) -> Var:
-        """Take over a value."""
+        """Set the variable to a tensor's value."""
         return _changed(self, value.detach().to(own(self).dtype).to(own(self).device))
 
     def fill_(self, value: float) -> Var:
@@ -56,7 +56,7 @@ class VarMethods:
         return _changed(self, own(self).detach() / plain(other))
 
     def lerp_(self, end: Tensor, weight: float) -> Var:
-        """Go a part of the way to another tensor, as moving averages do."""
+        """Interpolate linearly to another tensor, as moving averages do."""
         start = own(self).detach()
         return _changed(self, start + (end.detach() - start) * weight)
 
@@ -67,7 +67,7 @@ class VarMethods:
     def normal_(
         self, mean: float = 0.0, std: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Draw normal values; as `nn.init.normal_`."""
+        """Draw normal values, like `nn.init.normal_`."""
         if not std >= 0:
             raise ArgumentError(f"normal_: std is {std}, expected at least 0")
         with drawing("normal_", generator):
@@ -77,7 +77,7 @@ class VarMethods:
     def uniform_(
         self, a: float = 0.0, b: float = 1.0, *, generator: Generator | None = None
     ) -> Var:
-        """Draw values from [a, b); as `nn.init.uniform_`."""
+        """Draw values from [a, b), like `nn.init.uniform_`."""
         if not a <= b:
             raise ArgumentError(f"uniform_: [{a}, {b}) has no values, expected a to be at most b")
         with drawing("uniform_", generator):

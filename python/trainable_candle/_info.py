@@ -9,7 +9,7 @@ __all__ = ["info"]
 
 
 def info() -> dict[str, Any]:
-    """Return versions, the backend picked and why, devices and threads.
+    """Return versions, the chosen backend and the reason, devices and threads.
 
         assert tc.info()["backend"] in {"cpu", "cuda"}
 

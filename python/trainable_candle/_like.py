@@ -1,4 +1,4 @@
-"""Functions that make tensors in the shape of others."""
+"""Functions that make tensors with the shapes of others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["full_like", "rand_like", "randn_like"]
 
 
 def full_like(input: Tensor, value: float, dtype: DType | str | None = None) -> Tensor:
-    """Return one value in the shape of a tensor, of its dtype or another, on its device.
+    """Return one value in the shape of a tensor, with its dtype or a given one, on its device.
 
     ```python
     assert tc.full_like(tc.zeros(2), 0.5).tolist() == [0.5, 0.5]
@@ -28,7 +28,7 @@ def full_like(input: Tensor, value: float, dtype: DType | str | None = None) -> 
 def rand_like(
     input: Tensor, dtype: DType | str | None = None, *, generator: Generator | None = None
 ) -> Tensor:
-    """Return uniform values in [0, 1), as `rand`, in the shape of a tensor and on its device.
+    """Return uniform values in [0, 1), like `rand`, in the shape of a tensor and on its device.
 
     ```python
     assert tc.rand_like(tc.zeros(2, 3)).shape == (2, 3)
@@ -41,7 +41,7 @@ def rand_like(
 def randn_like(
     input: Tensor, dtype: DType | str | None = None, *, generator: Generator | None = None
 ) -> Tensor:
-    """Return standard normal values, as `randn`, in the shape of a tensor and on its device.
+    """Return standard normal values, like `randn`, in the shape of a tensor and on its device.
 
     ```python
     assert tc.randn_like(tc.zeros(2, 3)).shape == (2, 3)

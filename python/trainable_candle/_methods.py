@@ -1,8 +1,8 @@
-"""Methods of tensors that are made of others: what users of torch reach for.
+"""Methods of tensors that users of torch expect, composed of other methods.
 
-`ComposedMethods` is a base of `Tensor` for type checkers; at run time its methods are put on the
-class. All run where the tensor is, and have gradients where torch's have; those that say so pass
-through the host.
+`ComposedMethods` is a base of `Tensor` for type checkers; at run time `attach` adds its methods to
+the class. All run on the tensor's device, except where their docstrings name the host, and have
+gradients where torch's have.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = ["ComposedMethods", "Sorted"]
 
 _FLOATS = ("f32", "f16", "bf16", "f64")
 _WHOLE = 2.0**23
-"""From here on every f32 is whole."""
+"""From this number on, every f32 is a whole number."""
 
 
 class Sorted(NamedTuple):
-    """Values in order, and where they were."""
+    """Sorted values, and their indices in the input."""
 
     values: Tensor
     indices: Tensor
@@ -51,7 +51,7 @@ class Sorted(NamedTuple):
 class ComposedMethods:
     """See the module."""
 
-    # Kinds and places.
+    # Dtypes, devices and shapes.
 
     def half(self) -> Tensor:
         """Convert to f16."""
@@ -81,7 +81,7 @@ class ComposedMethods:
         """Move to a GPU.
 
         Raises:
-            CudaUnavailableError, DeviceError: If there is none.
+            CudaUnavailableError, DeviceError: If there is no such GPU.
         """
         return own(self).to(f"cuda:{device}" if isinstance(device, int) else device)
 
@@ -106,7 +106,7 @@ class ComposedMethods:
         return _core.ones(sizes_of(size), dtype=own(self).dtype, device=own(self).device)
 
     def clone(self) -> Tensor:
-        """Return a copy, with the gradient of the tensor; values never change in place anyhow."""
+        """Return a copy, through which gradients flow; tensors never change in place anyhow."""
         tensor = own(self)
         return tensor * 1 if tensor.requires_grad else _core.tensor(tensor)
 
@@ -135,22 +135,22 @@ class ComposedMethods:
             raise ShapeError(f"t: the shape is {tensor.shape}, expected at most two dimensions")
         return tensor.transpose(0, 1) if tensor.ndim == 2 else tensor
 
-    # Truth.
+    # Logic.
 
     def __and__(self, other: Any) -> Tensor:
-        """Return where both are not zero."""
+        """Return where both are not zero, as u8."""
         return true(self) * true(other, self)
 
     def __or__(self, other: Any) -> Tensor:
-        """Return where one or the other is not zero."""
+        """Return where at least one is not zero, as u8."""
         return true(self).maximum(true(other, self))
 
     def __xor__(self, other: Any) -> Tensor:
-        """Return where one of the two is not zero."""
+        """Return where exactly one is not zero, as u8."""
         return true(self) != true(other, self)
 
     def __invert__(self) -> Tensor:
-        """Return where it is zero."""
+        """Return where the tensor is zero, as u8."""
         return own(self) == 0
 
     def all(self, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -162,17 +162,17 @@ class ComposedMethods:
         return reduced(true(self), "max", dim, keepdim)
 
     def isnan(self) -> Tensor:
-        """Return where it is NaN, as u8."""
+        """Return where the tensor is NaN, as u8."""
         tensor = own(self).detach()
         return tensor != tensor  # noqa: PLR0124 - NaN alone differs from itself
 
     def isfinite(self) -> Tensor:
-        """Return where it is neither NaN nor infinite, as u8."""
+        """Return where the tensor is neither NaN nor infinite, as u8."""
         tensor = own(self).detach()
         return (tensor - tensor) == 0
 
     def isinf(self) -> Tensor:
-        """Return where it is infinite, as u8."""
+        """Return where the tensor is infinite, as u8."""
         tensor = own(self).detach()
         return tensor.abs() == math.inf
 
@@ -220,7 +220,7 @@ class ComposedMethods:
         return _division.floor_divided("floordiv", other, own(self))
 
     def __mod__(self, other: Any) -> Tensor:
-        """Return what is left of a division, with the sign of the divisor; the host computes it.
+        """Return the remainder, with the sign of the divisor; the host computes it.
 
         Raises:
             ArgumentError: If both are whole numbers, and the divisor has a 0.
@@ -228,7 +228,7 @@ class ComposedMethods:
         return _division.remainder("mod", own(self), other)
 
     def __rmod__(self, other: Any) -> Tensor:
-        """Return what is left of a division by this tensor; the host computes it."""
+        """Return the remainder of a division by this tensor; the host computes it."""
         return _division.remainder("mod", other, own(self))
 
     def rsqrt(self) -> Tensor:
@@ -239,7 +239,7 @@ class ComposedMethods:
         """Return log(1 + x), exact for small x too (Higham, Accuracy and Stability, 1.14.1)."""
         x = own(self)
         u = x + 1
-        # What u has lost of x is in u - 1 as well.
+        # The factor x / (u - 1) corrects the rounding of u.
         zero = (u.detach() - 1) == 0
         safe = _core.where(zero, 1.0, u - 1)
         inside = _core.where(zero, 2.0, u)
@@ -259,7 +259,7 @@ class ComposedMethods:
     # Reductions.
 
     def std(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the standard deviation; takes what `var` takes."""
+        """Return the standard deviation; takes the arguments of `var`."""
         return own(self).var(*args, **kwargs).sqrt()
 
     def norm(self, p: float | str = 2, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -296,7 +296,7 @@ class ComposedMethods:
         return x if keepdim and not whole else x.squeeze(dim)
 
     def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        """Return the index of the least element, of all or along a dimension."""
+        """Return the index of the smallest element, of all or along a dimension."""
         x = own(self).detach()
         return (-(x if x.dtype in _FLOATS else x.to("f64"))).argmax(dim, keepdim)
 
@@ -311,10 +311,10 @@ class ComposedMethods:
         return order_of(own(self), dim, descending=descending)
 
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> Sorted:
-        """Return the k largest or least values in order, and their indices, which the host finds.
+        """Return the k largest or smallest values in order; the host finds their indices.
 
         Raises:
-            ArgumentError: If there are fewer.
+            ArgumentError: If there are fewer than k.
         """
         x = own(self)
         place = place_of("topk", x.shape, dim)
@@ -323,14 +323,14 @@ class ComposedMethods:
         order = order_of(x, place, descending=largest).narrow(place, 0, k).contiguous()
         return Sorted(x.gather(place, order), order)
 
-    # Shapes and places.
+    # Selection and repetition.
 
     def where(self, condition: Tensor, other: Any) -> Tensor:
-        """Return this tensor where the condition is not zero, else the other."""
+        """Return this tensor where the condition is not zero, elsewhere the other."""
         return _core.where(condition, own(self), other)
 
     def masked_fill(self, mask: Tensor, value: float) -> Tensor:
-        """Return the value where the mask is not zero, else this tensor."""
+        """Return the value where the mask is not zero, elsewhere this tensor."""
         return _core.where(mask, value, own(self))
 
     def repeat(self, *sizes: Any) -> Tensor:
@@ -354,7 +354,7 @@ class ComposedMethods:
         return own(self).repeat((1,) * (own(self).ndim - len(counts)) + counts)
 
     def repeat_interleave(self, repeats: int, dim: int | None = None) -> Tensor:
-        """Repeat every element in its place, flattened without a dimension."""
+        """Repeat each element next to itself; without a dimension, of the flattened tensor."""
         x = own(self)
         if dim is None:
             x, dim = x.reshape((-1,)), 0
@@ -372,7 +372,7 @@ class ComposedMethods:
         return x
 
     def roll(self, shifts: int, dims: int | None = None) -> Tensor:
-        """Move elements along a dimension, or in the flattened tensor; the last come first."""
+        """Shift elements along a dimension, or in the flattened tensor; the last come first."""
         x = own(self)
         if dims is None:
             return x.reshape((-1,)).roll(shifts, 0).reshape(x.shape)
@@ -399,10 +399,10 @@ class ComposedMethods:
         return triangle(own(self), lambda rows, columns: columns - rows >= diagonal)
 
     def scatter(self, dim: int, index: Tensor, src: Any) -> Tensor:
-        """Return this tensor with values at the indices along a dimension, as torch's `scatter`.
+        """Return this tensor with `src` at the indices along a dimension, like torch's `scatter`.
 
-        The host reads the indices. Of several values for one place the last counts. Gradients go
-        to this tensor and to `src`.
+        The host reads the indices. If several values have the same place, the last one counts.
+        Gradients go to this tensor and to `src`.
         """
         x = own(self)
         place = place_of("scatter", x.shape, dim)
@@ -420,10 +420,10 @@ class ComposedMethods:
         picked = cut.index_select(0, _core.tensor(source, device=x.device)).reshape(x.shape)
         return _core.where(_core.tensor(taken.reshape(x.shape), device=x.device), picked, x)
 
-    # What torch does in place.
+    # In-place operations of torch.
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set a part of a variable; a tensor without gradient is never changed.
+        """Set a part of a variable; a tensor that is no variable never changes.
 
         Raises:
             TypeError: If it is a plain tensor.
@@ -446,11 +446,11 @@ class ComposedMethods:
 
     @property
     def grad(self) -> Tensor | None:
-        """None, except for variables: `backward` fills theirs alone."""
+        """None, except for variables: `backward` sets only theirs."""
         return None
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """Return a variable of this value, or the value of a variable; use the result."""
+        """Return a variable with this value or, if False, the value; the tensor does not change."""
         tensor = own(self)
         if requires_grad:
             return tensor if isinstance(tensor, _core.Var) else _core.Var(tensor)
@@ -458,7 +458,7 @@ class ComposedMethods:
 
 
 def attach() -> None:
-    """Put the methods on `Tensor` and `Var`."""
+    """Add the methods to `Tensor` and `Var`."""
     _arguments.attach()
     for source, target in ((ComposedMethods, _core.Tensor), (VarMethods, _core.Var)):
         for name, member in vars(source).items():

@@ -1,4 +1,4 @@
-"""What the methods of tensors that are written in Python share."""
+"""Helpers of the tensor methods that are written in Python."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def order_of(x: Tensor, dim: int, *, descending: bool) -> Tensor:
     x = x.detach()
     values = (x.to("f32") if x.dtype in {"bf16", "f16"} else x).numpy()
     if descending:
-        # Equal values keep their order, as without.
+        # Equal values keep their order, as in ascending sorts.
         flipped = np.argsort(np.flip(values, place), axis=place, kind="stable")
         order = np.flip(values.shape[place] - 1 - flipped, place)
     else:

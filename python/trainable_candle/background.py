@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class BackgroundWriter:
     """Runs jobs one after the other in its own thread.
 
-    After a failed job, later ones are dropped. The next `submit`, `check` or `wait` raises the
-    error and ends the failure. The thread ends when the queue is empty, and the interpreter does
-    not exit before.
+    If a job fails, the jobs in the queue are dropped. The next `submit`, `check` or `wait` raises
+    the error; after that, jobs run again. The thread ends when the queue is empty, and the
+    interpreter does not exit before.
 
     Args:
         name: of the thread.
@@ -42,7 +42,7 @@ class BackgroundWriter:
             self._jobs.append(job)
             if not self._is_working:
                 self._is_working = True
-                # Not a daemon thread, so that the process does not end with a half-written file.
+                # No daemon thread: the process must not end with a half-written file.
                 threading.Thread(target=self._work, name=self._name).start()
 
     def check(self) -> None:

@@ -59,14 +59,14 @@ def synchronize(device: str | int = "cuda") -> None:
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
         DeviceError: If `device` is not a CUDA device, or a kernel failed.
-        IndexOutOfRangeError: If an operation met an id out of range: ids on a GPU are checked when
-            a value is read or the device is synchronized.
+        IndexOutOfRangeError: If an operation met an id out of range. Such ids on a GPU are reported
+            when a value is read or the device is synchronized.
     """
     _core.cuda_synchronize(_named(device))
 
 
 def get_device_name(device: str | int = "cuda") -> str:
-    """Return what its maker calls `device`, such as `NVIDIA H200`.
+    """Return the product name of `device`, such as `NVIDIA H200`.
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -78,11 +78,11 @@ def get_device_name(device: str | int = "cuda") -> str:
 def set_memory_limit(limit: int | None, device: str | int = "cuda") -> None:
     """Limit the memory of `device` that tensors and workspaces may take from now on.
 
-    An allocation above the limit fails as if the memory of the device had run out. What CUDA itself
-    takes, some hundred MiB, comes on top.
+    An allocation above the limit fails as if the memory of the device had run out. CUDA itself
+    takes some hundred MiB, which the limit does not include.
 
     Args:
-        limit: Bytes; None for as many as there are.
+        limit: Bytes; None for no limit.
         device: A CUDA device.
 
     Raises:
@@ -162,12 +162,12 @@ class Profile:
 
     @property
     def milliseconds(self) -> float:
-        """Of all kernels."""
+        """The time of all kernels."""
         return sum(kernel.milliseconds for kernel in self.kernels)
 
     @property
     def launches(self) -> int:
-        """Of all kernels."""
+        """The launches of all kernels."""
         return sum(kernel.count for kernel in self.kernels)
 
     def __str__(self) -> str:
@@ -242,26 +242,26 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
     The first call runs the function, the second records it and replays the record, later ones copy
     their inputs and replay the record. (If the function makes gradients of variables outside an
-    adapter, the second call runs it too, and the third records.) Every call counts, with the same
-    random numbers, gradients and parameters as calls without a graph. A training step can be one
-    function: forward, backward, `step`, `zero_grad`.
+    adapter, the second call runs it too, and the third records.) Every call has its effects, with
+    the same random numbers, gradients and parameters as calls without a graph. A training step can
+    be one function: forward, backward, `step`, `zero_grad`.
 
     Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once. It
     cannot read values (`item`, `numpy`, `print`); return tensors and read them after the call. A
     value that it copies from the CPU must be the same in each call: it counts as a constant if
-    the previous call copied the same, and replays do not see later changes. Pass values that change
-    as inputs, or set a `Var` between calls. It cannot keep tensors that it makes; they would change
-    with every replay. No other thread may use CUDA during the recording.
+    the previous call copied the same, and replays do not see later changes. Pass changing values as
+    inputs, or set a `Var` between calls. The function cannot keep tensors that it makes; they would
+    change with every replay. No other thread may use CUDA during the recording.
 
     You may change the optimizer and its helpers between calls: replays follow learning rates,
-    schedules, loaded states and `EMA`. If a record cannot follow (variables that have stepped
-    apart, a gradient that is missing now), the next call runs the function and the one after it
+    schedules, loaded states and `EMA`. If a record cannot follow (variables whose numbers of steps
+    differ, a gradient that is now missing), the next call runs the function and the one after it
     records again. Inside the function such changes raise, except `step`, `update` of an `EMA`
     (once) and of a `GradScaler`, and `zero_grad`, which every replay repeats.
 
     Args:
         function: Takes tensors on the device; returns a tensor, None, or tuples, lists and dicts
-            of them. It owns the variables that it uses: they are not inputs.
+            of them. Variables that it uses are not inputs.
         static_inputs: Tensors with the shapes and dtypes of every call's inputs, which may come
             from the CPU as well. They are copied.
 

@@ -1,6 +1,6 @@
 // The gradients of attention on tensor cores, from the log-sums of the forward pass (Dao 2023, arXiv:2307.08691). Scores are
 // computed twice, once for the gradients of keys and values and once for those of queries, so that each block owns the sums that
-// it writes and a run repeats without atomics.
+// it writes: there are no atomics, and a run is reproducible.
 //
 // With P = e^(scale q kᵀ - log_sum), dP = do vᵀ, delta = rowsum(do ∘ o) and dS = P ∘ (dP - delta):
 // dv = Pᵀ do, dk = scale dSᵀ q, dq = scale dS k.
@@ -35,7 +35,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
-    // Below, some query of the tile does not see a key.
+    // Some query of the tile does not see the keys below `floor`.
     const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS, stage = stages + step % 2 * STAGE;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void attention_backward_query(uint32_t block, const T
                         shared + warp * 16 * M * ROW_BYTES);
 }
 
-// The destination of a block's gradients of keys or values: rows of the gradient, or of its partial sum.
+// Writes a block's gradients of keys or values: to rows of the gradient, or of its partial sum.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, float *partial, const Task &task, uint32_t part,
                                                uint32_t first, int rows, const float (&sum)[M][D / 8][4], unsigned char *tile,
@@ -151,8 +151,8 @@ __device__ __forceinline__ void write_key_rows(T *grad, const Strides &strides, 
         }
 }
 
-// One block for a tile of keys and a range of the tiles of queries, or of the heads that share the keys of a segment, over which it
-// loops; `WARPS` warps with 16 `M` keys each.
+// One block for a tile of keys. It loops over a range of the tiles of queries or, with spans, of the heads that share the keys.
+// `WARPS` warps have 16 `M` keys each.
 // `QUERIES` queries are copied and `STEP` of them are worked on at a time. `Rows` says whether keys and values are held in
 // registers.
 template <typename T, int D, int WARPS, int M, int QUERIES, int STEP, template <int, int, int> class Rows, class Sight>
@@ -175,12 +175,12 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     k = k_strides.matrix(k, task.batch, task.head) + first * k_strides.row;
     v = v_strides.matrix(v, task.batch, task.head) + first * v_strides.row;
 
-    // Heads of queries of the block, then tiles of each that see a key.
+    // The range of query heads of the block, then the range of each head's tiles of queries that see a key.
     const uint32_t units = Sight::HAS_SPANS ? sight.group() : ceil_divide(shape.queries, QUERIES);
     const uint32_t per_part = ceil_divide(units, shape.parts), part_begin = part * per_part, part_end = min(units, part_begin + per_part);
     const uint32_t heads = !Sight::HAS_SPANS ? 1 : part_end > part_begin ? part_end - part_begin : 0;
     const uint32_t head = task.head * sight.group() + (Sight::HAS_SPANS ? part_begin : 0);
-    // Some query from here on does not see a key of the tile; none sees any from `last` on.
+    // Some queries from `ceiling` on do not see a key of the tile; no query from `last` on sees any.
     const uint32_t ceiling = sight.query_end(first, shape), last = sight.query_end(first + rows - 1, shape);
     // With a causal mask, a key is visible to the queries from its position on.
     const uint32_t causal_begin = shape.is_causal ? first / QUERIES : 0;
@@ -203,7 +203,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
         if (threadIdx.x < 2 * QUERIES) {
             const int row = threadIdx.x % QUERIES;
             const float *from = threadIdx.x < QUERIES ? log_sums : delta;
-            // Numbers of queries that do not exist are zero, like their rows, which then add nothing.
+            // Queries that do not exist get zeros, like their rows, so they add nothing.
             copy_word(numbers + step % 2 * NUMBERS + threadIdx.x * sizeof(float), row < left ? from + query + row : from,
                       row < left ? 4 : 0);
         }
@@ -239,7 +239,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
 #pragma unroll
         for (int offset = 0; offset < QUERIES; offset += STEP) {
             const uint32_t query_tile = stage + offset * ROW_BYTES, query = tile * QUERIES + offset;
-            // Keys by queries.
+            // Weights and their gradients, (keys, queries).
             float p[M][STEP / 8][4], ds[M][STEP / 8][4];
             begin_products();
             multiply_rows<T, D, M, STEP, QUERIES>(p, keys, query_tile);

@@ -9,12 +9,12 @@
 
 // The softmax of the rows of a warp's 16 M queries: a thread has 2 M rows, four threads share one.
 template <int M> struct RunningSoftmax {
-    // The number, times scale / ln 2, subtracted from the scores.
+    // Subtracted from the scores times scale / ln 2.
     float base[M][2];
     // The thread's share of the sums of 2^(score - base).
     float sum[M][2];
 
-    // `lowest` is below all scores: a finite number if tiles may hide all keys of a row, whose scores are negative infinity then.
+    // `lowest` is below all scores. It must be finite if a tile may hide all keys of a row, as then all scores are negative infinity.
     __device__ __forceinline__ explicit RunningSoftmax(float lowest) {
 #pragma unroll
         for (int m = 0; m < M; m++)
@@ -23,7 +23,7 @@ template <int M> struct RunningSoftmax {
     }
 
     // Turns products of rows into weights 2^(scale product - base), where the base is the largest score so far. Returns whether a base of
-    // the warp was raised, and what earlier results are to be multiplied with then.
+    // the warp was raised; if so, the caller multiplies earlier results by `correction`.
     template <int N>
     __device__ __forceinline__ bool weigh(float (&scores)[M][N][4], float (&correction)[M][2], float scale) {
         float top[M][2];
@@ -82,8 +82,8 @@ template <int M, class Sight> __device__ __forceinline__ void first_keys(uint32_
         for (int r = 0; r < 2; r++) keys[m][r] = sight.first_key(query + m * 16 + r * 8);
 }
 
-// Makes the scores of keys that do not exist, come after their query or before the `first` that it sees negative infinity. `query` and
-// `key` are those of the thread's first score.
+// Sets scores to negative infinity for keys that do not exist, that come after their query, or that come before the query's `first`
+// visible key. `query` and `key` are those of the thread's first score.
 template <class Sight, int M, int N>
 __device__ __forceinline__ void hide(float (&scores)[M][N][4], uint32_t query, uint32_t key, const AttentionShape &shape,
                                      const uint32_t (&first)[M][2]) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
 
     const uint32_t seen = shape.is_causal ? min(shape.keys, first + QUERIES) : shape.keys;
     const uint32_t begin = sight.first_key(first) / KEYS, steps = ceil_divide(seen, KEYS);
-    // Below, some query of the tile does not see a key.
+    // Some query of the tile does not see the keys below `floor`.
     const uint32_t floor = sight.first_key(first + rows - 1);
     const auto copy_keys = [&](uint32_t step) {
         const uint32_t key = step * KEYS;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void attention_forward(const T *q, const T *k, const 
             products_are_ready(result);
         }
     } else if (begin < steps) {
-        // The next scores are computed beside the sums of these, so that a warp has independent products.
+        // The next scores are computed together with the sums weighted by these, so that a warp has independent products.
         copy_values(begin);
         if (begin + 1 < steps) copy_keys(begin + 1);
         end_copies();

@@ -17,7 +17,7 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The four 8 x 8 matrices whose rows the lanes point at: lanes 8 i to 8 i + 7 at those of matrix i.
+// Loads four 8 x 8 matrices; lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -69,7 +69,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// 16 bytes to shared memory, of which the first `bytes` are read from global memory and the others are zero.
+// Copies 16 bytes to shared memory: the first `bytes` from global memory, the others as zeros.
 __device__ __forceinline__ void copy_wide(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -104,8 +104,8 @@ template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t ad
     return (address ^ (step % PANEL_STEPS << 5)) + step / PANEL_STEPS * (ROWS * ROW_BYTES);
 }
 
-// Starts to copy a tile of `ROWS` rows from rows of `stride` values, of which `rows` rows and `width` columns exist; the others
-// become zero. `source` and `stride` are multiples of 16 bytes. `THREADS` threads take part.
+// Starts to copy a tile of `ROWS` rows from rows that are `stride` values apart, of which `rows` rows and `width` columns exist; the
+// others become zero. `source` and `stride` are multiples of 16 bytes. `THREADS` threads take part.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64_t stride, int rows, int width) {
     constexpr int CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64
 
 // The left operand of products, the 16 M rows of this warp in a tile of `ROWS` rows in shared memory, read when it is used.
 template <int D, int M, int ROWS> struct SharedRows {
-    // Of the warpgroup's rows, and of what this lane loads.
+    // The addresses of the warpgroup's rows, and of the row that this lane loads.
     uint32_t rows, address;
 
     __device__ __forceinline__ explicit SharedRows(uint32_t tile) {
@@ -139,7 +139,7 @@ template <int D, int M, int ROWS> struct SharedRows {
     }
 };
 
-// The same, held in registers: read at once, or for warpgroups in each iteration of the loop that uses them.
+// The same, held in registers: read once, or for warpgroups in each iteration of the loop that uses them.
 template <int D, int M, int ROWS> struct HeldRows {
     SharedRows<D, M, ROWS> shared;
     uint32_t fragments[M][D / 16][4];
@@ -263,8 +263,8 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
     }
 }
 
-// Writes (16 M, D) accumulators of a warp, narrowed, to rows of `stride` values, of which `rows` rows and `width` columns exist.
-// `tile` are 16 M rows, this warp's own, of a tile of `ROWS` rows in shared memory. All threads of the block take part.
+// Writes (16 M, D) accumulators of a warp, narrowed, to rows that are `stride` values apart, of which `rows` rows and `width` columns
+// exist. `tile` points at this warp's 16 M rows of a tile of `ROWS` rows in shared memory. All threads of the block take part.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {

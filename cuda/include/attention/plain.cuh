@@ -1,6 +1,6 @@
-// Attention of any width and dtype, with a mask, in arithmetic as exact as the dtype's: for widths, masks and dtypes that tensor
-// cores don't take. Scores exist tile by tile. A block makes `PLAIN_COLUMNS` columns of a tile of rows of its result, so that
-// scores are computed again for every `PLAIN_COLUMNS` columns.
+// Attention of any width and dtype, with a mask, in arithmetic as exact as the dtype's: for widths, masks and dtypes that the
+// tensor-core kernels do not support. Scores are computed tile by tile. A block makes `PLAIN_COLUMNS` columns of a tile of result rows,
+// so scores are computed again for every `PLAIN_COLUMNS` columns.
 #pragma once
 
 #include "shape.cuh"
@@ -32,7 +32,7 @@ template <typename T> struct MatrixRows {
                                           uint32_t width)
         : data(strides.matrix(tensor, batch, head)), stride(strides.row), rows(rows), width(width) {}
 
-    // The element as a number of the arithmetic, zero outside.
+    // The element in the type of the arithmetic, zero outside.
     __device__ __forceinline__ Acc<T> at(uint32_t row, uint32_t column) const {
         return row < rows && column < width ? widen(data[row * stride + column]) : Acc<T>(0);
     }
@@ -187,7 +187,7 @@ __device__ void attention_plain_backward(const T *q, const T *k, const T *v, con
     const MatrixRows<T> keys(k, k_strides, task.batch, key_head, shape.keys, shape.width);
     const MatrixRows<T> values(v, v_strides, task.batch, key_head, shape.keys, shape.value_width);
 
-    // Of the other side: the keys that some query of the tile sees, or the queries that see some key of the tile.
+    // The range on the other side: the keys that some query of the tile sees, or the queries that see some key of the tile.
     uint32_t begin = 0, end = QUERIES ? shape.keys : sight.query_end(min(first + PLAIN_TILE, rows) - 1, shape);
     if (shape.is_causal && QUERIES) end = min(end, first + PLAIN_TILE);
     if (QUERIES) begin = sight.first_key(first);

@@ -31,21 +31,22 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// What queries see beyond what the shape says: each head of queries has its own keys, and nothing else hides them.
+// Which keys queries see, beyond the shape: here each head of queries has its own keys, and no spans hide keys.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 
     // How many heads of queries in a row share a head of keys.
     static __device__ __forceinline__ uint32_t group() { return 1; }
-    // The first key that a query sees, and the first query that does not see a key any more.
+    // The first key that a query sees, and the end of the queries that see a key.
     static __device__ __forceinline__ uint32_t first_key(uint32_t) { return 0; }
     static __device__ __forceinline__ uint32_t query_end(uint32_t, const AttentionShape &shape) { return shape.queries; }
 };
 
-// Segments of packed rows: `shape` is causal with as many keys as queries, and one batch. Both numbers ascend.
+// Segments of packed rows: `shape` is causal with as many keys as queries, and one batch. Both rows of `spans` ascend.
 struct Spans {
     static constexpr bool HAS_SPANS = true;
-    // (2, rows): for each position the first key that its query sees, or the position after it; the end of the queries that see its key.
+    // (2, rows): for each position the first key that its query sees, or the next position if it sees none; then the end of the queries
+    // that see its key.
     const uint32_t *spans;
     uint32_t rows, heads_a_key;
 

@@ -12,7 +12,7 @@
 #define WARPGROUP_PRODUCTS 0
 #endif
 
-// Whether tiles are multiplied by warpgroups, for warps with 16 `M` rows.
+// Whether warpgroups multiply tiles in which each warp has 16 `M` rows.
 template <int M> constexpr bool BY_WARPGROUP = WARPGROUP_PRODUCTS && M == 1;
 
 // Before products whose operands other instructions have written.
@@ -73,8 +73,8 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 // of 32, 64 or 128 rows `b` in shared memory.
 // warpgroup_multiply_add: sum += a b, with `a` (64, 16) in registers and 64 columns of 16 rows `b` in shared memory.
 //
-// A left operand in registers must be made in the iteration of a loop that uses it, and the product waited for in that iteration:
-// ptxas 13.0 gives its registers to other values from one iteration to the next.
+// A loop must make a left operand in registers in the iteration that uses it, and must wait for the product in that iteration:
+// ptxas 13.0 reuses the registers for other values between iterations.
 #define WARPGROUP_PRODUCTS_OF(type, dtype)                                                                                         \
     __device__ __forceinline__ void warpgroup_multiply(type, float (&sum)[4][4], uint64_t a, uint64_t b, int add) {                \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"                                                              \

@@ -1,6 +1,6 @@
 // Products of int8 codes with the matrix instructions and the copy engine of compute capability 9.0 (code for sm_90a alone). One
-// thread copies tiles, two warpgroups multiply 64 rows by 256 columns each, scale what they have summed and store it. Two blocks form
-// a cluster: they take the same columns of neighbouring rows, and each fetches half of the columns' codes for both.
+// thread copies tiles, two warpgroups multiply 64 rows by 256 columns each, scale the sums and store them. Two blocks form a cluster:
+// they take the same columns of neighbouring rows, and each fetches half of the columns' codes for both.
 #pragma once
 
 #include "../rows.cuh"
@@ -13,7 +13,7 @@ struct CodeMaps {
     TensorMap x, w[MOST_PARTS];
 };
 
-// Describes a tile whose rows of 128 bytes are summed along: 128-byte swizzle, eight rows every 1024 bytes.
+// The descriptor of a tile that is summed along its rows of 128 bytes: 128-byte swizzle, eight rows every 1024 bytes.
 __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     return (address & 0x3ffff) >> 4 | 1ull << 16 | uint64_t(1024 >> 4) << 32 | 1ull << 62;
 }
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint64_t rows_descriptor(uint32_t address) {
     "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, "           \
     "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
 
-// sums (64 rows, 256 columns) = or += a (64, 32) bᵀ of b (256, 32).
+// sums (64 rows, 256 columns) = a bᵀ, or sums += a bᵀ if `adds`, with a (64, 32) and b (256, 32).
 __device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a, uint64_t b, bool adds) {
     asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 " REGISTERS_128 ", %128, %129, adds;\n}"
@@ -40,14 +40,14 @@ __device__ __forceinline__ void multiply_codes(uint32_t (&sums)[128], uint64_t a
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
 
-// Of four lanes t, each with values of blocks 0 to 3: lane t gets those of block t from all four.
+// Four lanes t each have a value of each of the blocks 0 to 3; lane t gets the values of block t from all four.
 __device__ __forceinline__ uint4 exchange(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
     // First between neighbours: blocks 0 and 1, 2 and 3.
     const uint32_t ab = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1), cd = __shfl_xor_sync(ALL_LANES, odd ? c : d, 1);
     if (odd) a = ab, c = cd;
     else b = ab, d = cd;
-    // Lane t now has, of blocks t % 2 and t % 2 + 2, the values of the even lane of its pair in (a, c), of the odd one in (b, d).
+    // Lane t now has the values of blocks t % 2 and t % 2 + 2: in (a, c) those of its pair's even lane, in (b, d) of the odd lane.
     const uint32_t ac = __shfl_xor_sync(ALL_LANES, high ? a : c, 2), bd = __shfl_xor_sync(ALL_LANES, high ? b : d, 2);
     return high ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
@@ -181,7 +181,7 @@ template <typename T> struct CodesProduct {
             registers_more<232>();
             multiply(ring);
         }
-        // Neither block ends while the other may still write or signal here.
+        // Neither block may end while the other may still write to its memory or signal it.
         cluster_wait();
     }
 };

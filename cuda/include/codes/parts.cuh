@@ -5,7 +5,7 @@
 
 constexpr int MOST_PARTS = 8;
 
-// Rows `start` to `start + rows` of a matrix of codes, with a scale each or one for all.
+// Rows `start` to `start + rows` of a matrix of codes, with a scale for each row or one for all.
 struct CodePart {
     const void *codes, *scales;
     uint32_t start, rows, scale_count, unused;

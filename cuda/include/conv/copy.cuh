@@ -1,8 +1,8 @@
 // Tiles in shared memory for the tensor cores, and the copies that fill them.
 //
 // A tile's rows hold 64 values of 16 bits (128 bytes). The eight 16-byte parts of row r are in the order part ^ (r
-// mod 8): the 128-byte swizzle, with which eight rows are read without bank conflicts by `ldmatrix` and which `wgmma`
-// knows. Tiles begin at multiples of 1024 bytes.
+// mod 8). This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight rows without bank conflicts.
+// Tiles begin at multiples of 1024 bytes.
 #pragma once
 
 #include "geometry.cuh"
@@ -12,8 +12,8 @@ constexpr int STEP = 64;
 constexpr int ROW_BYTES = 128;
 // A tile of 64 rows.
 constexpr int SQUARE_BYTES = 64 * ROW_BYTES;
-// Kernels of the tensor cores have at most this many places in a direction: a window's places inside the image are two
-// masks.
+// The tensor-core forms take convolution kernels of at most this size in a direction: two masks of so many bits mark the
+// taps of a window that are inside the image.
 constexpr int MAX_KERNEL = 16;
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
@@ -24,11 +24,12 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
     return row * ROW_BYTES + (((column / 8) ^ (row % 8)) * 16) + column % 8 * 2;
 }
 
-// How a copy passes the first cache: images are met again by the next places of the kernel, weights are not.
+// Whether a copy is kept in the first-level cache: the next taps read the same part of an image again, but not of a
+// weight.
 enum class Reuse { YES, NO };
 
-// Starts the copy of VEC values, of zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned addresses;
-// VEC = 1 is an ordinary copy, which is right for every address.
+// Starts the copy of VEC values, or of zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned addresses;
+// VEC = 1 is an ordinary copy for any address.
 template <int VEC, Reuse REUSE, typename T>
 __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool inside) {
     static_assert(VEC == 8 || VEC == 4 || VEC == 1);
@@ -47,14 +48,14 @@ __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool in
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-// Waits until at most PENDING of this thread's latest groups of copies are under way.
+// Waits until at most the latest PENDING of this thread's groups of copies are unfinished.
 template <int PENDING> __device__ __forceinline__ void copies_wait() {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(PENDING) : "memory");
 }
 
 // A place in the summed dimension, whose order is (block of channels, tap, channel in the block). Blocks are one step
-// long where the channels allow it, so that the taps of one part of the image follow each other and find it in the
-// first cache; else there is one block of all channels.
+// long where the number of channels allows it, so that consecutive taps find their part of the image in the first-level
+// cache; otherwise there is one block of all channels.
 struct Place {
     int a, b, channel, block;
 
@@ -149,8 +150,8 @@ template <typename T, int ROWS, int VEC, int THREADS> struct WeightRows {
     }
 };
 
-// Weights of the gradient of the input, as tiles of 64 summed values by 64 input channels, of which COUNT are wanted in
-// all.
+// Weights of the gradient of the input, as tiles of 64 summed values by 64 input channels, for COUNT input channels
+// altogether.
 template <typename T, int COUNT, int VEC, int THREADS> struct WeightColumns {
     static constexpr int COLUMNS = STEP / VEC, PASS = THREADS / COLUMNS, PASSES = STEP / PASS,
                          TILES = (COUNT + STEP - 1) / STEP;

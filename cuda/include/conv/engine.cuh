@@ -1,19 +1,19 @@
-// The copies of the convolutions by the copy engine of compute capability 9.0.
+// Copies of the convolutions with the copy engine of compute capability 9.0.
 #pragma once
 
 #include "../engine.cuh"
 #include "copy.cuh"
 
-// Passed by value; conv_hopper.cu says how they are encoded. `dense` maps the weight, for the gradient of the weight
-// that of the result. `windows[0]` maps the input; for the gradient of the input `windows[phase]` the gradient of the
-// result for each phase of the stride.
+// Passed by value; conv_hopper.cu says how they are encoded. `dense` maps the weight or, for the gradient of the weight,
+// the gradient of the result. `windows[0]` maps the input; for the gradient of the input, `windows[phase]` maps the
+// gradient of the result for each phase of the stride.
 struct Conv2dMaps {
     TensorMap dense, windows[4];
 };
 
 // Fetches 64 channels from `channel` of the windows' pixels at one tap: the first window's lowest pixel is (image, y,
-// x), the tap is (offset_y, offset_x) further. BOTH: into both blocks of the cluster, each of whose barriers counts
-// it.
+// x), the tap is (offset_y, offset_x) further. BOTH: copies into both blocks of the cluster, and the barrier of each
+// counts the bytes.
 template <bool BOTH> __device__ __forceinline__ void copy_windows(uint32_t to, const TensorMap &map, uint32_t barrier,
                                                                   int channel, int x, int y, int image,
                                                                   uint16_t offset_x, uint16_t offset_y) {

@@ -18,9 +18,9 @@ struct Conv2dShape {
     uint32_t groups;
 };
 
-// One direction (height or width) of such a sum. Result pixel i of the axis is at `first + every * i` of the result
-// image; with tap a, which is place `tap_first + tap_every * a` of the kernel, it meets `origin + step * i + move * a`
-// of the source.
+// One direction (height or width) of such a sum. Result pixel i of the axis has the coordinate `first + every * i` in
+// the result image. Its tap a, at place `tap_first + tap_every * a` of the convolution kernel, reads the source at
+// `origin + step * i + move * a`.
 struct Axis {
     int pixels, first, every;
     int taps, tap_first, tap_every;
@@ -32,8 +32,8 @@ __device__ __forceinline__ Axis forward_axis(int size, int kernel, int out, int 
     return {out, 0, 1, kernel, 0, 1, -padding, stride, dilation, size};
 }
 
-// The pixels of the input whose coordinate is `phase` modulo the stride: they all meet the same places of the kernel,
-// the result at consecutive pixels. So a strided convolution costs no products with the zeros between its windows.
+// The pixels of the input whose coordinate is `phase` modulo the stride: they all use the same places of the kernel, at
+// consecutive pixels of the result. So a strided convolution does not multiply the zeros between its windows.
 __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, int stride, int padding, int dilation,
                                                 int phase) {
     Axis axis = {0, phase, stride, 0, 0, 1, 0, 1, 0, out};
@@ -51,11 +51,11 @@ __device__ __forceinline__ Axis grad_input_axis(int size, int kernel, int out, i
 
 enum class Direction { FORWARD, GRAD_INPUT };
 
-// The whole sum, or for a strided gradient of the input that of phase `phase`, of `stride_height * stride_width`.
+// The whole sum or, for a strided gradient of the input, the sum of one of the `stride_height * stride_width` phases.
 struct Gather {
     Axis y, x;
     int batch;
-    // Channels summed over and channels of the result, those of one group.
+    // In one group: channels summed over, and channels of the result.
     int channels, results;
 
     template <Direction D> static __device__ __forceinline__ Gather of(const Conv2dShape &s, int phase) {
@@ -78,7 +78,7 @@ struct Gather {
     __device__ __forceinline__ int pixels() const { return batch * y.pixels * x.pixels; }
     __device__ __forceinline__ int taps() const { return y.taps * x.taps; }
 
-    // The place of a result pixel in the result image.
+    // The index of a result pixel in the result image.
     template <Direction D> __device__ __forceinline__ int64_t result_pixel(const Conv2dShape &s, int pixel) const {
         if (D == Direction::FORWARD || (y.every == 1 && x.every == 1)) return pixel;
         const int line = pixel / x.pixels, j = pixel - line * x.pixels, image = line / y.pixels,
@@ -87,7 +87,7 @@ struct Gather {
     }
 };
 
-// A pixel of a sum: the image, and the source coordinates that its first tap meets, which may be outside.
+// The window of a result pixel: the image, and the source coordinates of its first tap, which may be outside.
 struct Window {
     int image, y, x;
 

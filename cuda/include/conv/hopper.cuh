@@ -1,6 +1,6 @@
 // Forward pass and gradient of the input with the matrix instructions and the copy engine of compute capability 9.0
-// (code for sm_90a alone). One thread keeps the copy engine busy, which finds a tile's windows by itself; two groups of
-// four warps multiply straight from the tiles in shared memory. Two blocks form a cluster: each fetches half of the
+// (code for sm_90a alone). One thread starts the copies; the copy engine gathers a tile's windows by itself. Two groups
+// of four warps multiply directly from the tiles in shared memory. Two blocks form a cluster: each fetches half of the
 // weights that both need.
 #pragma once
 
@@ -8,15 +8,15 @@
 #include "engine.cuh"
 #include "tensor.cuh"
 
-// Describes a tile to `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. Where the summed values are across the
-// rows, the next 64 columns begin a tile later; along the rows that distance has no meaning.
+// The descriptor of a tile for `wgmma`: 128-byte swizzle, eight rows every 1024 bytes. If the tile is summed across its
+// rows, the next 64 columns begin a tile later; if along its rows, that distance has no meaning.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address) {
     constexpr uint64_t SWIZZLE_128 = 1ull << 62;
     return (address & 0x3ffff) >> 4 | uint64_t(SQUARE_BYTES >> 4) << 16 | uint64_t((8 * ROW_BYTES) >> 4) << 32 |
            SWIZZLE_128;
 }
 
-// D (64 rows, N columns) += left (64, 16) * right (16, N); of each 16 rows a warp holds what `mma` would give it.
+// D (64 rows, N columns) += left (64, 16) * right (16, N); each warp has 16 rows, distributed as by `mma`.
 #define CONV_WGMMA_128(D, TYPE, LEFT_ACROSS, RIGHT_ACROSS)                                                             \
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"                                     \
                  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                              \
@@ -93,7 +93,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
                 }
             }
             multiply_commit();
-            // The products of the step before are done, so its stage is free.
+            // The products of the previous step are done, so its stage is free.
             multiply_wait<1>();
             if (step > 0) this->leave_last();
             advance();
@@ -107,7 +107,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
     }
 };
 
-// Calls `store` with each 16-row strip of this warp's sums, as `mma` would leave them.
+// Calls `store` with each 16-row strip of this warp's sums, in the layout of `mma`.
 template <int STRIPS, int COUNT, typename Store>
 __device__ __forceinline__ void each_strip(const float (&acc)[STRIPS][COUNT], int row, int column, Store store) {
 #pragma unroll
@@ -124,7 +124,7 @@ template <Direction D, int ROWS, int COUNT, int STAGES> struct Copies {
     static constexpr bool FORWARD = D == Direction::FORWARD;
     static constexpr Summed RIGHT = FORWARD ? Summed::ALONG_ROWS : Summed::ACROSS_ROWS;
     static constexpr int LEFT_BYTES = ROWS * ROW_BYTES;
-    // Weights: rows of output channels, or for the gradient of the input 64 output channels by 64 input channels each.
+    // Tiles of weights: rows of output channels or, for the gradient of the input, 64 output by 64 input channels.
     static constexpr int RIGHT_TILES = FORWARD ? 1 : (COUNT + STEP - 1) / STEP,
                          RIGHT_TILE_BYTES = FORWARD ? COUNT * ROW_BYTES : SQUARE_BYTES;
     static constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * RIGHT_TILE_BYTES;
@@ -187,7 +187,7 @@ conv2d_hopper(const Conv2dOperands<T> &operands, const Conv2dShape &s, const Con
             acc, work.end - work.begin, group * STRIPS * SQUARE_BYTES, Loads::LEFT_BYTES);
         finish<T, D, ROWS, COUNT, WORKERS>(work, s, operands, shared,
                                            [&](auto store) { each_strip(acc, group * STRIPS * 64, 0, store); });
-        // Neither block ends while the other may still write or signal here.
+        // Neither block may end while the other may still write to its memory or signal it.
         cluster_wait();
     }
 }

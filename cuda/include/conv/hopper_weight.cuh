@@ -35,7 +35,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
             }
             const Window window(gather, step * STEP);
             for (int j = own; j < own + RIGHT_TILES / CLUSTER; ++j) {
-                // Beyond the last value the channel is outside: zeros.
+                // Beyond the last value the channel is outside the map, which reads as zeros.
                 const int value = first_value + j * STEP, tap = value < values ? value / int(s.channels) : 0;
                 const int a = tap / int(s.kernel_width), b = tap - a * int(s.kernel_width);
                 copy_windows<PAIRED>(pipeline.address() + LEFT_BYTES + j * SQUARE_BYTES, maps.windows[0], barrier,
@@ -79,7 +79,7 @@ template <typename T, int ROWS, int STAGES, bool PAIRED> struct WeightGrad {
                 workers_wait<WORKERS>();
                 store_staged<T, ROWS, COUNT, WORKERS>(grad_weight, staged, first_value, values, row_of);
             }
-            // Neither block ends while the other may still write or signal here.
+            // Neither block may end while the other may still write to its memory or signal it.
             cluster_wait();
         }
     }

@@ -3,7 +3,7 @@
 
 #include "copy.cuh"
 
-// acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane holds of acc the columns 2 (lane % 4) + {0, 1} of the rows
+// acc (16 rows, 8 columns) += a (16, 16) * b (16, 8). A lane has the columns 2 (lane % 4) + {0, 1} of acc, in the rows
 // lane / 4 (the first two values) and lane / 4 + 8.
 template <typename T>
 __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -36,8 +36,8 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_fragments(uint32
     }
 }
 
-// How the values of an operand are laid out in its tile: along the rows (row = pixel or output channel), or across them (row =
-// summed value; one tile for each 64 columns).
+// Whether the summed values of an operand run along the rows of its tile (a row is a pixel or an output channel), or across them
+// (a row is a summed value; there is a tile for each 64 columns).
 enum class Summed { ALONG_ROWS, ACROSS_ROWS };
 
 // The left operand's 16 rows from `first`, values `k` to `k + 16` of the step.

@@ -1,5 +1,5 @@
-// Convolutions without tensor cores: for f32, f64 and groups. Tiles of 64 by 64 sums in 256 threads, 16 summed values
-// at a time; and for groups of few channels, sums of one thread each.
+// Convolutions without tensor cores: for f32, f64 and groups. A block of 256 threads computes a tile of 64 by 64 sums,
+// 16 summed values at a time. The `direct` forms, for groups of few channels, compute each sum in one thread.
 #pragma once
 
 #include "geometry.cuh"
@@ -10,7 +10,7 @@ template <typename T> struct PlainTiles {
     Acc<T> left[PLAIN_DEPTH][PLAIN_TILE + 1], right[PLAIN_DEPTH][PLAIN_TILE + 1];
 };
 
-// The place of this thread's four by four sums in the tile: rows `row() + 16 i`, columns `column() + 16 j`.
+// This thread's four by four sums in the tile: rows `plain_row() + 16 i`, columns `plain_column() + 16 j`.
 __device__ __forceinline__ int plain_row() { return int(threadIdx.x) / 16; }
 __device__ __forceinline__ int plain_column() { return int(threadIdx.x) % 16; }
 
@@ -26,8 +26,8 @@ template <typename T> __device__ __forceinline__ void multiply_plain(Acc<T> (&ac
     }
 }
 
-// Where the weight of (channel summed over, channel of the result, tap) is. Both channels count within group
-// `group`.
+// The index of the weight for a summed channel, a channel of the result and a tap (a, b). Both channels count within
+// group `group`.
 template <Direction D> __device__ __forceinline__ int64_t weight_index(const Conv2dShape &s, const Gather &gather,
                                                                        int group, int channel, int result, int a,
                                                                        int b) {
@@ -38,7 +38,7 @@ template <Direction D> __device__ __forceinline__ int64_t weight_index(const Con
     return (int64_t(out) * s.kernel_height * s.kernel_width + tap) * (s.channels / s.groups) + in;
 }
 
-// The source value that a window meets at tap (a, b); zero outside.
+// The source value of a window at tap (a, b); zero outside.
 template <typename T> __device__ __forceinline__ Acc<T> source_value(const T *source, const Conv2dShape &s,
                                                                      const Gather &gather, const Window &window, int a,
                                                                      int b, int channel) {
@@ -113,7 +113,7 @@ conv2d_direct(T *result, const T *source, const T *weight, const T *bias, const 
     }
 }
 
-// The input's value that pixel `pixel` of the result meets at tap (a, b); zero outside.
+// The input's value for pixel `pixel` of the result at tap (a, b); zero outside.
 template <typename T>
 __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, int pixel, int a, int b, int channel) {
     const int line = pixel / int(s.out_width), image = line / int(s.out_height);
@@ -125,7 +125,7 @@ __device__ __forceinline__ Acc<T> met_value(const T *x, const Conv2dShape &s, in
     return widen(x[((int64_t(image) * s.height + y) * s.width + x_) * s.channels + channel]);
 }
 
-// The pixels of the result that a slice of a split sum takes.
+// The range of the result's pixels in this block's slice of a split sum.
 __device__ __forceinline__ int2 slice_pixels(const Conv2dShape &s) {
     const int64_t pixels = int64_t(s.batch) * s.out_height * s.out_width;
     return {int(pixels * blockIdx.z / gridDim.z), int(pixels * (blockIdx.z + 1) / gridDim.z)};

@@ -6,7 +6,7 @@
 #include "store.cuh"
 
 // The operands of one launch. Forward: result = y, source = x. Gradient of the input: result = grad_x, source = grad_y,
-// no bias. Where there are partials they are written in place of the result, `sums_bias` added to them, not `bias`.
+// no bias. If `partials` is not null, the sums go there instead of `result`, with `sums_bias` added instead of `bias`.
 template <typename T> struct Conv2dOperands {
     T *__restrict__ result;
     const T *__restrict__ source;
@@ -16,9 +16,9 @@ template <typename T> struct Conv2dOperands {
     const float *__restrict__ sums_bias;
 };
 
-// Which part of the sum a block computes: a tile of the result, and if the sum is split (gridDim.z), which of its
-// steps. PAIRED: two blocks that follow each other (a cluster) take two tiles of the same channels, and steps never
-// reach across taps.
+// Which part of the sum a block computes: a tile of the result and, if the sum is split (gridDim.z), which of its
+// steps. PAIRED: two consecutive blocks (a cluster) take two tiles of the same channels, and a step never crosses from
+// one tap to the next.
 template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
     Gather gather;
     int row, column, block_channels, begin, end;
@@ -39,7 +39,8 @@ template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
         end = int(int64_t(steps) * (blockIdx.z + 1) / gridDim.z);
     }
 
-    // Tiles are counted for the largest phase of a strided gradient. Of a pair, the first decides for both.
+    // The grid has the tiles of the largest phase of a strided gradient, so smaller phases have empty ones. The first
+    // block of a pair decides for both.
     __device__ __forceinline__ bool is_empty() const {
         return (PAIRED ? row - row % (2 * ROWS) : row) >= gather.pixels();
     }
@@ -78,8 +79,8 @@ template <int THREADS> __device__ __forceinline__ void workers_wait() {
     asm volatile("bar.sync 1, %0;\n" ::"n"(THREADS) : "memory");
 }
 
-// Writes the sums: those of a split sum to its slice of the partial sums, others with the bias to the result. `strips`
-// calls its argument with each 16-row strip of the warp, the strip's row and the first column.
+// Writes the sums: to the block's slice of the partial sums if there are any, else with the bias to the result. `strips`
+// calls its argument with each 16-row strip of the warp, the strip's row and its first column.
 template <typename T, Direction D, int ROWS, int COUNT, int THREADS, bool PAIRED, typename Strips>
 __device__ __forceinline__ void finish(const Work<D, ROWS, COUNT, PAIRED> &work, const Conv2dShape &s,
                                        const Conv2dOperands<T> &operands, unsigned char *shared, Strips strips) {

@@ -191,7 +191,7 @@ fn gaps_are_filled_again() {
     let blocks: Vec<_> = (0..4).map(|_| allocator.allocate(64 * MIB).unwrap()).collect();
     assert!(allocator.free(blocks[1]) && allocator.free(blocks[2]));
     assert_eq!(allocator.trim().unwrap(), 128 * MIB);
-    // 40 MiB of the gap, and then the rest of it with what is free before.
+    // Maps 40 MiB of the gap, then the rest of it, which joins the free block before.
     let first = allocator.allocate(40 * MIB).unwrap();
     assert_eq!(first, blocks[1]);
     assert!(allocator.free(first));
@@ -208,11 +208,11 @@ fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
     assert_eq!(allocator.stats().reserved, 0, "the graph needs what the eager run needed");
     let temporary = allocator.allocate(100 * MIB).unwrap();
     assert!(allocator.free(temporary));
-    // Reused inside the capture.
+    // A capture reuses what it has freed.
     let output = allocator.allocate(10 * MIB).unwrap();
     assert_eq!(output, temporary);
     let constant = allocator.allocate_from(Origin::Eager, MIB).unwrap();
-    // What the capture has got and not freed.
+    // Blocks that the capture allocated and did not free.
     assert!(allocator.captured().eq(std::iter::once(output..output + 10 * MIB)));
     assert!(allocator.is_of_graphs(output) && !allocator.is_of_graphs(constant) && allocator.owns(constant));
     assert_eq!(allocator.trim().unwrap(), 0);
@@ -220,7 +220,7 @@ fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
     let other = allocator.allocate(20 * MIB).unwrap();
     assert!(!allocator.is_of_graphs(other));
     assert_eq!(allocator.stats().graphs, 100 * MIB);
-    // A second graph writes where the first has its temporaries, not where it has its output.
+    // A second graph reuses the first graph's temporaries, but not its output.
     allocator.begin_capture().unwrap();
     assert_eq!(allocator.captured().count(), 0);
     let second = allocator.allocate(90 * MIB).unwrap();
@@ -248,14 +248,14 @@ fn eager_work_between_replays_takes_the_memory_of_graphs() {
     let first = run(&mut allocator);
     allocator.end_capture();
     assert_eq!(allocator.stats().graphs, 120 * MIB);
-    // Another shape runs for the first time, and something of it stays.
+    // Another shape runs eagerly for the first time and keeps a block.
     let stays = allocator.allocate(8 * MIB).unwrap();
     run(&mut allocator);
     let stats = allocator.stats();
     assert!(stats.reserved <= 160 * MIB && stats.graphs < 40 * MIB, "{stats:?}");
     assert_eq!(stats.retries, 0);
     let waits = allocator.backend.waits;
-    // The first graph has memory at its addresses again.
+    // `restore` maps memory at the first graph's addresses again.
     allocator.restore().unwrap();
     let mapped =
         |at: u64| allocator.backend.mapped.range(..=at).next_back().is_some_and(|(start, size)| start + size > at);
@@ -265,7 +265,7 @@ fn eager_work_between_replays_takes_the_memory_of_graphs() {
     assert_eq!((allocator.stats().graphs, allocator.backend.waits), (120 * MIB, waits + 1));
     allocator.restore().unwrap();
     assert_eq!(allocator.backend.waits, waits + 1);
-    // What eager work keeps cannot be given back.
+    // While eager work holds too much, the graph's memory cannot be restored.
     let kept = allocator.allocate(100 * MIB).unwrap();
     assert_eq!(allocator.restore(), Err(Full));
     assert!(allocator.free(kept));

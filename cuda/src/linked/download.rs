@@ -1,4 +1,4 @@
-//! Copies to the host through pinned memory: the host takes a piece while the GPU writes the next ones.
+//! Copies to the host through pinned memory: the host copies from one piece while the GPU writes the next ones.
 
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
@@ -13,7 +13,7 @@ struct Ring {
     pieces: Vec<Piece>,
 }
 
-/// Rings that are free: a thread that waits for a GPU holds no lock.
+/// Rings that are not in use. A thread takes one out, so that it does not hold the lock while it waits for a GPU.
 static RINGS: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
 
 impl Ring {
@@ -28,7 +28,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// As [`download`].
+    /// The conditions of [`download`].
     unsafe fn copy(&mut self, to: *mut u8, from: u64, size: usize) -> Result<(), Status> {
         let count = size.div_ceil(PIECE);
         while self.pieces.len() < count.min(PIECES) {
@@ -60,7 +60,7 @@ impl Ring {
 /// Copy `size` bytes from the device to the host, after the work queued on the stream, and wait for them.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
 /// There are `size` bytes at both places; the stream is one of the current device, and not capturing.
@@ -72,8 +72,8 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
             ring.put_back();
             Ok(())
         }
-        // Without pinned memory the driver copies as it can. Here as after every failure the ring is not used again: the GPU may
-        // still be writing to it.
+        // Without pinned memory, the driver copies in its own way. After this and every other failure the ring is not used again,
+        // because the GPU may still be writing to it.
         // SAFETY: the caller's promise.
         Err(Status(driver::OUT_OF_MEMORY)) => unsafe {
             check(driver::cuMemcpyDtoHAsync_v2(to.cast(), from, size, stream))?;

@@ -1,4 +1,4 @@
-//! The driver's functions that this crate calls itself, through the slots like all callers.
+//! The driver's functions that this crate itself calls, through the slots like all callers.
 
 use std::ffi::{c_int, c_void};
 
@@ -13,7 +13,7 @@ pub const NOT_READY: c_int = 600;
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
 pub const CAPTURE_UNSUPPORTED: c_int = 900;
 
-/// `CUstream`, compared but never looked into.
+/// `CUstream`, an opaque handle.
 pub type Stream = *mut c_void;
 
 /// `CUmemLocation`.

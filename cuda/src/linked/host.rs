@@ -1,11 +1,11 @@
-//! Pinned memory of the host that belongs to its owner.
+//! Pinned host memory with an owner, who says when it is freed.
 
 use std::ffi::c_void;
 
 use super::driver;
 use super::memory::{Status, check};
 
-/// Memory of the host that copies of the GPU read directly.
+/// Host memory that the GPU's copies access directly.
 pub struct Pinned {
     address: *mut c_void,
     size: usize,
@@ -17,10 +17,10 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// So many bytes, zeros. A device is current on this thread.
+    /// Allocate `size` zero bytes. A device must be current on this thread.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     pub fn new(size: usize) -> Result<Self, Status> {
         let mut address = std::ptr::null_mut();
         if size > 0 {
@@ -41,7 +41,7 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.address.cast(), self.size) }
     }
 
-    /// Its bytes, to set them.
+    /// Its bytes, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         if self.size == 0 {
             return &mut [];
@@ -50,7 +50,7 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.size) }
     }
 
-    /// Leave the memory to the process.
+    /// Never free the memory.
     pub const fn leak(&mut self) {
         self.size = 0;
     }

@@ -1,7 +1,7 @@
 //! The kernels: a module for each file of `kernels/`, with the compiled code and, for each kernel, a structure of its arguments.
 //!
-//! The build script makes them from the signatures in CUDA, so that an argument that is missing, swapped or of another type does not
-//! compile.
+//! The build script makes them from the signatures in CUDA, so that a launch does not compile if an argument is missing, swapped or of
+//! another type.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -43,7 +43,7 @@ impl Element {
         self == other || self == Self::Any || other == Self::Any
     }
 
-    /// Unsigned integers of the same size, for elements that are only copied.
+    /// Unsigned integers of `size` bytes, for elements that are only copied.
     #[must_use]
     pub const fn of_bytes(size: usize) -> Self {
         match size {
@@ -71,7 +71,7 @@ macro_rules! pointers {
             /// A null pointer, for optional arguments.
             pub const NULL: Self = Self { address: 0, element: Element::Any };
 
-            /// An address, of elements of some kind.
+            /// The address of elements of a kind.
             #[must_use]
             pub const fn new(address: Address, element: Element) -> Self {
                 Self { address, element }
@@ -96,7 +96,7 @@ pointers! {
 /// A kernel, in variants for dtypes, that takes the arguments `A`.
 #[derive(Debug)]
 pub struct Kernel<A> {
-    /// The file that it is in.
+    /// The module of its file.
     pub module: &'static Module,
     /// Its name, without the dtypes.
     pub name: &'static str,
@@ -114,7 +114,7 @@ impl<A> Kernel<A> {
 /// A kernel for some dtypes.
 #[derive(Debug)]
 pub struct Variant {
-    /// The suffix of its name.
+    /// The dtypes, which are the suffix of its name.
     pub dtypes: &'static [&'static str],
     /// The names of its pointers and their element types.
     pub pointers: &'static [(&'static str, Element)],
@@ -123,16 +123,17 @@ pub struct Variant {
 /// The arguments of a kernel.
 ///
 /// # Safety
-/// [`lend`](Self::lend) lends places of the parameters of each of [`KERNELS`](Self::KERNELS), in their order and of their types.
+/// [`lend`](Self::lend) passes addresses of values that have the order and types of the parameters of each of
+/// [`KERNELS`](Self::KERNELS).
 pub unsafe trait Arguments: Sized + 'static {
     /// The kernels that take these arguments.
     const KERNELS: &'static [&'static Kernel<Self>];
 
-    /// Pass the addresses of the arguments, as the driver takes them, and the element types of the pointers among them.
+    /// Call `to` with the addresses of the arguments, in the driver's form, and the element types of the pointers among them.
     fn lend<R>(&self, to: impl FnOnce(&mut [*mut c_void], &[Element]) -> R) -> R;
 }
 
-/// The place of an argument, which the driver does not write.
+/// The address of an argument, which the driver does not write.
 const fn place<T>(argument: &T) -> *mut c_void {
     std::ptr::from_ref(argument).cast_mut().cast()
 }

@@ -39,23 +39,23 @@ pub fn load(folders: &[&Path]) -> Result<(), Unavailable> {
     for ((name, slot), address) in found {
         slot.store(stand_in(name, address), Ordering::Release);
     }
-    // The addresses must stay good for the rest of the process.
+    // The addresses must stay valid for the rest of the process.
     handles.into_iter().for_each(std::mem::forget);
     *known = Some(devices);
     Ok(())
 }
 
-/// Whether a GPU can be used: it is new enough, and the kernels were compiled for it. After [`load`](crate::load); a number that the driver does not
-/// know passes.
+/// Check that a GPU is new enough and that the kernels were compiled for it. Call it after [`load`](crate::load); it accepts numbers
+/// that the driver does not know.
 ///
 /// # Errors
-/// Why it cannot.
+/// The reason why the GPU cannot be used.
 pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
     let known = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
     known.as_ref().and_then(|devices| devices.get(ordinal)).cloned().unwrap_or(Ok(()))
 }
 
-/// What goes into the slot of a function: its address, but for those that memory and copies from the host go through here.
+/// The value for the slot of a function: its address, or our function if it allocates or frees memory or copies from the host.
 fn stand_in(name: &str, address: *mut ()) -> *mut () {
     match name {
         "cuMemAllocAsync" => memory::allocate as *mut (),
@@ -68,7 +68,7 @@ fn stand_in(name: &str, address: *mut ()) -> *mut () {
     }
 }
 
-/// Open the library from the first of `folders` that has it, else where the system finds it. The error is the loader's message.
+/// Open the library from the first of `folders` that has it, or else let the system's loader find it. The error is the loader's message.
 pub(super) fn open(file: &str, folders: &[&Path]) -> Result<Handle, String> {
     let path = folders.iter().map(|folder| folder.join(file)).find(|path| path.is_file());
     let name = path.as_deref().map_or(OsStr::new(file), Path::as_os_str);
@@ -120,7 +120,7 @@ impl Driver<'_> {
         Err(Unavailable::DriverFailed(format!("{text} (error {status})")))
     }
 
-    /// The driver starts, is new enough, and has a GPU that can be used. Whether each can.
+    /// Check that the driver starts, is new enough, and has a usable GPU. Returns for each GPU whether it is usable.
     fn check(&self) -> Result<Vec<Result<(), Unavailable>>, Unavailable> {
         // SAFETY: the signatures are those of the driver's header.
         unsafe {

@@ -30,14 +30,14 @@ struct Driver {
     stream: usize,
 }
 
-/// What is mapped of a device's memory, and what may be.
+/// How much of a device's memory is mapped, and how much may be, in bytes.
 #[derive(Clone, Copy, Default)]
 struct Share {
     mapped: u64,
     limit: Option<u64>,
 }
 
-/// The shares of devices that memory was mapped of, or that have a limit.
+/// The shares of all devices whose memory was mapped or that have a limit.
 static SHARES: Mutex<BTreeMap<c_int, Share>> = Mutex::new(BTreeMap::new());
 
 fn with_share<T>(device: c_int, work: impl FnOnce(&mut Share) -> T) -> T {
@@ -56,7 +56,7 @@ impl Driver {
         })
     }
 
-    /// Count memory that is mapped no longer.
+    /// Count memory that is no longer mapped.
     fn give(&self, size: u64) {
         with_share(self.device, |share| share.mapped -= size);
     }
@@ -68,7 +68,7 @@ impl Backend for Driver {
 
     fn reserve(&mut self, size: u64) -> Result<u64, Status> {
         let mut address = 0;
-        // SAFETY: the signature is the driver's; addresses alone are taken.
+        // SAFETY: the signature is the driver's; this reserves only addresses.
         check(unsafe { driver::cuMemAddressReserve(&raw mut address, size as usize, PAGE as usize, 0, 0) })?;
         Ok(address)
     }
@@ -79,8 +79,8 @@ impl Backend for Driver {
     }
 
     fn unmap(&mut self, address: u64, size: u64, handle: u64) {
-        // SAFETY: the range was mapped from the handle, and the stream is done with it. An error of the driver cannot be handled here:
-        // the memory then stays with the process.
+        // SAFETY: the range was mapped from the handle, and the stream is done with it. An error of the driver cannot be handled here;
+        // it leaks the memory.
         unsafe {
             driver::cuMemUnmap(address, size as usize);
             driver::cuMemRelease(handle);
@@ -103,7 +103,7 @@ impl Backend for Driver {
 }
 
 impl Driver {
-    /// Memory at a part of a reserved range; its handle.
+    /// Create memory and map it to a part of a reserved range. Returns its handle.
     fn create(&self, address: u64, size: usize) -> Result<u64, Status> {
         let location = Location::device(self.device);
         let properties = AllocationProperties {
@@ -132,7 +132,7 @@ impl Driver {
     }
 }
 
-/// The allocators, one for each stream that memory was asked for.
+/// The allocators, one for each stream that has requested memory.
 static ALLOCATORS: Mutex<Vec<Allocator<Driver>>> = Mutex::new(Vec::new());
 
 fn allocators() -> MutexGuard<'static, Vec<Allocator<Driver>>> {
@@ -155,15 +155,15 @@ fn with_allocator<T>(
     let (mut free, mut total) = (0, 0);
     // SAFETY: as above.
     check(unsafe { driver::cuMemGetInfo_v2(&raw mut free, &raw mut total) })?;
-    // Twice the memory, so that gaps do not use the addresses up.
+    // Twice the memory, so that gaps do not exhaust the addresses.
     let mut new = Allocator::new(Driver { device, stream: stream as usize }, 2 * total as u64);
     let result = work(&mut new);
     allocators.push(new);
     result
 }
 
-/// Whether every block comes from the driver and nothing is cached, for tools that look for accesses beyond the end of a block, which
-/// see a pool as one block. Slow, not counted, and without graphs.
+/// Whether every block comes from the driver and nothing is cached. This is for tools that look for accesses beyond the end of a block:
+/// they would see a pool as one block. It is slow, has no statistics, and rejects graphs.
 static PLAIN: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("TRAINABLE_CANDLE_CUDA_POOLS").is_some_and(|value| value == "0"));
 
@@ -171,7 +171,7 @@ static PLAIN: LazyLock<bool> =
 pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream) -> c_int {
     match allocate_from(None, size, stream) {
         Ok(found) => {
-            // SAFETY: the driver's contract: the caller gives a place for the address.
+            // SAFETY: by the driver's contract, the caller gives a place for the address.
             unsafe { *address = found };
             driver::SUCCESS
         }
@@ -179,7 +179,7 @@ pub(crate) extern "C" fn allocate(address: *mut u64, size: usize, stream: Stream
     }
 }
 
-/// Memory from a given space, or from the current one.
+/// Allocate from a given space, or by default from the current one. Returns the address.
 pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream) -> Result<u64, Status> {
     if *PLAIN {
         let mut address = 0;
@@ -193,7 +193,7 @@ pub(crate) fn allocate_from(origin: Option<Origin>, size: usize, stream: Stream)
     })
 }
 
-/// `cuMemFreeAsync`. The stream is the one that the memory was allocated for: there are no others.
+/// `cuMemFreeAsync`. Memory is always freed on the stream that it was allocated for.
 pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
     if *PLAIN {
         // SAFETY: the caller got the address from `allocate`. The driver waits for the work that uses it.
@@ -206,7 +206,7 @@ pub(crate) extern "C" fn free(address: u64, _stream: Stream) -> c_int {
     }
 }
 
-/// The statistics of a device's allocators, added up.
+/// The sums of the statistics of a device's allocators.
 pub fn stats(device: i32) -> Stats {
     allocators().iter().filter(|known| known.backend().device == device).fold(Stats::default(), |sum, known| {
         let stats = known.stats();
@@ -223,7 +223,7 @@ pub fn stats(device: i32) -> Stats {
     })
 }
 
-/// Let the allocators of a device map no more than this many bytes together from now on; None: as much as there is. What is mapped stays.
+/// Limit the bytes that a device's allocators may map together from now on; None means no limit. Memory that is already mapped stays.
 pub fn set_limit(device: i32, limit: Option<u64>) {
     with_share(device, |share| share.limit = limit);
 }
@@ -238,10 +238,10 @@ pub fn reset_peaks(device: i32) {
     allocators().iter_mut().filter(|known| known.backend().device == device).for_each(Allocator::reset_peaks);
 }
 
-/// Release the cached memory of a device after waiting for its streams; returns its bytes. The device is current.
+/// Release the cached memory of a device after waiting for its streams, and return its bytes. The device must be current.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 pub fn trim(device: i32) -> Result<u64, Status> {
     let mut allocators = allocators();
     let of_device = allocators.iter_mut().filter(|known| known.backend().device == device);
@@ -256,7 +256,7 @@ pub fn is_of_graphs(address: u64) -> bool {
 /// Allocate memory of a stream for a graph from now on. The stream's device is current, and the stream not yet capturing.
 ///
 /// # Errors
-/// The driver's; captures are not supported if every block comes from the driver.
+/// The driver's error; captures are not supported if every block comes from the driver.
 ///
 /// # Safety
 /// `stream` is a stream of the current device.
@@ -267,13 +267,13 @@ pub unsafe fn begin_capture(stream: *mut c_void) -> Result<(), Status> {
     with_allocator(stream, Allocator::begin_capture)
 }
 
-/// The blocks that the capture which is under way on a stream has got and not freed. The stream's device is current.
+/// The blocks that the running capture of a stream has allocated and not freed. The stream's device is current.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// As [`begin_capture`].
+/// The conditions of [`begin_capture`].
 pub unsafe fn kept_by_capture(stream: *mut c_void) -> Result<Vec<Range<u64>>, Status> {
     with_allocator(stream, |allocator| Ok(allocator.captured().collect()))
 }
@@ -281,10 +281,10 @@ pub unsafe fn kept_by_capture(stream: *mut c_void) -> Result<Vec<Range<u64>>, St
 /// Allocate memory of a stream for eager work again; the graph exists until [`release_graph`]. The stream's device is current.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// As [`begin_capture`].
+/// The conditions of [`begin_capture`].
 pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
     with_allocator(stream, |allocator| {
         allocator.end_capture();
@@ -295,21 +295,22 @@ pub unsafe fn end_capture(stream: *mut c_void) -> Result<(), Status> {
 /// Return to the graphs of a stream, before each replay, the memory that eager work has borrowed from them. The stream's device is current.
 ///
 /// # Errors
-/// The driver's, out of memory among them.
+/// The driver's error, such as out of memory.
 ///
 /// # Safety
-/// As [`begin_capture`].
+/// The conditions of [`begin_capture`].
 pub unsafe fn restore_graphs(stream: *mut c_void) -> Result<(), Status> {
     with_allocator(stream, Allocator::restore)
 }
 
-/// Note that a graph of a stream was dropped. The last one releases the memory of graphs. The stream's device is current.
+/// Record that a graph of a stream was dropped. When the last is dropped, the memory of graphs is released. The stream's device is
+/// current.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// As [`begin_capture`].
+/// The conditions of [`begin_capture`].
 pub unsafe fn release_graph(stream: *mut c_void) -> Result<(), Status> {
     with_allocator(stream, Allocator::release_graph)
 }

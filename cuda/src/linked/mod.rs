@@ -1,4 +1,4 @@
-//! What is compiled against CUDA: the functions in place of the libraries', the kernels, and memory.
+//! The code that is compiled against CUDA: the functions that replace the libraries', the kernels, and memory.
 
 pub mod download;
 mod driver;

@@ -1,8 +1,8 @@
-//! NCCL, opened when a process first shares its work with others: a program on one GPU never loads it.
+//! NCCL, loaded when a process first shares its work with others: a program on one GPU never loads it.
 //!
 //! Signatures, numbers and the layout of the configuration are those of `nccl.h` 2.27
 //! (<https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html>). A newer library reads a configuration of that version and
-//! fills in what the version did not know.
+//! uses defaults for newer fields.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -29,7 +29,7 @@ pub const IN_PROGRESS: c_int = 7;
 /// `ncclRedOp_t`: `ncclSum`.
 pub const SUM: c_int = 0;
 
-/// `ncclComm_t`, never looked into.
+/// `ncclComm_t`, an opaque handle.
 pub type Comm = *mut c_void;
 
 /// `ncclUniqueId`: how the processes of a communicator find each other.
@@ -58,7 +58,7 @@ struct Config {
 }
 
 impl Config {
-    /// Calls return at once, so that a peer that has died cannot keep this process waiting; everything else as NCCL chooses.
+    /// Calls return at once, so that a dead peer cannot block this process; all other fields are NCCL's defaults.
     const fn not_blocking() -> Self {
         const UNSET: c_int = c_int::MIN;
         Self {
@@ -120,8 +120,8 @@ functions! {
 
 static LOADED: Mutex<Option<Nccl>> = Mutex::new(None);
 
-/// The library, looked for in `folders` first, then where the system's loader looks. NVLink multicast is off unless the user's
-/// environment says otherwise: its sums change from run to run, and where a host is shared it can disable GPUs of others.
+/// Load the library, first from `folders`, then by the system's loader. Turns NVLink multicast off unless the environment sets it: its
+/// sums change from run to run, and on a shared host it can disable the GPUs of other users.
 ///
 /// # Errors
 /// [`Unavailable::NoNccl`], [`Unavailable::NcclVersion`], [`Unavailable::NoFunction`].
@@ -132,7 +132,7 @@ pub fn load(folders: &[&Path]) -> Result<Nccl, Unavailable> {
     }
     const MULTICAST: &str = "NCCL_NVLS_ENABLE";
     if std::env::var_os(MULTICAST).is_none() {
-        // SAFETY: NCCL reads its environment when it is first called, which is below, in this thread.
+        // SAFETY: NCCL reads its environment at its first call, which follows below in this thread.
         unsafe { std::env::set_var(MULTICAST, "0") };
     }
     let handle = open(FILE, folders).map_err(Unavailable::NoNccl)?;
@@ -141,7 +141,7 @@ pub fn load(folders: &[&Path]) -> Result<Nccl, Unavailable> {
     if !(MINIMUM..NEXT_MAJOR).contains(&found) {
         return Err(Unavailable::NcclVersion { found });
     }
-    // The addresses must stay good for the rest of the process.
+    // The addresses must stay valid for the rest of the process.
     std::mem::forget(handle);
     *loaded = Some(nccl);
     Ok(nccl)
@@ -156,7 +156,7 @@ impl Nccl {
         version
     }
 
-    /// What a result means, with the library's last message.
+    /// The description of a result, with the library's last message.
     pub fn describe(&self, result: c_int) -> String {
         // SAFETY: both texts live as long as the library; no communicator is needed for the last message.
         let texts = unsafe { [(self.error_string)(result), (self.last_error)(std::ptr::null_mut())] };
@@ -168,7 +168,7 @@ impl Nccl {
         texts.join(": ")
     }
 
-    /// A new id; the process that asks is where the others meet, and must become one of them.
+    /// A new id. The processes of the communicator meet at the process that creates it, which must be one of them.
     ///
     /// # Errors
     /// The library's result.
@@ -179,7 +179,7 @@ impl Nccl {
         Ok(id)
     }
 
-    /// Begin to join: the communicator can be used when [`async_error`](Self::async_error) gives `SUCCESS`.
+    /// Begin to join a communicator, which can be used when [`async_error`](Self::async_error) returns `SUCCESS`.
     ///
     /// # Errors
     /// The library's result.
@@ -246,7 +246,7 @@ impl Nccl {
         check(unsafe { (self.broadcast)(place, place, count, dtype, root, comm, stream) })
     }
 
-    /// Calls from here to [`group_end`](Self::group_end) are one.
+    /// Treat the calls from here to [`group_end`](Self::group_end) as one.
     ///
     /// # Errors
     /// The library's result.
@@ -255,7 +255,7 @@ impl Nccl {
         check(unsafe { (self.group_start)() })
     }
 
-    /// As [`group_start`](Self::group_start).
+    /// End the group of calls that [`group_start`](Self::group_start) began.
     ///
     /// # Errors
     /// The library's result.
@@ -264,7 +264,7 @@ impl Nccl {
         check(unsafe { (self.group_end)() })
     }
 
-    /// Begin to end in good order: what is queued is done.
+    /// Begin to shut down; queued work is completed first.
     ///
     /// # Errors
     /// The library's result.
@@ -298,7 +298,7 @@ impl Nccl {
 /// Whether all work of a stream is done.
 ///
 /// # Errors
-/// The driver's, also those of earlier work.
+/// The driver's errors, also those of earlier work.
 ///
 /// # Safety
 /// It is a stream of the current device, and not capturing.
@@ -311,7 +311,7 @@ pub unsafe fn is_done(stream: *mut c_void) -> Result<bool, Status> {
     }
 }
 
-/// A call in progress is not a failure.
+/// Turns a result into an error unless the call succeeded or is in progress.
 fn check(result: c_int) -> Result<(), c_int> {
     if matches!(result, SUCCESS | IN_PROGRESS) { Ok(()) } else { Err(result) }
 }

@@ -7,7 +7,7 @@ use super::memory::{Status, check};
 
 /// Bytes of a piece.
 pub(crate) const PIECE: usize = 8 << 20;
-/// Number of pieces of a stream: while the GPU works on some, the host works on the next.
+/// Number of pieces of a stream: while the GPU uses some, the host uses the next.
 pub(crate) const PIECES: usize = 4;
 
 /// A piece of pinned memory, and an event for the GPU's last use. Both live as long as the process.

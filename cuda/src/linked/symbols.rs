@@ -1,7 +1,6 @@
-//! The functions of the CUDA libraries that are called, each a jump through a slot.
+//! The functions of the CUDA libraries that candle and this crate call, each a jump through a slot.
 //!
-//! The list is what candle's CUDA backend leaves undefined; a missing one shows as an undefined symbol of the extension, which the
-//! check of the wheel rejects.
+//! A function that is missing in the list becomes an undefined symbol of the extension, which the check of the wheel rejects.
 
 use std::arch::global_asm;
 use std::sync::atomic::AtomicPtr;
@@ -17,7 +16,7 @@ pub struct Library {
     pub symbols: &'static [Symbol],
 }
 
-/// What an unfilled slot points at; every function of these libraries returns a status, and this one is `CUDA_ERROR_UNKNOWN`.
+/// The target of unfilled slots. Every function of these libraries returns a status; this one returns `CUDA_ERROR_UNKNOWN`.
 extern "C" fn absent() -> i32 {
     999
 }
@@ -31,7 +30,7 @@ macro_rules! library {
                 #[allow(non_upper_case_globals, reason = "named as the function")]
                 static $symbol: AtomicPtr<()> = AtomicPtr::new(absent as *mut ());
 
-                // Hidden, so that no other library of the process takes these for the real ones.
+                // Hidden, so that other libraries of the process do not bind to these functions.
                 #[cfg(target_arch = "x86_64")]
                 global_asm!(
                     concat!(".globl ", stringify!($symbol)),

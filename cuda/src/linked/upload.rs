@@ -2,9 +2,9 @@
 //!
 //! The host copies the values to pinned memory and the GPU from there, so the host does not wait and the caller's memory is free at once.
 //!
-//! A graph cannot copy from memory that is gone when it is replayed. During a capture, a value counts as a constant if
-//! an eager run of the same function made it too: it goes to device memory that lives as long as the graph, from where the graph
-//! copies it. Any other value is rejected: it changes from call to call, and each replay would repeat it.
+//! A graph cannot copy from host memory that is freed before a replay. During a capture, a value counts as a constant if an eager run
+//! of the same function copied it too: it is put into device memory that lives as long as the graph, and the graph copies from there.
+//! Any other value is rejected: it changes from call to call, but each replay would repeat it.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -35,10 +35,10 @@ unsafe fn driver_copy(to: u64, from: *const c_void, size: usize, stream: Stream)
 /// Queue a copy from pinned memory; in a capture it becomes a node of the graph.
 ///
 /// # Errors
-/// The driver's.
+/// The driver's error.
 ///
 /// # Safety
-/// Both places have `size` bytes. The source is pinned memory, which stays as it is until the copy, and every graph with it, is done.
+/// Both places have `size` bytes. The source is pinned memory, and does not change until the copy is done, nor while a graph contains it.
 pub unsafe fn copy_pinned(to: u64, from: *const u8, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());
@@ -82,12 +82,12 @@ impl Ring {
             }
             let length = (size - done).min(PIECE - self.used);
             let host = self.pieces[self.current].host().wrapping_add(self.used);
-            // SAFETY: the piece has room for `length` bytes behind what is used; the caller's memory has `size`.
+            // SAFETY: the piece has room for `length` bytes after its used part; the caller's memory has `size`.
             check(unsafe {
                 std::ptr::copy_nonoverlapping(from.add(done), host, length);
                 driver_copy(to + done as u64, host.cast_const().cast(), length, self.stream as Stream)
             })?;
-            // The next value begins on a line of its own.
+            // The next value begins at a multiple of 256 bytes.
             self.used = (self.used + length).next_multiple_of(256).min(PIECE);
             done += length;
         }
@@ -107,7 +107,7 @@ unsafe fn stage(to: u64, from: *const c_void, size: usize, stream: Stream) -> c_
     unsafe {
         match rings[at].copy(to, from.cast(), size) {
             Ok(()) => driver::SUCCESS,
-            // Without pinned memory the driver copies as it can.
+            // Without pinned memory, the driver copies in its own way.
             Err(Status(driver::OUT_OF_MEMORY)) => driver_copy(to, from, size, stream),
             Err(status) => status.0,
         }
@@ -140,7 +140,7 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
     let captured = WATCH.with_borrow_mut(|watch| match watch {
         Watch::Off => None,
         Watch::Noting(known) => {
-            // SAFETY: the driver's contract: there are `size` bytes.
+            // SAFETY: by the driver's contract, there are `size` bytes.
             known.insert(fingerprint(unsafe { bytes(from, size) }));
             None
         }
@@ -184,12 +184,12 @@ fn fingerprint(bytes: &[u8]) -> u64 {
 #[derive(Debug, Default)]
 pub struct Known(HashSet<u64>);
 
-/// Note the values that this thread copies, until [`finish_noting`].
+/// Record the values that this thread copies, until [`finish_noting`].
 pub fn note() {
     WATCH.set(Watch::Noting(HashSet::new()));
 }
 
-/// The values of an eager run.
+/// Stop recording, and return the values that were copied.
 pub fn finish_noting() -> Known {
     match WATCH.take() {
         Watch::Noting(known) => Known(known),
@@ -208,7 +208,7 @@ pub struct Constants {
     has_refused: bool,
 }
 
-/// The result of a capture. The values themselves are copied by [`Constants::upload`].
+/// End a capture and return its constants. [`Constants::upload`] then copies their values to the device.
 pub fn finish_capture() -> Constants {
     match WATCH.take() {
         Watch::Capturing { constants, has_refused, .. } => Constants { constants, has_refused },
@@ -225,7 +225,7 @@ impl Constants {
     /// Copy the values to where the graph expects them.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's error.
     ///
     /// # Safety
     /// `stream` is the stream that was captured, and its device is current.

@@ -107,14 +107,14 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str], program: str) -> int:
-    # Imported when chosen, so that no command waits for the imports of others.
+    # Imported here, so that no command waits for the imports of others.
     module = importlib.import_module(COMMANDS[name].module)
     status: int = module.run(arguments, program)
     return status
 
 
 def guarded(action: Callable[[], int]) -> int:
-    """Run `action` and return the exit status; prints an error as one line, by default."""
+    """Run `action` and return the exit status; prints an error as one line without traceback."""
     try:
         status = action()
         # Flush here: at the interpreter's exit, a closed pipe is reported on stderr.

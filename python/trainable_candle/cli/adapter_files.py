@@ -1,4 +1,4 @@
-"""What `resize`, `combine` and `extract` share: the output, and its flags."""
+"""The output of `resize`, `combine` and `extract`, and its flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def new_file(text: str, *, overwrite: bool, suffix: str = ".safetensors") -> Pat
     """The path of a file to write.
 
     Raises:
-        ConfigError: it has another ending, or is there already.
+        ConfigError: it has another suffix, or exists already.
     """
     path = Path(text).expanduser()
     if path.suffix.lower() != suffix:
@@ -36,7 +36,7 @@ def share(text: str) -> float:
 
 
 def add_output(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the file that is written."""
+    """Add the flags of the output file."""
     group.add_argument("--output", metavar="FILE", help="the .safetensors file to write")
     group.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     group.add_argument(

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOptions) -> None:
-    """Answer lines of standard input, each after all before it, until there is none."""
+    """Answer lines of standard input as one conversation, until an empty line or the end."""
     if sys.stdin.isatty():
         print("an empty line or Ctrl-D ends", file=sys.stderr)
     while True:
@@ -63,7 +63,7 @@ def _talk(task: TextTask, messages: list[dict[str, str]], options: WritingOption
 
 
 def _answer(task: TextTask, messages: Sequence[dict[str, str]], options: WritingOptions) -> str:
-    """Print an answer as it comes; returns it."""
+    """Print an answer while it is generated; returns it."""
     parts = []
     for part in task.answer(messages, options):
         parts.append(part)

@@ -21,7 +21,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     options = {"seed": given.get("seed", 0), "threads": given.get("threads")}
     output = Path(given.get("output", "demo-output")).expanduser()
     if given.get("model", DIGITS) == DIGITS:
-        from trainable_candle.demo.run import run_demo  # noqa: PLC0415 - after the arguments proved right
+        from trainable_candle.demo.run import run_demo  # noqa: PLC0415 - after the flags are parsed
 
         return run_demo(output, **options)
 

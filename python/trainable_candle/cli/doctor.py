@@ -1,4 +1,4 @@
-"""`trainable-candle doctor`: what this machine can train with, and cures."""
+"""`trainable-candle doctor`: check what this machine can train with, and how to fix faults."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FAULTY: Final = 1
-"""Exit status where something is wrong."""
+"""Exit status if something is wrong."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
     """Print the report; the exit status is 0 if nothing is wrong."""
     given = make_parser(program).parse(arguments)
 
-    from trainable_candle.doctor import main  # noqa: PLC0415 - after the arguments proved right
+    from trainable_candle.doctor import main  # noqa: PLC0415 - after the flags are parsed
 
     return 0 if main(Path(given.get("output", ".")).expanduser()) else FAULTY
 

@@ -1,4 +1,4 @@
-"""`trainable-candle export`: write a language model's adapter as other programs load it."""
+"""`trainable-candle export`: write a language model's adapter for other programs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _compare(task: TextTask, adapter: Path, merged: Path, dataset: str) -> None:
-    """Print the loss on a data set of the base, of the base with its adapter, and merged."""
-    from trainable_candle import families  # noqa: PLC0415 - after the arguments proved right
+    """Print the losses of the base, of the base with the adapter, and of the merged model."""
+    from trainable_candle import families  # noqa: PLC0415 - after the flags are parsed
 
     family = task.family
     base = task.loss_on(dataset)

@@ -19,7 +19,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     parser.require(given, "model", "tuned", "output")
     output = new_file(given["output"], overwrite="overwrite" in given)
 
-    from tqdm import tqdm  # noqa: PLC0415 - after the arguments proved right
+    from tqdm import tqdm  # noqa: PLC0415 - after the flags are parsed
 
     from trainable_candle import families  # noqa: PLC0415
     from trainable_candle.lora import extract  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Flags of kohya's scripts that have no counterpart of their own, and what to do instead."""
+"""Flags of kohya's scripts without an exact counterpart here, and what to do instead."""
 
 from typing import Final
 
@@ -41,4 +41,4 @@ INSTEAD: Final = {
     "--dataset-config": _LISTED,
     "--huber-c": "is not --huber-delta exactly: give that",
 }
-"""Flag, with hyphens -> the message about it."""
+"""Flag, with hyphens -> the end of the message about it."""

@@ -62,12 +62,12 @@ def load_model(given: Mapping[str, Any], device: str, dtype: str | None) -> Task
         dtype: of the weights; None keeps the stored dtype.
 
     Raises:
-        ConfigError: a flag has no effect; there is no such model, or it needs weights and none are
-            given.
-        MissingFileError: there is no file of that name; the message names the flag.
+        ConfigError: a flag has no effect, there is no such model, or the model needs weights and
+            none are given.
+        MissingFileError: a file does not exist; the message names the flag.
         WeightsFormatError: the weights or the adapter are damaged, or belong to another model.
     """
-    # After the arguments proved right.
+    # Expensive imports, after the flags are parsed.
     from trainable_candle import families  # noqa: PLC0415
     from trainable_candle.cli.roundings import notes  # noqa: PLC0415
     from trainable_candle.settings import TrainConfig  # noqa: PLC0415

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 _SIZES: Final = ("resolution", "max_side")
-"""The flags of the images whose loss is compared."""
+"""Flags for the images of `--dataset`, on which losses are compared."""
 _BEFORE: Final = ("adapter", "scale", "base_precision")
-"""The flags of what is merged, which the merged model has no more."""
+"""Flags of the unmerged model, which do not apply to the merged one."""
 
 
 def run(arguments: Sequence[str], program: str) -> int:
@@ -42,8 +42,8 @@ def run(arguments: Sequence[str], program: str) -> int:
 
 
 def _quantized(given: Mapping[str, Any], output: Path) -> None:
-    """Merge, quantize what is written, and print what that cost."""
-    # After the arguments proved right.
+    """Merge, write quantized weights, and print the error or the losses."""
+    # Expensive imports, after the flags are parsed.
     from trainable_candle.export.quantized import FORMATS  # noqa: PLC0415
     from trainable_candle.tasks.latent import LatentTask  # noqa: PLC0415
     from trainable_candle.tasks.text import TextTask  # noqa: PLC0415
@@ -69,7 +69,7 @@ def _quantized_image(task: LatentTask, given: Mapping[str, Any], output: Path) -
         _require_no_sizes(given)
     apart = _loss(task, given)
     if apart is not None:
-        # Measuring has dropped parts that are written.
+        # Measuring the loss has freed parts that must be written.
         task = cast("LatentTask", load_model(given, "cpu", given.get("precision")))
     task.save_merged(output, given["to"])
 

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The given arguments by name; absent flags are absent unless they have a default.
+        """The given arguments by name; flags that were not given are absent.
 
         Raises:
             ConfigError: a flag is unknown (the message names the nearest one), or a value is wrong.
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def parse_own(self, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """The given arguments by name, and those that are not of this parser.
+        """The given arguments by name, and the arguments that this parser does not know.
 
         Raises:
             ConfigError: a value is wrong.
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _CompactHelp(argparse.HelpFormatter):
-    """One line a flag, so that a help page fits on a screen."""
+    """Shows each flag once with its value, so that a help page fits on a screen."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_HELP_COLUMN, width=_WIDTH)
@@ -114,7 +114,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
 
     Args:
         parser: gets the flags, in groups.
-        rare: whether the help shows those that are rarely needed.
+        rare: whether the help shows rarely needed flags.
     """
     defaults = asdict(TrainConfig())
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
@@ -147,7 +147,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
 
 
 def _hyphenated(text: str) -> str:
-    """An argument with hyphens for the underscores that a flag may be written with."""
+    """The argument with hyphens in place of underscores in a flag's name."""
     if not text.startswith("--"):
         return text
     name, equals, value = text.partition("=")
@@ -200,7 +200,7 @@ def _kind(hint: Any) -> type:
 
 
 def _reader(setting: Setting, kind: type) -> Callable[[str], Any]:
-    """What makes a value of a flag's text."""
+    """The function that converts a flag's text to its value."""
     if not setting.words:
         return kind
 

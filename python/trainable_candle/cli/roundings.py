@@ -1,4 +1,4 @@
-"""What is said of an adapter whose base was rounded otherwise in training than it is in use."""
+"""Notes about adapters that were trained over a base with another rounding than in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CURES: Final = {form: f": merge --to {form} writes them so" for form in FORMATS
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
-    """What to tell the user, one sentence each; nothing of files that do not say their making.
+    """Notes for the user, one sentence each; none for files that do not say how they were trained.
 
     Args:
         adapter: a file, or a folder of peft.
@@ -28,7 +28,7 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
     try:
         facts = safetensors_metadata(path)
     except (OSError, ValueError):
-        return []  # reading the adapter itself tells what is wrong
+        return []  # loading the adapter reports what is wrong
     told = []
     trained, grid = facts.get(BASE), facts.get(QAT)
     if trained not in {None, base}:

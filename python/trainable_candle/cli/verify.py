@@ -26,7 +26,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     given = parser.parse(arguments)
     parser.require(given, "file")
 
-    from trainable_candle import families, verify_adapter  # noqa: PLC0415 - after the arguments proved right
+    from trainable_candle import families, verify_adapter  # noqa: PLC0415 - after the flags are parsed
     from trainable_candle.settings.texts import Texts  # noqa: PLC0415
 
     path = Path(given["file"]).expanduser()
@@ -89,8 +89,8 @@ def lines(path: Path, report: AdapterReport, *, every: bool) -> list[str]:
 
 
 def _refusals(path: Path, model: str, weights: Path) -> list[str]:
-    """What the programs that load adapters of language models reject, in lines."""
-    from trainable_candle import export  # noqa: PLC0415 - after the arguments proved right
+    """A line for each program that loads adapters of language models: what it rejects."""
+    from trainable_candle import export  # noqa: PLC0415 - after the flags are parsed
     from trainable_candle.export.adapter import adapter_settings  # noqa: PLC0415
 
     try:
@@ -107,7 +107,7 @@ def _refusals(path: Path, model: str, weights: Path) -> list[str]:
 
 
 def _applied(tool: str, modules: Sequence[AdapterModule]) -> str:
-    """How many adapters a program applies as they were trained, and why not the others."""
+    """How many adapters a program applies as trained, and why it does not apply the others."""
     ignored = Counter(m.ignored_by[tool] for m in modules if tool in m.ignored_by)
     missing = sum(m.layer is None for m in modules)
     if missing:
@@ -125,7 +125,7 @@ def _applied(tool: str, modules: Sequence[AdapterModule]) -> str:
 
 
 def _misfit(module: AdapterModule) -> bool:
-    """Whether there is a layer of that name, and the module does not fit it."""
+    """Whether the module's layer exists but the module does not fit it."""
     return module.layer is not None and module.fault is not None
 
 

@@ -1,4 +1,4 @@
-"""The flags that say how a language model writes."""
+"""The flags that say how a language model generates text."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
 
 
 def writing_options(given: Mapping[str, Any]) -> WritingOptions:
-    """The options of the flags.
+    """The options that the flags give.
 
     Raises:
         ConfigError: a value is outside its range, or has no effect.
     """
-    # After the arguments proved right.
+    # An expensive import, after the flags are parsed.
     from trainable_candle.tasks.text.writing import WritingOptions  # noqa: PLC0415
 
     names = ("tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")

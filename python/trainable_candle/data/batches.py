@@ -20,11 +20,12 @@ _REMEMBERED: Final = 64
 
 
 class ShuffledBatches:
-    """The items of batch `index`: every epoch is a fresh shuffle of the items.
+    """Batches of item numbers: every epoch is a new shuffle of the items.
 
     All items of a batch belong to one group; a batch may span two epochs of its group. In every
-    epoch each item occurs `repeats` times; a fraction is the share of epochs with one occurrence
-    more. A batch depends only on the seed and its number, so any batch can be computed at any time.
+    epoch each item occurs `repeats` times; the fraction of `repeats` is the share of epochs in
+    which it occurs once more. A batch depends only on the seed and its number, so any batch can be
+    computed at any time.
 
     Args:
         items: number of items, at least 1.
@@ -111,7 +112,7 @@ class _Group:
         self._number = number
         self._items = items
         self._repeats = repeats[items]
-        # Items that occur in every n-th epoch do not all occur in the same one.
+        # Spreads items that occur in every n-th epoch over different epochs.
         self._phases = (np.arange(len(items)) + 0.5) / len(items)
         self._pass = lru_cache(maxsize=2)(self._shuffled)
         self.occurrences_before = lru_cache(maxsize=_REMEMBERED)(self._occurrences_before)
@@ -144,7 +145,7 @@ class _Group:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest number for which a condition holds, which holds for 0 and not for all."""
+    """The largest number for which a condition holds that is true from 0 up to some number."""
     above = 1
     while holds(above):
         above *= 2

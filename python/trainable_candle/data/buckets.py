@@ -20,18 +20,18 @@ class Bucket:
     height: int
 
     def __str__(self) -> str:
-        """As width x height."""
+        """Format as width x height."""
         return f"{self.width}x{self.height}"
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Which part of an image a model sees, px; the conditioning on size and crop."""
+    """The part of an image that a model sees, px; its conditioning on size and crop."""
 
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""
     left: int
-    """Column of the scaled image, mirrored if the crop is, where the crop starts."""
+    """Column of the scaled image where the crop starts; of the mirrored one if mirrored."""
     top: int
     bucket: Bucket
     """The size of the crop."""
@@ -63,16 +63,16 @@ class Fit:
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
     def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
-        """The left column and top row of a crop; 0 is left or top, 0.5 the centre."""
+        """The left column and top row of a crop at a relative position; 0.5 is the centre."""
         columns, rows = self.margin
         return round(columns * across), round(rows * down)
 
     def frame(self, left: int, top: int, *, flipped: bool = False) -> Frame:
-        """The part that a crop shows, of the mirrored image if `flipped`."""
+        """The frame of a crop, in the mirrored image if `flipped`."""
         return Frame(self.original, self.margin[0] - left if flipped else left, top, self.bucket)
 
     def cut(self, image: Image.Image, left: int, top: int, *, flipped: bool = False) -> Image.Image:
-        """The image, or its mask in any size, scaled, cropped and mirrored to fill the bucket."""
+        """Scale, crop and mirror the image, or its mask of any size, to fill the bucket."""
         if image.size != self.scaled:
             image = image.resize(self.scaled, Image.Resampling.LANCZOS)
         image = image.crop((left, top, left + self.bucket.width, top + self.bucket.height))
@@ -82,10 +82,10 @@ class Fit:
 class Buckets:
     """The sizes that `DatasetOptions` allow, and the choice of one for an image.
 
-    Those of full size have sides that are multiples of the step, each as long as the area, that of
-    a square of `resolution`, allows. An image goes to the one with the nearest aspect ratio. If it
-    is too small for it and must not be enlarged, it goes to the largest multiples of the step that
-    it holds, or to the nearest full size that it covers.
+    The sides of a full-size bucket are multiples of the step; its area is as large as possible but
+    at most that of a square of `resolution`. An image goes to the full-size bucket with the nearest
+    aspect ratio. If it is smaller than that and must not be enlarged, it goes to the nearest of the
+    full-size buckets that it covers, and of the largest multiples of the step within its sides.
     """
 
     def __init__(self, options: DatasetOptions) -> None:

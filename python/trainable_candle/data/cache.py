@@ -84,11 +84,11 @@ def fingerprint(facts: Mapping[str, object]) -> str:
 class FeatureStore:
     """Tensors by key in a folder, for one kind of entry and settings.
 
-    Entries are in `KIND-SETTINGS/KEY.safetensors`, so that runs with different settings share a
-    folder, as may several processes. Each is written under another name and renamed.
+    Entries are in `KIND-SETTINGS/KEY.safetensors`, so that runs with different settings, and
+    several processes, can share a folder. Each entry is written under another name and renamed.
 
     Args:
-        folder: holds such folders.
+        folder: the folder of all kinds and settings.
         kind: what is encoded, `latents` or `text`.
         settings: everything that an entry depends on besides its key.
 
@@ -104,13 +104,13 @@ class FeatureStore:
         if not facts.exists():
             write_atomically(facts, json.dumps(whole, indent=2, default=str) + "\n")
         for path in self.folder.glob("*.partial"):
-            # Another process may finish it, and rename it, meanwhile.
+            # Meanwhile, another process may finish and rename the file.
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _ABANDONED:
                     path.unlink()
 
     def holds(self, key: str) -> bool:
-        """Whether there is an entry of this key with a correct checksum."""
+        """Whether there is an entry with this key and a correct checksum."""
         return intact_facts(self._path(key)).get("key") == key
 
     def read(self, key: str, device: str) -> dict[str, Tensor] | None:
@@ -137,7 +137,7 @@ class FeatureStore:
         self.put(key, packed(tensors, {**(facts or {}), "key": key}))
 
     def content(self, key: str) -> bytes:
-        """The file of an entry, for `put` of another store.
+        """The bytes of an entry's file, for `put` of another store.
 
         Raises:
             OSError: it cannot be read.
@@ -145,7 +145,7 @@ class FeatureStore:
         return self._path(key).read_bytes()
 
     def put(self, key: str, content: bytes) -> None:
-        """Add an entry, or replace it, with what `content` gave elsewhere.
+        """Add or replace an entry with bytes that `content` of another store returned.
 
         Raises:
             FileError: it cannot be written; an existing entry does not change.

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 METADATA: Final = "metadata.jsonl"
 CAPTION_SUFFIXES: Final = (".txt", ".caption")
-"""Endings of caption files; the first that exists is read."""
+"""Suffixes of caption files; the first file that exists is read."""
 _COLUMNS: Final = ("text", "caption", "prompt")
 
 
 def read_caption(path: Path) -> str | None:
-    """The text in the `.txt` or `.caption` of an image's name; None if there is no such file.
+    """The text of the `.txt` or `.caption` file beside an image; None if there is no such file.
 
     Raises:
         DatasetError: it cannot be read as UTF-8.
@@ -41,9 +41,9 @@ def read_metadata(folder: Path) -> dict[Path, str]:
     """The captions in a folder's `metadata.jsonl`, by image; none if there is no such file.
 
     Each line is a JSON object with `file_name`, relative to the folder, and the caption as `text`,
-    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that points out of the
-    folder, by itself or through a link to another folder, is rejected. An image may be a link:
-    those of Hugging Face's cache are.
+    `caption` or `prompt`: the layout of Hugging Face's `imagefolder`. A name that leads out of the
+    folder, by itself or through a linked folder, is rejected. An image may be a link, as in Hugging
+    Face's cache.
 
     Raises:
         DatasetError: the file cannot be read, or a line is not such an object or names something
@@ -69,7 +69,7 @@ def read_metadata(folder: Path) -> dict[Path, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder or below it, by its name there.
+    """The path of a file in or below a folder, from its name relative to the folder.
 
     Raises:
         ValueError: it is outside the folder.
@@ -117,7 +117,7 @@ class CaptionMaker:
         self._seed = seed
 
     def plain(self, caption: str, trigger: str) -> str:
-        """The caption with its trigger, in its own order; also for validation and samples."""
+        """The caption with its trigger, not shuffled; also for validation and previews."""
         caption = " ".join(caption.split())
         if not trigger or caption.startswith(trigger):
             return caption
@@ -125,7 +125,7 @@ class CaptionMaker:
         return f"{trigger}{joint}{caption}" if caption else trigger
 
     def use(self, caption: str, trigger: str, picture: int, sample: int) -> str:
-        """The caption of the image with this number as sample number `sample` of a run."""
+        """The caption of an image when it is sample number `sample` of a run."""
         if not self.options.dropout and not self._varies:
             return self.plain(caption, trigger)
         rng = generator(self._seed, "caption", sample)
@@ -151,7 +151,7 @@ class CaptionMaker:
 
     @property
     def endless(self) -> bool:
-        """Whether captions are shuffled again each time, so that they cannot be listed."""
+        """Whether captions are changed anew for each sample, so that they cannot be listed."""
         return self._varies and self.options.variants == 0
 
     @property

@@ -50,13 +50,13 @@ class Batch:
     index: int
     """The number of the batch in the run."""
     samples: tuple[int, ...]
-    """The numbers of the samples in the run, the same in batches of any size: they determine all
-    their random choices."""
+    """The numbers of the samples in the run, which do not depend on the batch size and determine
+    all random choices for a sample."""
     views: tuple[View, ...]
     captions: tuple[str, ...]
     bucket: Bucket
     frames: tuple[Frame, ...]
-    """Which part of its image each example shows."""
+    """The part of its image that each example shows."""
     loss_weights: npt.NDArray[np.float32]
     """Factors on the loss of each image; shape (B,)."""
 
@@ -90,11 +90,11 @@ class Dataset:
         return len(self.items)
 
     def summary(self) -> str:
-        """A table of folders, buckets and what is left out."""
+        """A table of folders, buckets and images that are left out."""
         return self._summary
 
     def listing(self) -> dict[str, str]:
-        """A hash of each image and what is done with it, by path below their common folder."""
+        """A hash of each image and its settings, by its path below the images' common folder."""
         folder = Path(os.path.commonpath([item.picture.path.parent for item in self.items]))
         return {
             item.picture.path.relative_to(folder).as_posix(): fingerprint(
@@ -113,7 +113,7 @@ class Dataset:
         return described(self.items, self._captions.separator)
 
     def part(self, numbers: Sequence[int]) -> Dataset:
-        """The items of these numbers as a data set of their own."""
+        """The items with these numbers as a separate data set."""
         items = [self.items[number] for number in numbers]
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
@@ -150,7 +150,7 @@ class Dataset:
         ]
 
     def views(self) -> list[View]:
-        """Every view that a batch can hold, those of a bucket together."""
+        """Every view that can be in a batch, grouped by bucket."""
         found = {
             view: None
             for number in range(len(self.items))
@@ -160,10 +160,10 @@ class Dataset:
         return sorted(found, key=lambda view: self.items[view.item].fit.bucket)
 
     def possible_captions(self) -> list[str]:
-        """Every caption that a batch can hold.
+        """Every caption that can be in a batch.
 
         Raises:
-            ConfigError: captions are shuffled again each time (`variants` is 0).
+            ConfigError: captions are changed anew for each sample (`variants` is 0).
         """
         if self._maker.endless:
             raise ConfigError(
@@ -181,7 +181,7 @@ class Dataset:
         """The crop, RGB; shape (height, width, 3) of its bucket.
 
         Raises:
-            DatasetError: the file has vanished or changed since the data set was loaded.
+            DatasetError: the file is missing or has changed since the data set was loaded.
         """
         item = self.items[view.item]
         image = read_rgb(item.picture.path, item.picture.digest)
@@ -193,7 +193,7 @@ class Dataset:
 
         Args:
             batch: the batch.
-            factor: pixels on a side of a latent.
+            factor: pixels per side of a latent's square.
 
         Returns:
             Shape (B, height / factor, width / factor), or None if masks are off for all images.
@@ -208,7 +208,7 @@ class Dataset:
         return masks
 
     def draw(self, index: int, numbers: Sequence[int]) -> Batch:
-        """Batch number `index`, of these items: one view of each, and a caption."""
+        """Batch number `index` of the items with these numbers: a view and a caption of each."""
         samples = range(index * len(numbers), (index + 1) * len(numbers))
         views, captions = [], []
         for sample, number in zip(samples, numbers, strict=True):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _METADATA: Final = "__metadata__"
 _CHECKSUM: Final = "crc32"
 _START: Final = f'{{"{_METADATA}": {{"{_CHECKSUM}": "'.encode()
-"""The start of every header, before the checksum of 8 digits of all bytes but its own."""
+"""The start of every header. The checksum follows: 8 digits over all bytes except these 8."""
 _PLACE: Final = slice(8 + len(_START), 16 + len(_START))
 _ALIGNMENT: Final = 8
 _DTYPES: Final = {
@@ -81,7 +81,7 @@ def facts_of(path: Path) -> dict[str, str]:
 
 
 def intact_facts(path: Path) -> dict[str, str]:
-    """The text entries of an intact file of `packed`, read in full; else none."""
+    """The text entries of a file of `packed`, which is read in full; none if it is damaged."""
     try:
         content = path.read_bytes()
     except OSError:

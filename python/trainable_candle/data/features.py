@@ -1,4 +1,4 @@
-"""Latents and text features: encoded once, cached in memory or on disk, read by the batch."""
+"""Latents and text features: encoded once, cached in memory or on disk, read in batches."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class LatentCache:
         encode: from pixels, uint8 of shape (n, h, w, 3), to tensors of n rows by name.
         options: where to keep results.
         identity: everything that results depend on besides pixels: the encoder's weights, its
-            settings, the dtype. Other values make other entries.
+            settings, the dtype. Other values have separate entries.
         folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_area: the most pixels that `encode` gets at once; but always at least one image.
+        encode_area: the most pixels that `encode` gets at once, but at least one image.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class LatentCache:
     def fill(
         self, *, progress: bool = False, report: Report | None = None, group: Group = ALONE
     ) -> Filled:
-        """Encode the missing entries, in batches of one size.
+        """Encode the missing entries, in batches of images of equal size.
 
         While the encoder works, threads decode images ahead and another writes entries; memory
-        does not grow with the number of images. Nothing is encoded if nothing is kept.
+        does not grow with the number of images. Nothing is encoded if the cache is off.
 
         Args:
             progress: whether to draw a bar on a terminal.
@@ -81,7 +81,7 @@ class LatentCache:
             group: the processes that fill the cache together; all call this at the same time.
 
         Raises:
-            DatasetError: an image has changed, or cannot be decoded any more.
+            DatasetError: an image has changed, or can no longer be decoded.
             OSError: an entry cannot be written; earlier ones are kept.
             DistributedError: another process has failed.
         """
@@ -152,20 +152,20 @@ class LatentCache:
 class TextCache:
     """The text encoders' results for captions.
 
-    Captions of different lengths may have features of different lengths along dimension 1: in a
-    batch, shorter ones are extended by those of the empty caption, repeated as often as needed.
+    Features of captions may have different lengths along dimension 1. In a batch, shorter features
+    are extended by those of the empty caption, repeated as often as needed.
 
     Args:
         encode: from n captions to tensors of n rows by name.
         options: where to keep results.
         identity: everything that results depend on besides captions: the encoders' weights, clip
-            skip, the number of tokens, the dtype. Other values make other entries.
+            skip, the number of tokens, the dtype. Other values have separate entries.
         folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
         device: the device of batches.
-        encode_parts: the most parts of captions that `encode` gets at once; but always at least one
+        encode_parts: the most parts of captions that `encode` gets at once, but at least one
             caption.
-        parts: the number of parts of a caption; only captions of the same number are encoded
-            together.
+        parts: gives the number of parts of a caption; only captions with the same number are
+            encoded together.
     """
 
     def __init__(
@@ -193,9 +193,9 @@ class TextCache:
         report: Report | None = None,
         group: Group = ALONE,
     ) -> Filled:
-        """Encode the missing captions and the empty one; entries are written meanwhile.
+        """Encode the missing captions and the empty one, and write entries meanwhile.
 
-        Nothing is encoded if nothing is kept.
+        Nothing is encoded if the cache is off.
 
         Args:
             captions: any number, repetitions allowed.
@@ -244,7 +244,7 @@ class TextCache:
 def _dealt(
     group: Group, missing: Sequence[str], tasks: Mapping[str, _Task]
 ) -> tuple[list[_Task], list[str]]:
-    """The tasks of this process, and the keys that some process misses."""
+    """The tasks of this process, and the keys that at least one process lacks."""
     whole = needed(group, missing, tasks)
     here = set(missing)
     mine = whole[group.rank :: group.size]

@@ -1,9 +1,9 @@
 // The backward pass with the matrix instructions and the copy engine of compute capability 9.0. A block has a tile of 128 keys, 64
 // for each of its two groups of four warps, and goes over tiles of queries; one thread copies what the groups multiply.
 //
-// The gradients of a tile's queries are sums over all tiles of keys. The blocks add to them, in f32 in memory, in an order that sizes
-// alone decide: that of the times at which blocks come to the tile if all steps take equally long, so waits are short. A
-// block waits for others, so all run at the same time: one on each multiprocessor, in one stream.
+// The gradients of a tile's queries are sums over all tiles of keys. The blocks add to them, in f32 in memory, in an order that only
+// the sizes decide: the order in which blocks would reach the tile if all steps took equally long, so waits are short. As blocks wait
+// for each other, all must run at the same time: one on each multiprocessor, in one stream.
 #pragma once
 
 #include "copies.cuh"
@@ -11,7 +11,8 @@
 
 constexpr int KEYS_AT_ONCE = 128;
 
-// Which queries come when, and who adds to their gradients when. An item is a tile of keys, a step per tile of `M` queries.
+// The order in which an item takes the tiles of queries, and in which blocks add to their gradients. An item is a tile of keys with one
+// step for each tile of `M` queries.
 template <int M> struct Order {
     const Schedule &schedule;
     uint32_t tiles;
@@ -19,15 +20,15 @@ template <int M> struct Order {
     __device__ __forceinline__ Order(const Schedule &schedule, const AttentionShape &shape)
         : schedule(schedule), tiles(ceil_divide(shape.keys, KEYS_AT_ONCE)) {}
 
-    // Neighbouring tiles of keys begin with different queries, spread over all there are.
+    // The tiles of keys begin with different tiles of queries, spread evenly over all.
     __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
     __device__ __forceinline__ uint32_t queries(uint32_t tile, uint32_t step) const {
         const uint32_t place = step + first(tile);
         return place < schedule.steps ? place : place - schedule.steps;
     }
 
-    // How many tiles of keys are added to the gradients of a tile of queries before `task`'s, which comes to it at `time`. Known to
-    // the whole warp, which computes it together.
+    // How many tiles of keys are added to the gradients of a tile of queries before `task`'s, which comes to it at `time`. All lanes of
+    // the warp take part and get the result.
     __device__ __forceinline__ uint32_t turn(const Task &task, uint32_t queries, uint32_t time) const {
         uint32_t before = 0;
         for (uint32_t tile = threadIdx.x % WARP; tile < tiles; tile += WARP) {
@@ -43,7 +44,7 @@ template <int M> struct Order {
 template <typename T, int D, int M> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
     static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;
-    // The gradients of the scores, a row for each key; and of 64 queries by 64 columns, in f32, for each group.
+    // The gradients of the scores, a row for each key; and for each group the sums of dq of 64 queries by 64 columns, in f32.
     static constexpr int SCORE_BYTES = tile_bytes<M>(KEYS_AT_ONCE), SUM_BYTES = 64 * 64 * 4;
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
@@ -111,8 +112,8 @@ template <typename T, int D, int M> struct HopperBackward {
         }
     }
 
-    // Adds the sums of the groups to the gradients of the queries, when it is the block's turn. Warp `adder` does it for every step of its
-    // own, the other adders for the steps between: what it waits for in memory takes longer than a step.
+    // Adds the sums of the groups to the gradients of the queries when it is the block's turn. Steps are dealt to the `ADDERS` warps in
+    // rotation, as waiting for memory takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
         const Order<M> order(schedule, shape);
         ScheduleWalk walk(schedule);
@@ -153,14 +154,14 @@ template <typename T, int D, int M> struct HopperBackward {
         if (threadIdx.x % WARPGROUP == 0) barrier_arrive(shared + barrier);
     }
 
-    // 64 rows of keys or values with rows of a tile of queries or of the gradients of results.
+    // Products of 64 rows of keys or values with the rows of a tile of queries or of the gradients of results.
     template <int N> __device__ __forceinline__ void multiply_keys(float (&sum)[N], uint32_t keys, uint32_t rows) const {
         begin_products();
         multiply_rows<T, D, KEYS_AT_ONCE, M>(sum, keys, rows);
         end_products();
     }
 
-    // This thread's numbers of two neighbouring queries out of every eight.
+    // Log-sums (`which` = 0) or deltas (1) of the thread's two neighbouring queries among the eight with index `n`.
     __device__ __forceinline__ float2 statistic(uint32_t stage, int which, int n) const {
         float2 x;
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -200,7 +201,7 @@ template <typename T, int D, int M> struct HopperBackward {
                     const uint32_t do_rows = do_tile + half * 64 * ROW_BYTES;
                     float d_shares[32], shares[32];
                     multiply_keys(d_shares, values, do_rows);
-                    // The weights, while their gradients are computed.
+                    // Computes the weights while the products for their gradients run.
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
                         const float2 log_sums = statistic(q_stage, 0, half * 8 + n);
@@ -221,7 +222,7 @@ template <typename T, int D, int M> struct HopperBackward {
                     end_products();
                     wait_for_products<1>();
                     products_are_ready(d_shares);
-                    // The products that read the queries before these are done.
+                    // The products that read the previous tile of queries are done.
                     if (half == 0 && step > span.begin) release(Q_EMPTY + (q_stage == 0 ? QUERY_STAGES - 1 : q_stage - 1) * 8);
 #pragma unroll
                     for (int n = 0; n < 8; n++) {
@@ -234,7 +235,7 @@ template <typename T, int D, int M> struct HopperBackward {
                     write_narrow<KEYS_AT_ONCE>(ds_tile + half * KEYS_AT_ONCE * ROW_BYTES + group * 64 * ROW_BYTES, narrow);
                 }
                 barrier_arrive(shared + DS_FULL + ds.stage * 8);
-                // The next scores; the last step's are not used, and cost less than a condition.
+                // Starts the next scores; after the last step they are not used, but cost less than a condition.
                 const uint32_t parity = q.parity;
                 q.advance();
                 const bool is_end = step + 1 == span.end;
@@ -269,7 +270,7 @@ template <typename T, int D, int M> struct HopperBackward {
         }
     }
 
-    // dq = ds k for 64 queries and 64 columns: for 64 columns the group's half of the queries, for 128 its half of the columns.
+    // dq = ds k for 64 queries and 64 columns: the group's half of the queries if D = 64, its half of the columns if D = 128.
     __device__ __forceinline__ void multiply_queries(float (&dq)[32], uint32_t ds_tile, int group) const {
         constexpr int PANEL = KEYS_AT_ONCE * ROW_BYTES;
         const uint32_t left = across_rows(ds_tile + (D == 64 ? group * PANEL : 0), PANEL);
@@ -315,7 +316,7 @@ template <typename T, int D, int M> struct HopperBackward {
             release(KV_EMPTY);
             return;
         }
-        // The tiles of keys and values, which the products of both groups have read, become those of their gradients.
+        // Once the products of both groups have read the tiles of keys and values, the gradients overwrite them.
         const uint32_t k_rows = shared + K + group * 64 * ROW_BYTES, v_rows = shared + V + group * 64 * ROW_BYTES;
         group_sync(TOGETHER, GROUPS * WARPGROUP);
         uint32_t narrow[D / 16][4];

@@ -1,5 +1,5 @@
-// Tiles of heads to and from shared memory by the copy engine. Maps have the dimensions (width, rows, heads, batch) and boxes of 64
-// columns; what is outside of a head is read as zeros and not written.
+// Copies of tiles of heads to and from shared memory by the copy engine. Maps have the dimensions (width, rows, heads, batch) and boxes
+// of 64 columns. Elements outside a head are read as zeros and never written.
 #pragma once
 
 #include "../../engine.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_rows(const TensorMap &map, uint32_t from, 
                      : "memory");
 }
 
-// Starts the copy of bytes in a row.
+// Starts the copy of consecutive bytes.
 __device__ __forceinline__ void fetch_bytes(uint32_t to, const void *from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
@@ -46,7 +46,7 @@ __device__ __forceinline__ void fetch_bytes(uint32_t to, const void *from, int b
 __device__ __forceinline__ void store_bytes(void *to, uint32_t from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-// The same for f32, added to what is there.
+// Like `store_bytes`, but adds f32 values to those in memory.
 __device__ __forceinline__ void add_bytes(float *to, uint32_t from, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");

@@ -1,4 +1,4 @@
-// What comes before and after the two passes: statistics of the rows, sums of parts, and gradients of queries from f32.
+// Work before and after the two passes: statistics of the rows, sums of parts, and narrowing the gradients of queries from f32.
 #pragma once
 
 #include "backward.cuh"
@@ -17,8 +17,8 @@ __device__ __forceinline__ void read_eight(float (&x)[8], const float *from) {
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
 
-// The result and the logarithms of the sums of queries whose keys several blocks have taken. A thread has eight columns of a row; a
-// block some rows of an item.
+// The result and the log-sums of queries whose keys several blocks have shared, from their parts. A thread has eight columns of a row,
+// a block some rows of an item.
 template <typename T, int D, int ROWS>
 __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *parts, const Strides &o_strides,
                                             const AttentionShape &shape, const Schedule &schedule) {
@@ -48,8 +48,8 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
     write_eight(o_strides.matrix(o, task.batch, task.head) + query * o_strides.row + column, result);
 }
 
-// For every tile of M queries: log_sums / ln 2, then the sums over each row of o ∘ d_o; for queries that do not exist infinity, so that
-// their weights are zero, and zero. `turns` becomes zero.
+// For every tile of M queries: M values log_sums / ln 2, then the M sums over the rows of o ∘ d_o. Queries that do not exist get
+// infinity, so that their weights are zero, and a sum of zero. Clears `turns`.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_statistics(const T *o, const T *d_o, const float *log_sums, float *statistics, uint32_t *turns,
                                                     const Strides &o_strides, const Strides &do_strides, const AttentionShape &shape) {
@@ -85,8 +85,8 @@ __device__ __forceinline__ void backward_statistics(const T *o, const T *d_o, co
     }
 }
 
-// dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each, the others 2048 values each
-// of the two gradients of an item.
+// dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each; each other block takes 2048
+// values of dk or dv of an item.
 template <typename T, int D, int M>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,

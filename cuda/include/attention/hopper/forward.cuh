@@ -9,16 +9,16 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// How far a maximum may be above the base of the weights, in powers of two, before the base is raised: most tiles raise nothing.
+// The base of the weights is raised only if a maximum exceeds it by more than this, in powers of two: most tiles raise nothing.
 constexpr float HEADROOM = 8.0f;
 
-// The weights of two rows per thread: their base, times scale / ln 2, and the thread's share of their sums.
+// The state of the softmax of a thread's two rows: the base, which includes the factor scale / ln 2, and the thread's share of the sums.
 struct RowWeights {
-    // At first below all scores, but finite: a tile may hide all keys of a row, whose scores are negative infinity then.
+    // The first base is below all scores but finite: if a tile hides all keys of a row, its scores are negative infinity.
     float base[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.0f, 0.0f};
 
-    // Turns products into weights 2^(scale product - base). Returns whether a base was raised in this warp, and what earlier results
-    // are multiplied with then.
+    // Turns products into weights 2^(scale product - base). Returns whether a base was raised in this warp; if so, the caller multiplies
+    // earlier results by `correction`.
     template <int N> __device__ __forceinline__ bool weigh(float (&scores)[N], float (&correction)[2], float scale) {
         float top[2] = {scores[0], scores[2]};
 #pragma unroll
@@ -46,18 +46,18 @@ struct RowWeights {
     }
 };
 
-// Tiles of 64 GROUPS queries and KEYS keys, of which two are in shared memory. `Source` is what blocks take their work from: a
-// `Schedule`, or the `Queue` of packed rows.
+// Tiles of 64 GROUPS queries and of KEYS keys; shared memory has two of each. Blocks take their work from a `Source`: a `Schedule`,
+// or the `Queue` of packed rows.
 template <typename T, int D, int KEYS, int GROUPS, typename Source> struct HopperForward {
     static constexpr int ROWS = 64 * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
     static constexpr int GROUP_BYTES = tile_bytes<D>(64), TILE_BYTES = tile_bytes<D>(KEYS);
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
-    // Barriers of two tiles of each kind: that they are there; that they may be overwritten.
+    // Barriers of the two tiles of each kind: data has arrived; it may be overwritten.
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
-    // Named barriers: the groups' turns, and those of each group alone.
+    // Named barriers: of the groups' turns, and of each group alone.
     static constexpr int TURN = 1, ALONE = 1 + GROUPS;
 
     const AttentionForwardMaps &maps;
@@ -77,7 +77,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         __syncthreads();
     }
 
-    // The groups' next item, whose queries are there then.
+    // Gets the groups' next item, and waits for its queries. False if there is none.
     __device__ __forceinline__ bool next(typename Source::Walk &walk, Span &span, const Ring<2> &tile) const {
         const uint32_t full = shared + Q_FULL + tile.stage * 8;
         if constexpr (Source::IS_QUEUE) {
@@ -112,7 +112,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
             for (int group = 0; group < GROUPS; group++)
                 fetch_rows<D, 64, 64>(q + group * GROUP_BYTES, maps.q, q_full, task.tile * ROWS + group * 64, task);
             tile.advance();
-            // The last keys come first: only they may be fewer than a tile.
+            // The last keys come first: only their tile may be incomplete.
             for (uint32_t step = span.end; step-- > span.begin; ring.advance()) {
                 const uint32_t at = ring.stage * TILE_BYTES, barrier = ring.stage * 8;
                 barrier_wait(shared + K_EMPTY + barrier, ring.parity ^ 1);
@@ -140,7 +140,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
         const float scale = static_cast<float>(shape.scale) * LOG2_E;
         typename Source::Walk walk(source);
         Span span;
-        // Keys are ahead of values.
+        // Keys are one tile ahead of values.
         Ring<2> tile, keys, values;
         if (group == GROUPS - 1) give_turn(group);
         while (next(walk, span, tile)) {

@@ -2,14 +2,14 @@
 //
 // A tile is in shared memory as panels of 64 columns, each row after row of 128 bytes, as the copy engine writes it with its
 // 128-byte swizzle. Accumulators are distributed as those of `mma.sync`, warp by warp: with g = lane / 4 and t = lane % 4, a
-// thread has of rows 16 warp + g and 16 warp + g + 8 the columns 8 n + 2 t and 8 n + 2 t + 1, in `sum[4 n]` to `sum[4 n + 3]`.
+// thread's `sum[4 n]` to `sum[4 n + 3]` are the columns 8 n + 2 t and 8 n + 2 t + 1 of row 16 warp + g, then of row 16 warp + g + 8.
 #pragma once
 
 #include "../mma.cuh"
 
 constexpr int WARPGROUP = 128;
 
-// A number that is the same for the whole warp, in a form that tells the compiler so: descriptors made of it need no vector registers.
+// Tells the compiler that a number is the same in the whole warp: descriptors made of it need no vector registers.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(ALL_LANES, x, 0); }
 
 // A descriptor's upper half: 128-byte swizzle, groups of eight rows 1024 bytes apart.
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t across_rows(uint32_t address, uint32_t panel
 // The same for a tile whose rows are summed over their columns.
 __device__ __forceinline__ uint32_t along_rows(uint32_t address) { return across_rows(address, 16); }
 
-// The same for what begins `bytes` later.
+// The same for operands that begin `bytes` later.
 __device__ __forceinline__ uint32_t later(uint32_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
 
 #define SUM_8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -77,7 +77,7 @@ template <int N> __device__ __forceinline__ void products_are_ready(float (&sum)
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
-// The same number, of which the compiler does not know that: it computes what depends on it where it is used, instead of keeping it
+// Returns `x`, but hides its origin from the compiler, which then computes values that depend on it at each use instead of keeping them
 // in registers throughout a loop.
 __device__ __forceinline__ uint32_t unknown(uint32_t x) {
     asm volatile("" : "+r"(x));

@@ -1,18 +1,18 @@
-// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. How many
-// tiles of keys one sees only the spans tell, so no order that the host could fix shares the work out evenly. Results do not depend on
-// who takes what.
+// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. Only the
+// spans, in device memory, tell how many tiles of keys a tile sees, so the host cannot divide the work evenly in advance. Results do not
+// depend on which block takes a tile.
 #pragma once
 
 #include "schedule.cuh"
 
 constexpr int QUEUED_BYTES = 16;
 
-// From the thread that copies to the groups, with the barrier of the tile of queries.
+// The thread that copies passes an item to the groups through shared memory, under the barrier of the tile of queries.
 __device__ __forceinline__ void tell(uint32_t to, const Span &span) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(span.item), "r"(span.begin), "r"(span.end), "r"(span.slot)
                  : "memory");
 }
-// Whether there is an item: one has a step at least.
+// Reads an item. False if there is none: an item has at least one step.
 __device__ __forceinline__ bool hear(Span &span, uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(span.item), "=r"(span.begin), "=r"(span.end), "=r"(span.slot)
@@ -44,20 +44,20 @@ struct Queue {
             is_first = false;
             span = {0, 0, 0, 0, 0, false};
             if (index >= items) {
-                // Every block ends with one in vain: the last of them.
+                // Every block ends with one vain attempt; the last of these resets the counter.
                 if (index == items + gridDim.x - 1) *queue.taken = 0;
                 return false;
             }
             const uint32_t tile = tiles - 1 - index / queue.heads, first = tile * queue.rows_at_once;
             span.item = index % queue.heads * tiles + tile;
             span.end = ceil_divide(min(first + queue.rows_at_once, queue.spans.rows), queue.keys_at_once);
-            // Queries of no segment see from the next position on: a tile of them has a step as well.
+            // Queries of no segment have the next position as their first key; a tile of them still gets one step.
             span.begin = min(queue.spans.first_key(first) / queue.keys_at_once, span.end - 1);
             return true;
         }
     };
 
-    // What a thread's two rows of the 64 queries from `first` on see, and what all of them see.
+    // Among the 64 queries from `first` on: the first keys that the thread's two rows see, and the last query's.
     struct Sight {
         uint32_t first, last_begin, begin[2];
 
@@ -71,7 +71,7 @@ struct Queue {
         template <int KEYS> __device__ __forceinline__ bool hides(uint32_t key) const {
             return key + KEYS > first + 1 || key < last_begin;
         }
-        // Of products with keys from `key` on.
+        // Sets scores of invisible keys to negative infinity, in products with keys from `key` on.
         template <int N> __device__ __forceinline__ void hide(float (&scores)[N], uint32_t key) const {
             key += threadIdx.x % 4 * 2;
 #pragma unroll

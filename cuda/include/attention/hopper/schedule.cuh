@@ -2,14 +2,14 @@
 //
 // An item (a tile of queries in the forward pass, a tile of keys in the backward pass) takes `steps` steps, one for each tile on
 // the other side. The first `whole` items go to one block each, in rounds: block b takes items b, b + blocks, b + 2 blocks and so
-// on. The steps of the others, fewer items than there are blocks, follow one another in one row of which every block takes an equal
-// part, so that all end at the same time; what several blocks compute of such an item is summed by a later kernel. If there are fewer
-// such steps than blocks, the last blocks take none.
+// on. The remaining items are fewer than the blocks. Their steps form one sequence, of which every block takes an equal part, so that
+// all end at the same time; a later kernel sums the parts of an item that several blocks share. If there are fewer such steps than
+// blocks, the last blocks take none.
 #pragma once
 
 #include "../shape.cuh"
 
-// Steps `begin` to `end` of an item, by one block. `slot` is where a part is left; `time` counts the block's steps before it.
+// Steps `begin` to `end` of an item, by one block. A part of an item is stored in `slot`; `time` counts the block's steps before it.
 struct Span {
     uint32_t item, begin, end, slot, time;
     bool is_part;
@@ -43,7 +43,7 @@ struct Schedule {
 
     // The steps of all items that are split.
     __device__ __forceinline__ uint32_t rest() const { return (items - whole) * steps; }
-    // The blocks that take at least one of these steps: a block between two others must not be without a part.
+    // How many blocks take at least one of these steps: no block between two others may be without a part.
     __device__ __forceinline__ uint32_t sharing() const { return max(1u, min(blocks, rest())); }
     // The first of a block's steps among them, and the block that a step belongs to.
     __device__ __forceinline__ uint32_t start(uint32_t block) const { return min(block, sharing()) * rest() / sharing(); }
@@ -62,7 +62,7 @@ struct Schedule {
         count = owner(place + steps - 1) - first + 1;
         return first;
     }
-    // The slot of an item's part by a block: of a block's two items the second.
+    // The slot of a block's part of an item: each block has two, as its steps touch at most two items.
     __device__ __forceinline__ uint32_t slot(uint32_t item, uint32_t block) const {
         return 2 * block + (start(block) / steps != item - whole);
     }

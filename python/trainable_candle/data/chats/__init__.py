@@ -8,8 +8,8 @@ How a file becomes batches::
     rows = PackedRows(train.examples, 2048, batch_size=1, seed=0)
     rows.batch(0)  # `Packed`: input_ids, targets, positions, cu_seqlens
 
-Nothing is padded: examples are consecutive in a stream of tokens with their bounds, and
-attention stays within them.
+Examples are not padded: they are consecutive in a stream of tokens, and attention does not cross
+their bounds.
 """
 
 from trainable_candle.data.chats.dataset import TextDataset, TextOptions, load_texts

@@ -25,10 +25,10 @@ SKIP_HINT: Final = " (--skip-bad leaves such lines out)"
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What is done to the examples of a data set."""
+    """How the examples of a data set are read."""
 
     sequence_length: int = 2048
-    """Tokens of an example, at most: the beginning is kept."""
+    """The most tokens of an example; of a longer one, the beginning is kept."""
     train_on: str = "answers"
     """Which tokens count in the loss; one of `settings.texts.TRAIN_ON`."""
     preferences: bool = False
@@ -39,16 +39,16 @@ class TextOptions:
 
 @dataclass
 class Counts:
-    """What became of the lines of a data set."""
+    """Counts of the lines of a data set by what was found in them."""
 
     forms: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
-    """Names of fields that are not read."""
+    """Fields that are not read, with their occurrences."""
     bad: list[str] = field(default_factory=list)
     truncated: int = 0
     cut_tokens: int = 0
     unlearnt: int = 0
-    """Examples that have nothing to learn, often because it was cut off."""
+    """Examples without a token to learn, often because the answer was truncated."""
     answers: int = 0
     stops: int = 0
 
@@ -59,7 +59,7 @@ class TextDataset:
     Args:
         examples: at least one.
         counts: of the lines that they come from.
-        options: what was done to them.
+        options: how they were read.
         place: the file or folder, for messages.
     """
 
@@ -81,16 +81,16 @@ class TextDataset:
 
     @property
     def learnt(self) -> int:
-        """How many of them the loss counts."""
+        """How many of the tokens the loss counts."""
         return sum(int(example.learnt.sum()) for example in self.examples)
 
     def part(self, numbers: Sequence[int]) -> TextDataset:
-        """Some of the examples, by number."""
+        """The data set of the examples with these numbers."""
         chosen = [self.examples[number] for number in numbers]
         return TextDataset(chosen, self.counts, self.options, self.place)
 
     def listing(self) -> dict[str, str]:
-        """A hash of each example's tokens and of which are learnt, by number."""
+        """For each example, a hash of its tokens and of which of them are learnt."""
         return {
             f"example {number}": blake2b(
                 example.ids.tobytes() + example.learnt.tobytes(), digest_size=16
@@ -99,7 +99,7 @@ class TextDataset:
         }
 
     def summary(self) -> str:
-        """What was found, in lines."""
+        """A description of the data set, in lines."""
         counts, learnt = self.counts, self.learnt
         forms = ", ".join(counts.forms)
         share = f"{100 * learnt / self.tokens:.0f} %"
@@ -128,14 +128,14 @@ class TextDataset:
 def load_texts(
     path: Path, tokenizer: ChatTokenizer, options: TextOptions
 ) -> tuple[TextDataset, TextDataset | None]:
-    """Read, check and tokenize what a path names.
+    """Read, check and tokenize the files that a path names.
 
     Returns:
-        What to train on and, if a folder has files for it, what to validate on.
+        The data set to train on and, if a folder has files for validation, the data set for that.
 
     Raises:
-        DatasetError: a file cannot be read; lines cannot be used and `skip_bad` is off, the first
-            ten are named; no token, or no token that ends an answer, would be learnt.
+        DatasetError: a file cannot be read; lines cannot be used and `skip_bad` is off (the message
+            names the first ten); no token, or no token that ends an answer, would be learnt.
         ModuleNotFoundError: a Parquet file needs pyarrow.
     """
     train, validation = find_files(path)
@@ -184,7 +184,7 @@ def _example(
     """The tokens of a line; None if nothing in it is learnt.
 
     Raises:
-        ValueError: it cannot be used.
+        ValueError: the line cannot be used.
     """
     read = form.read(row.values)
     if isinstance(read, Preference) and not options.preferences:

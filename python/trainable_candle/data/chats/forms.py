@@ -1,4 +1,4 @@
-"""The forms that examples come in, distinguished by the names of their fields."""
+"""The forms of examples, distinguished by the names of their fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages that the chat template makes a text of; the assistant's are learnt."""
+    """Messages that the chat template turns into text; the assistant's are learnt."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -43,15 +43,15 @@ Example: TypeAlias = Chat | Completion | Preference
 
 @dataclass(frozen=True)
 class Form:
-    """How examples are written."""
+    """A way in which examples are written."""
 
     name: str
     fields: tuple[str, ...]
-    """Which fields every example has."""
+    """The fields of every example."""
     others: tuple[str, ...]
-    """Which it may have besides."""
+    """Optional fields."""
     read: Callable[[Mapping[str, Any]], Example]
-    """Raises a `RowError` that names the field."""
+    """Makes an example of the fields' values; raises a `RowError` that names a wrong field."""
 
 
 def _chat(values: Mapping[str, Any]) -> Chat:
@@ -105,7 +105,7 @@ def _preference(values: Mapping[str, Any]) -> Preference:
     if not any(isinstance(values.get(name), list) for name in names):
         chosen, rejected = (text(values.get(name), name) for name in names)
         if prompt is None and chosen != rejected:
-            # What both begin with; a space belongs to the word after it.
+            # Their common beginning is the prompt; a space belongs to the word after it.
             before = commonprefix([chosen, rejected]).rstrip(" ")  # noqa: RUF071 - no paths
             chosen, rejected = (answer.removeprefix(before) for answer in (chosen, rejected))
         else:
@@ -131,7 +131,7 @@ def _asked(prompt: Any) -> list[Message]:
 
 
 def _answered(asked: list[Message], values: Mapping[str, Any], name: str) -> Chat:
-    """A conversation whose last message is the answer; a text is that message."""
+    """A conversation whose last message is the answer, given as messages or as text."""
     answer = values.get(name)
     if not isinstance(answer, list):
         answer = [{"role": "assistant", "content": text(answer, name)}]
@@ -152,11 +152,11 @@ FORMS: Final = (
          _instruction),
     Form("text", ("text",), (), _text),
 )  # fmt: skip
-"""The first that fits is taken."""
+"""An example has the first form whose fields it has."""
 
 
 def form_of(values: Mapping[str, Any]) -> Form | None:
-    """The form of an example; None if its fields belong to none."""
+    """The form of an example; None if its fields fit none."""
     return next((form for form in FORMS if all(name in values for name in form.fields)), None)
 
 

@@ -1,4 +1,4 @@
-"""From an example to tokens, and which of them count in the loss."""
+"""The tokens of an example, and which of them count in the loss."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Tokens:
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
-    """Which tokens are to be predicted; never the first, which has no token before it."""
+    """Which tokens the model learns to predict; never the first, which has none before it."""
     stops: tuple[int, ...]
-    """Where answers end in a token that stops generation; all of them are learnt."""
+    """The places of tokens that end an answer and stop generation; all of them are learnt."""
     answers: int
-    """How many answers are learnt, with such a token or without."""
+    """The number of learnt answers, with or without such a token."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -58,7 +58,7 @@ class Pair:
 
     @cached_property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Those of both."""
+        """The tokens of both answers."""
         return np.concatenate([self.chosen.ids, self.rejected.ids])
 
     @cached_property
@@ -68,16 +68,16 @@ class Pair:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Where the answers end in a token that stops generation."""
+        """The places of tokens that end an answer and stop generation."""
         return (*self.chosen.stops, *(len(self.chosen) + n for n in self.rejected.stops))
 
     @property
     def answers(self) -> int:
-        """Both."""
+        """The number of learnt answers."""
         return self.chosen.answers + self.rejected.answers
 
     def truncated(self, length: int) -> Pair:
-        """The first tokens of both, this many together; the longer one loses first."""
+        """The first tokens of both, at most `length` together; the longer one is cut first."""
         half = length // 2
         chosen = max(half, length - len(self.rejected))
         rejected = max(half, length - min(len(self.chosen), chosen))
@@ -87,17 +87,17 @@ class Pair:
 def tokens_of(
     example: Example, tokenizer: ChatTokenizer, train_on: str = "answers"
 ) -> Tokens | Pair:
-    """The tokens of an example; of a preference, a pair whose last answers count.
+    """The tokens of an example; for a preference, a pair whose last answers count.
 
     The text is tokenized once, as a whole, and the offsets of the tokens decide which count. An
     answer includes the token that ends its turn.
 
     Raises:
-        ValueError: the template rejects the example, or gives an answer another text when more
+        ValueError: the template rejects the example, or renders an answer differently when more
             messages follow.
     """
     if isinstance(example, Preference):
-        # What came before is not what they differ in.
+        # Earlier messages are the same in both and do not count.
         last = "answers" if isinstance(example.chosen, Completion) else "last-answer"
         return Pair(
             _tokens(example.chosen, tokenizer, last), _tokens(example.rejected, tokenizer, last)
@@ -121,7 +121,7 @@ def _completion(example: Completion, tokenizer: ChatTokenizer, train_on: str) ->
         ids.append(end)
         learnt = np.append(learnt, True)
     elif end is not None:
-        learnt[-1] = True  # The tokenizer put it there: it has no place in the text.
+        learnt[-1] = True  # The tokenizer added this token, which is not in the text.
     learnt[:1] = False
     stops = () if end is None else (len(ids) - 1,)
     return Tokens(np.array(ids, np.int64), learnt, stops, 1)
@@ -155,7 +155,7 @@ def _chat(example: Chat, tokenizer: ChatTokenizer, train_on: str) -> Tokens:
 def _answers(
     example: Chat, tokenizer: ChatTokenizer, whole: str, *, last_only: bool
 ) -> list[tuple[int, int]]:
-    """Where the answers are in the text, found by rendering the messages up to each of them."""
+    """The places of the answers in the text, found by rendering the messages up to each answer."""
     spans = []
     answers = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
     for turn in answers[-1:] if last_only else answers:
@@ -183,8 +183,8 @@ def _turn_end(
 ) -> tuple[int, bool]:
     """The last token of an answer, and whether it stops generation.
 
-    What a template writes after the end of a turn, a line break mostly, is left to the next turn;
-    an end right after a marked answer belongs to it.
+    Text that a template writes after the end of a turn, usually a line break, belongs to the next
+    turn. An end token right after a marked answer belongs to the answer.
     """
     ids, last = encoded.ids, int(inside[-1])
     if (
@@ -209,6 +209,6 @@ def _inside(encoded: Encoded, spans: Spans) -> npt.NDArray[np.bool_]:
     for first, last in spans:
         touched = np.flatnonzero((begin < last) & (end > first) & (end > begin))
         if len(touched):
-            # A token without a place of its own belongs to those around it.
+            # Tokens with empty offsets belong to the tokens around them.
             found[touched[0] : touched[-1] + 1] = True
     return found

@@ -1,4 +1,4 @@
-"""Conversations: what is checked of messages before a template sees them."""
+"""Conversations: checks messages, and gives them one form, before a template renders them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _ROLES: Final = {
     "tool": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
     "function_call": "function_call",
 }  # fmt: skip
-"""Roles by the names that data sets use."""
+"""Names of roles in data sets -> our roles."""
 
 
 def conversation(values: Any, field: str, *, answered: bool = True) -> list[Message]:
-    """The messages of a list, with one form of content and of roles.
+    """The messages of a list, in one form of roles and contents.
 
     Args:
         values: objects with `role` and `content`, or, as in ShareGPT's files, `from` and `value`.
-        field: where they are, for messages.
+        field: the field's name, for error messages.
         answered: whether there must be an answer.
 
     Raises:
-        RowError: it is not a list, a role or a content is wrong, or roles are out of order; names
-            the field.
+        RowError: it is not a list, a role or a content is wrong, or roles are out of order; the
+            message names the field.
     """
     values = _parsed(values, field)
     if not isinstance(values, list) or not values:
@@ -47,7 +47,7 @@ def conversation(values: Any, field: str, *, answered: bool = True) -> list[Mess
 
 
 def functions(values: Any, field: str = "tools") -> list[dict[str, Any]] | None:
-    """JSON schemas of tools, which Parquet files hold as text.
+    """JSON schemas of tools, given as a list or, as in Parquet files, as text.
 
     Raises:
         RowError: they are not a list of objects.
@@ -64,7 +64,7 @@ def text(value: Any, field: str, *, empty: bool = False) -> str:
     """A text.
 
     Raises:
-        RowError: it is something else, or empty where it must not be.
+        RowError: it is not a text, or is empty and must not be.
     """
     if not isinstance(value, str):
         raise RowError(f"`{field}` is {_kind(value)}, expected text")
@@ -86,7 +86,7 @@ def _message(value: Any, field: str) -> Message:
     content = value.get(held)
     if role == "function_call":
         return {"role": "assistant", "tool_calls": _calls(content, f"{field}.{held}")}
-    # `weight` and other fields are the template's business.
+    # `weight` and other fields are passed to the template.
     rest = {k: v for k, v in value.items() if k not in {"role", "from", "content", "value"}}
     message: Message = {"role": role, **rest}
     calls = _parsed(message.get("tool_calls"), f"{field}.tool_calls")
@@ -104,7 +104,7 @@ def _message(value: Any, field: str) -> Message:
 
 
 def _content(value: Any, field: str) -> str:
-    """The text of a content, which may be a list of parts."""
+    """The text of a message's content, which may be a list of parts."""
     if isinstance(value, list):
         for number, part in enumerate(value):
             kind = part.get("type", "text") if isinstance(part, dict) else _kind(part)
@@ -115,10 +115,10 @@ def _content(value: Any, field: str) -> str:
 
 
 def _calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """The calls that a message of ShareGPT's role `function_call` holds as JSON.
+    """The calls in a message of ShareGPT's role `function_call`, which are JSON.
 
     Raises:
-        RowError: it holds no calls.
+        RowError: there are no calls.
     """
     found = _parsed(value, field)
     calls = found if isinstance(found, list) else [found]

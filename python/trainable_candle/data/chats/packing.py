@@ -1,4 +1,4 @@
-"""Rows of several examples, each with positions of its own: one stream of tokens a batch."""
+"""Rows of several examples with separate positions; a batch is one stream of tokens."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from trainable_candle.data.chats.labels import Tokens
 
 IGNORED: Final = -100
-"""The target of a place that the loss does not count."""
+"""The target of a token that the loss does not count."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A batch: one stream of N tokens, in which each example sees itself alone."""
+    """A batch: one stream of N tokens, in which each example sees only itself."""
 
     input_ids: npt.NDArray[np.int64]
     """(N,)."""
     targets: npt.NDArray[np.int64]
-    """(N,): the token after each; `IGNORED` where that is not learnt or of another example."""
+    """(N,): the next token; `IGNORED` if that is not learnt or belongs to another example."""
     positions: npt.NDArray[np.int64]
     """(N,): from 0 in every example."""
     cu_seqlens: npt.NDArray[np.int64]
-    """(S,): where examples begin, and where the last ends, which is repeated up to the length that
-    all batches have. Places from there on are padding."""
+    """(S,): the starts of the examples, and the end of the last, which is repeated so that all
+    batches have the same length S. Tokens from that end on are padding."""
 
     answers: npt.NDArray[np.float32] | None = None
-    """(pairs, N) of preferences: 1 at the targets of a pair's chosen answer, -1 at those of the
+    """(pairs, N) for preferences: 1 at the targets of a pair's chosen answer, -1 at those of the
     rejected one, else 0."""
 
     @property
@@ -77,17 +77,17 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 class PackedRows:
     """Batches of packed rows by number, epoch after epoch.
 
-    An epoch packs all examples anew: those of one length change places, and the rows come in
-    another order. It depends on the seed and its number alone. Rows that do not fill the last batch
-    of an epoch come first in the next.
+    Each epoch packs all examples anew: examples of equal length change places, and the rows have
+    another order. It depends only on the seed and the epoch's number. Rows that do not fill the
+    last batch of an epoch come first in the next.
 
     Args:
         examples: at least one, none longer than a row.
         sequence_length: tokens of a row.
         batch_size: rows in a batch.
         seed: of the order.
-        shapes: how many numbers of tokens batches may have, as CUDA graphs need it: tokens that
-            belong to no text fill a batch up to the next one. 0: any.
+        shapes: how many different numbers of tokens batches may have, for CUDA graphs: padding
+            fills a batch up to the next of these numbers. 0: any.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class PackedRows:
         return joined(examples, self._unit, self._batch_size * self._most + 1)
 
     def first_batch(self, epoch: int) -> int:
-        """The number of the first batch of an epoch, from 0; that epoch has most of its rows."""
+        """The number of the batch in which an epoch begins; both are counted from 0."""
         return epoch * self.rows // self._batch_size
 
     def _packed(self, epoch: int) -> list[list[int]]:
@@ -138,7 +138,7 @@ class PackedRows:
 def in_order(
     examples: Sequence[Tokens | Pair], sequence_length: int, batch_size: int = 1
 ) -> list[Packed]:
-    """All examples once, packed; the same at every call."""
+    """All examples once, packed; every call returns the same."""
     rows = [
         [examples[item] for item in row]
         for row in best_fit([len(example) for example in examples], sequence_length)
@@ -152,8 +152,8 @@ def joined(rows: Sequence[Sequence[Tokens | Pair]], unit: int = 1, bounds: int =
 
     Args:
         rows: the examples of each row.
-        unit: tokens of no text fill the stream up to a multiple of this.
-        bounds: numbers in `cu_seqlens`, at least.
+        unit: padding fills the stream up to a multiple of this many tokens.
+        bounds: the least length of `cu_seqlens`.
     """
     ids, targets, lengths = [], [], list[int]()
     pairs = []

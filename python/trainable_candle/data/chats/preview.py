@@ -1,4 +1,4 @@
-"""Examples as a person reads them: tokens, which of them are learnt, where an answer stops."""
+"""Shows examples to people: tokens, which of them are learnt, where an answer stops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKS: Final = {_GIVEN: ("", ""), _LEARNT: ("[+", "+]"), _STOP: ("[!", "!]")}
 
 
 def legend(*, colour: bool) -> str:
-    """What the colours or marks of `shown` mean."""
+    """A line that explains the colours or marks of `shown`."""
     kinds = {_GIVEN: "given", _LEARNT: "learnt", _STOP: "stop token, learnt"}
     marks = _COLOURS if colour else _MARKS
     named = [f"{marks[kind][0]}{name}{marks[kind][1]}" for kind, name in kinds.items()]
@@ -26,12 +26,12 @@ def legend(*, colour: bool) -> str:
 
 
 def shown(example: Tokens | Pair, tokenizer: ChatTokenizer, *, colour: bool) -> str:
-    """An example with its tokens apart.
+    """The text of an example with separated tokens.
 
     Args:
         example: the tokens.
-        tokenizer: what they mean.
-        colour: by the escapes of terminals; else by brackets.
+        tokenizer: decodes them.
+        colour: whether to mark them with a terminal's colours instead of brackets.
     """
     marks = _COLOURS if colour else _MARKS
     kinds = [_LEARNT if learnt else _GIVEN for learnt in example.learnt]

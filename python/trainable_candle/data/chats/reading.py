@@ -18,7 +18,7 @@ TRAIN: Final = ("train",)
 VALIDATION: Final = ("validation", "valid", "val", "dev")
 _NESTED: Final = ("messages", "conversations", "tools", "tool_calls", "history", "prompt",
                   "completion", "chosen", "rejected")  # fmt: skip
-"""Columns whose cells in a table may be JSON."""
+"""Columns of a table whose cells may be JSON."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Row:
     """One line of a file."""
 
     place: str
-    """For messages: `chats.jsonl, line 7`."""
+    """For error messages, such as `chats.jsonl, line 7`."""
     values: dict[str, Any]
 
 
@@ -39,14 +39,15 @@ class BadRow:
 
 
 def find_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files to train on, and those to validate on, that a path names.
+    """The files for training and those for validation that a path names.
 
     Args:
-        path: a file, or a folder: its files called `train`, `valid`, ... with one of `SUFFIXES`, as
-            in `train-00000-of-00002.parquet`, also in its `data`; or all of them if none is.
+        path: a file, or a folder. In a folder and its `data`, the first word of names such as
+            `train-00000-of-00002.parquet` decides, for files with one of `SUFFIXES`. If none is
+            `train`, all files that are not for validation or tests are for training.
 
     Raises:
-        DatasetError: there is no such file, or nothing that can be read.
+        DatasetError: there is no such file, or no readable one.
     """
     if not path.exists():
         raise DatasetError(f"dataset: there is no file or folder {path}")
