@@ -48,7 +48,7 @@ pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Ra
     cast(&sum, grad.dtype())
 }
 
-/// The result, in the type of arithmetic.
+/// The result, in the accumulator type.
 fn product<T: Elem>(geometry: &Geometry, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,
@@ -69,7 +69,7 @@ where
     y
 }
 
-/// The gradient of the image, in the type of arithmetic.
+/// The gradient of the image, in the accumulator type.
 fn input_product<T: Elem>(geometry: &Geometry, grad: &[T], weight: &[T]) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,
@@ -87,7 +87,7 @@ where
     grad_x
 }
 
-/// The gradient of the weight, in the type of arithmetic.
+/// The gradient of the weight, in the accumulator type.
 fn weight_product<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,
