@@ -104,8 +104,8 @@ impl Mask {
         (self.p * 4_294_967_296.0) as u32
     }
 
-    /// The factor of the other elements. With p = 1 it is 0: no word is as large as 2^32, but the largest is not below
-    /// the threshold.
+    /// The factor of the other elements. With p = 1 it is 0, because the largest word, 2^32 - 1, is not below the
+    /// threshold.
     fn kept(self) -> f64 {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
