@@ -228,8 +228,8 @@ impl Attention<'_> {
             };
             // SAFETY: as above; the strides of the mask stay inside of it too.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
-            }
-            Ok((o, log_sums))
+        }
+        Ok((o, log_sums))
     }
 
     /// The gradients of q, k and v that are wanted.
