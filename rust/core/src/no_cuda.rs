@@ -1,5 +1,4 @@
-//! The interface of the CUDA runtime in a build without CUDA: its functions return errors. Such a build has no tensor
-//! on a CUDA device.
+//! The interface of the CUDA runtime in a build without CUDA: functions that return errors.
 
 use std::path::Path;
 

@@ -15,7 +15,7 @@ pub struct LowRankTerm {
     pub down: Raw,
     /// The second factor, (rank, outer).
     pub up: Raw,
-    /// The tensor that `input` · `down` is written to, (rows, rank).
+    /// `input` · `down` is written here, (rows, rank).
     pub hidden: Raw,
 }
 

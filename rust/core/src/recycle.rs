@@ -24,7 +24,7 @@ const SMALLEST_LOG2: u32 = 16;
 const LARGEST: usize = 1 << 37;
 /// Larger blocks are kept only if their size is taken again and again, as a step's buffers are and weights are not.
 const LARGEST_AT_ONCE: usize = 1 << 27;
-/// Sizes are rounded up to one of four steps in each octave (factor of two).
+/// Sizes are rounded up to one of four per octave.
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size.

@@ -119,7 +119,7 @@ impl Var {
     /// Note that the value and its [`copy_storage`](Self::copy_storage) were changed in place.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] or [`Error::Device`] if another copy cannot be written.
+    /// Errors of writing another copy.
     pub fn changed_with_copy(&self) -> Result<()> {
         self.counter().bump();
         self.leaf().copies().first_is_current(self.counter());

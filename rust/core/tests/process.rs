@@ -77,7 +77,7 @@ fn what_is_remade_is_not_saved_and_changes_no_gradient() -> Result<()> {
             };
             let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
             let kept = saved_bytes() - before;
-            // Two backward passes: the node keeps what it needs to compute its result again.
+            // Twice: the node keeps what computes its result again.
             y.backward_with(None, true)?;
             y.backward()?;
             let grad = var.grad().expect("a gradient").to_vec::<f32>()?;

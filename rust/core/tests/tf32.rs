@@ -1,4 +1,4 @@
-//! TF32, which is set for the whole process, hence a test binary of its own. Needs a GPU: `cargo test --features cuda
+//! TF32, which is set for the whole process. Needs a GPU: `cargo test --features cuda
 //! --test tf32 -- --ignored`.
 #![cfg(feature = "cuda")]
 

@@ -29,7 +29,7 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::
         sync_folder(path)
     })();
     if outcome.is_err() {
-        // An error of the removal is ignored: the first error is reported.
+        // Only the first error is reported.
         let _ = std::fs::remove_file(&temporary);
     }
     outcome.map_err(failed)

@@ -31,8 +31,8 @@ pub enum Form {
     },
     /// The tensor has the parameter's second half of rows first.
     Swapped,
-    /// The rows of each head of the parameter alternate between those of the first and of the second half of the head
-    /// in the tensor.
+    /// The rows of each head in the parameter alternate between the first and the second half of its rows in the
+    /// tensor.
     Interleaved {
         /// The number of heads.
         heads: usize,
@@ -94,7 +94,7 @@ impl Form {
             Self::Pointwise => stored.reshape(&stored.dims()[..2]),
             Self::Rows { first, count, of } => {
                 let share = stored.dims()[0] / of;
-                // A copy, because a view of each part would keep the whole tensor in memory.
+                // A copy: a view would keep the whole tensor.
                 Ok(Tensor::from_raw(&stored.narrow(0, first * share, count * share)?.raw().force_contiguous()?))
             }
             Self::Swapped => swapped(stored),
@@ -133,8 +133,8 @@ impl Form {
     }
 }
 
-/// The tensor with its rows seen as three dimensions, of which the last two are exchanged. `sizes` returns these
-/// dimensions for the number of rows of half a head.
+/// The tensor with its rows seen as three dimensions, `sizes` (for the rows of half a head), and the last two
+/// exchanged.
 fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
     let heads = sizes(0)[0];

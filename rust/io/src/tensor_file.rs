@@ -211,8 +211,8 @@ impl TensorFile {
     }
 }
 
-/// Whether `start` is the start of a zip archive (`torch.save`) or of a bare pickle. Only for files that do not have
-/// the start of a safetensors file: its header length could have the same bytes.
+/// Whether a zip archive (`torch.save`) or a bare pickle starts so. Only for files that are not safetensors files,
+/// whose header length could have these bytes.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))

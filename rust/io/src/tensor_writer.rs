@@ -52,7 +52,7 @@ impl<'a> TensorEntry<'a> {
         }
     }
 
-    /// The same entry, with values that are codes (u8) of eight-bit numbers if `codes` is given.
+    /// The same entry, with codes (u8) of eight-bit numbers as values if `codes` is given.
     #[must_use]
     pub fn with_codes(self, codes: Option<EightBits>) -> Self {
         Self { codes, ..self }

@@ -109,7 +109,7 @@ fn values_gradients_and_merged_weights_are_those_of_the_references() {
         mse_loss(&y, &golden.tensors["target"], Reduction::Mean).unwrap().backward().unwrap();
         assert!(error(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
 
-        // With the gradients as values of the variables, `layers` returns them in the layout of files.
+        // As values of the variables, gradients get the layout of files.
         let gradients = golden.parts(case, "grad");
         for var in set.vars() {
             var.set(&var.grad().unwrap()).unwrap();

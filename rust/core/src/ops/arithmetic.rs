@@ -63,7 +63,7 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
 /// The arithmetic of an operation on two integer tensors of one shape.
 type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
 
-/// The result: by `functor` for floating point, by `integer` for integers if the operation takes them.
+/// The result: by `functor`, or of integers by `integer` if the operation takes them.
 fn compute(
     op: &'static str,
     a: &Raw,

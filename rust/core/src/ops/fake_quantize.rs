@@ -173,8 +173,7 @@ impl Binary for E4m3 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
-        // `unit` is the distance between neighbouring e4m3 numbers: that of the subnormal ones, or that of the exponent
-        // of x.
+        // The distance between neighbouring e4m3 numbers: of the subnormal ones, or of the exponent of x.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut unit = R::from_f64(step);
@@ -222,7 +221,7 @@ fn clamped<R: Real>(x: R, low: f64, high: f64) -> R {
     if x > high { high } else { x }
 }
 
-/// The backward pass where codes can be out of range: the gradient of these elements is 0.
+/// The backward pass where codes can be out of range: the gradient there is 0.
 struct Clipped {
     x: Saved,
     scale: Saved,
@@ -292,8 +291,8 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
     )
 }
 
-/// Registry entry of this operation. The cases return the value of x with the gradient of the rounded x: finite
-/// differences of x give the gradient that the straight-through estimator passes.
+/// Registry entry of this operation. The cases return x with the gradient of the rounded x, so finite differences are
+/// those of the straight-through estimator.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &FAKE_QUANTIZE,

@@ -85,7 +85,6 @@ pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
-/// Check the operands of [`lora_backward`].
 fn check_backward(
     op: &'static str,
     grad_output: &Tensor,

@@ -14,7 +14,6 @@ struct MatmulBackward {
     dims: [Vec<usize>; 2],
 }
 
-/// Swap the last two dimensions.
 fn transposed(raw: &Raw) -> Result<Raw> {
     Ok(raw.transpose(raw.rank() - 2, raw.rank() - 1)?)
 }

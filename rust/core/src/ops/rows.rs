@@ -13,8 +13,7 @@ const GRAIN: usize = 32 * 1024;
 /// rows, such as the scores of a short sequence, a lot.
 const LANES: usize = 16;
 
-/// How many rows of `len` elements one thread takes at a time. Depends on sizes only, so that results do not depend on
-/// the number of threads.
+/// How many rows of `len` elements one thread takes at a time. Depends only on sizes, and so do results.
 pub(super) fn rows_per_block(len: usize) -> usize {
     (GRAIN / len.max(1)).max(1)
 }

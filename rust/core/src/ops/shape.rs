@@ -55,8 +55,7 @@ impl Backward for NarrowBackward {
     }
 }
 
-/// The backward pass of taking every `step`-th element along a dimension; `ids` are the positions of these elements in
-/// the input.
+/// The backward pass of taking every `step`-th element along a dimension, at `ids` in the input.
 struct StridedBackward {
     dims: Vec<usize>,
     dim: usize,

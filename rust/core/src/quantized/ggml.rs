@@ -180,8 +180,7 @@ fn word(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
-/// The codes in the low halves of sixteen bytes, then those in the high halves; each has its bit of `fifth` as fifth
-/// bit.
+/// The codes in the low halves of sixteen bytes, then the high halves, with a fifth bit from `fifth`.
 fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for (i, &code) in codes.iter().take(16).enumerate() {
@@ -202,8 +201,7 @@ fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     pair.map(f32::from)
 }
 
-/// The values of eight parts: 32 bytes have the codes of two parts, in their low and high halves. Bit j of a byte of
-/// `fifth` belongs to part j.
+/// The values of eight parts. The halves of 32 bytes are codes of two parts. Bit j of `fifth` belongs to part j.
 fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     let (d, least) = (scale(block, 0), scale(block, 2));
     for (part, out) in out.chunks_exact_mut(32).enumerate() {

@@ -52,7 +52,7 @@ pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
     let mut largest = vec![0f32; blocks];
     par_chunks_mut(&mut largest, GRAIN, |piece, largest| {
         for (block, largest) in values[piece * GRAIN * BLOCK..].chunks(BLOCK).zip(largest) {
-            // `max` ignores NaN, so non-finite values are turned into infinity.
+            // `max` would ignore NaN.
             *largest = block.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
         }
     });
@@ -72,7 +72,6 @@ pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
     Some((from_vec(codes, count), nested(&largest)))
 }
 
-/// The codes of a block.
 fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
     let largest = largest.max(1e-38);
     // As in bitsandbytes, an incomplete last block is divided, the others are multiplied by the rounded reciprocal.

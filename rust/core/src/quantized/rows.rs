@@ -35,7 +35,7 @@ pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Form
 /// The scale of a row: infinite if a value is non-finite, 1 if all are zero.
 fn scale_of(values: &[f32], format: Format) -> f32 {
     let largest_code = if format == Format::Int8 { LARGEST_INT8 } else { LARGEST_E4M3 };
-    // `max` ignores NaN, so non-finite values are turned into infinity.
+    // `max` would ignore NaN.
     let largest = values.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
     if largest > 0.0 { largest / largest_code } else { 1.0 }
 }
@@ -74,8 +74,7 @@ fn to_e4m3(x: f32) -> u8 {
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
     let steps = round_to_even(magnitude * steps_in_one) as u8;
-    // A carry increases the exponent by itself. The field of normal numbers is one less than their exponent field,
-    // because their steps include the implicit leading bit.
+    // A carry increases the exponent by itself. Normal numbers have one less: their steps include the implicit bit.
     let field = (exponent + 6) as u8;
     sign | (field * 8 + steps)
 }

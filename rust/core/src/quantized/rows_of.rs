@@ -79,7 +79,7 @@ impl Quantized {
         )
     }
 
-    /// Whether its codes can be split by rows: a single part of a format whose blocks do not cross the ends of rows.
+    /// Whether its codes can be split by rows: one part, whose blocks do not cross rows.
     fn has_rows(&self) -> bool {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
     }

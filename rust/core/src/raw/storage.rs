@@ -78,8 +78,7 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
-/// [`check_allocation`] on the CPU, otherwise [`check_size`]: the allocation on a CUDA device reports missing memory
-/// itself.
+/// [`check_allocation`] on the CPU. An allocation on a CUDA device reports missing memory itself.
 ///
 /// # Errors
 /// As [`check_allocation`].

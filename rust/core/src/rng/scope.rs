@@ -65,7 +65,7 @@ pub fn manual_seed(seed: u64) {
     set_state(State { seed, offset: 0 });
 }
 
-/// The state of the generator that this thread draws from.
+/// The generator that this thread draws from.
 pub fn state() -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
@@ -101,7 +101,7 @@ pub(crate) fn advance(blocks: u64) -> State {
 /// A scope of this thread until it is dropped.
 struct Guard {
     depth: usize,
-    /// Makes the guard `!Send`: it belongs to the thread that created it.
+    /// Makes the guard `!Send`: it belongs to its thread.
     _thread: PhantomData<*const ()>,
 }
 

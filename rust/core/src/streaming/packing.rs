@@ -36,7 +36,7 @@ impl Packing {
                 Ok(raw.clone())
             })?;
         }
-        // Larger tensors come first, so that their parts are found in them.
+        // Larger tensors first, so that parts are found in them.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
         let mut packing = Self::default();
         for raw in raws {
@@ -52,7 +52,7 @@ impl Packing {
         Ok(packing)
     }
 
-    /// The index of the first element of `raw` among the elements of its dtype; `None` if it has no place.
+    /// The index of the first element of `raw` among those of its dtype; `None` if it has no place.
     pub(super) fn place(&self, raw: &Raw) -> Option<usize> {
         let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
         let has = |part: &&Part| {

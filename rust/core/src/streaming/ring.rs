@@ -35,7 +35,7 @@ impl Unit {
 
 /// Two slots on a device for units in the memory of the host. Unit i is copied to slot i mod 2.
 pub struct Ring {
-    /// First field, so that it is dropped first: copies to the slots must end before the slots are freed.
+    /// Dropped first: copies to the slots must end before these are freed.
     copier: Option<Copier>,
     /// For each slot a tensor of each dtype.
     slots: [Vec<Raw>; SLOTS],
@@ -54,8 +54,7 @@ enum Bytes {
 
 #[derive(Default)]
 struct State {
-    /// The copier's epoch for which this state holds. A graph that was recorded or replayed since may have changed the
-    /// slots.
+    /// The copier's epoch of this state. A graph recorded or replayed since may have changed the slots.
     epoch: u64,
     slots: [Option<usize>; SLOTS],
     current: Option<usize>,
@@ -145,7 +144,7 @@ impl Ring {
         if state.current == Some(unit) {
             return Ok(());
         }
-        // No unit may be used until this one is in its slot.
+        // No unit is current until the new one is in its slot.
         state.current = None;
         self.bring(&mut state, unit)?;
         if let Some(copier) = &self.copier {
@@ -263,7 +262,7 @@ fn packing(weights: &[Streamed]) -> Result<Packing> {
     Packing::of(&weights.iter().map(Streamed::gathered).collect::<Result<Vec<_>>>()?)
 }
 
-/// The backward pass of a unit's result: brings the unit to its slot; the gradient passes unchanged.
+/// Brings the unit to its slot for the backward pass; the gradient passes unchanged.
 struct Reenter {
     ring: Arc<Ring>,
     unit: usize,

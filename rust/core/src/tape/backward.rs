@@ -311,8 +311,7 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
             ));
         }
         Some(g) if g.dtype() != loss.dtype() => compute::cast(&g.raw, loss.dtype())?,
-        // The seed may become a variable's gradient itself. A copy, so that it does not change with the variable that
-        // `g` views.
+        // A copy: the seed may become a gradient, which must not change with a variable that `g` views.
         Some(g) if g.version.is_some() => raw::own_copy(&g.raw)?,
         Some(g) => g.raw.clone(),
         None if loss.elem_count() == 1 => ones_like(&loss.raw)?,
@@ -371,8 +370,7 @@ impl Tensor {
 }
 
 /// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape). [`Var::grad`] does not
-/// change.
-/// An input that the loss does not depend on gets `None`.
+/// change. An input that the loss does not depend on gets `None`.
 ///
 /// # Errors
 /// As [`Tensor::backward`].

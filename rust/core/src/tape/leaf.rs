@@ -136,7 +136,7 @@ impl Leaf {
         if let Some(buffer) = &gradient.buffer {
             return change(buffer);
         }
-        // A tensor that `grad` has returned may share this storage and must not change, so the result is a copy.
+        // A copy: a tensor that `grad` has returned may share the storage and must not change.
         if let Some(own) = &gradient.own {
             let changed = raw::own_copy(own)?;
             change(&changed)?;

@@ -26,7 +26,7 @@ struct Unset {
 }
 
 impl Unset {
-    /// Remove `part` along `dim` from the unset ranges, if all of it is unset; otherwise returns false.
+    /// Remove `part` along `dim` from the unset ranges, if all of it is unset.
     fn take(&mut self, dim: usize, part: &Range<usize>) -> bool {
         let holds = |range: &Range<usize>| range.start <= part.start && part.end <= range.end;
         let Some(index) = self.ranges.iter().position(holds).filter(|_| self.dim == dim) else { return false };

@@ -45,7 +45,7 @@ impl OpInfo {
 /// Auxiliary results that only the backward reads (statistics, log-sum-exp, x Aᵀ).
 pub(crate) type Aux = SmallVec<[Raw; 2]>;
 
-/// Keeps the values that an operation's backward pass needs. Use `save` for activations, `hold` for parameters.
+/// Keeps values for an operation's backward pass: `save` activations, `hold` parameters.
 pub struct Saver<'a> {
     inputs: &'a [&'a Tensor],
     recording: bool,

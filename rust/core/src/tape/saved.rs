@@ -22,8 +22,7 @@ enum Kind {
     },
     /// Recomputed by a checkpoint when it is first read.
     Slot { region: Arc<Region>, index: usize },
-    /// Computed again by the node that computed it first; a backward pass reaches that node later and frees its values
-    /// only then.
+    /// Computed again by its node, which the backward pass reaches, and whose values it frees, later.
     Again(Arc<Node>),
     /// Created while a checkpoint recomputes: its node is thrown away and never used.
     Nothing,

@@ -122,7 +122,7 @@ fn what_a_graph_cannot_hold_is_refused_and_nothing_is_broken() {
         let first = step.call(&[&x]).unwrap();
         let message = step.call(&[&x]).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
-        // After the error the next call is a first call again, and eager.
+        // After the error the next call is eager, as a first one.
         assert_eq!(step.call(&[&x]).unwrap()[0].dims(), first[0].dims());
         assert_eq!(to_f64_vec(x.add(&x).unwrap().raw()).unwrap(), [2.0, 4.0]);
     }

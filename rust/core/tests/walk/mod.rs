@@ -105,7 +105,7 @@ pub fn text<T>(result: Result<T>) -> std::result::Result<T, String> {
     result.map_err(|e| e.to_string())
 }
 
-/// A view with the dimensions in reverse order. The function is its own inverse.
+/// A view with the dimensions in reverse order; its own inverse.
 pub fn turned_view(tensor: &Tensor) -> Result<Tensor> {
     let reversed: Vec<usize> = (0..tensor.rank()).rev().collect();
     tensor.permute(&reversed)

@@ -26,7 +26,7 @@ fn with_element(x: &Tensor, at: usize, value: f64, dtype: DType) -> Result<Tenso
     Ok(Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(dtype)?))
 }
 
-/// The number of elements of the value, and the value followed by the gradients of all inputs.
+/// The value's number of elements, and the value followed by the gradients of all inputs.
 fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     let (value, gradients) = value_and_gradients(&*case.run, inputs)?;
     let mut numbers = to_f64_vec(value.raw())?;
@@ -43,7 +43,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     let checked = if CHOOSING.contains(&name) { value_count } else { before.len() };
     for (index, input) in wide.iter().enumerate() {
         let count = input.elem_count();
-        // Of a larger input, only both ends and a sample of elements are tested.
+        // Of a larger input, both ends and a sample are tested.
         for at in (0..count).filter(|at| count <= 40 || at % 7 == 0 || at + 3 > count) {
             let element = text(to_f64_vec(input.raw()))?[at];
             let replaced = |value: f64, dtype: DType| -> Result<Vec<Tensor>> {
@@ -217,7 +217,7 @@ fn like(x: &Tensor) -> Result<Tensor> {
     Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(x.dtype())?).to_device(x.device())
 }
 
-/// The last class as target of each row: a sum over the classes meets NaN before it.
+/// The last class as target: a sum over the classes meets NaN before it.
 fn targets(x: &Tensor) -> Result<Tensor> {
     let last = x.dims()[1] as i64 - 1;
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())

@@ -33,7 +33,7 @@ pub(super) fn config_beside(path: &Path) -> Option<PathBuf> {
     (path.file_name()? == MODEL).then(|| path.with_file_name(CONFIG))
 }
 
-/// The rank and the alpha of peft's configuration, which apply to layers without entries of their own.
+/// The rank and alpha of peft's configuration, for layers without entries of their own.
 #[derive(Clone, Copy)]
 pub(super) struct Common {
     rank: usize,

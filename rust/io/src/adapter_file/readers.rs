@@ -12,8 +12,7 @@ pub enum Tool {
     ComfyUi,
     /// diffusers' pipelines (`load_lora_weights`), by their conversion of other names.
     Diffusers,
-    /// kohya's sd-scripts, which resume a training from adapters or merge them (`networks/lora*.py`), or musubi-tuner
-    /// for models that only musubi-tuner has.
+    /// kohya's sd-scripts, which resume a training or merge (`networks/lora*.py`), or musubi-tuner for its own models.
     Kohya,
     /// `PeftModel.from_pretrained`.
     Peft,

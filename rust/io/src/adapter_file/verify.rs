@@ -220,7 +220,7 @@ fn misread_alphas(
 ) -> Option<String> {
     let is_split = |layer: &String| (parts[part].names.original)(layer).is_some_and(|key| key.form != Form::Plain);
     if parts[part].layers.keys().any(is_split) {
-        // For models whose original checkpoints join layers, diffusers has another converter, which reads each alpha.
+        // diffusers' converter for models whose original checkpoints join layers reads each alpha.
         return None;
     }
     let alphas = contents.modules.iter().filter_map(|(module, stored)| {
@@ -256,7 +256,6 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
 /// Entry with the name of the training adapter that a distilled model had during training.
 const TRAINED_OVER: &str = "ss_training_adapter";
 
-/// Remarks about the header.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
     if let Some(name) = contents.metadata.get(TRAINED_OVER) {

@@ -134,7 +134,7 @@ pub struct AdapterFile {
     path: PathBuf,
     tensors: BTreeMap<String, Tensor>,
     metadata: BTreeMap<String, String>,
-    /// peft's configuration, which is a separate file: its path and its text.
+    /// peft's separate configuration file: its path and text.
     config: Option<(PathBuf, String)>,
     saved: Saved,
 }

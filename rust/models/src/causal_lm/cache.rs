@@ -96,7 +96,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Move the tokens that are still seen to buffers with room for `count` more tokens, and as much spare room again.
+    /// Move the tokens that are still seen to buffers with room for twice `count` more.
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
         // The window of the next query includes its own key, which is not stored yet.

@@ -111,7 +111,6 @@ impl CausalLM {
         &self.embedding
     }
 
-    /// The layers.
     pub(super) const fn layers(&self) -> &Blocks<DecoderLayer> {
         &self.layers
     }

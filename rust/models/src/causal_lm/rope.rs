@@ -33,8 +33,7 @@ pub enum Scaling {
         /// How fast θ grows.
         factor: f64,
     },
-    /// Llama 3.1's scaling: low frequencies are divided by a factor, high ones are not, with a smooth transition in
-    /// between.
+    /// Llama 3.1's: low frequencies are divided by a factor, high ones are not, with a smooth transition.
     Llama3 {
         /// By which low frequencies are divided.
         factor: f64,

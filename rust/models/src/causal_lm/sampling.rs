@@ -171,7 +171,7 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
-        // Together they have at most 0.001 of the sum of weights, which is 3.93, and weigh exp(-0.5) = 0.607 each.
+        // They have at most 0.001 of the sum of weights, 3.93, and weigh exp(-0.5) = 0.607 each.
         assert_eq!(below, 6);
     }
 

@@ -13,7 +13,7 @@ use crate::saved::Saved;
 const EPS: f64 = 1e-6;
 /// The factor of row numbers before their sinusoids.
 const ROW_SCALE: f32 = 1000.0;
-/// Rows of the table for a block of one stream, for one side of a block of two streams, and for the output.
+/// Rows of the table for a block of one stream, one side of a block of two, and the output.
 const SINGLE: usize = 3;
 const DOUBLE: usize = 6;
 const OUTPUT: usize = 2;

@@ -93,7 +93,6 @@ impl Operands {
     }
 }
 
-/// Checked sizes.
 #[derive(Clone)]
 struct Normed {
     sizes: HeadSizes,

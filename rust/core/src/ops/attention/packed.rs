@@ -146,7 +146,7 @@ impl Packed {
         let [batch, _, width] = self.result;
         for (place, grad) in places.into_iter().zip(grads) {
             if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
-                // The heads of a position are adjacent already, so this is a copy of whole rows at most.
+                // The heads of a position are adjacent already: at most whole rows are copied.
                 let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
                 compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
             }

@@ -75,7 +75,6 @@ pub fn rotary_attention(
     )
 }
 
-/// Checked sizes.
 #[derive(Clone, Copy)]
 struct Rotary {
     varlen: Varlen,

@@ -32,8 +32,7 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     Ok(y)
 }
 
-/// Adds the gradient of x for `grad`, the gradient of the activated columns. Writes it in place if the columns have no
-/// gradient yet.
+/// Adds the gradient of x for `grad`, that of the activated columns; in place if the columns have no gradient yet.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);

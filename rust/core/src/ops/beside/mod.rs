@@ -67,11 +67,9 @@ pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activa
     )
 }
 
-/// Checked columns.
 #[derive(Clone, Copy)]
 struct Columns {
     activation: Activation,
-    /// The dimension of the columns.
     dim: usize,
     /// Number of columns of `before`.
     kept: usize,

@@ -74,7 +74,6 @@ fn run<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Re
     )
 }
 
-/// The gradient of [`run`].
 fn run_backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usize, function: F) -> Result<Raw> {
     on_device!(
         x.device(),

@@ -54,7 +54,7 @@ pub(in crate::ops) fn id_bytes(op: &'static str, ids: &Raw) -> Result<u32> {
     }
 }
 
-/// The kernel's suffix for a dtype whose elements can be picked: floating point, u8, u32, i64.
+/// The kernel's suffix for a dtype whose elements can be picked.
 fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
     match dtype {
         DType::U8 => Ok(&["u8"]),

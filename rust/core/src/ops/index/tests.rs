@@ -23,7 +23,6 @@ fn values(t: &Tensor) -> Vec<f64> {
     to_f64_vec(t.raw()).unwrap()
 }
 
-/// These ids.
 fn some(values: &[i64], dims: &[usize]) -> Tensor {
     Tensor::constant(from_vec(values.to_vec(), dims))
 }

@@ -285,7 +285,7 @@ fn a_quantized_head_is_dequantized_in_parts() {
         let values = weight.dequantize(DType::F32).unwrap();
         let targets = Tensor::from_vec(vec![3i64, -100, 69_999, 40_000], 4, &Device::Cpu).unwrap();
         let run = |weight: WeightRef<'_>| {
-            // A new variable for each run: the gradients of a shared one would add up.
+            // Gradients of a shared variable would add up.
             let h = Var::from_tensor(&states).unwrap();
             let loss = linear_cross_entropy(&h, weight, &targets, None).unwrap();
             let gradient = loss.backward().unwrap().get(&h).unwrap();

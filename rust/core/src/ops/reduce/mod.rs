@@ -84,7 +84,7 @@ impl Reduction {
         (0..self.input.len()).filter(|dim| !self.dims.contains(dim)).map(|dim| self.input[dim]).collect()
     }
 
-    /// `value` has one value for each result: a view that repeats it for the elements that the result is computed from.
+    /// A view of `value` (one for each result), repeated for the elements of each result.
     fn spread(&self, value: &Raw) -> Result<Raw> {
         Ok(value.reshape(self.kept.as_slice())?.broadcast_as(self.input.as_slice())?)
     }
@@ -161,8 +161,7 @@ struct CumsumBackward {
 }
 
 impl Backward for CumsumBackward {
-    /// An element is part of the sums from its own position on, so its gradient is the sum of gradients from there to
-    /// the end.
+    /// An element is in the sums from its position on, so its gradient is the sum of theirs.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
         let backwards: Vec<i64> = (0..size as i64).rev().collect();

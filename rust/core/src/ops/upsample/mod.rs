@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(sources(3, 5), [0, 0, 1, 1, 2]);
         assert_eq!(sources(4, 7), [0, 0, 1, 1, 2, 2, 3]);
         assert_eq!(sources(7, 3), [0, 2, 4]);
-        // Position 41 is exactly 1 in real numbers, but 41 · (2 / 82) is below 1 in f32.
+        // The position is exactly 1, but 41 · (2 / 82) is below 1 in f32.
         assert_eq!(sources(2, 82)[40..44], [0, 0, 1, 1]);
         assert_eq!(copies(2, 5), [0..3, 3..5]);
         assert_eq!(copies(3, 2), [0..1, 1..2, 2..2]);

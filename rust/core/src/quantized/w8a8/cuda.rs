@@ -164,7 +164,7 @@ pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let [rows, columns] = w.dims;
     let (parts, dtype) = (w.code_parts()?, g.dtype());
     let g = Rounded::new(gpu, kind, g, Some(parts), w.parts.len())?;
-    // Tensor cores multiply 8-bit matrices only if the sums run along the rows of both, so W is transposed.
+    // Tensor cores sum 8-bit products along the rows of both matrices, so W is transposed.
     let turned = empty(OP, gpu, &[columns, rows], DType::U8)?;
     let most = w.parts.iter().map(|part| part.rows).max().unwrap_or(0);
     let grid = [columns.div_ceil(TILE), most.div_ceil(TILE), w.parts.len()];

@@ -109,7 +109,7 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        // `heads` counts the heads of keys; `blocks` the blocks of all queries that share one of them, head after head.
+        // Heads of keys, and the blocks of all queries that share one of them, head after head.
         let (heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
         // With few heads, the blocks of a head are split into ranges. Each range sums its own part of the gradients of

@@ -86,7 +86,6 @@ impl Attention {
         Ok(mask.map(|mask| mask.broadcast_as(self.scores.as_slice())).transpose()?)
     }
 
-    /// The queries of block `index`.
     fn query_block(&self, index: usize) -> Range<usize> {
         index * QUERIES..self.queries().min((index + 1) * QUERIES)
     }

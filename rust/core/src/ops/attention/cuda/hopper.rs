@@ -19,7 +19,7 @@ use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_inpu
 use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
-/// The fewest queries and keys for these kernels: fewer leave tiles empty, and the general kernels are as fast.
+/// The fewest queries and keys: with fewer, the general kernels are as fast.
 pub(in crate::ops::attention) const FEWEST: u32 = 256;
 /// Keys in a tile.
 pub(in crate::ops::attention) const KEYS: u32 = 128;
@@ -172,8 +172,7 @@ impl Attention<'_> {
         Ok(true)
     }
 
-    /// Computes the gradients of q, k and v for which there is a place; returns false if only the general kernels take
-    /// the operands.
+    /// The gradients of q, k and v for which there is a place; false if only the general kernels take the operands.
     pub(super) fn hopper_backward(
         &self,
         gpu: &Gpu,
@@ -195,7 +194,7 @@ impl Attention<'_> {
         let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
         let sums = empty(op, gpu, &[tiles, (queries * columns) as usize], DType::F32)?;
         let turns = empty(op, gpu, &[tiles], DType::U32)?;
-        // The kernel writes the gradients of keys and values, wanted or not.
+        // The kernel writes both gradients, wanted or not.
         let unwanted = |like: &Heads, wanted: Option<&Heads>| -> Result<Option<Heads>> {
             let place = || Heads::new(op, &empty_like(op, gpu, &like.raw, sizes.width as usize)?);
             wanted.is_none().then(place).transpose()

@@ -130,8 +130,7 @@ impl Attention<'_> {
         })
     }
 
-    /// The mask, one number per score: the kernel's description of it, and the tensor, which must live until the
-    /// launch.
+    /// The mask, one number per score: its description, and the tensor, which must live until the launch.
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;
@@ -415,7 +414,7 @@ impl Attention<'_> {
     }
 }
 
-/// The tensor that a gradient is written to; an error if its strides would need a copy.
+/// The place of a gradient; an error if its strides would need a copy.
 fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     let Some(grad) = grad else { return Ok(None) };
     let heads = Heads::new(op, grad)?;

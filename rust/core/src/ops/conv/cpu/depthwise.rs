@@ -67,7 +67,6 @@ pub(super) fn run<T: Elem>(
     target
 }
 
-/// The gradient of the weight.
 pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc> {
     let stencil = Stencil::forward(geometry);
     let [lines, columns] = &stencil.phases[0];

@@ -28,7 +28,6 @@ pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&
     cast(&sum, x.dtype())
 }
 
-/// The gradient of the input.
 pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
     let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &weight], |operands| {
@@ -38,7 +37,6 @@ pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Resul
     cast(&sum, grad.dtype())
 }
 
-/// The gradient of the weight.
 pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
     let (grad, x) = (contiguous(grad)?, contiguous(x)?);
     let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &x], |operands| {

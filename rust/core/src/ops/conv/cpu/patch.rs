@@ -31,7 +31,6 @@ pub(in crate::ops::conv) struct Axis {
 }
 
 impl Axis {
-    /// The smallest offset.
     fn origin(&self) -> isize {
         self.places.first().map_or(0, |&(_, offset)| offset)
     }

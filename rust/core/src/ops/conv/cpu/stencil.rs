@@ -188,8 +188,8 @@ impl Phase<'_> {
                                 + line * strides.places[0]
                                 + column * strides.places[1]
                                 + block.start * strides.source;
-                            // SAFETY: the slice belongs to this panel, block and place alone, and the strides stay
-                            // inside of the weight.
+                            // SAFETY: the slice belongs to this panel, block and place; the strides stay inside of the
+                            // weight.
                             unsafe {
                                 let dst = shared.slice(at..at + step).as_mut_ptr().cast();
                                 let ptr = weight.as_ptr().wrapping_add(first);
@@ -261,7 +261,7 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// The channels of the target that the part writes, counted from the start of their group.
+    /// The part's channels of the target, counted from the start of their group.
     fn channels(&self) -> Range<usize> {
         let rows = self.phase.shape.rows;
         self.panels.start * rows..(self.panels.end * rows).min(self.phase.rows())

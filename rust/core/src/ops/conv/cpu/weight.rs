@@ -120,8 +120,8 @@ impl Part<'_> {
         });
     }
 
-    /// The stretches of the weight of an output channel that meet the channels of this part: one for each line of the
-    /// kernel if the part has all channels and the places are dense, otherwise one for each place.
+    /// The stretches of an output channel's weight that meet the channels of this part: one per line of the kernel if
+    /// the part has all channels and places are dense, otherwise one per place.
     fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];

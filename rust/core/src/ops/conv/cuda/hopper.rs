@@ -95,8 +95,7 @@ impl Plan {
 }
 
 /// One direction of the gradient of the input, as `grad_input_axis` of the kernels: the number of pixels of a phase,
-/// the number of places of the kernel (taps) that they meet, the pixel of the result that the first tap meets, and the
-/// step from one tap to the next.
+/// the number of taps that they meet, the pixel of the result that the first tap meets, and the step to the next.
 #[derive(Clone, Copy)]
 struct Axis {
     pixels: i64,

@@ -127,7 +127,7 @@ impl Sizes {
         [u64::from(self.channels), taps, u64::from(self.out_channels)]
     }
 
-    /// Whether groups have so few channels that a kernel computes each result on its own instead of in tiles.
+    /// Whether groups have too few channels for tiles, so that each result is computed on its own.
     fn is_direct(&self) -> bool {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
     }
@@ -197,7 +197,7 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// The kernel's arguments. If the operands have a narrower dtype than the result, the f32 sums are the result.
+    /// The kernel's arguments. If the operands are narrower than the result, the sums are the result.
     fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
         let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
         let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
@@ -238,7 +238,6 @@ pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&
     run(CONV2D.name, Sizes::of(geometry)?, dims, [&x, &weight], bias.as_ref())
 }
 
-/// The gradient of the input.
 pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
     let dims = geometry.input_dims();
@@ -249,7 +248,6 @@ pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Resul
     run_grad_input(CONV2D.name, Sizes::of(geometry)?, dims, [&grad, &weight])
 }
 
-/// The gradient of the weight.
 pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
     let (grad, x) = (contiguous(grad)?, contiguous(x)?);
     let dims = geometry.weight_dims();

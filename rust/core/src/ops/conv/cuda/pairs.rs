@@ -10,12 +10,11 @@ use crate::cuda::{Gpu, contiguous};
 use crate::product::uses_pairs;
 use crate::{Error, Raw, Result};
 
-/// Parts of a row.
 const PARTS: usize = 3;
 /// Channels that a thread takes at a time.
 const GROUP: usize = 8;
 
-/// The kernels for the two factors of a product: `LEFT` stores the parts hi hi lo, `RIGHT` hi lo hi.
+/// The kernels for the two factors: `LEFT` stores the parts hi hi lo, `RIGHT` hi lo hi.
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 

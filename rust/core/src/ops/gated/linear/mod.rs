@@ -27,8 +27,7 @@ pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {
-        // A selective checkpoint keeps the results of the maps and computes the unit again; of one fused operation it
-        // would keep both.
+        // A selective checkpoint keeps only the results of the maps; of one operation it would keep the unit's too.
         return swiglu(&linear_group(x, group)?);
     }
     group.check(op, x)?;

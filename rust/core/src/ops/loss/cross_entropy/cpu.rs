@@ -87,8 +87,7 @@ fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
                 let new = largest.max(rows::max(block));
                 sum += rows::sum(block, |x: T| x.to_acc());
                 if new == T::Acc::NEG_INFINITY {
-                    // All logits so far are -∞ (classes that are ruled out) and add nothing, unless one of them is NaN:
-                    // then `sum` is NaN.
+                    // All logits so far are -∞ and add nothing; if one is NaN, `sum` is NaN.
                     exponentials = if sum == T::Acc::NEG_INFINITY { T::Acc::ZERO } else { sum };
                 } else {
                     exponentials *= (largest - new).exp();

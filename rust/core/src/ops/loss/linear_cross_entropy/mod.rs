@@ -119,7 +119,7 @@ enum Matrix<'a> {
     Quantized(&'a Quantized),
 }
 
-/// The error for a streamed weight: only blocks are streamed, never a head.
+/// The error for a streamed weight: a head is never streamed.
 fn is_streamed(op: &'static str) -> Error {
     Error::argument(op, "the weight is streamed from the memory of the host, expected one on the device of the states")
 }

@@ -99,7 +99,6 @@ pub(super) fn forward(
     Ok((y, smallvec![rstd, mean]))
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,

@@ -36,7 +36,6 @@ pub(super) fn forward(
     })
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward(
     norm: &RmsNormRopeBackward,
     context: &mut BackwardContext<'_>,

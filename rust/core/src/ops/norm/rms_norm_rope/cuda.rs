@@ -89,7 +89,6 @@ pub(super) fn forward(
     Ok([y, rstd])
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward(
     norm: &Norm,
     context: &mut BackwardContext<'_>,

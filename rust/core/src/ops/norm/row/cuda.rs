@@ -31,7 +31,7 @@ fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     Err(Error::argument(op, message))
 }
 
-/// The launch shape of the kernels of `kernels/norm.cu` that run over rows.
+/// The launch shape of the kernels over rows of `kernels/norm.cu`.
 fn over_rows(rows: usize, len: usize, dtype: DType) -> Shape {
     const HELD: usize = 3;
     const THREADS: usize = 1 << 17;
@@ -61,7 +61,7 @@ fn run(
     residual: Option<&Raw>,
 ) -> Result<(Option<Raw>, Normalised)> {
     let gpu = Gpu::of(op, x)?;
-    // The limit is that of the backward pass: the error should come before it.
+    // The limit of the backward pass, checked early.
     check_samples(op, size)?;
     let parameters = Parameters::new(x.dtype(), affine.parameters())?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
@@ -97,7 +97,6 @@ fn run(
     Ok((sum, (y, std::iter::once(rstd).chain(mean).collect())))
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward(
     norm: &RowNormBackward,
     context: &mut BackwardContext<'_>,

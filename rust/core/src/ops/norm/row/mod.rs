@@ -85,7 +85,7 @@ impl Kind {
     }
 }
 
-/// The number of samples, the number of rows of a sample, which share a scale and a shift, and the length of a row.
+/// Numbers of samples and of rows of a sample (which share scale and shift), and the length of a row.
 #[derive(Clone, Copy)]
 struct Size {
     samples: usize,
@@ -223,7 +223,7 @@ impl Backward for RowNormBackward {
 
 impl RowNormBackward {
     fn on_cpu(&self, context: &mut BackwardContext<'_>, [x, grad, rstd]: [&Raw; 3], mean: Option<&Raw>) -> Result<()> {
-        // RMS norm has no mean and does not read it: any tensor serves as a placeholder.
+        // RMS norm does not read a mean: any tensor serves.
         let mean = mean.unwrap_or(rstd);
         dispatch_float!(x.dtype(), self.op, T => {
             let scale = self.kind.factors(self.affine.scale(self.size.len)?);

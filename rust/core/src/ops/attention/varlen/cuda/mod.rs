@@ -21,8 +21,7 @@ use crate::ops::attention::cuda::{Attention, Heads, NO_STRIDES, Width, empty_lik
 use crate::ops::index::cuda::id_bytes;
 use crate::{Raw, Result};
 
-/// The number of blocks that keeps the multiprocessors busy although the work is uneven: the first keys of a segment
-/// have the most queries.
+/// Blocks that keep the multiprocessors busy with uneven work: the first keys of a segment have the most queries.
 const BLOCKS: u32 = 1056;
 
 /// The spans, as on the CPU: for each position the first key that its query sees, then the end of the queries that see
@@ -177,7 +176,6 @@ pub fn backward_into(
     }
 }
 
-/// A backward pass.
 struct Pass<'a> {
     attention: Attention<'a>,
     gpu: &'a Gpu,

@@ -6,7 +6,6 @@ use crate::cpu::pool::SharedMut;
 use crate::cpu::{Binary, Elem, Real, dispatch};
 use crate::ops::activation::Silu;
 
-/// The operands of the backward pass.
 pub(super) struct BackwardPass<'a, T: Elem> {
     pub size: Size,
     pub x: &'a [T],

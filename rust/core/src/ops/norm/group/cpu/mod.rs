@@ -40,7 +40,6 @@ pub(super) fn forward<const SILU: bool>(
     })
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,

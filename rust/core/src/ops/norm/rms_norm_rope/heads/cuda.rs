@@ -59,7 +59,6 @@ impl HeadArguments {
     }
 }
 
-/// [`HeadNorms::forward`].
 pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     let arguments = HeadArguments::new(norms, x, y)?;
@@ -98,7 +97,6 @@ pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadSta
     Ok(rstd.into_iter().collect())
 }
 
-/// [`HeadNorms::backward`].
 pub(super) fn backward(norms: &HeadNorms<'_>, [x, grad]: [&Raw; 2], rstd: Option<&Raw>, dx: &Raw) -> Result<()> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     if grad.elem_count() == 0 {

@@ -21,7 +21,7 @@ pub(in crate::ops) struct HeadNorms<'a> {
     pub weights: [Option<&'a Raw>; 2],
     /// cos and sin, (S, width / 2) or (B · S, width / 2); `None` if nothing is rotated.
     pub tables: Option<[&'a Raw; 2]>,
-    /// Number of heads of queries; number of heads of keys, which is also that of values.
+    /// Number of heads of queries; number of heads of keys and of values.
     pub heads: [usize; 2],
     pub width: usize,
     pub interleaved: bool,
