@@ -279,7 +279,7 @@ pub mod communicator {
         Err(Error::CudaUnavailable(trainable_candle_cuda::Unavailable::NotBuilt.to_string()))
     }
 
-    /// The identifier by which the processes find each other.
+    /// The identifier that the processes share.
     ///
     /// # Errors
     /// [`Error::CudaUnavailable`].

@@ -85,7 +85,7 @@ impl RecyclingAllocator {
             self.bytes.fetch_sub(size, Ordering::Relaxed);
             return block;
         }
-        // Blocks on other shelves are returned to the system to make room.
+        // Blocks on other shelves make room.
         self.shrink(most - used + MOST_BYTES);
         self.fetch(class)
     }

@@ -228,7 +228,7 @@ fn the_backward_of_many_layers_is_that_of_each() -> Result<()> {
                 close(&layer.down.grad().unwrap(), &down.mul_scalar(2.0)?, 1e-6);
                 close(&layer.up.grad().unwrap(), &up.mul_scalar(2.0)?, 1e-6);
             }
-            // If the last layer does not fit, nothing is added to the gradients of the first.
+            // The last layer does not fit: nothing is added for the first.
             let before = values(&layers[0].down.grad().unwrap());
             let wrong = [layers[0], LoraLayer { input: &grads[2], ..layers[2] }];
             assert!(matches!(lora_backward_(&wrong), Err(Error::Shape { .. })));

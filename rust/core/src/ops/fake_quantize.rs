@@ -206,7 +206,7 @@ impl Binary for Nf4 {
     }
 }
 
-/// The nearest whole number, ties to even: the float format has no bits for a fraction in a sum of this size.
+/// The nearest whole number, ties to even: a sum of this size has no bits for a fraction.
 #[inline(always)]
 fn round_to_even<R: Real>(x: R) -> R {
     let large = R::from_f64(if size_of::<R>() == size_of::<f32>() { 12_582_912.0 } else { 6_755_399_441_055_744.0 });

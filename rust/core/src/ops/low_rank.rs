@@ -82,7 +82,7 @@ impl LastProduct<Saved> {
     }
 }
 
-/// The ranges of consecutive places with the same scale; their products run together.
+/// The ranges of places with one scale, whose products run together.
 fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0;
     places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {

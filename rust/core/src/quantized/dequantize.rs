@@ -108,7 +108,7 @@ fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: 
                 let code = codes[index / 2] >> (if index.is_multiple_of(2) { 4 } else { 0 }) & 0xf;
                 values[usize::from(code)]
             };
-            // Whole bytes, both of whose elements are in the block, and a single element before and after them.
+            // Bytes with both elements in the block, and single elements before and after them.
             let before = at % 2;
             let (first, whole) = block.split_at_mut(before);
             let bytes = &codes[(at + before) / 2..];

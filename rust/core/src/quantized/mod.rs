@@ -63,8 +63,8 @@ enum Scales {
     Fp8(Raw),
     /// For NF4: one per block of [`nf4::BLOCK`] elements.
     Nf4(Raw),
-    /// For NF4: the code of each block's scale in the dynamic map, one scale per [`nf4::NESTED`] of these codes, and
-    /// the number added to all scales.
+    /// For NF4: the code of each block's scale in the dynamic map, one scale per [`nf4::NESTED`] codes, and the number
+    /// added to all.
     Nested { codes: Raw, scales: Raw, offset: f32 },
     /// For ggml's formats, whose blocks contain the scales.
     Ggml(Ggml),

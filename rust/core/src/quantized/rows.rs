@@ -58,8 +58,8 @@ fn to_int8(x: f32) -> i8 {
     round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8
 }
 
-/// The whole number nearest to `x`, which is below 2^22 in magnitude; ties to even. f32 has no bits for a fraction in a
-/// sum of this size. `f32::round_ties_even` is a function call on processors without SSE 4.1.
+/// The whole number nearest to `x`, below 2^22 in magnitude; ties to even. A sum of this size has no bits for a
+/// fraction. `f32::round_ties_even` is a function call on processors without SSE 4.1.
 #[inline(always)]
 fn round_to_even(x: f32) -> f32 {
     const LARGE: f32 = 12_582_912.0;
@@ -70,7 +70,7 @@ fn round_to_even(x: f32) -> f32 {
 fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs().min(LARGEST_E4M3);
-    // The magnitude is counted in steps of the last place of its exponent; subnormal numbers have steps of 2^-9.
+    // In steps of the last place of the exponent; of 2^-9 for subnormal numbers.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
     let steps = round_to_even(magnitude * steps_in_one) as u8;

@@ -37,7 +37,7 @@ struct Inner {
 enum State {
     /// On the CPU, until the ring is created.
     Gathered(Weight),
-    /// In a ring: views of a slot, which have the weight's values while its unit is there.
+    /// In a ring: views of a slot, with the weight's values while its unit is there.
     Placed { ring: Arc<Ring>, unit: usize, view: Weight },
 }
 
@@ -143,7 +143,7 @@ impl Streamed {
     /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit.
     pub fn values(&self, dtype: DType) -> Result<Tensor> {
         match self.here() {
-            // A copy, because the slot will have other values later.
+            // A copy: the slot will have other values later.
             Ok(Weight::Plain(view)) if view.dtype() == dtype => Ok(Tensor::constant(crate::raw::own_copy(&view.raw)?)),
             Ok(view) => WeightRef::from(&view).values(dtype),
             Err(_) => WeightRef::from(&self.host()?).values(dtype)?.to_device(&self.0.device),
@@ -175,7 +175,7 @@ impl std::fmt::Debug for Streamed {
 }
 
 impl Weight {
-    /// The same weight over other storage: `of` returns the storage for each part; calls are always in the same order.
+    /// The same weight over other storage: `of` returns that of each part, always in the same order.
     fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         match self {
             Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(of(&tensor.raw)?))),

@@ -11,7 +11,7 @@ use super::OP;
 /// Parts are aligned to this many bytes, with which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
-/// A piece of storage of weights, and its offset among the elements of its dtype.
+/// A piece of storage of weights, and its offset in elements of its dtype.
 struct Part {
     /// The identity of the storage, and the index of the first element in it.
     storage: usize,
@@ -82,7 +82,7 @@ impl Packing {
         found
     }
 
-    /// The tensors of `dtype`, each with its offset among the elements of `dtype`.
+    /// The tensors of `dtype`, each with its offset in elements.
     pub(super) fn parts(&self, dtype: DType) -> impl Iterator<Item = (usize, &Raw)> {
         self.parts.iter().filter(move |part| part.raw.dtype() == dtype).map(|part| (part.offset, &part.raw))
     }

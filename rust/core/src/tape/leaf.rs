@@ -162,7 +162,7 @@ impl Leaf {
         }
         let mut gradient = self.gradient.change();
         gradient.own = None;
-        // Under capture the buffer is zeroed in any case: before a replay it may have a gradient.
+        // Under capture always: before a replay the buffer may have a gradient.
         let is_due = gradient.filled || capture::is_capturing();
         if let Some(buffer) = gradient.buffer.as_ref().filter(|_| is_due) {
             compute::fill(buffer, 0.0)?;

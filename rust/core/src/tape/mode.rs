@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// The two bits of the mode, in one thread-local byte because every operation reads both.
+/// The two bits that every operation reads, in one thread-local byte.
 #[derive(Clone, Copy)]
 pub(crate) struct Flags(u8);
 

@@ -152,8 +152,7 @@ fn linear_layers_with_biases_equal_the_cpu() {
     }
 }
 
-/// q, k and v of SDXL's blocks with LoRA on all or some of them, with the factors in one buffer and in separate
-/// tensors.
+/// q, k and v of SDXL's blocks with LoRA on all or some, with factors in one buffer or separate.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn groups_of_linear_layers_equal_the_cpu() {

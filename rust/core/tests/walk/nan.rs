@@ -243,7 +243,7 @@ pub fn is_passed_on_at_edges(device: &Device) -> Checked {
         places.extend([0..n - 1, 0..1024, 1024..2048, 1..n, 0..n]);
         places.retain(|place| place.start < place.end && place.end <= n);
         for place in places {
-            // f32 and bf16 stand for f64 and f16 as well, except at two lengths, at which all dtypes are tested.
+            // f32 and bf16 stand for f64 and f16 too, except at two lengths.
             let dtypes = TOLERANCE.map(|(dtype, _)| dtype).into_iter();
             for dtype in dtypes.filter(|dtype| [33, 1025].contains(&n) || [DType::F32, DType::BF16].contains(dtype)) {
                 let values: Vec<f64> = (0..3 * n)

@@ -55,7 +55,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         let vars = text(variables(case, device))?;
         let y = text(run(case, &vars))?;
         let before = text(to_f64_vec(y.raw()))?;
-        // The gradient of the factor is the value of the result before the change.
+        // The factor's gradient is the result before the change.
         let factor = text(Tensor::ones(y.shape(), y.dtype(), device).and_then(|ones| Var::from_tensor(&ones)))?;
         let product = text(factor.mul(&y.detach()))?;
         text(change(&vars[changed]))?;

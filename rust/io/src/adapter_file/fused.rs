@@ -199,7 +199,7 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
     Ok(Some(runs))
 }
 
-/// The parameters with the two halves of the rows exchanged.
+/// The halves of the rows are exchanged.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values

@@ -80,7 +80,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that is the same in both of kohya's styles does not make a mixture of them.
+    // A name that both of kohya's styles share fits either.
     let is_one = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
@@ -210,8 +210,7 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     }
 }
 
-/// A remark if diffusers reads wrong alphas: under kohya's names it takes the most common alpha for all of attention's
-/// projections.
+/// A remark if diffusers reads wrong alphas: under kohya's names attention's projections get the most common one.
 fn misread_alphas(
     contents: &Contents,
     places: &HashMap<String, Place<'_>>,

@@ -8,7 +8,7 @@ use super::rope::Rope;
 use crate::fields::Fields;
 use crate::pretrained::{Configuration, class_of};
 
-/// The family of a decoder, which decides about properties that its configuration does not contain.
+/// The family of a decoder, which decides what its configuration does not say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// Llama 2 and 3, SmolLM2.
@@ -65,7 +65,7 @@ pub struct CausalLMConfig {
     pub max_position_embeddings: usize,
     /// The rotary position embedding of queries and keys.
     pub rope: Rope,
-    /// For each layer, the most tokens that a token sees, including itself; `None` without a limit.
+    /// For each layer, the most tokens that a token sees, itself included, if limited.
     pub windows: Vec<Option<usize>>,
     /// Tokens that end a text.
     pub eos_token_ids: Vec<u32>,

@@ -82,7 +82,7 @@ pub(super) fn packed() -> Vec<Case> {
     ]
 }
 
-/// The settings of a case of normed attention; its operands other than the projections have fixed values.
+/// The settings of a case of normed attention, whose operands except the projections are fixed.
 #[derive(Clone, Copy)]
 struct NormedCase {
     heads: usize,

@@ -53,7 +53,7 @@ fn of_linear_groups() -> Vec<Case> {
         case("both", &[&[2, 3, 5], &[2, 5], &[4, 2], &[2, 5], &[4, 2]], 4, [true; 2]),
         case("the gate alone", &[&[3, 5], &[2, 5], &[4, 2]], 4, [false, true]),
         case("none", &[&[3, 5]], 4, [false; 2]),
-        // Sizes that the CUDA kernel takes, with a number of rows that is not a multiple of its tiles of sixteen.
+        // Sizes for the CUDA kernel, with rows that are not a multiple of its sixteen.
         case("rank 16", &[&[19, 8], &[16, 8], &[64, 16], &[16, 8], &[64, 16]], 64, [true; 2]),
         case("rank 16 of features", &[&[130, 8], &[16, 8], &[32, 16]], 32, [true, false]),
         case("no rows", &[&[0, 8], &[16, 8], &[32, 16]], 32, [true, false]),

@@ -169,8 +169,8 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// For some blocks of queries that share a head of keys: writes the gradients of the queries, and adds their
-    /// contribution to the gradients of the keys and then the values of the head in `grads`.
+    /// Writes the gradients of the queries of some blocks that share a head of keys, and adds their part of the
+    /// gradients of the head's keys and then values to `grads`.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;

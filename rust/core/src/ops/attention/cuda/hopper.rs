@@ -83,7 +83,7 @@ fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     Schedule { items, steps, whole, blocks }
 }
 
-/// Memory for the parts of split items, two for each block, if there are such items.
+/// Memory for parts of split items, two per block, if there are such items.
 fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Result<Option<Raw>> {
     let dims = [2 * schedule.blocks as usize, values as usize];
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
@@ -133,7 +133,7 @@ impl Attention<'_> {
         fits.then(|| form.hopper())
     }
 
-    /// Computes the result and the logarithms of the sums; returns false if only the general kernels take the operands.
+    /// The result and the logarithms of the sums; false if only the general kernels take the operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,

@@ -405,8 +405,7 @@ impl Attention<'_> {
         unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
     }
 
-    /// The number of ranges of queries into which the gradients of few keys are split, so that the blocks fill the
-    /// device.
+    /// The number of ranges of queries that the gradients of few keys are split into to fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;

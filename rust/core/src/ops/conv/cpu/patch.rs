@@ -11,7 +11,7 @@ use crate::cpu::{Elem, Real, dispatch};
 const MAX_COLUMNS: usize = 96;
 /// The most elements of a copy of more than the fewest lines, so that it stays in the second-level cache.
 const MAX_PATCH: usize = 128 << 10;
-/// The fewest lines of a part, if there are enough: smaller parts would mostly copy the lines that they share.
+/// The fewest lines of a part, if there are enough: smaller parts would mostly copy shared lines.
 const MIN_LINES: usize = 4;
 
 /// One direction of a stencil.
@@ -55,8 +55,7 @@ impl Axis {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// For a copy for `range` of the target: which of its positions are inside the source, and the position of its
-    /// first in the source.
+    /// Of a copy for `range` of the target: its positions inside the source, and the source's position of its first.
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
@@ -125,8 +124,7 @@ impl Patch {
         }
     }
 
-    /// Elements of the copy, and some beyond its end that a tile may read when it has more columns or rows than the
-    /// part.
+    /// Elements of the copy, and some beyond its end, which tiles larger than the part may read.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK

@@ -164,8 +164,7 @@ impl Phase<'_> {
         self.places() * (rows * (group * self.depth() + block.start) + row * block.len())
     }
 
-    /// Packs the weight: for each group and block of channels, panels of rows. A panel is ordered by place, then by
-    /// channel.
+    /// Packs the weight: for each group and block of channels, panels of rows, ordered by place, then channel.
     fn pack<T: Elem>(&self, weight: &[T]) -> Vec<T::Acc> {
         let strides = self.stencil.weight;
         let len = self.packed_at(self.stencil.groups, &(0..0), 0);

@@ -95,7 +95,7 @@ impl Part<'_> {
                                 + first_out
                                 + out;
                             let src = Side { ptr: grad[at..].as_ptr(), outer: 1, inner: geometry.out_channels };
-                            // SAFETY: the source has all positions of the line, and the scratch has room for them.
+                            // SAFETY: the source has the positions of the line, the scratch room for them.
                             unsafe {
                                 let dst = packed.add(out * lines * columns + line * step);
                                 pack(dst, *shape, Along::Columns, src, count, columns);

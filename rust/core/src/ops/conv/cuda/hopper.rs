@@ -89,7 +89,7 @@ impl Plan {
                 }
             }
         }
-        // `best` is never `None`: there are tiles, and at least one number of splits.
+        // Never `None`: there are tiles, and at least one number of splits.
         best.map_or(Self { tile: &TILES[0], blocks: 0, splits: 1 }, |(_, plan)| plan)
     }
 }
@@ -161,7 +161,7 @@ fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: 
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
-/// Computes y from dense operands; returns false if the general kernels are to serve these sizes.
+/// y from dense operands; false if the general kernels serve these sizes.
 pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     let Operands { dtype, from, weights, bias } = operands;
     let (to, windows) = (output(op, y)?, sizes.windows());
@@ -198,8 +198,7 @@ pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, opera
     Ok(true)
 }
 
-/// Computes the gradient of the input from dense operands; returns false if the general kernels are to serve these
-/// sizes.
+/// The gradient of the input from dense operands; false if the general kernels serve these sizes.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -253,8 +252,7 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// Computes the gradient of the weight from dense operands; returns false if the general kernels are to serve these
-/// sizes.
+/// The gradient of the weight from dense operands; false if the general kernels serve these sizes.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,

@@ -42,8 +42,7 @@ struct Sizes {
     pub groups: u32,
 }
 
-/// Number of blocks that fill a large GPU; sums are split where there are fewer. It is the same on every GPU, so that
-/// results are the same.
+/// Blocks that fill a large GPU; sums are split where there are fewer. The same on every GPU, so that results are.
 const BLOCKS: usize = 132;
 /// The largest grid in its second and third dimension.
 const MOST: u32 = 65_535;

@@ -17,8 +17,8 @@ const STEP: u32 = 128;
 /// Bytes of the four stages and their barriers.
 const SHARED: u32 = 4 * (ROWS + COLUMNS) as u32 * STEP + 64;
 
-/// Write the product of `x` with all parts of a matrix to `y`; scales and bias are by columns of `y`. Returns false if
-/// the kernel does not take the device, the format or the dtype.
+/// Write the product of `x` with all parts of a matrix to `y`, whose columns have scales and bias. False if the device,
+/// format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,

@@ -13,8 +13,7 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, is_mapped, map};
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// Computes the result and the logarithms of the sums of operands for tensor cores; returns false if only the general
-/// kernels take them.
+/// The result and the logarithms of the sums, on tensor cores; false if only the general kernels take the operands.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,

@@ -1,5 +1,4 @@
-//! The gradients. Sums over the positions for each channel come first; sums over groups follow from them, then the
-//! gradient of the input.
+//! The gradients: first sums over the positions for each channel, then from these sums over groups, then the input's.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;

@@ -12,7 +12,7 @@ use crate::cuda::launch::{
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Error, Raw, Result};
 
-/// The arguments of the kernels for heads except inputs and outputs; the tensors here keep the addresses valid.
+/// The arguments of the kernels for heads except inputs and outputs; the tensors keep addresses valid.
 struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],
