@@ -91,7 +91,7 @@ pub fn gradcheck(
     }
 }
 
-/// Distinct weights of size about one, the same at each call.
+/// Distinct weights between 0.5 and 1.5, the same at each call.
 fn weights(result: &Tensor) -> Result<Tensor> {
     let values: Vec<f64> = (0..result.elem_count()).map(|i| 1.0 + 0.5 * ((i as f64) * 1.618_033_988_7).sin()).collect();
     Ok(Tensor::from_raw(&from_vec(values, result.shape().clone()).to_dtype(result.dtype())?))

@@ -1,4 +1,4 @@
-//! Interrupts long computations: the embedder installs a check whether the user wants to stop (Ctrl-C).
+//! Interrupts long computations: the embedding program installs a check for the user's wish to stop (Ctrl-C).
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -10,28 +10,28 @@ pub type Check = fn() -> Result<()>;
 
 static CHECK: OnceLock<Check> = OnceLock::new();
 
-/// How often the embedder is asked at most: asking may mean waiting for an interpreter's lock.
+/// The shortest time between two checks: a check may wait for an interpreter's lock.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Small steps between looks at the clock, which costs a good part of a small operation.
+/// Small steps between two readings of the clock, which take a good part of a small operation's time.
 const STEPS: u32 = 16;
 
-/// Elements from which a step is large.
+/// A step on this many elements or more is large.
 const LARGE: usize = 8192;
 
-/// Ask `check` from time to time in long computations. The first call of a process counts; later ones change nothing.
+/// Call `check` from time to time in long computations. The first call in a process counts; later calls change nothing.
 pub fn set_check(check: Check) {
-    // A second embedder in one process would bring the same question.
+    // A second embedding program in one process would install the same check.
     let _ = CHECK.set(check);
 }
 
-/// Asks in a loop that waits; the loop sees to it that this is not too often.
+/// Calls the check at once: for waiting loops, which limit the rate themselves.
 #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only what waits for a GPU asks"))]
 pub(crate) fn ask() -> Result<()> {
     CHECK.get().map_or(Ok(()), |check| check())
 }
 
-/// Asks once in a while in a loop of many steps.
+/// Calls the check once in a while in a loop of many steps.
 pub struct Interrupt {
     check: Option<Check>,
     steps: u32,
@@ -45,15 +45,15 @@ impl Default for Interrupt {
 }
 
 impl Interrupt {
-    /// For one loop.
+    /// An interrupt for one loop.
     pub fn new() -> Self {
         Self { check: CHECK.get().copied(), steps: 0, last: None }
     }
 
-    /// To be called at every step, with the number of elements that it works on.
+    /// To be called at every step, with the number of elements that the step works on.
     ///
     /// # Errors
-    /// The check's.
+    /// The error of the check.
     pub fn step(&mut self, elements: usize) -> Result<()> {
         let Some(check) = self.check else { return Ok(()) };
         self.steps += 1;
@@ -64,7 +64,7 @@ impl Interrupt {
         if self.last.is_some_and(|last| now - last < INTERVAL) {
             return Ok(());
         }
-        // The first look at the clock only starts the interval: short computations never ask.
+        // The first reading of the clock only starts the interval: short computations never check.
         if self.last.replace(now).is_some() { check() } else { Ok(()) }
     }
 }

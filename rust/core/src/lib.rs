@@ -1,7 +1,7 @@
 //! Tensors, trainable variables and the autograd tape of trainable-candle.
 //!
-//! A [`Tensor`] is an immutable value over a candle tensor; a [`Var`] can be changed and collects a gradient. Operations on
-//! values that depend on a variable are recorded, and [`Tensor::backward`] walks the record:
+//! A [`Tensor`] is an immutable value over a candle tensor; a [`Var`] can be changed and collects a gradient. The tape
+//! records operations on values that depend on a variable, and [`Tensor::backward`] follows it back:
 //!
 //! ```
 //! use trainable_candle_core::{Device, Var};

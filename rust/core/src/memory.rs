@@ -22,7 +22,7 @@ fn ledger() -> MutexGuard<'static, Option<Ledger>> {
 
 /// Bytes of storage that the live tape keeps for backward passes: activations saved by operations and inputs kept
 /// by checkpoints, each storage counted once. Parameters (variables and frozen weights) are not counted:
-/// they live anyway.
+/// they stay in memory in any case.
 pub fn saved_bytes() -> usize {
     ledger().as_ref().map_or(0, |l| l.bytes)
 }

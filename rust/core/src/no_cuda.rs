@@ -1,4 +1,4 @@
-//! The surface of the CUDA runtime in a build without CUDA, as errors. No tensor is on a CUDA device there.
+//! The interface of the CUDA runtime in a build without CUDA: functions that return errors.
 
 use std::path::Path;
 
@@ -7,12 +7,12 @@ use candle_core::{CudaStorage, Device, WithDType};
 use crate::device::{MemoryStats, name};
 use crate::{Error, Raw, Result};
 
-/// The error of whatever takes a CUDA device.
+/// The error of functions that take a CUDA device.
 fn no_device<T>(op: &'static str, device: &Device) -> Result<T> {
     Err(Error::device(op, format!("found the device \"{}\", expected a CUDA device", name(device))))
 }
 
-/// The CUDA device of a number.
+/// The CUDA device with a number.
 ///
 /// # Errors
 /// [`Error::CudaUnavailable`].
@@ -29,7 +29,7 @@ pub fn devices(folders: &[&Path]) -> Result<usize> {
     loaded.map_err(|reason| Error::CudaUnavailable(reason.to_string()))
 }
 
-/// What a device holds.
+/// The memory in use on a device.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -37,7 +37,7 @@ pub fn memory_stats(device: &Device) -> Result<MemoryStats> {
     no_device("memory_stats", device)
 }
 
-/// Start counting the peaks anew.
+/// Reset the peaks of the memory statistics.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -45,7 +45,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     no_device("reset_peak_memory_stats", device)
 }
 
-/// Limit what a device holds.
+/// Limit the memory in use on a device.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -53,7 +53,7 @@ pub fn set_memory_limit(device: &Device, _limit: Option<u64>) -> Result<()> {
     no_device("set_memory_limit", device)
 }
 
-/// What a device is called.
+/// The name of a device.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -61,7 +61,7 @@ pub fn device_name(device: &Device) -> Result<String> {
     no_device("device_name", device)
 }
 
-/// Give memory back that is kept for later.
+/// Return the memory that is kept for reuse to the device.
 ///
 /// # Errors
 /// [`Error::Device`].
@@ -94,7 +94,7 @@ pub(crate) fn from_candle(error: Box<dyn std::error::Error + Send + Sync>) -> Er
 }
 
 pub(crate) mod profile {
-    //! How long the GPU works at what.
+    //! The time that the GPU spends in each kernel.
 
     use candle_core::Device;
 
@@ -123,7 +123,7 @@ impl Captured {
     /// The function's results for `inputs`.
     ///
     /// # Errors
-    /// The function's.
+    /// The errors of the function.
     pub fn call(&mut self, _inputs: &[&crate::Tensor]) -> Result<Vec<crate::Tensor>> {
         match self.0 {}
     }
@@ -135,7 +135,7 @@ impl Captured {
 }
 
 pub mod streaming {
-    //! Copies from pinned memory beside the work of a device: there is none.
+    //! Copies from pinned memory while the device computes: unavailable in this build.
 
     use std::any::Any;
     use std::convert::Infallible;
@@ -155,7 +155,7 @@ pub mod streaming {
             super::no_device("stream_blocks", device)
         }
 
-        /// What is in the slots is known while this number stays the same.
+        /// The contents of the slots are known while this number stays the same.
         pub const fn epoch(&self) -> u64 {
             match self.0 {}
         }
@@ -199,7 +199,7 @@ pub mod streaming {
             match self.0 {}
         }
 
-        /// Set some of them.
+        /// Write `bytes` from offset `start` on.
         pub const fn write(&mut self, _start: usize, _bytes: &[u8]) {
             match self.0 {}
         }
@@ -244,10 +244,10 @@ pub mod exchange {
         unavailable()
     }
 
-    /// Another library has no use for a tensor any more.
+    /// Release a tensor that another library no longer uses.
     pub fn released(_tensor: Raw, _consumer: Option<usize>) {}
 
-    /// A copy of values that another library holds.
+    /// A copy of values in another library's memory.
     ///
     /// # Safety
     /// None is needed: nothing is read.
@@ -266,7 +266,7 @@ pub mod exchange {
 }
 
 pub mod communicator {
-    //! Sums and copies over the GPUs of several processes: there are none.
+    //! Sums and copies over the GPUs of several processes: unavailable in this build.
 
     use std::path::Path;
     use std::time::Duration;
@@ -279,7 +279,7 @@ pub mod communicator {
         Err(Error::CudaUnavailable(trainable_candle_cuda::Unavailable::NotBuilt.to_string()))
     }
 
-    /// How the processes find each other.
+    /// The identifier that the processes share.
     ///
     /// # Errors
     /// [`Error::CudaUnavailable`].
@@ -295,7 +295,7 @@ pub mod communicator {
         unavailable()
     }
 
-    /// This process's part in a group: there is none.
+    /// This process's part in a group: never exists in this build.
     pub struct Communicator(std::convert::Infallible);
 
     impl Communicator {
@@ -312,12 +312,12 @@ pub mod communicator {
             unavailable()
         }
 
-        /// Which of the processes this one is.
+        /// The number of this process in the group.
         pub const fn rank(&self) -> usize {
             match self.0 {}
         }
 
-        /// How many processes there are.
+        /// The number of processes.
         pub const fn size(&self) -> usize {
             match self.0 {}
         }
@@ -338,7 +338,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// Wait for what is queued.
+        /// Wait for the queued work.
         ///
         /// # Errors
         /// None.
@@ -346,7 +346,7 @@ pub mod communicator {
             match self.0 {}
         }
 
-        /// Let a wait end.
+        /// End a wait of another thread.
         pub const fn stop(&self) {
             match self.0 {}
         }

@@ -7,15 +7,15 @@ use candle_core::DType;
 
 use crate::{Raw, Result};
 
-/// A low-rank product of an adapted linear map, without what it is added to; all matrices.
+/// A low-rank product of an adapted linear map, without the tensor that it is added to. All fields are matrices.
 pub struct LowRankTerm {
-    /// (rows, inner).
+    /// The input, (rows, inner).
     pub input: Raw,
-    /// (inner, rank).
+    /// The first factor, (inner, rank).
     pub down: Raw,
-    /// (rank, outer).
+    /// The second factor, (rank, outer).
     pub up: Raw,
-    /// (rows, rank), written.
+    /// `input` · `down` is written here, (rows, rank).
     pub hidden: Raw,
 }
 
@@ -35,12 +35,12 @@ pub struct Product {
 pub enum Destination {
     /// A new tensor of this dtype, as by [`product`](crate::compute::product).
     New(DType),
-    /// It is added to this tensor, as by [`matmul_accumulate`](crate::compute::matmul_accumulate).
+    /// The product is added to this tensor, as by [`matmul_accumulate`](crate::compute::matmul_accumulate).
     Sum(Raw),
 }
 
 impl Product {
-    /// Compute this product alone: `product` makes a new result, `accumulate` adds to one.
+    /// Compute this product alone: `product` returns a new result, `accumulate` adds to a tensor.
     pub(crate) fn run(
         &self,
         product: impl FnOnce(&Raw, &Raw, f64, DType) -> Result<Raw>,
@@ -56,12 +56,12 @@ impl Product {
     }
 }
 
-/// How products of f32 matrices are computed on CUDA devices; torch's names.
+/// The precision of products of f32 matrices on CUDA devices, with torch's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MatmulPrecision {
     /// In f32.
     Highest,
-    /// In TF32, whose factors have a mantissa of 10 bits, with sums in f32: several times as fast on tensor cores.
+    /// In TF32: factors have a mantissa of 10 bits, sums are in f32. Tensor cores make this several times as fast.
     High,
 }
 
@@ -81,8 +81,8 @@ pub fn float32_matmul_precision() -> MatmulPrecision {
 static W8A8: AtomicBool = AtomicBool::new(false);
 
 /// Choose whether linear layers over int8 or fp8 multiply codes (W8A8), from now on: see
-/// [`w8a8`](crate::quantized::w8a8). By default they multiply the values that the codes represent. Captured graphs keep what they were
-/// recorded with.
+/// [`w8a8`](crate::quantized::w8a8). By default they multiply the values that the codes represent. Captured graphs keep
+/// the choice that they were recorded with.
 pub fn set_w8a8(enabled: bool) {
     W8A8.store(enabled, Ordering::Relaxed);
 }
@@ -96,9 +96,9 @@ thread_local! {
     static PAIRS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Run a function with f32 operands split into sums of two bf16 numbers, for forward passes of convolutions, linear layers and
-/// attention of wide heads that this thread queues on a CUDA device: tensor cores then multiply 16 bits of each factor and sum in
-/// f32. Other operations compute in f32 as usual.
+/// Run `work` with f32 operands split into sums of two bf16 numbers: tensor cores then multiply 16 bits of each factor
+/// and sum in f32. This holds for forward passes of convolutions, linear layers and attention with wide heads that this
+/// thread queues on a CUDA device. Other operations compute in f32 as usual.
 pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
     struct Restored(bool);
     impl Drop for Restored {
@@ -110,7 +110,7 @@ pub fn with_bf16_pairs<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// Whether this thread multiplies tensors of `dtype` as [`with_bf16_pairs`] says.
+/// Whether this thread splits operands of `dtype` as in [`with_bf16_pairs`].
 pub fn uses_pairs(dtype: DType) -> bool {
     dtype == DType::F32 && PAIRS.get()
 }

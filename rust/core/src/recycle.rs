@@ -1,7 +1,8 @@
 //! [`RecyclingAllocator`]: large blocks are kept for the next tensor instead of going back to the system.
 //!
-//! A training step frees and takes the same buffers again and again. From a size on, the C library gives freed memory back,
-//! and the system hands it out page by page, zeroed: on small models that costs a quarter of the step. A program opts in by
+//! A training step frees and takes the same buffers again and again. The C library returns large freed blocks to the
+//! system, which hands memory out again page by page, zeroed: on small models this costs a quarter of the step. A
+//! program opts in with
 //!
 //! ```
 //! use trainable_candle_core::RecyclingAllocator;
@@ -16,33 +17,34 @@ use std::cell::UnsafeCell;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Smaller blocks come from the C library, which keeps freed ones itself.
+/// Smaller blocks come from the C library, which keeps freed blocks of such sizes itself.
 const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Larger blocks are not kept.
 const LARGEST: usize = 1 << 37;
 /// Larger blocks are kept only if their size is taken again and again, as a step's buffers are and weights are not.
 const LARGEST_AT_ONCE: usize = 1 << 27;
-/// Sizes are rounded up to four steps an octave.
+/// Sizes are rounded up to one of four per octave.
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
-/// Blocks kept of each size.
+/// The most blocks kept of each size.
 const KEPT: usize = 128;
-/// Bytes kept of whatever is freed; beyond them, only sizes that are taken again and again.
+/// Up to this many bytes, freed blocks of any size are kept; beyond them, only sizes that are taken again and again.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
 ///
-/// The store holds 256 MiB of any blocks of up to 128 MiB. A size that is taken again after it was freed is kept beyond that, as
-/// long as what is in use and what is kept are together at most 256 MiB more than has ever been in use at one time.
+/// The store keeps up to 256 MiB of any blocks of up to 128 MiB each. Blocks of a size that is taken again after it was
+/// freed are kept beyond that, as long as the bytes in use and in the store together are at most 256 MiB more than the
+/// maximum ever in use.
 ///
-/// Never waits: while another thread uses the same shelf, or if the process was forked during such use, blocks come from the system
-/// and go back to it.
+/// It never waits: while another thread uses the same shelf, or if the process was forked during such use, blocks come
+/// from the system and go back to it.
 pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
     /// Bytes of the kept blocks.
     bytes: AtomicUsize,
-    /// Bytes in use, of the sizes that may be kept, and their maximum so far.
+    /// Bytes in use, counting only sizes that may be kept, and their maximum so far.
     used: AtomicUsize,
     most_used: AtomicUsize,
 }
@@ -71,7 +73,7 @@ impl RecyclingAllocator {
         }
     }
 
-    /// A block of a class, a kept one if there is one.
+    /// A block of a class, from the store if it has one.
     fn take(&self, class: usize) -> *mut u8 {
         let (shelf, size) = (&self.shelves[class], size_of_class(class));
         if shelf.freed.load(Ordering::Relaxed) {
@@ -83,12 +85,12 @@ impl RecyclingAllocator {
             self.bytes.fetch_sub(size, Ordering::Relaxed);
             return block;
         }
-        // Blocks that are on other shelves make room.
+        // Blocks on other shelves make room.
         self.shrink(most - used + MOST_BYTES);
         self.fetch(class)
     }
 
-    /// A block of a class from the system; with nothing left there, the store is given back first.
+    /// A block of a class from the system; if that is out of memory, the store is returned to it first.
     fn fetch(&self, class: usize) -> *mut u8 {
         // SAFETY: the layout of a class has a size.
         let mut block = unsafe { System.alloc(layout_of_class(class)) };
@@ -103,7 +105,7 @@ impl RecyclingAllocator {
         block
     }
 
-    /// Keep a block that is no longer in use, or give it back.
+    /// Keep a block that is no longer in use, or return it to the system.
     fn put(&self, class: usize, block: *mut u8) {
         let (shelf, size) = (&self.shelves[class], size_of_class(class));
         self.used.fetch_sub(size, Ordering::Relaxed);
@@ -125,8 +127,8 @@ impl Default for RecyclingAllocator {
     }
 }
 
-// SAFETY: a block is on at most one shelf and is handed out by taking it from there; its layout is a function of the
-// caller's, so that it is allocated and freed with the same one.
+// SAFETY: a block is on at most one shelf and is handed out by taking it from there. Its layout is a function of the
+// caller's layout, so that it is allocated and freed with the same layout.
 unsafe impl GlobalAlloc for RecyclingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         match class_of(layout) {
@@ -143,7 +145,7 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         };
         let block = self.take(class);
         if !block.is_null() {
-            // What is between the layout's size and the class's is never touched, and so takes no memory.
+            // Only the layout's size is zeroed: the rest of the class's size is never touched, and so takes no memory.
             // SAFETY: the block is at least as large as the layout.
             unsafe { block.write_bytes(0, layout.size()) };
         }
@@ -162,11 +164,11 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
         // SAFETY: the caller promises that the size does not overflow when rounded up to the alignment.
         let wanted = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };
         match (class_of(layout), class_of(wanted)) {
-            // SAFETY: the caller's promise; both are the system's.
+            // SAFETY: the caller's promise; blocks of both layouts are the system's.
             (None, None) => unsafe { System.realloc(block, layout, size) },
             (Some(class), Some(same)) if class == same => block,
             _ => {
-                // SAFETY: the block that is moved to holds `size` bytes, the old one `layout.size()`, and they differ.
+                // SAFETY: the new block has `size` bytes, the old one `layout.size()`, and they do not overlap.
                 unsafe {
                     let moved = self.alloc(wanted);
                     if !moved.is_null() {
@@ -183,9 +185,9 @@ unsafe impl GlobalAlloc for RecyclingAllocator {
 /// A stack of blocks of one size.
 struct Shelf {
     busy: AtomicBool,
-    /// A block of this size was freed.
+    /// Whether a block of this size has been freed.
     freed: AtomicBool,
-    /// One was taken after that.
+    /// Whether a block has been taken after that.
     taken_again: AtomicBool,
     blocks: UnsafeCell<Blocks>,
 }
@@ -208,7 +210,7 @@ impl Shelf {
         }
     }
 
-    /// Run `action` unless another thread is at this shelf.
+    /// Run `action` unless another thread is using this shelf.
     fn with<R>(&self, action: impl FnOnce(&mut Blocks) -> R) -> Option<R> {
         if self.busy.swap(true, Ordering::Acquire) {
             return None;
@@ -248,7 +250,7 @@ const fn class_of(layout: Layout) -> Option<usize> {
     if size < SMALLEST || size > LARGEST || layout.align() > ALIGN {
         return None;
     }
-    // The octave of the largest size below, and the step above it: 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
+    // The octave k of the largest smaller size, and the step s in it: 2^k (1 + s / 4) < size <= 2^k (1 + (s + 1) / 4).
     let octave = (size - 1).ilog2();
     if octave < SMALLEST_LOG2 {
         return Some(0);
@@ -344,7 +346,7 @@ mod tests {
         let mut third = step(1 << 30);
         third.reverse();
         assert_eq!(third, second);
-        // Others take their place.
+        // Blocks of other sizes replace them.
         for size in [(1 << 30) + (1 << 28), 3 << 28, 1 << 29].into_iter().cycle().take(9) {
             step(size);
             let most = allocator.most_used.load(Ordering::Relaxed);

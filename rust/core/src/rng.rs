@@ -1,9 +1,9 @@
 //! The library's random numbers: Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 //!
-//! A counter-based generator: element `i` of a draw depends on the seed and its position in the stream only, so draws repeat
-//! whatever the number of threads, and a checkpoint replays them by going back to a position.
+//! A counter-based generator: element `i` of a draw depends on the seed and its position in the stream only, so draws
+//! do not depend on the number of threads, and a checkpoint repeats them by going back to a position.
 //!
-//! Users draw from one generator ([`manual_seed`], [`state`]). What a training run draws comes from streams keyed by its seed, a
+//! Users draw from one generator ([`manual_seed`], [`state`]). A training run draws from streams keyed by its seed, a
 //! [`Purpose`] and a number ([`State::of`]).
 
 mod purpose;
@@ -21,7 +21,7 @@ pub(crate) use scope::{Draw, Noting, Replay, advance};
 pub use scope::{Stream, manual_seed, set_state, state};
 pub use state::State;
 
-/// The constants of Philox4x32: multipliers, and what the key grows by each round.
+/// The constants of Philox4x32: the multipliers, and the increments of the key in each round.
 const M0: u64 = 0xD251_1F53;
 const M1: u64 = 0xCD9E_8D57;
 const W0: u32 = 0x9E37_79B9;
@@ -89,18 +89,20 @@ pub fn normal_vec(n: usize) -> Vec<f32> {
     normal_vec_at(advance(n.div_ceil(4) as u64), n)
 }
 
-/// `size` uniform values in [0, 1) for each of the `samples` with these numbers, from its own stream.
+/// `size` uniform values in [0, 1) for each sample, from the sample's own stream. `samples` has the numbers of the
+/// samples.
 pub fn uniform_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
     let draw = |&sample: &u64| fill(State::of(seed, purpose, sample), size, |bits| bits.map(unit));
     samples.iter().flat_map(draw).collect()
 }
 
-/// `size` standard normal values for each of the `samples` with these numbers, from its own stream.
+/// `size` standard normal values for each sample, from the sample's own stream. `samples` has the numbers of the
+/// samples.
 pub fn normal_samples(seed: u64, purpose: Purpose, samples: &[u64], size: usize) -> Vec<f32> {
     samples.iter().flat_map(|&sample| normal_vec_at(State::of(seed, purpose, sample), size)).collect()
 }
 
-/// What [`normal_vec`] gives when the generator is at `start`; the generator stays where it is.
+/// The values of [`normal_vec`] from a generator at `start`; advances no generator.
 pub fn normal_vec_at(start: State, n: usize) -> Vec<f32> {
     fill(start, n, |bits| {
         let pair = |a: u32, b: u32| {

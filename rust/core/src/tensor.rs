@@ -16,7 +16,7 @@ use crate::{Error, Result};
 pub struct Tensor {
     pub(crate) raw: Raw,
     pub(crate) node: Option<Arc<Node>>,
-    /// Set where the storage belongs to a variable: views of it share the version.
+    /// The version of the variable that owns the storage, if one does; views share it.
     pub(crate) version: Option<Arc<Version>>,
 }
 
@@ -50,7 +50,7 @@ impl Tensor {
         Ok(Self::constant(Raw::from_vec(data, shape, device)?))
     }
 
-    /// `value` everywhere.
+    /// A tensor filled with `value`.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if it does not fit.
@@ -78,7 +78,8 @@ impl Tensor {
         Self::full(1.0, shape, dtype, device)
     }
 
-    /// Normal values of `mean` and `std` from the library's generator ([`rng`](crate::rng)); f32 unless converted.
+    /// Normal values of `mean` and `std` from the library's generator ([`rng`](crate::rng)), drawn in f32 and converted
+    /// to `dtype`.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if it does not fit.
@@ -94,9 +95,10 @@ impl Tensor {
         Ok(Self::constant(crate::rng::uniform(low, high, &shape.into(), dtype, device)?))
     }
 
-    /// This tensor, which operations that read it in their backward compute again, from what the operation that made it keeps, instead
-    /// of keeping it. For results that take much memory and little time: norms of rows, gated units. Nothing changes for results of
-    /// other operations, or inside of a checkpoint, which decides itself.
+    /// Mark this result: operations that read it in their backward pass do not keep it, but compute it again from the
+    /// saved values of the operation that computed it. For results that take much memory and little time: norms of
+    /// rows, gated units. Nothing changes for results of other operations, or inside of a checkpoint, which decides
+    /// itself what to keep.
     #[must_use]
     pub fn remade(self) -> Self {
         if let Some(node) = &self.node {
@@ -171,7 +173,7 @@ impl Tensor {
         Ok(raw::to_f64_vec(&self.raw)?[0])
     }
 
-    /// The only element, as candle names it.
+    /// The only element as a `T`; the method has candle's name.
     ///
     /// # Errors
     /// [`Error::Shape`] if there is not exactly one element, [`Error::DType`] if `T` is not the dtype.

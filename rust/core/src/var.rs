@@ -1,4 +1,4 @@
-//! [`Var`]: a value that can be changed and that accumulates a gradient; [`MakeVar`] makes one of any tensor.
+//! [`Var`]: a value that can be changed and that accumulates a gradient; [`MakeVar`] makes a variable of any tensor.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use crate::{Error, Result, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
-/// Its storage never moves: [`set`](Var::set) and the optimizers write in place, and every [`Tensor`] made from it
-/// before that is stale (its backward is an error, never a wrong gradient). Clones are the same variable.
+/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. Every [`Tensor`] computed from it
+/// before is then stale: its backward pass is an error, never a wrong gradient. Clones are the same variable.
 #[derive(Clone)]
 pub struct Var(Tensor);
 
@@ -27,7 +27,7 @@ impl Var {
         Self::adopt(Raw::new(data, device)?)
     }
 
-    /// A variable with a copy of `tensor`'s values, whatever its strides, dtype of its own, detached from its graph.
+    /// A variable with a contiguous copy of `tensor`'s values in its dtype, detached from its graph.
     ///
     /// # Errors
     /// [`Error::DType`] if the values are not floating point.
@@ -51,7 +51,7 @@ impl Var {
         Self::adopt(Tensor::randn(mean, std, shape, dtype, device)?.raw)
     }
 
-    /// A variable over `storage`; only the flat buffer that it is a view of may share that.
+    /// A variable over `storage`, which nothing else may share except the flat buffer that it is a view of.
     pub(crate) fn adopt(storage: Raw) -> Result<Self> {
         if !raw::is_float(storage.dtype()) {
             return Err(Error::dtype(
@@ -63,7 +63,7 @@ impl Var {
         Ok(Self(Tensor { raw: storage, node: Some(Arc::new(node)), version: Some(Arc::new(Version::default())) }))
     }
 
-    /// The variable that `tensor` is the value of, if it is one's and not computed from it.
+    /// The variable whose value is `tensor`; `None` if it is not the value of a variable itself.
     pub fn of(tensor: &Tensor) -> Option<Self> {
         let is_leaf = tensor.node.as_ref().is_some_and(|node| node.leaf().is_some());
         (is_leaf && tensor.version.is_some()).then(|| Self(tensor.clone()))
@@ -89,13 +89,14 @@ impl Var {
         self.0.version.as_ref().expect("a variable has a version")
     }
 
-    /// The value has changed in place.
+    /// Note that the value has changed in place.
     fn changed(&self) -> Result<()> {
         self.counter().bump();
         self.update_copies()
     }
 
-    /// On CUDA, where a captured graph may read the copies, they follow at once; on the CPU when they are used next.
+    /// Update the copies at once on CUDA, where a captured graph may read them; on the CPU they are updated at their
+    /// next use.
     fn update_copies(&self) -> Result<()> {
         if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.counter()) }
     }
@@ -109,8 +110,8 @@ impl Var {
         self.leaf().copies().get(dtype, &self.0.raw, self.counter())
     }
 
-    /// The copy for computing in another dtype ([`Tensor::compute_copy`]), if there is one, for an update that writes it together
-    /// with the value; then [`changed_with_copy`](Self::changed_with_copy) is due.
+    /// The copy for computing in another dtype ([`Tensor::compute_copy`]), if there is one, for an update that writes
+    /// it together with the value. The update must then call [`changed_with_copy`](Self::changed_with_copy).
     pub fn copy_storage(&self) -> Option<Raw> {
         self.leaf().copies().first()
     }
@@ -118,7 +119,7 @@ impl Var {
     /// Note that the value and its [`copy_storage`](Self::copy_storage) were changed in place.
     ///
     /// # Errors
-    /// If another copy cannot be written.
+    /// Errors of writing another copy.
     pub fn changed_with_copy(&self) -> Result<()> {
         self.counter().bump();
         self.leaf().copies().first_is_current(self.counter());
@@ -163,7 +164,8 @@ impl Var {
         self.leaf().grad_storage()
     }
 
-    /// Multiply the gradient, if there is one, by `factor`. A tensor that [`grad`](Var::grad) has given keeps its values.
+    /// Multiply the gradient, if there is one, by `factor`. A tensor that [`grad`](Var::grad) has returned keeps its
+    /// values.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy does not fit.
@@ -171,8 +173,8 @@ impl Var {
         self.change_grad(|grad| compute::scale_in_place(grad, factor))
     }
 
-    /// Change the gradient, if there is one, by a function that writes in place. A tensor that [`grad`](Var::grad) has given
-    /// keeps its values.
+    /// Change the gradient, if there is one, by a function that writes in place. A tensor that [`grad`](Var::grad) has
+    /// returned keeps its values.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if a copy does not fit; those of `change`.
@@ -196,7 +198,7 @@ impl Var {
     }
 
     /// Run `update` over the variable's storage (an optimizer's in-place step) and mark every tensor
-    /// made from it before as stale.
+    /// computed from it before as stale.
     pub fn update_in_place<R>(&self, update: impl FnOnce(&Raw) -> Result<R>) -> Result<R> {
         let result = update(&self.0.raw);
         self.changed()?;
@@ -208,12 +210,12 @@ impl Var {
         self.counter().get()
     }
 
-    /// Whether what `follower` keeps is made from the present value.
+    /// Whether `follower`'s data was computed from the present value.
     pub fn is_followed_by(&self, follower: &Follower) -> bool {
         follower.is_at(self.counter())
     }
 
-    /// What `follower` keeps has just been made from the present value, or changed together with it.
+    /// Note that `follower`'s data has been computed from the present value, or changed together with it.
     pub fn set_followed_by(&self, follower: &Follower) {
         follower.follow(self.counter());
     }

@@ -19,7 +19,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     tensor.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Two trainable layers with an activation between and a residual around them.
+/// Two trainable layers with an activation in between and a residual connection around them.
 #[derive(Clone)]
 struct Block {
     first: Var,

@@ -1,4 +1,5 @@
-//! Walks the registry on a CUDA device against the CPU in f64. Needs a GPU: `cargo test --features cuda --test cuda -- --ignored`.
+//! Compares all cases of the registry on a CUDA device with the CPU in f64. Needs a GPU: `cargo test --features cuda
+//! --test cuda -- --ignored`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;
@@ -75,7 +76,7 @@ fn on_cpu(x: &Tensor) -> Result<Tensor> {
     x.to_device(&Device::Cpu)?.to_dtype(DType::F64)
 }
 
-/// Forward and backward in every dtype, from dense, strided and transposed inputs, without a look at the values.
+/// Forward and backward passes in every dtype, from dense, strided and transposed inputs; the values are not checked.
 fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
     for (dtype, _) in TOLERANCE {
         let about = |e: Error| format!("{}: {e}", dtype.as_str());
@@ -90,7 +91,7 @@ fn run(case: &Case, device: &Device) -> std::result::Result<(), String> {
     Ok(())
 }
 
-/// A simulated device can check this: that kernels of the names exist, and take the arguments and the sizes that they are given.
+/// Also for a simulated device: the kernels exist under their names, and accept their arguments and launch sizes.
 #[test]
 #[ignore = "needs a CUDA device, real or simulated"]
 fn registry_runs_on_cuda() {
@@ -165,7 +166,7 @@ fn random_numbers_are_those_of_the_cpu() {
     }
 }
 
-/// Shapes on both sides of every limit of the kernels: wide and narrow access, rows and columns, one pass and two.
+/// Shapes on both sides of every limit of the kernels: wide and narrow access, rows and columns, one and two passes.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn large_and_odd_shapes_equal_the_cpu() {
@@ -232,8 +233,8 @@ fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
     values.and_then(|values| values.to_dtype(dtype)?.to_device(device)).unwrap()
 }
 
-/// Products of one size run together: those that add to one tensor must not meet, and transposed, strided, empty and f64 ones go their
-/// own way.
+/// Products of one size run together. Products that add to one tensor must not, and transposed, strided, empty and f64
+/// ones run separately.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn many_products_at_once_are_those_of_the_cpu() {
@@ -253,7 +254,7 @@ fn many_products_at_once_are_those_of_the_cpu() {
         }
         let strided = raw(&[5, 66], 3).narrow(1, 1, 64).unwrap();
         add(strided, raw(&[64, 33], 4), 0.5, Destination::New(to));
-        // Parts of rank 4 beside others, at addresses that are multiples of 8 bytes alone.
+        // Columns of rank 4 of a wider matrix, at addresses that are multiples of 8 bytes only.
         for seed in 0..3 {
             let part = raw(&[64, 8], seed).narrow(1, 4, 4).unwrap().t().unwrap();
             add(part, raw(&[64, 33], seed + 4), 0.5, Destination::New(to));
@@ -293,7 +294,7 @@ fn lora_of_f32_factors_on_cuda_agrees_with_f64() {
             for i in 0..layers {
                 let (down, up) = (&vars[2 * i], &vars[2 * i + 1]);
                 let w = LoraWeights { weight: (&base[i]).into(), bias: None, down, up, scale: 0.25 };
-                // One input, as for the queries, keys and values of an attention.
+                // All layers share one input, as queries, keys and values of an attention do.
                 loss = loss.add(&lora_linear(&inputs[0], w)?.mean_all()?)?;
             }
             loss.backward()?;

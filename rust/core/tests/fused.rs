@@ -1,4 +1,4 @@
-//! Fused kernels where the registry's small cases do not reach: sizes beyond one block, layouts, extremes, mixed dtypes.
+//! Tests of fused kernels beyond the registry's small cases: sizes beyond one block, layouts, extremes, mixed dtypes.
 
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::ops::attention::{
@@ -18,7 +18,7 @@ fn draw(dims: &[usize], seed: usize, dtype: DType) -> Tensor {
     Tensor::from_vec(values, dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// The result and the gradients of the inputs, the gradient of the result being drawn.
+/// The result, and the gradients of the inputs for a random gradient of the result.
 fn run(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Result<Tensor>) -> Vec<Vec<f64>> {
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let inputs: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
@@ -55,8 +55,8 @@ fn attention_plain(x: &[Tensor], mask: Option<&Tensor>, is_causal: bool) -> Resu
     scores.softmax(scores.rank() - 1)?.matmul(&x[2])
 }
 
-/// Shapes of q, k and v whose queries and keys fill several blocks: few heads, whose gradients are made in parts, and many;
-/// then heads as wide as those of the large models over a prompt of 77, and heads of an odd width.
+/// Shapes of q, k and v whose queries and keys fill several blocks: few heads, whose gradients are computed in parts,
+/// and many heads; then heads as wide as in large models over a prompt of 77 tokens, and heads of an odd width.
 const SHAPES: [[[usize; 3]; 3]; 4] = [
     [[2, 300, 8], [2, 600, 8], [2, 600, 5]],
     [[20, 150, 4], [20, 150, 4], [20, 150, 4]],
@@ -188,7 +188,7 @@ fn parameters_in_f32_serve_inputs_in_bf16() {
         let y = layer_norm(&x[0], 1, Some(&x[1]), Some(&x[2]), 1e-5)?;
         y.to_dtype(DType::BF16)
     });
-    // Sums are made in f32: only the results are rounded to bf16.
+    // Sums are in f32: only the results are rounded to bf16.
     assert_close(&found[2..], &expected[2..], 1e-6);
     assert_close(&found[..2], &expected[..2], 1e-2);
 }
@@ -220,7 +220,7 @@ fn rope_keeps_lengths_and_layouts() {
     }
 }
 
-/// Many blocks of rows, heads outside and inside of the positions, pairs of either kind.
+/// Many blocks of rows, heads outside and inside of the positions, both kinds of pairs.
 #[test]
 fn rms_norm_rope_is_rms_norm_and_rope() {
     let angles = draw(&[1100, 32], 1, DType::F64);
@@ -252,7 +252,7 @@ fn a_weight_in_f32_serves_rms_norm_rope_in_bf16() {
     let function = |x: &[Tensor]| rms_norm_rope(&x[0], Some(&x[1]), &cos, &sin, false, 1e-6)?.to_dtype(DType::BF16);
     let found = run(&[x.clone(), weight.clone()], function);
     let expected = run(&[x.to_dtype(DType::F32).unwrap(), weight], function);
-    // Sums are made in f32: only the result and the gradient of the input are rounded to bf16.
+    // Sums are in f32: only the result and the gradient of the input are rounded to bf16.
     assert_close(&found[2..], &expected[2..], 1e-6);
     assert_close(&found[..2], &expected[..2], 1e-2);
 }

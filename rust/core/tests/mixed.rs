@@ -1,4 +1,4 @@
-//! f32 variables under f16 and bf16 computation: the copies that are computed with, and where their gradients go.
+//! f32 variables with f16 and bf16 computation: the copies of their values for computing, and their gradients.
 
 use trainable_candle_core::ops::linear::linear;
 use trainable_candle_core::ops::lora::{
@@ -10,7 +10,7 @@ use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Va
 const CPU: Device = Device::Cpu;
 const SHORT: [DType; 2] = [DType::BF16, DType::F16];
 
-/// Numbers of size about one that f16 and bf16 hold exactly, different for each `seed`.
+/// Numbers of size about one that are exact in f16 and bf16, different for each `seed`.
 fn draw(dims: &[usize], seed: usize) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729 + 13) % 127) as f32 / 64.0 - 1.0;
     Tensor::from_vec((0..dims.iter().product()).map(number).collect(), dims, &CPU).unwrap()
@@ -110,7 +110,7 @@ impl Layer {
             magnitude: trained(&[out], 5)?,
         };
         if factors == DType::F32 {
-            // As an adapter holds them.
+            // An adapter has its factors in a flat buffer.
             let buffer = FlatBuffer::new(&[layer.down.detach(), layer.up.detach(), layer.magnitude.detach()])?;
             [layer.down, layer.up, layer.magnitude] = [0, 1, 2].map(|i| buffer.vars()[i].clone());
         }
@@ -150,7 +150,7 @@ fn f32_factors_under_short_dtypes_agree_with_f64_and_have_f32_gradients() -> Res
                 assert_eq!(found.dtype(), if part < 2 { dtype } else { DType::F32 });
                 close(found, exact, tolerance);
             }
-            // What is rounded is the hidden values and the result, not the gradients: of bf16 factors they would be.
+            // Hidden values and results are rounded, the gradients of f32 factors are not.
             let gradient = values(&found[3]);
             let rounded = values(&found[3].to_dtype(dtype)?);
             assert!(dtype == DType::F32 || gradient != rounded, "gradients were rounded to {}", dtype.as_str());
@@ -228,7 +228,7 @@ fn the_backward_of_many_layers_is_that_of_each() -> Result<()> {
                 close(&layer.down.grad().unwrap(), &down.mul_scalar(2.0)?, 1e-6);
                 close(&layer.up.grad().unwrap(), &up.mul_scalar(2.0)?, 1e-6);
             }
-            // The last does not fit: nothing is added to the first.
+            // The last layer does not fit: nothing is added for the first.
             let before = values(&layers[0].down.grad().unwrap());
             let wrong = [layers[0], LoraLayer { input: &grads[2], ..layers[2] }];
             assert!(matches!(lora_backward_(&wrong), Err(Error::Shape { .. })));

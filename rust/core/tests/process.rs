@@ -1,4 +1,5 @@
-//! Saved bytes and the generator belong to the whole process: tests that read them have one of their own and run one at a time.
+//! Saved bytes and the generator belong to the whole process: the tests that read them are in a process of their own
+//! and run one at a time.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -47,7 +48,7 @@ fn saved_bytes_count_each_storage_once_and_end_with_the_pass() -> Result<()> {
     let lora =
         || lora_linear(&x, LoraWeights { weight: (&w).into(), bias: None, down: &vars[0], up: &vars[1], scale: 1.0 });
     let y = lora()?.add(&lora()?)?.add(&lora()?)?;
-    // x once, three times x Aᵀ.
+    // x is counted once, x Aᵀ three times.
     assert_eq!(saved_bytes() - before, 4 * (40 + 3 * 16));
     y.backward_with(Some(&Tensor::ones((8, 6), DType::F32, &CPU)?), false)?;
     assert_eq!(saved_bytes(), before);
@@ -59,7 +60,7 @@ fn what_is_remade_is_not_saved_and_changes_no_gradient() -> Result<()> {
     let _alone = ALONE.lock();
     let scale = ramp(8, &[8]);
     type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
-    // Each with the values that the squares would save of it.
+    // Each function with the number of values that the squares would save of its result.
     let functions: [(Function, usize); 4] = [
         (|x, _| swiglu(x), 20),
         (|x, scale| rms_norm(x, Some(scale), 1e-6), 40),
@@ -76,7 +77,7 @@ fn what_is_remade_is_not_saved_and_changes_no_gradient() -> Result<()> {
             };
             let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
             let kept = saved_bytes() - before;
-            // Twice, as the node keeps what it needs for that.
+            // Twice: the node keeps what computes its result again.
             y.backward_with(None, true)?;
             y.backward()?;
             let grad = var.grad().expect("a gradient").to_vec::<f32>()?;
@@ -98,7 +99,7 @@ fn what_is_remade_is_not_saved_and_changes_no_gradient() -> Result<()> {
 fn policies_keep_what_they_say() -> Result<()> {
     let _alone = ALONE.lock();
     let (first, second) = (Var::from_tensor(&ramp(72, &[12, 6]))?, Var::from_tensor(&ramp(72, &[6, 12]))?);
-    // Two trainable layers with an activation between and a residual around them.
+    // Two trainable layers with an activation in between and a residual connection around them.
     let block = move |x: &Tensor| {
         let hidden = linear(x, &first, None)?.gelu(Gelu::Tanh)?.mul_scalar(0.5)?;
         x.add(&linear(&hidden, &second, None)?)
@@ -134,7 +135,8 @@ fn dropout_replays_its_mask_and_leaves_the_stream_where_it_was() -> Result<()> {
     Ok(())
 }
 
-/// A checkpointed dropout whose first run and replay each meet a draw of another thread, before and after their own.
+/// A checkpointed function with two dropouts; after each dropout another thread draws, in the first run and in the
+/// recomputation.
 #[test]
 fn a_replay_and_draws_of_other_threads_leave_each_other_alone() -> Result<()> {
     let _alone = ALONE.lock();

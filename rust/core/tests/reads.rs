@@ -1,5 +1,6 @@
-//! Variables that an operation reads beside its inputs on the tape (masks, tables, frozen weights, what is compared): if they change
-//! before the backward pass, it is an error or the gradient of what was computed.
+//! Variables that an operation reads in addition to its inputs on the tape (masks, tables, frozen weights, compared
+//! values). If they change before the backward pass, the pass returns an error or the gradient of the original
+//! computation.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint, checkpoint_with};
 use trainable_candle_core::ops::attention::{RotaryHeads, rotary_attention, scaled_dot_product_attention};
@@ -21,7 +22,7 @@ fn weights<'a>(weight: &'a Tensor, bias: Option<&'a Tensor>, factors: &'a [Tenso
     LoraWeights { weight: weight.into(), bias, down: &factors[0], up: &factors[1], scale: 0.5 }
 }
 
-/// Of two heads of one of keys, whose columns are those of x.
+/// Rotary attention with two heads of queries and one of keys, on columns of x.
 fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor> {
     let bounds = Tensor::from_vec(vec![0i64, 3, 4], 3, &CPU)?;
     let (cos, sin) = (tables.narrow(1, 0, 1)?, tables.narrow(1, 1, 1)?);
@@ -30,7 +31,7 @@ fn rotary(x: &Tensor, tables: &Tensor, scale: Option<&Tensor>) -> Result<Tensor>
     rotary_attention(&Tensor::cat(&[x, x], 1)?, heads, &bounds, None)?.mul(x)
 }
 
-/// A function of x and of a (4, 4) that gets no gradient.
+/// A function of x and of a (4, 4) tensor that gets no gradient.
 type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
 const FUNCTIONS: [(&str, Function); 16] = [
@@ -70,7 +71,7 @@ const FUNCTIONS: [(&str, Function); 16] = [
 
 fn gradient(f: &dyn Fn(&Tensor, &Tensor) -> Result<Tensor>, change: bool) -> Result<Vec<f64>> {
     let (x, v) = (Var::from_tensor(&ramp(0.0))?, Var::from_tensor(&ramp(1.0))?);
-    // The squares are another operation that reads what the function makes.
+    // The squares read the function's result in their backward pass.
     let loss = f(&x, &v.detach())?.sqr()?.sqr()?.sum_all()?;
     if change {
         v.set(&ramp(2.0))?;
@@ -104,7 +105,7 @@ fn a_change_before_a_replay_is_an_error_or_has_no_effect() {
                 Ok(checkpoint_with(policy, run, &[x])?.remove(0))
             };
             check(&format!("{name}, {policy:?}"), &recomputed);
-            // The inner replay alone would not notice: what it reads only matters to the outer one.
+            // The inner recomputation alone would not notice: what it reads matters only to the outer checkpoint.
             let nested = move |x: &Tensor, v: &Tensor| -> Result<Tensor> {
                 let v = v.clone();
                 let outer = move |xs: &[Tensor]| -> Result<Vec<Tensor>> {

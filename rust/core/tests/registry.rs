@@ -1,4 +1,4 @@
-//! Walks the registry: every operation, every case, against independent oracles.
+//! Tests every case of every operation in the registry against independent oracles.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -34,7 +34,7 @@ fn names_are_unique() {
     assert_eq!(names.len(), unique.len(), "{names:?}");
 }
 
-/// The statics of `OpInfo` in the sources below `folder`, but for those of a macro.
+/// The names of the `OpInfo` statics in the sources below `folder`, except those that a macro declares.
 fn declared(folder: &Path, found: &mut BTreeSet<String>) {
     for entry in folder.read_dir().unwrap() {
         let path = entry.unwrap().path();
@@ -50,7 +50,7 @@ fn declared(folder: &Path, found: &mut BTreeSet<String>) {
     }
 }
 
-/// An operation is what `record` is given: one without cases would never be tested.
+/// Every declared operation is in the registry with cases: without cases it would never be tested.
 #[test]
 fn every_operation_has_cases() {
     let mut missing = BTreeSet::new();

@@ -1,4 +1,5 @@
-//! TF32, a choice for the whole process. Needs a GPU: `cargo test --features cuda --test tf32 -- --ignored`.
+//! TF32, which is set for the whole process. Needs a GPU: `cargo test --features cuda
+//! --test tf32 -- --ignored`.
 #![cfg(feature = "cuda")]
 
 use std::path::PathBuf;

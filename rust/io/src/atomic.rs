@@ -10,7 +10,7 @@ use trainable_candle_core::{Error, Result};
 const BUFFER: usize = 1 << 20;
 
 /// Write a file by `write` under a temporary name beside `path`, sync it, and rename it: a crash leaves the old file or
-/// the new one, never a part.
+/// the complete new one.
 ///
 /// # Errors
 /// [`Error::Io`] naming `path` if the folder is missing, read-only or full, and those of `write`.
@@ -29,13 +29,13 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::
         sync_folder(path)
     })();
     if outcome.is_err() {
-        // Report the first error.
+        // Only the first error is reported.
         let _ = std::fs::remove_file(&temporary);
     }
     outcome.map_err(failed)
 }
 
-/// The rename itself survives a power cut only once the folder is on disk.
+/// Sync the folder of `path`: without it, a power failure could undo the rename.
 #[cfg(unix)]
 fn sync_folder(path: &Path) -> std::io::Result<()> {
     match path.parent() {

@@ -1,33 +1,34 @@
-//! NF4 weights in the folders of bitsandbytes, which diffusers and transformers write.
+//! NF4 weights of bitsandbytes in folders that diffusers and transformers write.
 //!
-//! A weight X is two codes per byte, (n / 2, 1); its shape is in the JSON of `X.quant_state.bitsandbytes__nf4`. Beside it are
+//! A weight X has two codes per byte, (n / 2, 1); its shape is in the JSON of `X.quant_state.bitsandbytes__nf4`. Beside
+//! it are
 //! `X.absmax` and `X.quant_map`, and with quantized scales `X.nested_absmax` and `X.nested_quant_map`. Follows `QuantState` in
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 
 use serde_json::Value;
 use trainable_candle_core::DType;
 
-/// What follows a weight's name in the key of its state; four bits have another code there too.
+/// Endings of the key of a weight's state, after the weight's name: for NF4, and for FP4, which is not supported.
 pub(crate) const STATE: &str = ".quant_state.bitsandbytes__nf4";
 pub(crate) const OTHER_STATE: &str = ".quant_state.bitsandbytes__fp4";
-/// What follows a weight's name in the keys of its parts.
+/// Endings of the keys of a weight's parts, after the weight's name.
 pub(crate) const SCALES: &str = ".absmax";
 pub(crate) const CODE: &str = ".quant_map";
 pub(crate) const OUTER: &str = ".nested_absmax";
 pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
 
-/// The metadata of a weight in the state.
+/// The metadata of a weight from its state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct State {
     pub dims: [usize; 2],
     /// The dtype of the weight before it was quantized.
     pub dtype: DType,
-    /// What is added to its scales, where they are quantized.
+    /// The number added to its scales, if they are quantized.
     pub offset: Option<f32>,
 }
 
 impl State {
-    /// The state in a JSON, or what is wrong with it.
+    /// The state from its JSON, or a message about what is wrong with it.
     pub(crate) fn parse(json: &[u8]) -> Result<Self, String> {
         let found: Value = serde_json::from_slice(json).map_err(|error| format!("its state is damaged: {error}"))?;
         let text = |name: &str| found.get(name).and_then(Value::as_str).unwrap_or("missing");

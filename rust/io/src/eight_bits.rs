@@ -1,9 +1,11 @@
 //! Weights of eight bits, alone or with scales, as `ComfyUI`, compressed-tensors and bitsandbytes store them.
 //!
-//! Scales are beside their weight: in older files of `ComfyUI` `layer.scale_weight`, marked by an empty tensor `scaled_fp8`; in newer
-//! ones `layer.weight_scale`, whose format `layer.comfy_quant` names; one for the tensor or, in compressed-tensors, for each row
-//! (<https://github.com/comfyanonymous/ComfyUI/blob/a125cd84b054a57729b5eecab930ca9408719832/comfy/ops.py>). bitsandbytes has the
-//! largest magnitude of each row in `layer.SCB`, and 0 in `layer.weight_format` for weights row by row
+//! Scales are beside their weight. Older files of `ComfyUI` have `layer.scale_weight`, and an empty tensor `scaled_fp8`
+//! marks them; newer files have `layer.weight_scale`, and `layer.comfy_quant` names the format. There is one scale for
+//! the tensor or, in compressed-tensors, one for each row
+//! (<https://github.com/comfyanonymous/ComfyUI/blob/a125cd84b054a57729b5eecab930ca9408719832/comfy/ops.py>).
+//! bitsandbytes has the largest magnitude of each row in `layer.SCB`, and 0 in `layer.weight_format` for weights in
+//! row-major order
 //! (<https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/nn/modules.py>).
 
 use half::bf16;
@@ -11,35 +13,35 @@ use serde_json::Value;
 
 use crate::tensor_writer::EightBits;
 
-/// What follows the layer's name in the keys of factors of a weight.
+/// Endings of the keys of a weight's scales, after the layer's name.
 const SCALES: [&str; 2] = ["scale_weight", "weight_scale"];
-/// What follows it in the key of the largest magnitude of each row, whose code is [`LARGEST_INT8`].
+/// Ending of the key of the largest magnitude of each row, whose code is [`LARGEST_INT8`].
 const LARGEST: &str = "SCB";
 pub(crate) const LARGEST_INT8: f32 = 127.0;
-/// Keys that concern the inputs of the layer, or name the form: they change no weight.
+/// Endings of the keys of scales for the inputs of the layer, which do not change the weight.
 const INPUTS: [&str; 2] = ["scale_input", "input_scale"];
-/// What the keys end with that hold the form, and must have one that is read.
+/// Endings of the keys that name the format, which must be one that is supported.
 pub(crate) const COMFY: &str = "comfy_quant";
 pub(crate) const ORDER: &str = "weight_format";
 /// The tensor that marks an older file.
 pub(crate) const MARK: &str = "scaled_fp8";
 
-/// What a key beside a weight holds.
+/// The meaning of a key beside a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Beside {
-    /// What its codes are multiplied by.
+    /// The scales of its codes.
     Scales,
-    /// The same, times 127.
+    /// The scales times 127.
     Largest,
-    /// The JSON of `ComfyUI`.
+    /// `ComfyUI`'s JSON with the format.
     Comfy,
-    /// The order of the elements of bitsandbytes.
+    /// bitsandbytes' order of the elements.
     Order,
-    /// Nothing that matters to its values.
+    /// Something that does not affect its values.
     Nothing,
 }
 
-/// The keys that concern the weight `name` beside itself.
+/// The keys of other tensors that belong to the weight `name`.
 pub(crate) fn keys_beside(name: &str) -> Vec<(String, Beside)> {
     let Some(layer) = name.strip_suffix("weight") else { return Vec::new() };
     let keys = |ends: &'static [&str], what| ends.iter().map(move |end| (format!("{layer}{end}"), what));
@@ -51,7 +53,7 @@ pub(crate) fn keys_beside(name: &str) -> Vec<(String, Beside)> {
         .collect()
 }
 
-/// The name of `ComfyUI` for a weight of such numbers with a scale that is not rotated.
+/// `ComfyUI`'s name of the format of weights of such numbers with a scale and without rotation.
 pub const fn comfy_format(bits: EightBits) -> &'static str {
     match bits {
         EightBits::Int8 => "int8_tensorwise",
@@ -59,7 +61,7 @@ pub const fn comfy_format(bits: EightBits) -> &'static str {
     }
 }
 
-/// The format that the JSON of `ComfyUI` names, if it is another than that of such numbers.
+/// The format that `ComfyUI`'s JSON names, if it is not [`comfy_format`] of `bits`.
 pub(crate) fn other_format(json: &[u8], bits: EightBits) -> Option<String> {
     let found: Value = serde_json::from_slice(json).unwrap_or_default();
     let format = found.get("format").and_then(Value::as_str).unwrap_or("unknown");
@@ -69,8 +71,9 @@ pub(crate) fn other_format(json: &[u8], bits: EightBits) -> Option<String> {
     (format != comfy_format(bits)).then(|| format.to_owned())
 }
 
-/// The value of a number of eight bits: a sign, four of exponent with a bias of 7, three of fraction; no infinities, and the largest
-/// exponent with the largest fraction is NaN (Micikevicius et al. 2022, arXiv:2209.05433, table 1). bf16 holds each exactly.
+/// The value of an e4m3 number: a sign bit, four bits of exponent with a bias of 7, three bits of fraction. There are
+/// no infinities, and the largest exponent with the largest fraction is NaN (Micikevicius et al. 2022,
+/// arXiv:2209.05433, table 1). Each is exact in bf16.
 pub(crate) fn value(bits: u8) -> bf16 {
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
     let (exponent, fraction) = (i32::from(bits >> 3 & 0xf), f32::from(bits & 7));

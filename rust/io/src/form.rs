@@ -1,4 +1,4 @@
-//! What a tensor in a file is to a parameter of a model.
+//! [`Form`]: how a tensor in a file is related to a parameter of a model.
 
 use trainable_candle_core::{Error, Result, Tensor};
 
@@ -7,33 +7,34 @@ use trainable_candle_core::{Error, Result, Tensor};
 pub struct Key {
     /// The name of the tensor in the file.
     pub key: String,
-    /// What the tensor is to the parameter.
+    /// How the tensor is related to the parameter.
     pub form: Form,
 }
 
-/// What a tensor in a file is to a parameter.
+/// How a tensor in a file is related to a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// The parameter itself.
     Plain,
-    /// A matrix, transposed.
+    /// The parameter is a matrix, and the tensor its transpose.
     Transposed,
     /// The matrix of a linear layer as a 1×1 convolution, (out, in, 1, 1).
     Pointwise,
-    /// One of several stacked parameters, as this many of the equal shares of the tensor's rows.
+    /// The tensor stacks several parameters. Its rows are divided into equal shares, some of which are the parameter.
     Rows {
-        /// Its first share, from 0.
+        /// The parameter's first share, from 0.
         first: usize,
-        /// How many shares are its rows.
+        /// The parameter's number of shares.
         count: usize,
-        /// How many shares there are.
+        /// The number of shares of the tensor.
         of: usize,
     },
-    /// Its second half of rows, then the first.
+    /// The tensor has the parameter's second half of rows first.
     Swapped,
-    /// The rows of heads, in which those of its first half and its second take turns.
+    /// The rows of each head in the parameter alternate between the first and the second half of its rows in the
+    /// tensor.
     Interleaved {
-        /// How many heads there are.
+        /// The number of heads.
         heads: usize,
     },
 }
@@ -44,19 +45,19 @@ impl Key {
         Self { key: key.into(), form: Form::Plain }
     }
 
-    /// The layer whose weight this is.
+    /// The key of the layer whose weight this is; `None` if it does not end in `.weight`.
     pub fn of_layer(self) -> Option<Self> {
         Some(Self { key: self.key.strip_suffix(".weight")?.to_owned(), form: self.form })
     }
 }
 
 impl Form {
-    /// The share `index` of `of` equal ones.
+    /// Share `index` of `of` equal shares.
     pub const fn share(index: usize, of: usize) -> Self {
         Self::Rows { first: index, count: 1, of }
     }
 
-    /// The parameter's shape if the tensor's is `stored`; none if that cannot be.
+    /// The parameter's shape if the tensor has the shape `stored`; `None` if this form does not fit it.
     pub fn shape(self, stored: &[usize]) -> Option<Vec<usize>> {
         match (self, stored) {
             (Self::Plain, dims) => Some(dims.to_vec()),
@@ -71,7 +72,7 @@ impl Form {
         }
     }
 
-    /// The shape of the tensor if the parameter's is `dims`.
+    /// The shape of the tensor if the parameter has the shape `dims`.
     #[must_use]
     pub fn stored_shape(self, dims: &[usize]) -> Vec<usize> {
         match (self, dims) {
@@ -82,7 +83,7 @@ impl Form {
         }
     }
 
-    /// The parameter that `stored` holds; [`shape`](Self::shape) must have found it possible.
+    /// The parameter in the tensor `stored`, whose shape must fit: [`shape`](Self::shape) is not `None`.
     ///
     /// # Errors
     /// Those of the copy.
@@ -93,7 +94,7 @@ impl Form {
             Self::Pointwise => stored.reshape(&stored.dims()[..2]),
             Self::Rows { first, count, of } => {
                 let share = stored.dims()[0] / of;
-                // A copy, or each part would keep the whole.
+                // A copy: a view would keep the whole tensor.
                 Ok(Tensor::from_raw(&stored.narrow(0, first * share, count * share)?.raw().force_contiguous()?))
             }
             Self::Swapped => swapped(stored),
@@ -101,7 +102,7 @@ impl Form {
         }
     }
 
-    /// Whether it leaves each row as it is, so that rows may be of any elements.
+    /// Whether it moves only whole rows, so that it works for rows of any kind of elements.
     pub const fn keeps_rows(self) -> bool {
         matches!(self, Self::Plain | Self::Rows { .. } | Self::Swapped | Self::Interleaved { .. })
     }
@@ -109,7 +110,7 @@ impl Form {
     /// The tensor to write for all parameters under one key, each with its form.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is none; those of the copy.
+    /// [`Error::Argument`] without parameters; the errors of the copy.
     pub fn write(parts: &[(Self, Tensor)]) -> Result<Tensor> {
         let [(form, parameter), ..] = parts else {
             return Err(Error::argument("save", "there is nothing to write"));
@@ -132,7 +133,8 @@ impl Form {
     }
 }
 
-/// Rows seen as `sizes` of half a head, the last two exchanged.
+/// The tensor with its rows seen as three dimensions, `sizes` (for the rows of half a head), and the last two
+/// exchanged.
 fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
     let heads = sizes(0)[0];

@@ -20,14 +20,14 @@ use crate::tensor_writer::EightBits;
 const LONGEST_HEADER: u64 = 100_000_000;
 /// Bytes read at a time; a multiple of every element's size.
 const CHUNK: usize = 1 << 20;
-/// Bytes that a thread reads at a time where several read one tensor.
+/// Bytes that a thread reads at a time when several threads read one tensor.
 const PART: usize = 4 << 20;
 
 /// An open safetensors file whose tensors are read one at a time.
 pub struct TensorFile {
     path: PathBuf,
     file: File,
-    /// Where the data begins.
+    /// The offset of the data in the file.
     data: u64,
     metadata: Metadata,
 }
@@ -68,7 +68,7 @@ impl TensorFile {
         file.read_exact(&mut header[1..]).map_err(io)?;
         let metadata: Metadata = serde_json::from_slice(&header)
             .map_err(|e| Error::weights(&path, format!("the safetensors header is damaged: {e}")))?;
-        // Parsing has checked that the tensors are consecutive and are as long as their shapes say.
+        // Parsing has checked that the tensors are consecutive and that their lengths match their shapes.
         let end = metadata.tensors().values().map(|info| info.data_offsets.1 as u64).max().unwrap_or(0);
         let data = 8 + header_length;
         if data + end != length {
@@ -120,8 +120,9 @@ impl TensorFile {
         self.read_as(name, None, device)
     }
 
-    /// Read one tensor to `device`, floating-point values converted to `dtype` if one is given. The CPU converts them while it reads,
-    /// in small parts, in memory for the result and a few megabytes. Another device converts them itself.
+    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. The CPU converts
+    /// small parts while it reads, and needs memory for the result and a few megabytes. Another device converts the
+    /// values itself.
     ///
     /// # Errors
     /// As [`read`](Self::read); [`Error::DType`] if `dtype` is not floating-point.
@@ -156,7 +157,7 @@ impl TensorFile {
         Ok(Tensor::from_raw(&result.reshape(info.shape)?))
     }
 
-    /// A tensor of numbers of eight bits, which become bf16 without loss and then `dtype`.
+    /// A tensor of e4m3 numbers, which are converted to bf16 without loss and then to `dtype`.
     fn read_fp8(&mut self, info: &TensorInfo, dtype: DType, device: &Device) -> Result<Tensor> {
         let elements = check_allocation("load", &info.shape, dtype)?;
         let bytes = self.read_stored(info, DType::U8)?.reshape(elements)?.to_vec1::<u8>()?;
@@ -175,7 +176,7 @@ impl TensorFile {
         Ok(Tensor::from_raw(&self.read_stored(info, DType::U8)?))
     }
 
-    /// What numbers of eight bits a tensor is of, if it is.
+    /// The kind of eight-bit numbers of a tensor, if its elements are such numbers.
     pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
         match self.metadata.info(name)?.dtype {
             Dtype::F8_E4M3 => Some(EightBits::Fp8),
@@ -197,7 +198,7 @@ impl TensorFile {
             Dtype::F64 => Ok(DType::F64),
             Dtype::F32 => Ok(DType::F32),
             Dtype::F16 => Ok(DType::F16),
-            // Numbers of eight bits become bf16.
+            // e4m3 numbers are converted to bf16.
             Dtype::BF16 | Dtype::F8_E4M3 => Ok(DType::BF16),
             Dtype::I64 => Ok(DType::I64),
             Dtype::U32 => Ok(DType::U32),
@@ -210,7 +211,8 @@ impl TensorFile {
     }
 }
 
-/// Whether `start` begins a zip archive (`torch.save`) or a bare pickle. Only for files that are not safetensors files, whose
+/// Whether a zip archive (`torch.save`) or a bare pickle starts so. Only for files that are not safetensors files,
+/// whose header length could have these bytes.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))

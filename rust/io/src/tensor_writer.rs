@@ -1,8 +1,8 @@
 //! Writes safetensors files.
 //!
-//! The safetensors crate writes text entries in random order and needs all bytes at once; here equal contents give equal
-//! files, and one tensor at a time is turned into bytes. The format: the header's length in eight bytes, a JSON header of
-//! offsets, the data (<https://github.com/huggingface/safetensors#format>).
+//! The safetensors crate writes text entries in random order and needs all bytes at once. Here equal contents give
+//! equal files, and tensors are turned into bytes one at a time. The format is the header's length in eight bytes, a
+//! JSON header with offsets, and the data (<https://github.com/huggingface/safetensors#format>).
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -25,13 +25,13 @@ pub struct TensorEntry<'a> {
     pub shape: Vec<usize>,
     /// Its dtype.
     pub dtype: DType,
-    /// What its numbers of eight bits are, where its values are their codes (u8).
+    /// The kind of its eight-bit numbers, if its values are codes (u8) of such numbers.
     pub codes: Option<EightBits>,
     /// Its values.
     pub values: Box<dyn FnOnce() -> Result<Tensor> + 'a>,
 }
 
-/// Numbers of eight bits that tensors have no dtype for.
+/// Kinds of eight-bit numbers for which tensors have no dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EightBits {
     /// Two's complement.
@@ -52,7 +52,7 @@ impl<'a> TensorEntry<'a> {
         }
     }
 
-    /// The same, its values the codes (u8) of other numbers.
+    /// The same entry, with codes (u8) of eight-bit numbers as values if `codes` is given.
     #[must_use]
     pub fn with_codes(self, codes: Option<EightBits>) -> Self {
         Self { codes, ..self }
@@ -74,10 +74,10 @@ pub fn save_tensors<'a>(
 /// Write tensors and text `metadata` to `path`, atomically, one tensor at a time.
 ///
 /// # Errors
-/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not have, and those of
-/// computing the values.
+/// [`Error::Io`] naming the path if it cannot be written, [`Error::DType`] for a dtype that the format does not have,
+/// and the errors of computing the values.
 pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &BTreeMap<String, String>) -> Result<()> {
-    // The widest first, so that every tensor begins at a multiple of its element size.
+    // The widest dtypes come first, so that every tensor begins at a multiple of its element size.
     entries.sort_by(|a, b| (b.dtype.size_in_bytes(), &a.name).cmp(&(a.dtype.size_in_bytes(), &b.name)));
     let header = header(&entries, metadata)?;
     let mut failure = None;
@@ -155,7 +155,7 @@ fn dtype_name(entry: &TensorEntry<'_>) -> Result<&'static str> {
     })
 }
 
-/// Write the elements in memory order. Failures that are not the file's go to `failure`.
+/// Write the elements in memory order. Errors other than those of the file are stored in `failure`.
 fn write_elements(file: &mut dyn Write, raw: &Raw, failure: &mut Option<Error>) -> std::io::Result<()> {
     with_bytes(raw, |bytes| file.write_all(bytes)).unwrap_or_else(|error| {
         *failure = Some(error);

@@ -1,4 +1,4 @@
-//! [`WeightFile`]: a file of weights in whatever form.
+//! [`WeightFile`]: a file of weights in any supported file format.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,7 +20,7 @@ pub enum WeightFile {
 }
 
 impl WeightFile {
-    /// Open `path` as what its first bytes say.
+    /// Open `path` in the format that its first bytes indicate.
     ///
     /// # Errors
     /// As [`TensorFile::open`] and [`GgufFile::open`].
@@ -83,7 +83,7 @@ impl WeightFile {
         }
     }
 
-    /// Read one tensor to `device` in the dtype that it has.
+    /// Read one tensor to `device` in its own dtype.
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).
@@ -102,7 +102,7 @@ impl WeightFile {
         }
     }
 
-    /// What numbers of eight bits a tensor is of, if it is.
+    /// The kind of eight-bit numbers of a tensor, if its elements are such numbers.
     pub(crate) fn eight_bits(&self, name: &str) -> Option<EightBits> {
         self.safetensors()?.eight_bits(name)
     }

@@ -19,9 +19,9 @@ pub struct WeightFiles {
     files: Vec<WeightFile>,
     /// The index of the file of each name.
     index: BTreeMap<String, usize>,
-    /// What the values of a weight of eight bits are multiplied by (f32): one for all, or one for each row.
+    /// The scales of each eight-bit weight (f32): one for all its codes, or one for each row.
     scales: BTreeMap<String, Tensor>,
-    /// The weights of four bits, and the files of what is beside them.
+    /// The four-bit weights, and the files of their parts.
     packed: BTreeMap<String, Packed>,
 }
 
@@ -33,10 +33,10 @@ struct Packed {
 }
 
 impl WeightFiles {
-    /// Open a file, or the shards of one.
+    /// Open a file, or all shards of a model.
     ///
     /// # Errors
-    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards hold the same name.
+    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have the same name.
     pub fn open(paths: &[PathBuf]) -> Result<Self> {
         let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>>>()?;
         let mut index = BTreeMap::new();
@@ -54,7 +54,7 @@ impl WeightFiles {
         Ok(found)
     }
 
-    /// Take what says how weights of eight bits were scaled out of the names: it is part of their values.
+    /// Remove the scales of eight-bit weights from the names, because they are part of the weights' values.
     fn take_scales(&mut self) -> Result<()> {
         let kind = |(name, &file): (&String, &usize)| Some((name.clone(), self.files[file].eight_bits(name)?));
         let weights: Vec<(String, EightBits)> = self.index.iter().filter_map(kind).collect();
@@ -68,7 +68,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Take the tensor `key` of `file`, which is beside a weight of eight bits.
+    /// Read the tensor `key` of `file`, which belongs to an eight-bit weight.
     fn take_beside(&mut self, (weight, bits): (&str, EightBits), key: &str, beside: Beside, file: usize) -> Result<()> {
         let rows = self.shape(weight).and_then(|dims| dims.first().copied()).unwrap_or(1);
         let file = &mut self.files[file];
@@ -110,7 +110,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Take what is beside weights of four bits out of the names, likewise.
+    /// Remove the parts of four-bit weights from the names in the same way.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index
@@ -169,7 +169,7 @@ impl WeightFiles {
     pub fn common_dtype(&self, prefix: &str) -> Option<DType> {
         let mut elements: Vec<(DType, usize)> = Vec::new();
         for name in self.names().filter(|name| name.starts_with(prefix)) {
-            // Integers of eight bits do not tell what they were made from.
+            // Eight-bit integers do not tell the dtype that they were quantized from.
             if self.eight_bits(name).is_some_and(|(bits, _)| bits == EightBits::Int8) {
                 continue;
             }
@@ -188,7 +188,7 @@ impl WeightFiles {
         self.files.iter().flat_map(WeightFile::metadata).collect()
     }
 
-    /// Read one tensor to `device`, floating-point values converted to `dtype` on the way if one is given.
+    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given.
     ///
     /// # Errors
     /// As [`WeightFile::read_as`].
@@ -206,22 +206,23 @@ impl WeightFiles {
         let Some((bits, codes, scales)) = self.read_eight_bits(name)? else {
             return Err(Error::weights(self.path(), format!("\"{name}\" has scales and is not of eight bits")));
         };
-        // Of a convolution, a row is what one of its outputs is made with.
+        // A row of a convolution's weight is the part for one output channel.
         let rows = codes.dims().first().copied().unwrap_or(1);
         let matrix = codes.reshape((rows, codes.elem_count() / rows.max(1)))?;
         let values = quantized(bits, &matrix, &scales, dtype.unwrap_or(DType::BF16))?.to_device(device)?;
         values.dequantize(values.dtype())?.reshape(codes.dims())
     }
 
-    /// Whether a weight is of four bits, as bitsandbytes stores it.
+    /// Whether a weight has four bits, in the format of bitsandbytes.
     pub fn is_nf4(&self, name: &str) -> bool {
         self.packed.contains_key(name)
     }
 
-    /// A weight of four bits as it is stored, on the CPU.
+    /// A four-bit weight as stored, on the CPU.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if a part is missing or has other values than the format's; as [`Quantized::from_nf4`].
+    /// [`Error::WeightsFormat`] if a part is missing or its codes stand for values other than NF4's; as
+    /// [`Quantized::from_nf4`].
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
@@ -254,8 +255,8 @@ impl WeightFiles {
         Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype)
     }
 
-    /// What a weight of eight bits is of, its codes (u8) in its shape, and what they are multiplied by (f32): one for all, or one for
-    /// each row; none for other weights, and for integers without scales.
+    /// The kind of an eight-bit weight, its codes (u8) in its shape, and its scales (f32): one for all, or one for each
+    /// row. `None` for other weights, and for integers without scales.
     ///
     /// # Errors
     /// [`Error::Io`] if reading fails.
@@ -268,7 +269,7 @@ impl WeightFiles {
         Ok(Some((bits, file.read_codes(name)?, scales)))
     }
 
-    /// What a weight of eight bits is of, and its file.
+    /// The kind of an eight-bit weight, and its file.
     fn eight_bits(&self, name: &str) -> Option<(EightBits, &TensorFile)> {
         let file = self.files[*self.index.get(name)?].safetensors()?;
         let bits = file.eight_bits(name)?;
@@ -285,7 +286,7 @@ impl WeightFiles {
         self.files[*self.index.get(name)?].gguf()?.format_of(name)
     }
 
-    /// The blocks of a matrix in a GGUF file as they are stored; as [`GgufFile::read_blocks`].
+    /// The stored blocks of a matrix in a GGUF file; as [`GgufFile::read_blocks`].
     ///
     /// # Errors
     /// As [`GgufFile::read_blocks`].
@@ -295,7 +296,7 @@ impl WeightFiles {
     }
 }
 
-/// The matrix of codes (rows, columns) and scales, one for all or one for each row, standing for values of `dtype`.
+/// The matrix of codes (rows, columns) and scales, one for all or one for each row. It represents values of `dtype`.
 ///
 /// # Errors
 /// As [`Quantized::from_eight_bits`].

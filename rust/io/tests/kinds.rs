@@ -61,7 +61,7 @@ impl Golden {
         }
     }
 
-    /// What is called `CASE.part.LAYER.PARAMETER`, by layer and parameter.
+    /// The tensors named `CASE.part.LAYER.PARAMETER`, by layer and parameter.
     fn parts(&self, case: &str, part: &str) -> BTreeMap<(String, String), Tensor> {
         let prefix = format!("{case}.{part}.");
         self.tensors
@@ -73,7 +73,7 @@ impl Golden {
             .collect()
     }
 
-    /// The adapters of a case as a file would have them.
+    /// The adapters of a case in the layout of files.
     fn adapters(&self, case: &str) -> BTreeMap<String, LayerValues> {
         let mut layers: BTreeMap<String, LayerValues> = BTreeMap::new();
         for ((layer, parameter), value) in self.parts(case, "start") {
@@ -109,7 +109,7 @@ fn values_gradients_and_merged_weights_are_those_of_the_references() {
         mse_loss(&y, &golden.tensors["target"], Reduction::Mean).unwrap().backward().unwrap();
         assert!(error(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
 
-        // Read as parameters, gradients are laid out for files, too.
+        // As values of the variables, gradients get the layout of files.
         let gradients = golden.parts(case, "grad");
         for var in set.vars() {
             var.set(&var.grad().unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Activations with a derivative worth fusing: GELU in its forms, SiLU.
+//! Activations whose derivative is worth fusing: the forms of GELU, and SiLU.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};
@@ -162,7 +162,7 @@ impl Tensor {
         }
     }
 
-    /// x · sigmoid(1.702 x), the approximation of GELU in section 2 of its paper that CLIP was trained with.
+    /// x · sigmoid(1.702 x): the approximation of GELU that CLIP was trained with (section 2 of the GELU paper).
     ///
     /// # Errors
     /// [`Error::DType`] if the tensor is not floating point.

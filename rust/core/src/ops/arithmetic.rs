@@ -60,10 +60,10 @@ pub(super) fn check(op: &'static str, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// What an operation does to two integer tensors of one shape.
+/// The arithmetic of an operation on two integer tensors of one shape.
 type Integer = fn(&Raw, &Raw) -> candle_core::Result<Raw>;
 
-/// By `functor`; of integers by `integer`, if the operation takes them.
+/// The result: by `functor`, or of integers by `integer` if the operation takes them.
 fn compute(
     op: &'static str,
     a: &Raw,
@@ -180,7 +180,7 @@ fn sum_like(
     )
 }
 
-/// [`Tensor::add`] of tensors that fit, whose sum `forward` makes.
+/// [`Tensor::add`] of tensors that match in dtype, device and shape; `forward` computes the sum.
 pub(super) fn add_by(a: &Tensor, b: &Tensor, forward: impl FnOnce() -> Result<Raw>) -> Result<Tensor> {
     let dims = [a.dims().to_vec(), b.dims().to_vec()];
     record(&ADD, &[a, b], forward, |_, _| SumBackward { dims, negate: false })

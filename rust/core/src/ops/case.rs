@@ -12,12 +12,12 @@ pub type TensorFn = Arc<dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync>;
 pub struct Entry {
     /// Name and cost class.
     pub info: &'static OpInfo,
-    /// Cases over which tests walk. Each has at least one input; an operation has at least one case with an
+    /// Cases that the tests run. Each has at least one input; an operation has at least one case with an
     /// odd size, and one with an empty input where that has a meaning.
     pub cases: fn() -> Vec<Case>,
 }
 
-/// How an input's values are in memory.
+/// The distribution of an input's values.
 #[derive(Clone, Copy, Debug)]
 pub enum Domain {
     /// Standard normal.
@@ -33,19 +33,19 @@ pub enum Domain {
 pub struct Input {
     /// The shape.
     pub dims: Vec<usize>,
-    /// How its values are in memory.
+    /// The distribution of its values.
     pub domain: Domain,
 }
 
 /// An operation applied to inputs that tests draw.
 pub struct Case {
-    /// What is special about it.
+    /// What is special about the case.
     pub label: &'static str,
     /// The differentiable inputs.
     pub inputs: Vec<Input>,
     /// The operation (its fused form, where there is one).
     pub run: TensorFn,
-    /// The meaning in basic operations, for fused ones.
+    /// The plain form, for fused operations.
     pub plain: Option<TensorFn>,
 }
 

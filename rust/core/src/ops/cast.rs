@@ -30,7 +30,8 @@ impl Backward for ToDeviceBackward {
     }
 }
 
-/// Candle moves a whole storage, also for a small view of it. A copy to a GPU does not block the host.
+/// `x` on `device`, without the rest of its storage: candle would move the whole storage of a small view. A copy to a
+/// GPU does not block the host.
 fn moved(x: &Raw, device: &Device) -> Result<Raw> {
     if device.is_cpu() {
         capture::refuse(TO_DEVICE.name)?;
@@ -66,10 +67,10 @@ impl Tensor {
         record(&CAST, &[self], || compute::convert(&self.raw, dtype), |_, _| CastBackward(from))
     }
 
-    /// A variable's value in the dtype that is computed in, from a copy that the variable keeps: cast when the variable has changed
-    /// since the last use, or written by the optimizer that changed it. It shares storage with later copies, as a view of the
-    /// variable would: walking back through it after a change is an error. Of other tensors it is
-    /// [`to_dtype`](Self::to_dtype).
+    /// A variable's value in the compute dtype. The variable keeps a copy, which is cast again when the variable has
+    /// changed since the last use, or written by the optimizer that changed it. The result shares storage with later
+    /// copies, as a view of the variable would: a backward pass through it after a change is an error. For other
+    /// tensors this is [`to_dtype`](Self::to_dtype).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit.

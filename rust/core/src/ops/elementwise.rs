@@ -9,7 +9,7 @@ use crate::{Error, Result, Tensor, compute};
 
 /// A function with its derivative.
 ///
-/// `SAVES_RESULT` says what the backward reads: the result (`exp`, `tanh`) or the input.
+/// `SAVES_RESULT` says what the backward pass reads: the result (`exp`, `tanh`) if true, else the input.
 pub(crate) trait Pointwise: Unary + Binary + Copy + Send + Sync + 'static {
     const SAVES_RESULT: bool;
 }
@@ -45,9 +45,10 @@ pub(crate) fn pointwise<F: Pointwise>(info: &'static OpInfo, x: &Tensor, functio
     )
 }
 
-/// Declares functions: name, doc, what the backward reads, value, derivative (times the gradient `g`), domain for tests.
+/// Declares functions: the name, what the backward pass reads, the domain for tests, the value, the derivative times
+/// the gradient `g`, and the doc comment.
 macro_rules! pointwise_ops {
-    // `integers` names what computes it of integers, which an operation otherwise rejects.
+    // `integers` names the function for integer tensors, which an operation without it rejects.
     ($($name:ident $functor:ident $info:ident reads $reads:ident in $domain:ident $(integers $integers:path)?: |$x:ident| $value:expr, |$g:ident, $s:ident| $derivative:expr, $doc:literal;)*) => {
         $(
             static $info: OpInfo = OpInfo::cheap(stringify!($name));

@@ -1,4 +1,5 @@
-//! Fake quantization: values on the grid of a format in eight or four bits, gradients as if they were not rounded.
+//! Fake quantization: values are rounded to the grid of a format in eight or four bits, gradients pass as if they were
+//! not.
 //!
 //! The derivative of rounding is taken for 1 where a value is within the range of the codes, else for 0: the straight-through
 //! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants
@@ -92,7 +93,7 @@ impl Grid {
         }
     }
 
-    /// What the largest magnitude of a group is divided by to be its scale.
+    /// The scale of a group is its largest magnitude divided by this number.
     const fn largest(self) -> f64 {
         match self {
             Self::Int8 => 127.0,
@@ -114,7 +115,7 @@ impl FromStr for Grid {
     }
 }
 
-/// Integers times a scale, whose largest is that of the range.
+/// Integers times a scale that maps the largest magnitude to the end of the range, so nothing is clipped.
 #[derive(Clone, Copy)]
 struct Int8;
 
@@ -135,8 +136,8 @@ impl Int4 {
     const LOW: f64 = -8.0;
     const HIGH: f64 = 7.0;
 
-    /// The code before it is clipped. torchao multiplies by the rounded reciprocal, which decides where the largest magnitude, 7.5
-    /// scales, goes.
+    /// The code before it is clipped. torchao multiplies by the rounded reciprocal; that decides to which side the
+    /// largest magnitude, 7.5 scales, is rounded.
     #[inline(always)]
     fn code<R: Real>(x: R, scale: R) -> R {
         round_to_even(x * (R::ONE / scale))
@@ -172,7 +173,7 @@ impl Binary for E4m3 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
-        // The last place of subnormal numbers, or that of the exponent.
+        // The distance between neighbouring e4m3 numbers: of the subnormal ones, or of the exponent of x.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut unit = R::from_f64(step);
@@ -184,7 +185,7 @@ impl Binary for E4m3 {
     }
 }
 
-/// The nearest values of NF4 times a scale, of two the lower.
+/// The nearest value of NF4 times a scale; the lower value in case of a tie.
 #[derive(Clone, Copy)]
 struct Nf4;
 
@@ -205,14 +206,14 @@ impl Binary for Nf4 {
     }
 }
 
-/// The nearest whole number, ties to even: a sum of this size has no place for a fraction.
+/// The nearest whole number, ties to even: a sum of this size has no bits for a fraction.
 #[inline(always)]
 fn round_to_even<R: Real>(x: R) -> R {
     let large = R::from_f64(if size_of::<R>() == size_of::<f32>() { 12_582_912.0 } else { 6_755_399_441_055_744.0 });
     (x + large) - large
 }
 
-/// As `x`, no lower than `low` and no higher than `high`; NaN stays.
+/// `x` limited to the range from `low` to `high`; NaN stays NaN.
 #[inline(always)]
 fn clamped<R: Real>(x: R, low: f64, high: f64) -> R {
     let (low, high) = (R::from_f64(low), R::from_f64(high));
@@ -220,7 +221,7 @@ fn clamped<R: Real>(x: R, low: f64, high: f64) -> R {
     if x > high { high } else { x }
 }
 
-/// Where a code would be out of range, the gradient is 0.
+/// The backward pass where codes can be out of range: the gradient there is 0.
 struct Clipped {
     x: Saved,
     scale: Saved,
@@ -233,7 +234,7 @@ impl Backward for Clipped {
     }
 }
 
-/// Every code is in range.
+/// The backward pass where every code is in range.
 struct Straight;
 
 impl Backward for Straight {
@@ -246,9 +247,9 @@ impl Backward for Straight {
 /// A matrix (rows, columns) rounded to `grid`, in its own dtype; the gradient passes through where codes are in range. It is
 /// computed in f32, or f64 for f64.
 ///
-/// Values are those of [`Quantized::new`](crate::Quantized::new), dequantized, with two exceptions: `Int4`, which is not a format, and
-/// scales of `Nf4`, which are not quantized themselves. `Int8` and `Int4` are torchao's, symmetric with codes from -127 to 127 a row
-/// and from -8 to 7 in groups of 32:
+/// Values are those of [`Quantized::new`](crate::Quantized::new), dequantized, with two exceptions: `Int4`, which is
+/// not a format, and scales of `Nf4`, which are not quantized themselves. `Int8` and `Int4` are torchao's symmetric
+/// grids: codes from -127 to 127 with a scale per row, and from -8 to 7 with a scale per group of 32:
 /// <https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_primitives.py>.
 ///
 /// # Errors
@@ -290,7 +291,8 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
     )
 }
 
-/// Registry entry of this operation. Finite differences are those of x itself, whose derivative is the one that is passed through.
+/// Registry entry of this operation. The cases return x with the gradient of the rounded x, so finite differences are
+/// those of the straight-through estimator.
 #[cfg(feature = "testing")]
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &FAKE_QUANTIZE,

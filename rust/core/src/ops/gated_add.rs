@@ -22,12 +22,12 @@ impl Ternary for PlusProduct {
     }
 }
 
-/// `x` + `y` · `gate`, of a shape that `gate` broadcasts to. The product is not rounded to the dtype. Saves `gate`, and `y` if the gate
-/// needs a gradient.
+/// `x` + `y` · `gate`, where `gate` broadcasts to the shape of `x` and `y`. The product is not rounded to the dtype
+/// before it is added. Saves `gate`, and `y` if the gate needs a gradient.
 ///
 /// # Errors
-/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to it, [`Error::DType`] and [`Error::Device`] if they do
-/// not fit.
+/// [`Error::Shape`] if `x` and `y` differ in shape or `gate` does not broadcast to it, [`Error::DType`] and
+/// [`Error::Device`] if the operands differ in dtype or device.
 pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
     let op = GATED_ADD.name;
     check(op, x, y)?;
@@ -46,7 +46,8 @@ pub fn gated_add(x: &Tensor, y: &Tensor, gate: &Tensor) -> Result<Tensor> {
             format!("found shapes {x:?}, {y:?} and {gate:?}, expected two that agree and one that broadcasts to them");
         return Err(Error::shape(op, message));
     }
-    // A checkpoint keeps a small gate too: it need not compute what makes `y`, as a product before the gate, a second time.
+    // A small gate is kept even inside a checkpoint: then the recomputation need not compute `y`, often an expensive
+    // product.
     record(
         &GATED_ADD,
         &[x, y, gate],

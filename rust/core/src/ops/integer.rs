@@ -1,11 +1,11 @@
-//! Operations on integer tensors that the fused ones, which are differentiable, leave out. No gradient flows through them.
+//! Operations on integer tensors, which the differentiable kernels do not take. No gradient flows through them.
 
 use candle_core::DType;
 
 use crate::raw::{Raw, from_vec, to_vec};
 use crate::{Error, Result, Tensor};
 
-/// The elements of `x` in i64, changed by `function`.
+/// `function` of each element of an i64 tensor.
 fn map(x: &Tensor, function: impl Fn(i64) -> i64) -> Result<Tensor> {
     let values: Vec<i64> = to_vec::<i64>(&x.raw)?.into_iter().map(function).collect();
     Tensor::constant(from_vec(values, x.dims())).to_device(x.device())

@@ -1,7 +1,9 @@
-//! Linear maps that share their input as one: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …], each with a low-rank product of its own or without.
+//! Linear maps of one input as a single map: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …]. Each may have a low-rank product of its
+//! own.
 //!
-//! The rows of the frozen weights are stacked, so that the base is one matrix product forward and one backward. The low-rank
-//! products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) are those of [`lora`](super::lora), for any of the maps, their dtypes too.
+//! The rows of the frozen weights are stacked, so that the base is one matrix product forward and one backward. The
+//! low-rank products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of the maps, and their dtypes, are as in
+//! [`lora`](super::lora).
 
 use candle_core::DType;
 
@@ -27,7 +29,7 @@ pub struct LowRank {
     pub down: Tensor,
     /// B, (out, rank).
     pub up: Tensor,
-    /// s.
+    /// The factor s.
     pub scale: f64,
 }
 
@@ -128,7 +130,8 @@ pub(super) fn frozen(x: &Tensor, dims: &[usize]) -> Result<Tensor> {
 pub static ENTRIES: &[Entry] = &[Entry {
     info: &LINEAR_GROUP,
     cases: || {
-        /// A group over 5 features with the maps' outputs, and which of them are adapted; scales differ if `mixed`.
+        /// A group over 5 features: `sizes` has the number of outputs of each map, `adapted` whether it is adapted;
+        /// scales differ if `mixed`.
         fn case(
             label: &'static str,
             shapes: &[&[usize]],

@@ -1,13 +1,13 @@
 //! Low-rank adapted linear maps as single operations.
 //!
 //! LoRA (Hu et al. 2021, arXiv:2106.09685): y = x Wᵀ + b + s (x Aᵀ) Bᵀ with A = `down (r, in)`, B = `up (out, r)`.
-//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b, c = m / ‖W + s B A‖ per row, the norm being a
-//! constant in the backward (section 4.3 of the paper), as in peft.
+//! DoRA (Liu et al. 2024, arXiv:2402.09353): y = c ∘ (x Wᵀ + s (x Aᵀ) Bᵀ) + b, c = m / ‖W + s B A‖ per row, where the
+//! norm is a constant in the backward pass (section 4.3 of the paper), as in peft.
 //!
 //! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
 //!
-//! x and W may be f16 or bf16 and the trained tensors f32: products are then of their copies in the dtype of x, and the
-//! gradients of A and B are summed up and stay in f32.
+//! x and W may be f16 or bf16 and the trained tensors f32: products then use copies of these in the dtype of x, and the
+//! gradients of A and B are summed and stored in f32.
 
 use candle_core::DType;
 
@@ -29,7 +29,7 @@ use crate::{Error, Result, Tensor, Var, checkpoint, compute};
 static LORA: OpInfo = OpInfo::expensive("lora_linear");
 static DORA: OpInfo = OpInfo::expensive("dora_linear");
 
-/// Rank of `down (r, in)`, `up (out, r)` against a base of `(out, in)`.
+/// Check `down (r, in)` and `up (out, r)` against a base of `(out, in)`.
 pub(super) fn check_factors(
     op: &'static str,
     x: &Tensor,
@@ -85,7 +85,6 @@ pub(super) fn check_scale(op: &'static str, scale: f64) -> Result<()> {
     Err(Error::argument(op, format!("the scale is {scale}, expected a finite number")))
 }
 
-/// What [`lora_backward`] needs of its operands.
 fn check_backward(
     op: &'static str,
     grad_output: &Tensor,
@@ -114,9 +113,9 @@ fn check_backward(
 
 /// The gradients of the two LoRA matrices alone.
 ///
-/// `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out, r)`), of y = s (x Aᵀ) Bᵀ, in the
-/// dtypes of `down` and `up`: those of the input, or f32 where that is f16 or bf16. CPU tensors use the CPU form; nothing moves
-/// between devices.
+/// For y = s (x Aᵀ) Bᵀ: `grad_output (..., out)`, `input (..., in)`, `down (r, in)`, `up (out, r)` → (`(r, in)`, `(out,
+/// r)`), in the dtypes of `down` and `up`: the dtype of the input, or f32 if the input is f16 or bf16. CPU tensors use
+/// the CPU form; nothing moves between devices.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
@@ -141,7 +140,7 @@ pub fn lora_backward(
 pub struct LoraLayer<'a> {
     /// The gradient of y, (..., out).
     pub grad_output: &'a Tensor,
-    /// (..., in).
+    /// The input x, (..., in).
     pub input: &'a Tensor,
     /// A, (r, in).
     pub down: &'a Var,
@@ -151,11 +150,11 @@ pub struct LoraLayer<'a> {
     pub scale: f64,
 }
 
-/// [`lora_backward`] of many layers at once, whose results are added to the gradients of the matrices: in place if these are in a
-/// flat buffer. On CUDA, products of one size run together, without synchronization.
+/// [`lora_backward`] of many layers at once. The results are added to the gradients of the variables: in place if these
+/// are in a flat buffer. On CUDA, products of one size run together, without synchronization.
 ///
 /// # Errors
-/// As [`lora_backward`]; then no gradient changes.
+/// As [`lora_backward`]; if an operand does not fit, no gradient changes.
 pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     const OP: &str = "lora_backward_";
     let (mut matrices, mut first) = (Vec::with_capacity(layers.len()), Vec::with_capacity(2 * layers.len()));
@@ -188,7 +187,7 @@ pub fn lora_backward_(layers: &[LoraLayer<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// Everything a LoRA-like operation takes besides its input.
+/// All operands of a LoRA-like operation except its input.
 #[derive(Clone, Copy)]
 pub struct LoraWeights<'a> {
     /// Frozen base, (out, in).
@@ -267,7 +266,7 @@ impl Backward for DoraBackward {
     }
 }
 
-/// ‖W + s B A‖ of each row, (out), in f32 (f64 for f64): squares of small f16 weights are 0 in f16.
+/// ‖W + s B A‖ of each row, (out), in f32 (f64 for f64), because squares of small f16 weights are 0 in f16.
 ///
 /// # Errors
 /// [`Error::Shape`] if the operands do not fit.
@@ -340,7 +339,7 @@ fn lora_plain(x: &[Tensor], scale: f64) -> Result<Tensor> {
     base.add(&linear(&linear(&x[0], &x[1], None)?, &x[2], None)?.mul_scalar(scale)?)
 }
 
-/// f32 for tensors that are trained under f16 or bf16.
+/// An f32 copy of a tensor that is f16 or bf16, as for trained tensors in mixed precision.
 #[cfg(feature = "testing")]
 fn master(x: &Tensor) -> Result<Tensor> {
     if matches!(x.dtype(), DType::F16 | DType::BF16) { x.to_dtype(DType::F32) } else { Ok(x.clone()) }

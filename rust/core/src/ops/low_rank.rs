@@ -15,7 +15,7 @@ use crate::{Result, Tensor, Var, compute};
 
 const OP: &str = "low_rank";
 
-/// A trained tensor in the dtype that is computed in, off the tape: a variable's own copy.
+/// A trained tensor in the compute dtype, off the tape; for a variable, the copy that it keeps.
 pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     match Var::of(tensor) {
         _ if tensor.dtype() == dtype => Ok(tensor.detach()),
@@ -24,12 +24,12 @@ pub(super) fn operand(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Keeps what [`operand`] gave for `tensor`: parameters are held, what operations have made is saved.
+/// Keeps `operand`, the result of [`operand`] for `tensor`: parameters are held, results of operations are saved.
 pub(super) fn keep(saver: &mut Saver<'_>, tensor: &Tensor, operand: &Tensor) -> Saved {
     if tensor.is_leaf() { saver.hold(operand) } else { saver.save(operand) }
 }
 
-/// Column ranges of one adapted layer in the joint matrices.
+/// The columns of one adapted layer in the joint matrices of all layers.
 #[derive(Clone, Copy)]
 struct Place {
     /// First column and number of columns of the result.
@@ -57,13 +57,13 @@ impl Place {
     }
 }
 
-/// The second product of an adapter, s hidden Bᵀ for some columns of a result.
+/// The second product of an adapter: s · hidden · Bᵀ, for some columns of a result.
 pub(super) struct LastProduct<B> {
     /// B, (out, rank).
     pub up: B,
     /// First column and number of columns of the result.
     pub columns: [usize; 2],
-    /// First column and number of columns in x Aᵀ of all.
+    /// First column and number of columns in the x Aᵀ of all adapters.
     pub ranks: [usize; 2],
     pub scale: f64,
 }
@@ -82,7 +82,7 @@ impl LastProduct<Saved> {
     }
 }
 
-/// The ranges of places of one scale, whose products run together.
+/// The ranges of places with one scale, whose products run together.
 fn of_one_scale(places: &[Place]) -> impl Iterator<Item = Range<usize>> {
     let mut end = 0;
     places.chunk_by(|a, b| a.scale == b.scale).map(move |alike| {
@@ -97,12 +97,12 @@ pub(super) struct LowRanks<'a> {
     places: SmallVec<[Place; 1]>,
     /// A (rank, in) and B (out, rank) of each, inputs of the operation.
     factors: SmallVec<[[&'a Tensor; 2]; 1]>,
-    /// The factors in the dtype of the arithmetic, off the tape.
+    /// The factors in the compute dtype, off the tape.
     operands: SmallVec<[[Tensor; 2]; 1]>,
 }
 
 impl<'a> LowRanks<'a> {
-    /// Add one, of checked factors, whose results of dtype `dtype` begin at `column`.
+    /// Add a product of checked factors, whose results begin at `column` and have dtype `dtype`.
     pub fn push(&mut self, factors: [&'a Tensor; 2], scale: f64, column: usize, dtype: DType) -> Result<()> {
         let [down, up] = factors;
         let first = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
@@ -117,7 +117,7 @@ impl<'a> LowRanks<'a> {
         Ok(())
     }
 
-    /// A and B of each in the dtype that is computed in, off the tape.
+    /// A and B of each product in the compute dtype, off the tape.
     pub fn operands(&self) -> &[[Tensor; 2]] {
         &self.operands
     }
@@ -145,7 +145,7 @@ impl<'a> LowRanks<'a> {
         Ok(Some(all))
     }
 
-    /// x Aᵀ of all adapters side by side, (rows, Σ rank), without adding its products to anything.
+    /// x Aᵀ of all adapters side by side, (rows, Σ rank), without the second products.
     pub fn hidden(&self, x: &Raw) -> Result<Raw> {
         let ranks = self.places.last().map_or(0, |last| last.ranks[0] + last.ranks[1]);
         let all = compute::unset(OP, x, &[x.dims()[0], ranks])?;
@@ -158,18 +158,19 @@ impl<'a> LowRanks<'a> {
         Ok(all)
     }
 
-    /// The second products, still to be made.
+    /// The second products, for an operation that computes them itself.
     pub fn last_products(&self) -> impl Iterator<Item = LastProduct<&Raw>> {
         self.places.iter().zip(&self.operands).map(|(place, [_, up])| place.last_product(&up.raw))
     }
 
-    /// The same, kept for the backward pass.
+    /// The second products, kept for the backward pass.
     pub fn save_last_products(&self, saver: &mut Saver<'_>) -> SmallVec<[LastProduct<Saved>; 2]> {
         let all = self.places.iter().zip(self.factors.iter().zip(&self.operands));
         all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
     }
 
-    /// What the backward pass reads: of `x`, the frozen `weight` (Σ out, in), the factors, and x Aᵀ.
+    /// Saves those of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`) that the backward pass
+    /// reads.
     pub fn save(
         &self,
         saver: &mut Saver<'_>,
@@ -203,7 +204,7 @@ impl<'a> LowRanks<'a> {
 /// The backward pass of a frozen linear map with low-rank products: the inputs of the node are x, then A and B of each.
 pub(super) struct LowRankBackward {
     x: Option<Saved>,
-    /// x Aᵀ of all, (rows, Σ rank).
+    /// x Aᵀ of all adapters, (rows, Σ rank).
     hidden: Option<Saved>,
     weight: Option<HeldWeight>,
     factors: SmallVec<[[Option<Saved>; 2]; 1]>,
@@ -220,8 +221,8 @@ impl LowRankBackward {
         2 + 2 * place
     }
 
-    /// Returns s g B, (rows, Σ rank), for each adapted layer where x or A needs a gradient; other columns stay unset. If x needs a
-    /// gradient, also adds s g B A to it.
+    /// Returns s g B, (rows, Σ rank), for each adapted layer whose x or A needs a gradient; other columns stay
+    /// uninitialised. If x needs a gradient, also adds s g B A to the gradient of x.
     fn grad_hidden(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<Option<Raw>> {
         let needs_x = context.needs(0);
         let needed: SmallVec<[bool; 4]> =
@@ -246,7 +247,7 @@ impl LowRankBackward {
         Ok(Some(all))
     }
 
-    /// Adds the gradients that are wanted, from that of the result, (rows, Σ out).
+    /// Adds the gradients that are wanted, from `grad`, the gradient of the result, (rows, Σ out).
     pub fn run(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         if let Some(hidden) = &self.hidden {
             let hidden = hidden.get()?;

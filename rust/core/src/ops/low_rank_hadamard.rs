@@ -1,7 +1,7 @@
 //! The elementwise product of two low-rank matrices as one operation (`LoHa`: Hyeon-Woo et al. 2022, arXiv:2108.06098;
 //! `LyCORIS`, arXiv:2309.14859): (A₁ B₁) ∘ (A₂ B₂).
 //!
-//! The two products are as large as a layer's weight. They are not kept for the backward, which makes them again.
+//! The two products are as large as a layer's weight. They are not saved; the backward pass computes them again.
 
 #[cfg(feature = "testing")]
 use super::case::{Case, Entry};

@@ -14,7 +14,6 @@ struct MatmulBackward {
     dims: [Vec<usize>; 2],
 }
 
-/// Swap the last two dimensions.
 fn transposed(raw: &Raw) -> Result<Raw> {
     Ok(raw.transpose(raw.rank() - 2, raw.rank() - 1)?)
 }
@@ -35,8 +34,8 @@ impl Backward for MatmulBackward {
 }
 
 impl Tensor {
-    /// The matrix product (..., m, k) × (..., k, n) → (..., m, n). Batch dimensions broadcast; a vector on the left is a row, on
-    /// the right a column, and that dimension is dropped from the result, as in numpy.
+    /// The matrix product (..., m, k) × (..., k, n) → (..., m, n). Batch dimensions broadcast. As in numpy, a vector is
+    /// a row on the left and a column on the right, and the dimension of size 1 is dropped from the result.
     ///
     /// # Errors
     /// [`Error::Shape`] if the shapes do not fit, [`Error::DType`] if the dtypes differ or are not floating point.

@@ -1,8 +1,9 @@
-//! The operations, one home each: what it computes, what it saves, its backward, its cost, and cases to test it with.
+//! The operations. Each has one file or folder with its forward pass, what it saves, its backward pass, its cost, and
+//! test cases.
 //!
-//! `REGISTRY` lists the cases, which are behind the feature `testing`; `tests/registry.rs` walks it: gradients against finite
-//! differences in f64, fused against plain, checkpointed against not, every dtype, strided and empty inputs. An operation without a
-//! case fails a test.
+//! `REGISTRY` lists the cases, which are behind the feature `testing`. `tests/registry.rs` checks them all: gradients
+//! against finite differences in f64, fused against plain forms, checkpointed against ordinary runs, every dtype,
+//! strided and empty inputs. An operation without a case fails a test.
 
 pub mod activation;
 pub mod arithmetic;

@@ -9,17 +9,17 @@ use crate::cpu::{Elem, Real};
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
 
-/// Partial sums of a row. One vector of the widest instruction set: more would serve long rows a little, and cost short
-/// ones, such as the scores of a short sequence, a lot.
+/// Partial sums of a row: one vector of the widest instruction set. More would help long rows a little, but cost short
+/// rows, such as the scores of a short sequence, a lot.
 const LANES: usize = 16;
 
-/// How many rows of `len` elements one thread takes at a time. Depends on sizes only, so that results do too.
+/// How many rows of `len` elements one thread takes at a time. Depends only on sizes, and so do results.
 pub(super) fn rows_per_block(len: usize) -> usize {
     (GRAIN / len.max(1)).max(1)
 }
 
-/// A new contiguous buffer of `rows` rows of `len` elements. `write` gets a range of at most `block` rows and their elements,
-/// on several threads.
+/// A new contiguous buffer of `rows` rows of `len` elements. Several threads call `write` with ranges of at most
+/// `block` rows and the elements of these rows.
 ///
 /// # Safety
 /// `write` must initialise every element that it is given.
@@ -40,8 +40,8 @@ pub(super) unsafe fn fill_rows<T: Elem>(
     result
 }
 
-/// The results of a stretch of at most [`LANES`] elements, the others `neutral`. Results are stored before they are joined
-/// because two simple loops vectorise for every element type, and one that does both does not.
+/// The results for at most [`LANES`] elements; the other lanes are `neutral`. Results are stored before they are joined
+/// because two simple loops vectorise for every element type, and a single loop that does both does not.
 #[inline(always)]
 fn stage<R: Real>(neutral: R, results: impl Iterator<Item = R>) -> [R; LANES] {
     let mut stage = [neutral; LANES];
@@ -58,7 +58,7 @@ fn join<R: Real>(lanes: &mut [R; LANES], stage: [R; LANES], operation: impl Fn(R
     }
 }
 
-/// Joins the lanes in pairs.
+/// Joins the lanes to one value, pair by pair.
 #[inline(always)]
 fn fold<R: Real>(mut lanes: [R; LANES], operation: impl Fn(R, R) -> R) -> R {
     let mut width = LANES / 2;
@@ -81,7 +81,7 @@ fn larger<R: Real>(a: R, b: R) -> R {
     if b > a { b } else { a }
 }
 
-/// Joins the results of `f` over a row, one after another in each lane.
+/// Joins the results of `f` over a row: lane i joins every [`LANES`]-th element from i on, then the lanes are folded.
 #[inline(always)]
 fn reduce<X: Copy, R: Real>(x: &[X], neutral: R, f: impl Fn(X) -> R, operation: impl Fn(R, R) -> R) -> R {
     let chunks = x.chunks_exact(LANES);
@@ -98,13 +98,13 @@ pub(super) fn sum<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::ZERO, f, add)
 }
 
-/// The largest `f` of a row, NaN left out; negative infinity if there is none.
+/// The largest `f` of a row, ignoring NaN; negative infinity if there is no other.
 #[inline(always)]
 pub(super) fn max_by<X: Copy, R: Real>(x: &[X], f: impl Fn(X) -> R) -> R {
     reduce(x, R::NEG_INFINITY, f, larger)
 }
 
-/// The largest element of a row, NaN left out; negative infinity if there is none.
+/// The largest element of a row, ignoring NaN; negative infinity if there is no other.
 #[inline(always)]
 pub(super) fn max<T: Elem>(x: &[T]) -> T::Acc {
     max_by(x, |x: T| x.to_acc())

@@ -1,4 +1,4 @@
-//! Shapes: views where the layout allows, copies where it does not.
+//! Operations on shapes: views where the layout allows, otherwise copies.
 
 use candle_core::Shape;
 
@@ -55,7 +55,7 @@ impl Backward for NarrowBackward {
     }
 }
 
-/// The gradient of taking every `step`-th element along a dimension (`ids` in the input).
+/// The backward pass of taking every `step`-th element along a dimension, at `ids` in the input.
 struct StridedBackward {
     dims: Vec<usize>,
     dim: usize,
@@ -123,7 +123,7 @@ impl Tensor {
         Ok(result)
     }
 
-    /// Dimensions in another order: `dims[i]` is where dimension `i` of the result comes from.
+    /// Dimensions in another order: dimension `i` of the result is dimension `dims[i]` of this tensor.
     ///
     /// # Errors
     /// [`Error::Shape`] if `dims` is not a permutation.
@@ -181,7 +181,7 @@ impl Tensor {
         record_view(&RESHAPE, self, self.raw.unsqueeze(dim)?, || ReshapeBackward(shape))
     }
 
-    /// Without dimension `dim` if its size is 1.
+    /// The tensor without dimension `dim` if its size is 1, else unchanged.
     ///
     /// # Errors
     /// [`Error::Index`] if `dim` is out of range.
@@ -197,7 +197,8 @@ impl Tensor {
     /// A view in which dimensions of size 1 (and new leading ones) repeat up to `shape`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `shape` is not reached by repeating, [`Error::OutOfMemory`] if this many elements would not fit.
+    /// [`Error::Shape`] if this tensor does not broadcast to `shape`, [`Error::OutOfMemory`] if this many elements
+    /// would not fit.
     pub fn broadcast_as(&self, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();
         let fits = shape.rank() >= self.rank()
@@ -231,8 +232,8 @@ impl Tensor {
         record_view(&NARROW, self, self.raw.narrow(dim, start, length)?, || NarrowBackward { dims, dim, start })
     }
 
-    /// Every `step`-th element of `start..start + length * step` along `dim`: `length` elements; negative steps go backwards
-    /// from `start`. A copy.
+    /// A copy of `length` elements along `dim`: `start`, `start + step`, and so on. Negative steps go backwards from
+    /// `start`.
     ///
     /// # Errors
     /// [`Error::Index`] if an element is outside the dimension, [`Error::Argument`] if `step` is 0.
@@ -313,7 +314,7 @@ impl Tensor {
         Self::cat(&expanded.iter().collect::<Vec<_>>(), dim)
     }
 
-    /// Views of `dim` in `chunks` parts, the last possibly smaller (torch's `chunk`: parts of ⌈size / chunks⌉).
+    /// Views of at most `chunks` parts of `dim`, the last possibly smaller (torch's `chunk`: parts of ⌈size / chunks⌉).
     ///
     /// # Errors
     /// [`Error::Argument`] if `chunks` is 0, [`Error::Index`] if `dim` is out of range.
@@ -327,7 +328,7 @@ impl Tensor {
         (0..size.max(1)).step_by(length).map(|start| self.narrow(dim, start, length.min(size - start))).collect()
     }
 
-    /// Views of `dim` of the given `lengths`, which must add up to its size.
+    /// Views of consecutive parts of `dim` of the given `lengths`, which must add up to its size.
     ///
     /// # Errors
     /// [`Error::Shape`] if they do not add up, [`Error::Index`] if `dim` is out of range.

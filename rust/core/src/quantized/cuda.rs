@@ -10,9 +10,9 @@ use crate::cuda::launch::{Shape, address, count32, empty, output, suffix};
 use crate::{Raw, Result};
 
 const OP: &str = "dequantize";
-/// Parts of a launch.
+/// The most parts of a launch.
 const MOST_PARTS: usize = 8;
-/// Elements of a block of threads in one turn of its loop.
+/// Elements that a block of threads processes in one iteration of its loop.
 const TURN: usize = 256 * 8 * 4;
 /// Blocks of threads on a multiprocessor.
 const BLOCKS: usize = 8;

@@ -1,4 +1,4 @@
-//! Codes back to values.
+//! Dequantization: codes to values.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ impl Quantized {
         )
     }
 
-    /// Rows in `dtype`.
+    /// The values of the rows `wanted` in `dtype`.
     pub(super) fn rows_on_cpu(&self, wanted: Range<usize>, dtype: DType) -> Result<Raw> {
         let dims = [wanted.len(), self.dims[1]];
         check_allocation("dequantize", &dims, dtype)?;
@@ -43,7 +43,7 @@ impl Quantized {
 }
 
 impl Part {
-    /// The values of the elements from `start` on, which is the beginning of a row.
+    /// Writes the values of the elements from `start` on to `out`; `start` must be the beginning of a row.
     fn decode<T: Elem>(&self, start: usize, columns: usize, out: &mut [T]) -> Result<()> {
         with_bytes(&self.codes, |codes| match &self.scales {
             Scales::Int8(scales) => {
@@ -74,7 +74,7 @@ impl Part {
     }
 }
 
-/// A code an element and a scale per row, or one scale.
+/// Formats with a code per element, and a scale per row or a single scale.
 fn by_rows<T: Elem>(
     codes: &[u8],
     scales: &[f32],
@@ -94,7 +94,7 @@ fn by_rows<T: Elem>(
     });
 }
 
-/// Two codes a byte and a scale per block.
+/// Formats with two codes per byte and a scale per block.
 fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: usize, out: &mut [T]) {
     par_chunks_mut(out, GRAIN, |piece, out| {
         let mut at = start + piece * GRAIN;
@@ -108,7 +108,7 @@ fn by_blocks<T: Elem>(codes: &[u8], scale: impl Fn(usize) -> f32 + Sync, start: 
                 let code = codes[index / 2] >> (if index.is_multiple_of(2) { 4 } else { 0 }) & 0xf;
                 values[usize::from(code)]
             };
-            // Bytes whose two elements are both wanted, and what is before and after them.
+            // Bytes with both elements in the block, and single elements before and after them.
             let before = at % 2;
             let (first, whole) = block.split_at_mut(before);
             let bytes = &codes[(at + before) / 2..];

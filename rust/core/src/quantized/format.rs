@@ -15,7 +15,7 @@ pub enum Format {
     Fp8,
     /// `NormalFloat` of four bits (Dettmers et al. 2023, arXiv:2305.14314), as bitsandbytes stores it.
     Nf4,
-    /// A block format of ggml, as GGUF files have it.
+    /// A block format of ggml, as in GGUF files.
     Ggml(Ggml),
 }
 

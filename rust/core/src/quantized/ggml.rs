@@ -1,7 +1,8 @@
-//! The block formats of ggml, which GGUF files have: each block of a row holds its scales beside its codes.
+//! The block formats of ggml, as in GGUF files: each block of a row has its scales beside its codes.
 //!
-//! Follows `ggml-common.h` and `ggml-quants.c` of <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c/ggml/src>.
-//! Values are computed in f32, operation by operation as there, and rounded once more to the dtype that is asked for.
+//! Follows `ggml-common.h` and `ggml-quants.c` of
+//! <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c/ggml/src>. Values are computed
+//! in f32 with the same operations as there, and then rounded to the requested dtype.
 
 use half::f16;
 
@@ -16,7 +17,7 @@ const LARGEST_BLOCK: usize = 256;
 /// Elements that a thread takes at a time; whole blocks.
 const GRAIN: usize = 32 * 1024;
 
-/// A block format of ggml. Scales are f16.
+/// A block format of ggml. n is a code; the scale d and the minimum m of a block are f16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ggml {
     /// 32 codes of four bits: d (n - 8).
@@ -29,11 +30,11 @@ pub enum Ggml {
     Q5_1,
     /// 32 integers of eight bits: d n.
     Q8_0,
-    /// 256 codes of four bits in eight parts, with scale and minimum of six bits each.
+    /// 256 codes of four bits in eight parts; a part has a scale and a minimum of six bits each.
     Q4K,
-    /// 256 codes of five bits in eight parts, with scale and minimum of six bits each.
+    /// 256 codes of five bits in eight parts; a part has a scale and a minimum of six bits each.
     Q5K,
-    /// 256 codes of six bits in sixteen parts, with a scale of eight bits each.
+    /// 256 codes of six bits in sixteen parts; a part has a scale of eight bits.
     Q6K,
 }
 
@@ -59,7 +60,7 @@ impl Ggml {
     /// The format of this name.
     ///
     /// # Errors
-    /// [`Error::Argument`] naming all, if there is none.
+    /// [`Error::Argument`], which lists all names, for another name.
     pub fn of_name(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|format| format.name() == name).ok_or_else(|| {
             let known = Self::ALL.map(Self::name).join(", ");
@@ -81,7 +82,7 @@ impl Ggml {
         }
     }
 
-    /// Elements of a block, which are of one row.
+    /// Elements of a block, all of the same row.
     pub const fn block(self) -> usize {
         match self {
             Self::Q4K | Self::Q5K | Self::Q6K => LARGEST_BLOCK,
@@ -103,7 +104,7 @@ impl Ggml {
         }
     }
 
-    /// Bytes of a row of `columns`; none if these are not whole blocks.
+    /// Bytes of a row of `columns`; `None` if these are not whole blocks.
     pub const fn row_bytes(self, columns: usize) -> Option<usize> {
         if columns.is_multiple_of(self.block()) {
             (columns / self.block()).checked_mul(self.block_bytes())
@@ -112,13 +113,13 @@ impl Ggml {
         }
     }
 
-    /// Whether [`encode`](Self::encode) makes it.
+    /// Whether [`encode`](Self::encode) can write this format.
     pub const fn is_made(self) -> bool {
         matches!(self, Self::Q4_0 | Self::Q8_0)
     }
 
-    /// The blocks of `values`, whole blocks of rows, as ggml's reference makes them; none if a value is not finite or too large for the
-    /// scale.
+    /// The blocks of `values`, whose rows are whole blocks, as in ggml's reference; `None` if a value is non-finite or
+    /// too large for an f16 scale.
     pub(super) fn encode(self, values: &[f32]) -> Option<Raw> {
         let (block, bytes) = (self.block(), self.block_bytes());
         let mut codes = vec![0u8; values.len() / block * bytes];
@@ -136,7 +137,7 @@ impl Ggml {
         is_finite.then(|| from_vec(codes, count))
     }
 
-    /// The values from the block `first` on, as many as `out` has places.
+    /// Writes the values from the block `first` on, as many as `out` has places.
     pub(super) fn decode<T: Elem>(self, codes: &[u8], first: usize, out: &mut [T]) {
         let (block, bytes) = (self.block(), self.block_bytes());
         par_chunks_mut(out, GRAIN, |piece, out| {
@@ -179,7 +180,7 @@ fn word(block: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
 }
 
-/// Low halves of sixteen bytes, then the high ones, each with its bit of `fifth` above.
+/// The codes in the low halves of sixteen bytes, then the high halves, with a fifth bit from `fifth`.
 fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32) {
     let (low, high) = out.split_at_mut(16);
     for (i, &code) in codes.iter().take(16).enumerate() {
@@ -189,7 +190,7 @@ fn nibbles(codes: &[u8], fifth: u32, out: &mut [f32], value: impl Fn(f32) -> f32
     }
 }
 
-/// Scale and minimum of a part, six bits each of twelve bytes.
+/// Scale and minimum of a part, six bits each, packed in twelve bytes.
 fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     let pair = if part < 4 {
         [scales[part] & 63, scales[part + 4] & 63]
@@ -200,7 +201,7 @@ fn part_scales(scales: &[u8], part: usize) -> [f32; 2] {
     pair.map(f32::from)
 }
 
-/// Eight parts: bytes of 32 hold two of them, in their halves. Bit j of `fifth` belongs to part j.
+/// The values of eight parts. The halves of 32 bytes are codes of two parts. Bit j of `fifth` belongs to part j.
 fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     let (d, least) = (scale(block, 0), scale(block, 2));
     for (part, out) in out.chunks_exact_mut(32).enumerate() {
@@ -214,12 +215,13 @@ fn parts_of_32(block: &[u8], fifth: &[u8], codes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Sixteen parts: four bits of each code, the two above, then scales.
+/// The values of sixteen parts. A block has the low four bits of each code, then the two bits above, then scales.
 fn parts_of_16(block: &[u8], out: &mut [f32]) {
     let (low, high, scales, d) = (&block[..128], &block[128..192], &block[192..208], scale(block, 208));
     for (part, out) in out.chunks_exact_mut(16).enumerate() {
         let factor = d * f32::from(scales[part] as i8);
-        // Each quarter r of 128 elements has one half of its bytes of `low`, and bits 2 r and 2 r + 1 of those of `high`.
+        // Quarter r of 128 elements has the low or high halves of 32 bytes of `low`, and bits 2 r and 2 r + 1 of 32
+        // bytes of `high`.
         let (half, quarter, start) = (part / 8, part / 2 % 4, part % 2 * 16);
         let low = &low[64 * half + 32 * (quarter % 2) + start..][..16];
         let high = &high[32 * half + start..][..16];
@@ -240,7 +242,7 @@ fn encode_q8_0(values: &[f32], codes: &mut [u8]) {
 }
 
 fn encode_q4_0(values: &[f32], codes: &mut [u8]) {
-    // The first of the largest magnitude has code 0, whose number is the one without a counterpart.
+    // The first element of the largest magnitude gets code 0, which stands for -8: the range is -8 to 7.
     let largest = values.iter().fold(0f32, |m, &x| if x.abs() > m.abs() { x } else { m });
     let d = largest / -8.0;
     let reciprocal = if d == 0.0 { 0.0 } else { 1.0 / d };

@@ -1,6 +1,7 @@
-//! Frozen matrices in eight or four bits: the bases that adapters are trained on where memory is short.
+//! Frozen matrices in eight or four bits: bases of adapters where memory is short.
 //!
-//! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept it. They dequantize it right before a product, into memory that is free again after it.
+//! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
+//! it. They dequantize it right before a product, into memory that is freed after the product.
 
 mod dequantize;
 mod dynamic_map;
@@ -32,8 +33,8 @@ const OP: &str = "quantize";
 
 /// A frozen matrix (rows, columns) of codes and scales. Cloning is cheap.
 ///
-/// Its rows are those of its parts, stacked. Each part was quantized by itself, so that layers can be joined to
-/// one matrix product without a new rounding.
+/// Its rows are the rows of its parts, stacked. Each part was quantized by itself, so that layers can be joined to
+/// one matrix without rounding again.
 #[derive(Clone)]
 pub struct Quantized {
     /// Rows of all parts, and columns.
@@ -47,12 +48,13 @@ pub struct Quantized {
 #[derive(Clone)]
 struct Part {
     rows: usize,
-    /// u8: a code per element, row by row; NF4 has two per byte, the first in the upper half. For ggml's formats, the blocks.
+    /// u8: a code per element, row by row; NF4 has two codes per byte, the first in the upper half. For ggml's formats,
+    /// the blocks.
     codes: Raw,
     scales: Scales,
 }
 
-/// What codes are multiplied by, f32.
+/// The scales that codes are multiplied by, f32.
 #[derive(Clone)]
 enum Scales {
     /// For two's complement codes: one per row.
@@ -61,7 +63,8 @@ enum Scales {
     Fp8(Raw),
     /// For NF4: one per block of [`nf4::BLOCK`] elements.
     Nf4(Raw),
-    /// For NF4: the code of each block's scale in the dynamic map, one scale per [`nf4::NESTED`] of these, and the offset.
+    /// For NF4: the code of each block's scale in the dynamic map, one scale per [`nf4::NESTED`] codes, and the number
+    /// added to all.
     Nested { codes: Raw, scales: Raw, offset: f32 },
     /// For ggml's formats, whose blocks contain the scales.
     Ggml(Ggml),
@@ -86,7 +89,7 @@ impl Scales {
         first.into_iter().chain(second)
     }
 
-    /// This part with each tensor replaced by what `of` returns for it.
+    /// These scales with each tensor replaced by the result of `of` for it.
     fn map(&self, of: &mut impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         Ok(match self {
             Self::Int8(scales) => Self::Int8(of(scales)?),
@@ -101,7 +104,7 @@ impl Scales {
 }
 
 impl Quantized {
-    /// Quantize a matrix. It is computed on the CPU, and the result is on the tensor's device.
+    /// Quantize a matrix. The CPU computes the codes; the result is on the tensor's device.
     ///
     /// - `Int8`: a scale per row, the largest magnitude / 127; codes are rounded to even (torchao's symmetric int8 weights).
     /// - `Fp8`: e4m3 with a scale per row, the largest magnitude / 448 (torchao's float8 weights by rows).
@@ -111,7 +114,8 @@ impl Quantized {
     ///
     /// # Errors
     /// [`Error::Shape`] if `matrix` does not have two dimensions, or a row does not divide into blocks of the format,
-    /// [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient or has values that are not finite, or the format is only read.
+    /// [`Error::DType`] if it is not floating point, [`Error::Argument`] if it needs a gradient or has non-finite
+    /// values, or if the format can only be read.
     pub fn new(matrix: &Tensor, format: Format) -> Result<Self> {
         let &[rows, columns] = matrix.dims() else {
             return Err(Error::shape(
@@ -151,12 +155,12 @@ impl Quantized {
         Self { dims: [rows, columns], dtype: matrix.dtype(), parts: Arc::new([part]) }.to_device(matrix.device())
     }
 
-    /// A matrix (rows, columns) of codes of eight bits (u8) and their scales (f32), as files have them: `Int8` has a scale for each row,
-    /// `Fp8` one for each row or one for all. It represents values of `dtype`.
+    /// A matrix (rows, columns) of codes of eight bits (u8) and their scales (f32), as in files: `Int8` has a scale for
+    /// each row, `Fp8` one for each row or one for all. The matrix represents values of `dtype`.
     ///
     /// # Errors
-    /// [`Error::Shape`] if codes and scales do not fit each other, [`Error::DType`] if they have other dtypes, [`Error::Argument`] if
-    /// the format is another or a code is NaN.
+    /// [`Error::Shape`] if codes and scales do not fit each other, [`Error::DType`] if they have other dtypes,
+    /// [`Error::Argument`] for another format or if a code is NaN.
     pub fn from_eight_bits(format: Format, codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Self> {
         let (codes, scales) = (&codes.raw, &scales.raw);
         let &[rows, columns] = codes.dims() else {
@@ -185,8 +189,9 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
     }
 
-    /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte, and for each block of 64 its scale (f32), or its
-    /// code (u8) in the dynamic map with one scale (f32) for 256 of these codes and the number that is added. It represents values of `dtype`.
+    /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte, and a scale for each block of 64.
+    /// `scales` has the scales (f32); or, with `nested`, their codes (u8) in the dynamic map, and `nested` has one
+    /// scale (f32) for 256 of these codes and the number added to all. The matrix represents values of `dtype`.
     ///
     /// # Errors
     /// [`Error::Shape`] if the parts do not have the sizes of such a matrix, [`Error::DType`] if they have other dtypes.
@@ -224,7 +229,8 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([Part { rows, codes, scales }]) })
     }
 
-    /// A matrix whose rows are blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. It represents values of `dtype`.
+    /// A matrix whose rows are blocks of a format of ggml: `blocks` (rows, bytes of a row), u8. The matrix represents
+    /// values of `dtype`.
     ///
     /// # Errors
     /// [`Error::Shape`] if a row does not divide into blocks, [`Error::DType`] if the dtypes are wrong.
@@ -248,7 +254,7 @@ impl Quantized {
         Ok(Self { dims: [rows, columns], dtype, parts: Arc::new([part]) })
     }
 
-    /// The rows of several matrices, stacked. They share storage with the result.
+    /// The rows of several matrices, stacked. The result shares storage with them.
     ///
     /// # Errors
     /// [`Error::Shape`] if there are none or their columns differ, [`Error::Device`] if they are on different devices.
@@ -333,7 +339,7 @@ impl Quantized {
         self.map(|raw| Ok(raw.to_device(device)?))
     }
 
-    /// This matrix with each tensor replaced by what `of` returns for it, always in the same order.
+    /// This matrix with each tensor replaced by the result of `of` for it; calls are always in the same order.
     pub(crate) fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         let mut part = |part: &Part| -> Result<Part> {
             let codes = of(&part.codes)?;
@@ -346,7 +352,7 @@ impl Quantized {
     /// The values in `dtype`: code times scale in f32, rounded once.
     ///
     /// # Errors
-    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if they do not fit.
+    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         if !is_float(dtype) {
             return Err(Error::dtype("dequantize", format!("found {}, expected floating point", dtype.as_str())));
@@ -355,7 +361,8 @@ impl Quantized {
     }
 }
 
-/// A quantized matrix of fixed values on the device of `like`, in two parts if there are rows for it, for the cases of operations.
+/// A quantized matrix of fixed values on the device of `like` for the cases of operations, in two parts if it has
+/// enough rows.
 #[cfg(feature = "testing")]
 pub(crate) fn example(like: &Tensor, [rows, columns]: [usize; 2], format: Format) -> Result<Quantized> {
     let part = |rows: usize, phase: f64| {
@@ -384,7 +391,7 @@ fn row_bytes(format: Ggml, columns: usize) -> Result<usize> {
     })
 }
 
-/// The bytes of f32 as numbers.
+/// The f32 numbers in the bytes of an f32 tensor.
 fn floats(bytes: &[u8]) -> &[f32] {
     // SAFETY: any bits are an f32; `align_to` splits off what is not aligned, of which an f32 tensor has none.
     unsafe { bytes.align_to::<f32>() }.1

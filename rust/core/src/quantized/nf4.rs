@@ -1,4 +1,4 @@
-//! NF4 as bitsandbytes stores it: blocks that run over the ends of rows, scales that are quantized again.
+//! NF4 as bitsandbytes stores it: blocks cross the ends of rows, and scales are quantized again.
 //!
 //! Dettmers et al. 2023, "QLoRA", arXiv:2305.14314. Codes, their rounding and order follow
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/backends/default/ops.py>
@@ -46,13 +46,13 @@ pub(super) static SCALES: LazyLock<[f32; 256]> = LazyLock::new(|| create_dynamic
 /// Blocks that a thread takes at a time.
 const GRAIN: usize = 256;
 
-/// The codes, two a byte, and their scales; None if a value is not finite.
+/// The codes, two per byte, and their scales; `None` if a value is non-finite.
 pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
     let blocks = values.len().div_ceil(BLOCK);
     let mut largest = vec![0f32; blocks];
     par_chunks_mut(&mut largest, GRAIN, |piece, largest| {
         for (block, largest) in values[piece * GRAIN * BLOCK..].chunks(BLOCK).zip(largest) {
-            // NaN is lost in a maximum.
+            // `max` would ignore NaN.
             *largest = block.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
         }
     });
@@ -72,10 +72,9 @@ pub(super) fn quantize(values: &[f32]) -> Option<(Raw, Scales)> {
     Some((from_vec(codes, count), nested(&largest)))
 }
 
-/// The codes of a block.
 fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
     let largest = largest.max(1e-38);
-    // A block that ends the tensor early is divided, the others multiplied by the rounded reciprocal.
+    // As in bitsandbytes, an incomplete last block is divided, the others are multiplied by the rounded reciprocal.
     let reciprocal = 1.0 / largest;
     let scaled = |x: f32| if block.len() < BLOCK { x / largest } else { x * reciprocal };
     for (pair, code) in block.chunks(2).zip(codes) {
@@ -84,9 +83,9 @@ fn encode(block: &[f32], largest: f32, codes: &mut [u8]) {
     }
 }
 
-/// The code of the value nearest to `x`, of two the lower.
+/// The code of the value nearest to `x`; the lower one in case of a tie.
 fn nearest(x: f32) -> u8 {
-    // The number of midpoints below; comparisons without branches vectorise.
+    // The code is the number of midpoints below x; comparisons without branches vectorise.
     VALUES.windows(2).map(|pair| u8::from(x > (pair[0] + pair[1]) / 2.0)).sum()
 }
 
@@ -105,7 +104,7 @@ fn nested(largest: &[f32]) -> Scales {
     Scales::Nested { codes: from_vec(codes, blocks), scales: from_vec(scales, outer), offset }
 }
 
-/// The code of the scale nearest to `x`, of two the lower.
+/// The code of the scale nearest to `x`; the lower one in case of a tie.
 fn nearest_scale(x: f32) -> u8 {
     let above = SCALES.partition_point(|&value| value < x).min(SCALES.len() - 1);
     let below = above.saturating_sub(1);

@@ -1,4 +1,4 @@
-//! Eight bits with a scale per row: integers, and e4m3.
+//! Codes of eight bits with a scale per row: integers and e4m3.
 
 use super::{Format, Scales};
 use crate::cpu::pool::par_chunks_mut;
@@ -9,7 +9,7 @@ const LARGEST_E4M3: f32 = 448.0;
 /// The largest code of int8: -128 stays unused, so that no product leaves the range of the weights.
 const LARGEST_INT8: f32 = 127.0;
 
-/// The codes and a scale for each row; None if a value is not finite.
+/// The codes and a scale for each row; `None` if a value is non-finite.
 pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Format) -> Option<(Raw, Scales)> {
     let (mut codes, mut scales) = (vec![0u8; rows * columns], vec![1f32; rows]);
     par_chunks_mut(&mut scales, 1, |row, scale| {
@@ -32,15 +32,15 @@ pub(super) fn quantize(values: &[f32], rows: usize, columns: usize, format: Form
     Some((from_vec(codes, rows * columns), scales))
 }
 
-/// The scale of a row: infinite if a value is not finite, 1 if all are zero.
+/// The scale of a row: infinite if a value is non-finite, 1 if all are zero.
 fn scale_of(values: &[f32], format: Format) -> f32 {
     let largest_code = if format == Format::Int8 { LARGEST_INT8 } else { LARGEST_E4M3 };
-    // NaN is lost in a maximum.
+    // `max` would ignore NaN.
     let largest = values.iter().fold(0f32, |m, x| if x.is_finite() { m.max(x.abs()) } else { f32::INFINITY });
     if largest > 0.0 { largest / largest_code } else { 1.0 }
 }
 
-/// Round a row to the values that its codes would represent; all are NaN if one is not finite.
+/// Round a row to the values that its codes would represent; all become NaN if one is non-finite.
 pub(super) fn round(row: &mut [f32], format: Format) {
     let scale = scale_of(row, format);
     let scale = if scale.is_finite() { scale } else { f32::NAN };
@@ -58,8 +58,8 @@ fn to_int8(x: f32) -> i8 {
     round_to_even(x.clamp(-LARGEST_INT8, LARGEST_INT8)) as i8
 }
 
-/// The nearest whole number of one below 2^22 in magnitude, ties to even: a sum of this size has no place for a fraction.
-/// `f32::round_ties_even` is a call on processors without SSE 4.1.
+/// The whole number nearest to `x`, below 2^22 in magnitude; ties to even. A sum of this size has no bits for a
+/// fraction. `f32::round_ties_even` is a function call on processors without SSE 4.1.
 #[inline(always)]
 fn round_to_even(x: f32) -> f32 {
     const LARGE: f32 = 12_582_912.0;
@@ -70,17 +70,18 @@ fn round_to_even(x: f32) -> f32 {
 fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs().min(LARGEST_E4M3);
-    // In steps of the last place of the value's exponent, or of the subnormal numbers: 2^-9.
+    // In steps of the last place of the exponent; of 2^-9 for subnormal numbers.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
     let steps = round_to_even(magnitude * steps_in_one) as u8;
-    // A carry leads to the next exponent by itself; subnormal numbers have exponent field 0.
+    // A carry increases the exponent by itself. Normal numbers have one less: their steps include the implicit bit.
     let field = (exponent + 6) as u8;
     sign | (field * 8 + steps)
 }
 
-/// The value of an e4m3 code: a sign, four of exponent with a bias of 7, three of fraction; no infinities, and the largest exponent
-/// with the largest fraction is NaN (Micikevicius et al. 2022, arXiv:2209.05433, table 1).
+/// The value of an e4m3 code: a sign bit, four bits of exponent with a bias of 7, three bits of fraction. There are no
+/// infinities, and the largest exponent with the largest fraction is NaN (Micikevicius et al. 2022, arXiv:2209.05433,
+/// table 1).
 pub(super) fn from_e4m3(bits: u8) -> f32 {
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
     let (exponent, fraction) = (i32::from(bits >> 3 & 0xf), f32::from(bits & 7));

@@ -1,4 +1,4 @@
-//! Some rows of quantized matrices.
+//! Access to some rows of quantized matrices.
 
 use super::{Part, Quantized, Scales};
 use crate::compute::on_device;
@@ -6,17 +6,17 @@ use crate::ops::index::select_raw;
 use crate::raw::Raw;
 use crate::{DType, Error, Result, compute};
 
-/// Elements that a GPU dequantizes at a time of a matrix that is too large to be there whole.
+/// Elements that a GPU dequantizes at a time, of a matrix that is too large to be dequantized as a whole.
 const GPU_PANEL: usize = 32 << 20;
-/// The CPU form.
+/// Elements that the CPU dequantizes at a time.
 const CPU_PANEL: usize = 4 << 20;
 
 impl Quantized {
     /// The rows that `ids` name, in their order.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the blocks of the format run over the ends of rows, or parts are joined; [`Error::Index`] if an id is out of
-    /// range, [`Error::DType`] if ids are not i64 or u32.
+    /// [`Error::Argument`] if the blocks of the format cross the ends of rows, or the matrix has several parts;
+    /// [`Error::Index`] if an id is out of range, [`Error::DType`] if ids are not i64 or u32.
     pub(crate) fn select(&self, op: &'static str, ids: &Raw) -> Result<Self> {
         let ids = ids.flatten_all()?;
         let picked = self.with_rows(ids.elem_count(), |rows| select_raw(op, rows, &ids, 0))?;
@@ -26,12 +26,13 @@ impl Quantized {
         })
     }
 
-    /// Whether its values are too many to be there whole beside a product.
+    /// Whether its values take too much memory to be dequantized as a whole for a product.
     pub(crate) fn is_large(&self) -> bool {
         self.has_rows() && self.dims.iter().product::<usize>() > 4 * GPU_PANEL
     }
 
-    /// Give `see` the values of all rows, a part of bounded size at a time, each with the number of its first row.
+    /// Call `see` with the values of all rows, a panel of bounded size at a time: the number of its first row, and the
+    /// values.
     pub(crate) fn panels(&self, dtype: DType, mut see: impl FnMut(usize, &Raw) -> Result<()>) -> Result<()> {
         let [rows, columns] = self.dims;
         let cannot_narrow = !self.device().is_cpu() && !self.has_rows();
@@ -44,7 +45,8 @@ impl Quantized {
         Ok(())
     }
 
-    /// y += x Wᵀ where y has values, or y = x Wᵀ: matrices (rows of x, rows of W) and (rows of x, columns of W), some rows of W at a time.
+    /// y = x Wᵀ, or y += x Wᵀ if `accumulate`, for `y` (rows of x, rows of W) and `x` (rows of x, columns of W), some
+    /// rows of W at a time.
     pub(crate) fn product(&self, y: &Raw, x: &Raw, accumulate: bool) -> Result<()> {
         self.panels(x.dtype(), |start, weight| {
             let y = y.narrow(1, start, weight.dims()[0])?;
@@ -52,7 +54,7 @@ impl Quantized {
         })
     }
 
-    /// dx = g W for g (rows of dx, rows of W), some rows of W at a time: their sums are made in f32.
+    /// dx = g W for `g` (rows of dx, rows of W), some rows of W at a time, summed in f32 (f64 for f64).
     pub(crate) fn input_gradient(&self, dx: &Raw, g: &Raw) -> Result<()> {
         let wide = if dx.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
         let sum = if dx.dtype() == wide { dx.clone() } else { compute::zeros(dx.dims(), wide, dx.device())? };
@@ -77,16 +79,17 @@ impl Quantized {
         )
     }
 
-    /// Whether rows can be distinguished in its codes.
+    /// Whether its codes can be split by rows: one part, whose blocks do not cross rows.
     fn has_rows(&self) -> bool {
         matches!(&*self.parts, [Part { scales: Scales::Int8(_) | Scales::Fp8(_) | Scales::Ggml(_), .. }])
     }
 
-    /// `count` of its rows, which `pick` takes of anything that has a row for each; none if rows cannot be distinguished.
+    /// A matrix of `count` of its rows: `pick` takes them from any tensor with a row (or a number) for each. `None` if
+    /// the codes cannot be split by rows.
     fn with_rows(&self, count: usize, pick: impl Fn(&Raw) -> Result<Raw>) -> Result<Option<Self>> {
         let [part] = &*self.parts else { return Ok(None) };
         let of_rows = |scales: &Raw| {
-            // One scale for all stays.
+            // A single scale for all rows is kept.
             if scales.elem_count() == 1 { Ok(scales.clone()) } else { pick(&scales.flatten_all()?) }
         };
         let scales = match &part.scales {

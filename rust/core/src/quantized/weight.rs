@@ -1,4 +1,4 @@
-//! [`Weight`]: what a linear map multiplies with, values or codes.
+//! [`Weight`]: the weight of a linear map, as values or codes.
 
 use candle_core::{DType, Device, Shape};
 
@@ -8,25 +8,26 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint};
 
-/// The weight of a linear layer: a tensor, or a frozen quantized matrix; or a frozen one of them that comes to the device at times.
+/// The weight of a linear layer: a tensor, a frozen quantized matrix, or one of them, frozen, that is copied to the
+/// device for each use.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values.
     Plain(Tensor),
     /// Codes.
     Quantized(Quantized),
-    /// Either, in the memory of the host.
+    /// Values or codes in the memory of the host.
     Streamed(Streamed),
 }
 
-/// A borrowed [`Weight`]: what operations take.
+/// A borrowed [`Weight`], as operations take it.
 #[derive(Clone, Copy, Debug)]
 pub enum WeightRef<'a> {
     /// Values.
     Plain(&'a Tensor),
     /// Codes.
     Quantized(&'a Quantized),
-    /// Either, in the memory of the host.
+    /// Values or codes in the memory of the host.
     Streamed(&'a Streamed),
 }
 
@@ -152,7 +153,7 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// A reference that owns what it refers to.
+    /// An owned weight that shares storage with this one.
     pub fn to_owned(self) -> Weight {
         match self {
             Self::Plain(tensor) => Weight::Plain(tensor.clone()),
@@ -161,7 +162,7 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Whether a gradient flows through it: never where it is quantized.
+    /// Whether a gradient flows through it; never if it is quantized or streamed.
     pub fn requires_grad(self) -> bool {
         self.tensor().is_some_and(Tensor::requires_grad)
     }
@@ -179,14 +180,14 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Tell checkpoints that an operation reads it beside its inputs.
+    /// Tell checkpoints that an operation reads it in addition to its inputs.
     pub(crate) fn is_read(self) {
         if let Self::Plain(tensor) = self {
             checkpoint::reads(&[tensor]);
         }
     }
 
-    /// Refer to it for a backward pass.
+    /// Keep a reference to it for a backward pass.
     pub(crate) fn hold(self, saver: &mut Saver<'_>) -> HeldWeight {
         match self {
             Self::Plain(tensor) => HeldWeight::Plain(saver.hold(tensor)),
@@ -204,7 +205,7 @@ pub(crate) enum HeldWeight {
 }
 
 impl HeldWeight {
-    /// Add g W to the gradient of a node's first input, of this shape: `grad` g is a matrix.
+    /// Add g W to the gradient of a node's first input, which has shape `shape`; `grad` is the matrix g.
     pub(crate) fn add_input_gradient(
         &self,
         context: &mut BackwardContext<'_>,

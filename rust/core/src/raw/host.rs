@@ -1,4 +1,4 @@
-//! Values of tensors in the memory of this machine, and copies.
+//! Copies of tensors, and access to their values on the host.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -13,11 +13,11 @@ pub fn own_copy(raw: &Raw) -> Result<Raw> {
     compute::copy(raw)
 }
 
-/// The same values on the CPU. Of a view, only its own elements are moved.
+/// The same values on the CPU. Of a view, only its own elements are copied.
 ///
 /// # Errors
-/// [`Error::Index`] if an operation on the device met an id out of range since its values were last read, [`Error::Device`] inside a captured
-/// function.
+/// [`Error::Index`] if an operation on the device has met an id out of range since values were last read from the
+/// device, [`Error::Device`] inside a captured function.
 pub fn to_cpu(raw: &Raw) -> Result<Raw> {
     if raw.device().is_cpu() {
         return Ok(raw.clone());
@@ -45,7 +45,7 @@ fn download<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     crate::cuda::download(raw)
 }
 
-/// The same values on the CPU in storage of their own, which no change of `raw` reaches.
+/// The same values on the CPU in storage of their own: later changes of `raw` do not affect them.
 ///
 /// # Errors
 /// As [`to_cpu`].
@@ -68,8 +68,8 @@ pub fn to_vec<T: WithDType>(raw: &Raw) -> Result<Vec<T>> {
     Ok(to_cpu(raw)?.flatten_all()?.to_vec1::<T>()?)
 }
 
-/// Give `with` all elements in row-major order as they are in the memory of this machine. Those of a contiguous tensor on the CPU are not
-/// copied; until `with` returns, nothing can change them.
+/// Call `with` with the bytes of all elements in row-major order, in the byte order of this machine. A contiguous
+/// tensor on the CPU is not copied; until `with` returns, nothing can change it.
 ///
 /// # Errors
 /// As [`to_cpu`].
@@ -101,11 +101,12 @@ pub fn with_bytes<R>(raw: &Raw, with: impl FnOnce(&[u8]) -> R) -> Result<R> {
     Ok(with(bytes))
 }
 
-/// A contiguous CPU tensor whose elements `fill` writes as they are in the memory of this machine. `fill` gets the byte at which a part
-/// begins, and the part, of up to `part` bytes, a multiple of every element's size; several threads call it at a time.
+/// A contiguous CPU tensor whose elements `fill` writes in the byte order of this machine. Several threads call `fill`
+/// at a time, with the byte offset of a part and the part itself, of up to `part` bytes; `part` must be a multiple of
+/// the element size.
 ///
 /// # Errors
-/// [`Error::DType`] if elements of `dtype` are not plain numbers; whatever `fill` raises.
+/// [`Error::DType`] if elements of `dtype` are not plain numbers; the errors of `fill`.
 pub fn filled_in_parts(
     dims: &[usize],
     dtype: DType,
@@ -122,7 +123,7 @@ pub fn filled_in_parts(
         let room = &mut values.spare_capacity_mut()[..count];
         let failure = Mutex::new(None);
         par_chunks_mut(room, part / size_of::<T>(), |number, room| {
-            // SAFETY: zeros are numbers of every dtype, and after them there is nothing that was not written.
+            // SAFETY: the part is initialised with zeros, which are numbers of every dtype, before it is used as bytes.
             let bytes = unsafe {
                 room.as_mut_ptr().write_bytes(0, room.len());
                 std::slice::from_raw_parts_mut(room.as_mut_ptr().cast::<u8>(), size_of_val(room))

@@ -1,4 +1,4 @@
-//! Candle tensors as plain storage: what the tape and the kernels compute on.
+//! Candle tensors as plain storage, on which the tape and the kernels compute.
 
 mod host;
 mod storage;

@@ -41,7 +41,8 @@ fn cpu_len(storage: &CpuStorage) -> usize {
     }
 }
 
-/// Whether the heads of a position are next to one another, as after splitting the last dimension.
+/// Whether the heads of a position are adjacent in memory, as after splitting the last dimension of a contiguous
+/// tensor.
 pub fn heads_lie_inside(raw: &Raw) -> bool {
     let rank = raw.rank();
     rank > 2 && raw.dims()[rank - 2] > 1 && raw.stride()[rank - 3] < raw.stride()[rank - 2]
@@ -77,7 +78,7 @@ pub fn check_allocation(op: &'static str, dims: &[usize], dtype: DType) -> Resul
     Ok(count)
 }
 
-/// As [`check_allocation`] on the CPU. A CUDA device reports this itself.
+/// [`check_allocation`] on the CPU. An allocation on a CUDA device reports missing memory itself.
 ///
 /// # Errors
 /// As [`check_allocation`].
@@ -85,7 +86,7 @@ pub fn check_allocation_on(device: &Device, op: &'static str, dims: &[usize], dt
     if device.is_cpu() { check_allocation(op, dims, dtype) } else { check_size(op, dims, dtype) }
 }
 
-/// The number of elements of a shape, if they and their bytes can be counted.
+/// The number of elements of a shape, if the number of their bytes does not overflow.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if not.

@@ -1,14 +1,14 @@
 //! Streams of random numbers of a run: each is a function of the run's seed, a purpose and a number.
 //!
-//! Nothing else counts: not what was drawn before, not how samples are put into batches, not which process draws. So a run repeats from
-//! any place, and with any number of GPUs, by knowing where it is.
+//! It depends on nothing else: not on earlier draws, on the composition of batches or on the process that draws. So a
+//! run can be repeated from any step, with any number of GPUs, given the step's number.
 
 use std::str::FromStr;
 
 use super::{State, philox_at};
 use crate::{Error, Result};
 
-/// The purpose of a stream: the only list of them. Streams of different purposes are independent.
+/// The purpose of a stream. Streams of different purposes are independent. This is the only list of purposes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Purpose {
@@ -24,9 +24,9 @@ pub enum Purpose {
     ValidationLevel,
     /// Noise of a validation; by the number of the example.
     ValidationNoise,
-    /// What else is drawn while a batch is made ready; by the number of the batch.
+    /// Other draws of the preparation of a batch; by the number of the batch.
     Inputs,
-    /// What a forward and backward pass draws, such as dropout; by the number of the batch.
+    /// Draws of a forward and backward pass, such as dropout; by the number of the batch.
     Pass,
     /// The crop of an image, and whether it is mirrored; by the number of the sample.
     View,
@@ -40,9 +40,9 @@ pub enum Purpose {
     Items,
     /// The order of the batches of groups; by epoch.
     Order,
-    /// Which items a validation gets.
+    /// The choice of the items for validation.
     Split,
-    /// Which token follows; by text and place in it.
+    /// The next token of a generated text; by the text and the position in it.
     Token,
 }
 
@@ -102,9 +102,10 @@ impl FromStr for Purpose {
 }
 
 impl State {
-    /// Where the stream for `purpose` and `number` begins in a run of `seed`.
+    /// The start of the stream for `purpose` and `number` in a run of `seed`.
     ///
-    /// Its seed is what Philox gives under the run's seed for a counter that no draw reaches: blocks of draws have 0 in the upper half.
+    /// The stream's seed is Philox under the run's seed of a counter that no draw reaches: counters of draws have 0 in
+    /// the upper half.
     pub fn of(seed: u64, purpose: Purpose, number: u64) -> Self {
         let [low, high, ..] = philox_at(seed, [number as u32, (number >> 32) as u32, purpose as u32, 1]);
         Self { seed: u64::from(high) << 32 | u64::from(low), offset: 0 }

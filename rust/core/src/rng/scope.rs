@@ -12,7 +12,7 @@ use crate::capture::Generator;
 
 static GENERATOR: Mutex<Generator<State>> = Mutex::new(Generator::initial(State { seed: 0x7261_6e64_6f6d, offset: 0 }));
 
-/// One draw: the generator before it, and the number of blocks of random bits that it took.
+/// One draw: the state of the generator before it, and the number of blocks of random bits that it took.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Draw {
     start: State,
@@ -46,7 +46,7 @@ thread_local! {
     static SCOPES: RefCell<Vec<Scope>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The index of the scope that this thread draws from; none for the shared generator.
+/// The index of the scope that this thread draws from; `None` for the shared generator.
 fn source(scopes: &[Scope]) -> Option<usize> {
     scopes.iter().rposition(|scope| !matches!(scope, Scope::Noting(_)))
 }
@@ -65,7 +65,7 @@ pub fn manual_seed(seed: u64) {
     set_state(State { seed, offset: 0 });
 }
 
-/// Where the stream is.
+/// The generator that this thread draws from.
 pub fn state() -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
@@ -81,7 +81,7 @@ pub fn set_state(state: State) {
     });
 }
 
-/// Reserve `blocks` blocks of the stream; returns where they start.
+/// Reserve `blocks` blocks of the stream; returns the state at their start.
 pub(crate) fn advance(blocks: u64) -> State {
     SCOPES.with_borrow_mut(|scopes| {
         let source = source(scopes);
@@ -101,7 +101,7 @@ pub(crate) fn advance(blocks: u64) -> State {
 /// A scope of this thread until it is dropped.
 struct Guard {
     depth: usize,
-    /// It belongs to the thread that made it.
+    /// Makes the guard `!Send`: it belongs to its thread.
     _thread: PhantomData<*const ()>,
 }
 

@@ -1,4 +1,4 @@
-//! [`State`]: where a generator is.
+//! [`State`]: the seed and the position of a generator.
 
 /// Seed and position of a generator; restoring it repeats the draws that followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,7 +10,7 @@ pub struct State {
 }
 
 impl State {
-    /// Moves on by `blocks` blocks; returns where they start.
+    /// Advances by `blocks` blocks; returns the state before them.
     pub(super) const fn take(&mut self, blocks: u64) -> Self {
         let start = *self;
         self.offset = self.offset.wrapping_add(blocks);

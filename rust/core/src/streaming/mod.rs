@@ -1,9 +1,10 @@
-//! Frozen weights that are in the memory of the host and are copied to the device ahead of their use.
+//! Frozen weights in the memory of the host, which are copied to the device ahead of their use.
 //!
-//! Weights that are used together are a unit: those of one block of a model. A [`Ring`] has two slots on the device. While a unit in
-//! one slot computes, a second stream fills the other with the unit that is needed next. All units share the memory of the slots, so a
-//! [`Streamed`] weight has values only while its unit is the one that [`Ring::enter`] has brought: every use asks, and is an error at
-//! any other time. Nothing can keep the values by mistake: operations get them from [`Streamed::here`], and a backward pass asks again.
+//! A unit is the weights that are used together: those of one block of a model. A [`Ring`] has two slots on the device.
+//! While the device computes with the unit in one slot, a second stream fills the other slot with the unit that is
+//! needed next. All units share the memory of the slots, so a [`Streamed`] weight has values only while its unit is the
+//! one of the last [`Ring::enter`]. Every use checks this and returns an error at any other time. Nothing can keep the
+//! values by mistake: operations get them from [`Streamed::here`], and a backward pass gets them again.
 
 mod packing;
 mod ring;
@@ -27,16 +28,16 @@ pub struct Streamed(Arc<Inner>);
 struct Inner {
     dims: Vec<usize>,
     dtype: DType,
-    /// Where it is used.
+    /// The device that it is used on.
     device: Device,
     unit: Unit,
     state: RwLock<State>,
 }
 
 enum State {
-    /// On the CPU, until the ring is made.
+    /// On the CPU, until the ring is created.
     Gathered(Weight),
-    /// In a ring: the views of a slot, which have its values at times.
+    /// In a ring: views of a slot, with the weight's values while its unit is there.
     Placed { ring: Arc<Ring>, unit: usize, view: Weight },
 }
 
@@ -60,8 +61,8 @@ impl Streamed {
         Ok(streamed)
     }
 
-    /// The weights with their rows stacked, and each of them as a part of these rows. None if they are of different units, or some are
-    /// quantized and others not.
+    /// The weights with their rows stacked, and each of them as a part of these rows. `None` if their units or dtypes
+    /// differ, or some are quantized and others not.
     ///
     /// # Errors
     /// [`Error::Argument`] if they are in a ring already, [`Error::OutOfMemory`] if the copy does not fit.
@@ -106,8 +107,8 @@ impl Streamed {
         &self.0.device
     }
 
-    /// The weight on its device, while its unit is there. Only for work that is queued before another unit is entered: it must not be
-    /// kept.
+    /// The weight on its device, while its unit is there. Only work that is queued before another unit is entered may
+    /// use it: do not keep it.
     ///
     /// # Errors
     /// [`Error::Argument`] at any other time.
@@ -125,7 +126,7 @@ impl Streamed {
         }
     }
 
-    /// The weight on the CPU, at any time; of one in a ring a copy.
+    /// The weight on the CPU, at any time; a copy if it is in a ring.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the copy does not fit.
@@ -139,10 +140,10 @@ impl Streamed {
     /// The values in `dtype` on its device.
     ///
     /// # Errors
-    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if they do not fit.
+    /// [`Error::DType`] if `dtype` is not floating point, [`Error::OutOfMemory`] if the values do not fit.
     pub fn values(&self, dtype: DType) -> Result<Tensor> {
         match self.here() {
-            // The slot will have other values.
+            // A copy: the slot will have other values later.
             Ok(Weight::Plain(view)) if view.dtype() == dtype => Ok(Tensor::constant(crate::raw::own_copy(&view.raw)?)),
             Ok(view) => WeightRef::from(&view).values(dtype),
             Err(_) => WeightRef::from(&self.host()?).values(dtype)?.to_device(&self.0.device),
@@ -160,7 +161,7 @@ impl Streamed {
         self.0.state.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on it is in `ring`.
+    /// Moves the weight to `ring`.
     fn place(&self, ring: &Arc<Ring>, unit: usize, view: Weight) {
         *self.0.state.write().unwrap_or_else(PoisonError::into_inner) =
             State::Placed { ring: ring.clone(), unit, view };
@@ -174,7 +175,7 @@ impl std::fmt::Debug for Streamed {
 }
 
 impl Weight {
-    /// The same weight over other storage: `of` gives that of each part, always in the same order.
+    /// The same weight over other storage: `of` returns that of each part, always in the same order.
     fn map(&self, mut of: impl FnMut(&Raw) -> Result<Raw>) -> Result<Self> {
         match self {
             Self::Plain(tensor) => Ok(Self::Plain(Tensor::constant(of(&tensor.raw)?))),
@@ -201,7 +202,7 @@ mod tests {
         tensor.to_vec().unwrap()
     }
 
-    /// A ring of `count` units, each of a weight of values and a quantized one.
+    /// A ring of `count` units, each with a plain weight and a quantized one.
     fn ring(count: usize) -> (Arc<Ring>, Vec<[Streamed; 2]>) {
         let units: Vec<Unit> = (0..count).map(|_| Unit::default()).collect();
         let of = |(seed, unit): (usize, &Unit)| {

@@ -1,4 +1,4 @@
-//! How the weights of a unit are placed side by side.
+//! The placement of the weights of a unit side by side.
 
 use candle_core::DType;
 
@@ -8,19 +8,19 @@ use crate::{Error, Result};
 
 use super::OP;
 
-/// Bytes to which parts are aligned: what copies and kernels are fastest with.
+/// Parts are aligned to this many bytes, with which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
 
-/// Storage of weights, and its offset among that of its dtype.
+/// A piece of storage of weights, and its offset in elements of its dtype.
 struct Part {
-    /// The storage's identity, and the first element in it.
+    /// The identity of the storage, and the index of the first element in it.
     storage: usize,
     start: usize,
     raw: Raw,
     offset: usize,
 }
 
-/// The places of all storage of a unit, each dtype by itself. Weights that share storage keep sharing it.
+/// The places of all storage of a unit, separately for each dtype. Weights that share storage keep sharing it.
 #[derive(Default)]
 pub(super) struct Packing {
     parts: Vec<Part>,
@@ -36,7 +36,7 @@ impl Packing {
                 Ok(raw.clone())
             })?;
         }
-        // What others are parts of comes first.
+        // Larger tensors first, so that parts are found in them.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
         let mut packing = Self::default();
         for raw in raws {
@@ -52,7 +52,7 @@ impl Packing {
         Ok(packing)
     }
 
-    /// The first element of `raw` among those of its dtype.
+    /// The index of the first element of `raw` among those of its dtype; `None` if it has no place.
     pub(super) fn place(&self, raw: &Raw) -> Option<usize> {
         let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
         let has = |part: &&Part| {
@@ -63,7 +63,7 @@ impl Packing {
         self.parts.iter().find(has).map(|part| part.offset + (start - part.start))
     }
 
-    /// The number of elements of `dtype`, with what aligns the next one.
+    /// The number of elements of `dtype`, rounded up so that the next part is aligned.
     pub(super) fn count(&self, dtype: DType) -> usize {
         let ends =
             self.parts.iter().filter(|part| part.raw.dtype() == dtype).map(|part| part.offset + part.raw.elem_count());
@@ -82,7 +82,7 @@ impl Packing {
         found
     }
 
-    /// Where each tensor is among the elements of `dtype`.
+    /// The tensors of `dtype`, each with its offset in elements.
     pub(super) fn parts(&self, dtype: DType) -> impl Iterator<Item = (usize, &Raw)> {
         self.parts.iter().filter(move |part| part.raw.dtype() == dtype).map(|part| (part.offset, &part.raw))
     }

@@ -1,4 +1,4 @@
-//! [`Ring`]: the slots on the device, and what is in them.
+//! [`Ring`]: the slots on the device, and the units in them.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
@@ -13,7 +13,7 @@ use crate::{Error, Result, Tensor, checkpoint, compute};
 
 const SLOTS: usize = 2;
 
-/// Weights that are used together, while a model is built: those of a block.
+/// The weights that are used together, those of a block; collects them while a model is built.
 #[derive(Clone, Default)]
 pub struct Unit(Arc<Mutex<Vec<Weak<Inner>>>>);
 
@@ -26,7 +26,7 @@ impl Unit {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Those that are still there.
+    /// The weights that still exist.
     fn weights(&self) -> Vec<Streamed> {
         let weights = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
@@ -35,7 +35,7 @@ impl Unit {
 
 /// Two slots on a device for units in the memory of the host. Unit i is copied to slot i mod 2.
 pub struct Ring {
-    /// Released first: what is copied to the slots must be done.
+    /// Dropped first: copies to the slots must end before these are freed.
     copier: Option<Copier>,
     /// For each slot a tensor of each dtype.
     slots: [Vec<Raw>; SLOTS],
@@ -43,24 +43,24 @@ pub struct Ring {
     state: Mutex<State>,
 }
 
-/// The bytes of a unit in the memory of the host, a part for each dtype.
+/// The bytes of a unit in the memory of the host, one part for each dtype.
 struct Held(Vec<(DType, Bytes)>);
 
 enum Bytes {
-    /// Of a ring on the CPU.
+    /// The bytes of a unit of a ring on the CPU.
     Plain(Raw),
     Pinned(Pinned),
 }
 
 #[derive(Default)]
 struct State {
-    /// When this was true. A graph that was recorded or ran since may have changed the slots.
+    /// The copier's epoch of this state. A graph recorded or replayed since may have changed the slots.
     epoch: u64,
     slots: [Option<usize>; SLOTS],
     current: Option<usize>,
 }
 
-/// Which unit comes next.
+/// The order in which units are used.
 #[derive(Clone, Copy)]
 enum Direction {
     Up,
@@ -68,8 +68,8 @@ enum Direction {
 }
 
 impl Ring {
-    /// Move the weights of `units` to memory of the host that `device` can read by itself. Units are used in their order, backward passes
-    /// go the other way.
+    /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. Units are used in
+    /// their order, and in reverse order by backward passes.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host.
@@ -99,7 +99,7 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Move the weights of a unit. Those that the caller had are released before the next unit.
+    /// Move the weights of a unit. The originals are freed before the next unit is moved.
     fn take(self: &Arc<Self>, unit: usize, weights: Vec<Streamed>) -> Result<()> {
         let packing = packing(&weights)?;
         let slot = &self.slots[unit % SLOTS];
@@ -121,7 +121,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Bring `unit` and start to copy the one that is needed next: the one after it, or the one before it while a checkpoint recomputes.
+    /// Bring `unit` to its slot and start to copy the unit that is needed next: the one after it, or the one before it
+    /// while a checkpoint recomputes.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -129,7 +130,7 @@ impl Ring {
         self.go(unit, if checkpoint::is_replaying() { Direction::Down } else { Direction::Up })
     }
 
-    /// Have the backward pass bring `unit` before it comes to what `result` was computed from.
+    /// Have the backward pass bring `unit` to its slot before it reaches the operations that computed `result`.
     #[must_use]
     pub fn reenter(self: &Arc<Self>, unit: usize, result: Tensor) -> Tensor {
         let Some(node) = result.node.clone() else { return result };
@@ -143,7 +144,7 @@ impl Ring {
         if state.current == Some(unit) {
             return Ok(());
         }
-        // Until it is there.
+        // No unit is current until the new one is in its slot.
         state.current = None;
         self.bring(&mut state, unit)?;
         if let Some(copier) = &self.copier {
@@ -157,7 +158,7 @@ impl Ring {
         next.map_or(Ok(()), |next| self.bring(&mut state, next))
     }
 
-    /// Copy a unit to its slot, after all work that is queued now, unless it is there.
+    /// Copy a unit to its slot, after all work that is queued now, unless it is there already.
     fn bring(&self, state: &mut State, unit: usize) -> Result<()> {
         let slot = unit % SLOTS;
         if state.slots[slot] == Some(unit) {
@@ -185,7 +186,7 @@ impl Ring {
         self.state().current == Some(unit)
     }
 
-    /// A copy on the CPU of what `view`, a part of a slot, is while `unit` is there.
+    /// A copy on the CPU of the values that `view`, a part of a slot, has while `unit` is there.
     pub(super) fn read(&self, unit: usize, view: &Raw) -> Result<Raw> {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
         let Some((_, bytes)) = held else { return Err(Error::argument(OP, "a unit is not complete")) };
@@ -210,7 +211,7 @@ impl Ring {
         self.units.iter().filter_map(OnceLock::get).flat_map(|held| &held.0).map(|(_, bytes)| bytes.len()).sum()
     }
 
-    /// What is where. Nothing is known about the slots after a graph was recorded or ran.
+    /// The units in the slots. Nothing is known about the slots after a graph was recorded or replayed.
     fn state(&self) -> MutexGuard<'_, State> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let epoch = self.copier.as_ref().map_or(0, Copier::epoch);
@@ -261,7 +262,7 @@ fn packing(weights: &[Streamed]) -> Result<Packing> {
     Packing::of(&weights.iter().map(Streamed::gathered).collect::<Result<Vec<_>>>()?)
 }
 
-/// The backward of a unit's result: the gradient passes unchanged.
+/// Brings the unit to its slot for the backward pass; the gradient passes unchanged.
 struct Reenter {
     ring: Arc<Ring>,
     unit: usize,

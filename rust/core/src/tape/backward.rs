@@ -19,8 +19,8 @@ use crate::tensor::Tensor;
 use crate::var::Var;
 use crate::{Error, Result, compute};
 
-/// Products that are added to the gradient buffers of variables. On CUDA they wait for others of their size, with which they run as
-/// one; what they wait with is limited.
+/// Products that are added to the gradient buffers of variables. On CUDA they wait for others of their size, to run
+/// together in one launch; the memory of waiting operands is limited.
 #[derive(Default)]
 struct Buffered {
     variables: FxHashSet<u64>,
@@ -46,13 +46,13 @@ impl Buffered {
     }
 }
 
-/// The interface of a node's backward: the gradient of its result, and the destinations of those of its inputs.
+/// The interface of a node's backward pass: the gradient of its result, and the destinations of its inputs' gradients.
 pub struct BackwardContext<'a> {
     node: &'a Node,
     grad: Raw,
     wanted: Option<&'a FxHashSet<u64>>,
     table: &'a mut FxHashMap<u64, Pending>,
-    /// What is added to variables' gradient buffers, in a pass that ends there.
+    /// Products for the gradient buffers of variables, in a pass that adds to variables.
     buffered: Option<&'a mut Buffered>,
     reached: SmallVec<[usize; 3]>,
 }
@@ -78,7 +78,7 @@ impl BackwardContext<'_> {
         self.add_pending(index, Pending::new(grad, false))
     }
 
-    /// [`add`](Self::add) a gradient whose storage only this pass knows if it is `owned`.
+    /// [`add`](Self::add) a gradient; if it is `owned`, no one else uses its storage.
     pub(crate) fn add_pending(&mut self, index: usize, grad: Pending) -> Result<()> {
         let Some(id) = self.reach(index) else { return Ok(()) };
         match self.table.get_mut(&id) {
@@ -90,8 +90,8 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`, for a kernel that adds to it in the pass
-    /// that makes its own: what the backward then adds is the sum of both.
+    /// Take out the gradient that input `index` has so far, if it is dense and of `dtype`, for a kernel that computes
+    /// its own gradient and the sum of both at once. The caller then adds this sum.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_pending(&mut self, index: usize, dtype: DType) -> Option<Pending> {
         let id = self.node.inputs.get(index)?.as_ref()?.id();
@@ -116,9 +116,9 @@ impl BackwardContext<'_> {
         compute::accumulate(&pending.sum.narrow(dim, part.start, part.len())?, grad)
     }
 
-    /// The place of `part` along `dim` in the gradient of input `index`, which the caller writes as a whole; a view. `None` if the input
-    /// needs no gradient, or if something was written there: then [`add_part`](Self::add_part) adds to it. The gradient has the shape
-    /// `dims`, and the dtype and the device of `like`.
+    /// A view of `part` along `dim` of the gradient of input `index`; the caller must write all of it. `None` if the
+    /// input needs no gradient, or if the part has been written already: then [`add_part`](Self::add_part) adds to it.
+    /// The gradient has the shape `dims`, and the dtype and the device of `like`.
     pub(crate) fn part(
         &mut self,
         index: usize,
@@ -140,8 +140,8 @@ impl BackwardContext<'_> {
     /// Add `alpha` a b, a product of matrices, to the gradient of input `index`, whose shape is `dims` (any shape of as many
     /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
     ///
-    /// A variable with a gradient buffer collects the product in place, and a gradient that is here already is added to
-    /// by the product itself: neither has a temporary or an addition of its own.
+    /// The product is added in place to the gradient buffer of a variable, and to a gradient that the input has
+    /// already: neither needs a temporary tensor or a separate addition.
     pub fn add_product(
         &mut self,
         index: usize,
@@ -174,8 +174,9 @@ impl BackwardContext<'_> {
         }
     }
 
-    /// Write hidden = s₁ input down of each of `terms` and add s₂ hidden up to the gradient of input `index`, whose shape and dtype are
-    /// as in [`add_product`](Self::add_product). A gradient that is here already is added to in place.
+    /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`,
+    /// whose shape and dtype are as in [`add_product`](Self::add_product). A gradient that the input has already is
+    /// added to in place.
     pub fn add_low_rank(
         &mut self,
         index: usize,
@@ -233,7 +234,8 @@ impl Ord for Youngest {
     }
 }
 
-/// Walk from `root` to the leaves. `finish` gets each node whose gradient is wanted: all leaves, or the `targets`.
+/// Run the backward pass from `root` to the leaves. `finish` gets each node whose gradient is wanted: all leaves, or
+/// the `targets`.
 fn walk(
     root: &Arc<Node>,
     seed: Raw,
@@ -309,7 +311,7 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
             ));
         }
         Some(g) if g.dtype() != loss.dtype() => compute::cast(&g.raw, loss.dtype())?,
-        // Gradients may be this tensor itself, and must not change when a variable does.
+        // A copy: the seed may become a gradient, which must not change with a variable that `g` views.
         Some(g) if g.version.is_some() => raw::own_copy(&g.raw)?,
         Some(g) => g.raw.clone(),
         None if loss.elem_count() == 1 => ones_like(&loss.raw)?,
@@ -338,7 +340,7 @@ fn ones_like(raw: &Raw) -> Result<Raw> {
 
 impl Tensor {
     /// Differentiate this single element with respect to every variable it depends on. Gradients are added to
-    /// [`Var::grad`]; the tape's saved values are freed on the way.
+    /// [`Var::grad`]; the tape's saved values are freed as they are used.
     ///
     /// # Errors
     /// [`Error::Shape`] if there is more than one element, [`Error::Autograd`] if nothing depends on a variable, the graph
@@ -367,8 +369,8 @@ impl Tensor {
     }
 }
 
-/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape), without a change of [`Var::grad`].
-/// An input that the loss does not depend on gets `None`.
+/// The gradients of `loss` with respect to `inputs` (variables or any tensors on the tape). [`Var::grad`] does not
+/// change. An input that the loss does not depend on gets `None`.
 ///
 /// # Errors
 /// As [`Tensor::backward`].
@@ -422,7 +424,7 @@ fn on_the_way(root: &Arc<Node>, targets: &FxHashMap<u64, usize>) -> FxHashSet<u6
     wanted
 }
 
-/// Which variables a backward pass reached. Their gradients stay with the variables: this only reads them.
+/// The variables that a backward pass reached. The variables keep their gradients: this only reads them.
 #[derive(Debug)]
 pub struct GradStore {
     reached: FxHashSet<u64>,
@@ -437,7 +439,7 @@ impl GradStore {
         if self.contains(var) { var.grad() } else { None }
     }
 
-    /// Whether this pass made a gradient for `var`.
+    /// Whether this pass computed a gradient for `var`.
     pub fn contains(&self, var: &Var) -> bool {
         self.reached.contains(&var.id())
     }

@@ -27,9 +27,9 @@ struct Gradient {
     own: Option<Raw>,
     /// A view of a flat gradient buffer: gradients are then added in place, never moved.
     buffer: Option<Raw>,
-    /// The flat buffer, and where in it the view is.
+    /// The flat buffer, and the range of the view in it.
     flat: Option<(Raw, Range<usize>)>,
-    /// Whether the buffer holds a gradient (it may hold zeros from the last `clear`).
+    /// Whether the buffer has a gradient; if not, it may have zeros from the last `clear`.
     filled: bool,
 }
 
@@ -109,19 +109,20 @@ impl Leaf {
         self.gradient.read().current().cloned()
     }
 
-    /// The vector that gradients are collected in, and where in it, if there is a gradient.
+    /// The vector that the gradient is accumulated in, and its range there, if there is a gradient.
     pub(crate) fn vector(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.read();
         gradient.vector().filter(|_| gradient.filled)
     }
 
-    /// As [`vector`](Self::vector), if it is to be cleared: before a replay there may be a gradient where there is none now.
+    /// As [`vector`](Self::vector), for clearing: under capture also without a gradient, because there may be one
+    /// before a replay.
     pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.peek();
         gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
     }
 
-    /// Whether gradients are collected in a vector.
+    /// Whether gradients are accumulated in a buffer.
     pub(crate) fn is_bound(&self) -> bool {
         self.gradient.peek().buffer.is_some()
     }
@@ -135,7 +136,7 @@ impl Leaf {
         if let Some(buffer) = &gradient.buffer {
             return change(buffer);
         }
-        // A gradient that was read must not change.
+        // A copy: a tensor that `grad` has returned may share the storage and must not change.
         if let Some(own) = &gradient.own {
             let changed = raw::own_copy(own)?;
             change(&changed)?;
@@ -149,7 +150,7 @@ impl Leaf {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there is no gradient, and no place for one that a replay may find filled.
+    /// Whether there is neither a gradient nor a buffer, which may have one before a replay.
     fn is_empty(&self) -> bool {
         let gradient = self.gradient.peek();
         gradient.buffer.is_none() && gradient.own.is_none()
@@ -161,7 +162,7 @@ impl Leaf {
         }
         let mut gradient = self.gradient.change();
         gradient.own = None;
-        // Before a replay there may be a gradient where there is none now.
+        // Under capture always: before a replay the buffer may have a gradient.
         let is_due = gradient.filled || capture::is_capturing();
         if let Some(buffer) = gradient.buffer.as_ref().filter(|_| is_due) {
             compute::fill(buffer, 0.0)?;
@@ -170,7 +171,7 @@ impl Leaf {
         Ok(())
     }
 
-    /// Clear the gradient, whose part of the vector is zeroed already.
+    /// Note that the gradient is cleared; the caller has zeroed its part of the vector.
     pub(crate) fn is_cleared(&self) {
         if !self.is_empty() {
             let mut gradient = self.gradient.change();
@@ -179,13 +180,13 @@ impl Leaf {
         }
     }
 
-    /// There is a gradient from now on: the buffer holds it, or zeros.
+    /// Note that there is a gradient: the values of the buffer, maybe zeros.
     pub(crate) fn is_present(&self) {
         let mut gradient = self.gradient.change();
         gradient.filled = gradient.buffer.is_some();
     }
 
-    /// Collect gradients in a part of the vector `flat` from now on (zeroed by its owner).
+    /// Accumulate gradients in a part of the vector `flat` from now on; its owner has zeroed it.
     pub(crate) fn bind(&self, flat: &Raw, part: Range<usize>) -> Result<()> {
         let view = flat.narrow(0, part.start, part.len())?.reshape(&self.shape)?;
         let existing = {
@@ -208,7 +209,7 @@ impl Leaf {
         Ok(())
     }
 
-    /// The buffer that gradients are collected in, if it takes products of a and b: it is to be added to.
+    /// The gradient buffer, if the product of a and b can be added to it in place; the caller must add it.
     pub(crate) fn product_buffer(&self, a: &Raw, b: &Raw) -> Option<Raw> {
         let short = matches!(a.dtype(), DType::F16 | DType::BF16);
         let is_product = self.shape.dims() == [a.dims()[0], b.dims()[1]]
@@ -236,7 +237,7 @@ impl Leaf {
                 "the function makes a gradient for a variable that its first call made none for; it must do the same in each call",
             ));
         }
-        // A gradient that was read must not change: sums go to new storage.
+        // A tensor that `grad` has returned must not change, so the sum is a new tensor.
         let sum = match &gradient.own {
             Some(old) => compute::binary(old, &cast(value, self.dtype)?, Add)?,
             None => compute::contiguous(&cast(value, self.dtype)?)?,

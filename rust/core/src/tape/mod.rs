@@ -1,7 +1,8 @@
-//! The autograd tape: nodes record what their backward needs, a backward pass walks them in reverse creation order.
+//! The autograd tape: nodes save what their backward pass needs, and a backward pass visits them in reverse order of
+//! creation.
 //!
-//! Three rules keep it small and safe: a node saves only what its backward reads; nothing here recurses, so graphs of
-//! any depth run and drop; a saved variable that was changed in place is an error, never a wrong gradient.
+//! Three rules keep it small and safe: a node saves only what its backward pass reads; nothing here recurses, so graphs
+//! of any depth can be run and dropped; a saved variable that was changed in place is an error, never a wrong gradient.
 
 pub(crate) mod backward;
 mod leaf;

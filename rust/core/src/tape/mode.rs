@@ -1,4 +1,4 @@
-//! The thread's recording mode: whether gradients are recorded and whether a checkpoint is listening.
+//! The thread's recording mode: whether operations are put on the tape, and whether a checkpoint follows them.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -37,7 +37,7 @@ pub fn is_grad_enabled() -> bool {
     flags().grad_enabled()
 }
 
-/// Switch recording on this thread; returns the previous state.
+/// Switch recording on or off on this thread; returns the previous state.
 pub fn set_grad_enabled(enabled: bool) -> bool {
     let was = is_grad_enabled();
     MODE.set(if enabled { MODE.get() & !NO_GRAD } else { MODE.get() | NO_GRAD });

@@ -26,7 +26,7 @@ pub trait Backward: Send + Sync {
     }
 }
 
-/// Computes the result of an operation from what its backward keeps.
+/// Computes the result of an operation from its saved values.
 pub type Again<'a> = Box<dyn Fn() -> Result<Raw> + 'a>;
 
 pub(crate) type Inputs = SmallVec<[Option<Arc<Node>>; 3]>;
@@ -44,7 +44,7 @@ pub(crate) struct Node {
 
 pub(crate) enum Kind {
     Leaf(Leaf),
-    /// `None` once a backward pass has used and freed it.
+    /// `None` once a backward pass has used and freed the saved values.
     Op(Mutex<Option<Box<dyn Backward>>>),
 }
 
@@ -119,8 +119,8 @@ thread_local! {
     static DROP_QUEUE: RefCell<DropQueue> = RefCell::default();
 }
 
-/// Drops long graphs in a loop instead of recursively: a node that is dropped while another one is being dropped is queued, even
-/// if only a closure that a checkpoint keeps refers to it.
+/// Drops long graphs in a loop instead of recursively: a node that is dropped while another one is being dropped is
+/// queued. This holds also for nodes that only the closure of a checkpoint refers to.
 impl Drop for Node {
     fn drop(&mut self) {
         let backward = match &mut self.kind {

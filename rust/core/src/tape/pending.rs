@@ -1,4 +1,4 @@
-//! Gradients that a backward pass has begun.
+//! Gradients that a backward pass has not yet completed.
 
 use std::ops::Range;
 
@@ -10,11 +10,11 @@ use crate::{Result, compute};
 
 /// The gradient of one result before all its consumers have contributed.
 pub struct Pending {
-    /// What was added so far.
+    /// The sum so far.
     pub sum: Raw,
-    /// Whether `sum` is storage that only this pass knows, so that it can be added to in place.
+    /// Whether no one else uses the storage of `sum`, so that it can be added to in place.
     pub owned: bool,
-    /// What of `sum` nothing has written yet.
+    /// The parts of `sum` that have not been written yet.
     unset: Unset,
 }
 
@@ -26,7 +26,7 @@ struct Unset {
 }
 
 impl Unset {
-    /// Take out `part` along `dim`, if all of it is unset.
+    /// Remove `part` along `dim` from the unset ranges, if all of it is unset.
     fn take(&mut self, dim: usize, part: &Range<usize>) -> bool {
         let holds = |range: &Range<usize>| range.start <= part.start && part.end <= range.end;
         let Some(index) = self.ranges.iter().position(holds).filter(|_| self.dim == dim) else { return false };
@@ -43,7 +43,7 @@ impl Pending {
         Self { sum, owned, unset: Unset::default() }
     }
 
-    /// A gradient in storage that only this pass knows, of which nothing is written yet, to be written in parts along `dim`.
+    /// A gradient in uninitialised storage that no one else uses, to be written in parts along `dim`.
     pub(super) fn unset(sum: Raw, dim: usize) -> Self {
         let ranges = std::iter::once(0..sum.dims()[dim]).collect();
         Self { sum, owned: true, unset: Unset { dim, ranges } }
@@ -55,7 +55,7 @@ impl Pending {
         self.unset.ranges.is_empty()
     }
 
-    /// The place of `part` along `dim`, which the caller writes as a whole; `None` if something was written there.
+    /// A view of `part` along `dim`, all of which the caller must write; `None` if some of it has been written already.
     pub(super) fn take(&mut self, dim: usize, part: &Range<usize>) -> Result<Option<Raw>> {
         let is_free = self.unset.take(dim, part);
         Ok(is_free.then(|| self.sum.narrow(dim, part.start, part.len())).transpose()?)

@@ -1,4 +1,4 @@
-//! How an operation enters the tape.
+//! Puts operations on the tape.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::raw::Raw;
 use crate::tensor::Tensor;
 use crate::{Error, Result};
 
-/// What recomputing an operation costs; decides what a selective checkpoint keeps.
+/// The cost of recomputing an operation: decides whether a selective checkpoint keeps its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cost {
     /// Bound by memory traffic: norms, activations, sums. Recomputed.
@@ -45,7 +45,7 @@ impl OpInfo {
 /// Auxiliary results that only the backward reads (statistics, log-sum-exp, x Aᵀ).
 pub(crate) type Aux = SmallVec<[Raw; 2]>;
 
-/// Collects what an operation's backward needs. Save activations, hold parameters.
+/// Keeps values for an operation's backward pass: `save` activations, `hold` parameters.
 pub struct Saver<'a> {
     inputs: &'a [&'a Tensor],
     recording: bool,
@@ -72,7 +72,7 @@ impl Saver<'_> {
         }
     }
 
-    /// Refer to a parameter (a weight, a bias, a norm's scale): kept alive, checked for changes, not counted as saved.
+    /// Keep a parameter (a weight, a bias, a norm's scale): it is checked for changes, but not counted as saved.
     /// A parameter that is itself the result of operations is saved like an activation.
     pub fn hold(&mut self, tensor: &Tensor) -> Saved {
         if tensor.is_leaf() { Saved::hold(tensor) } else { self.save(tensor) }
@@ -89,7 +89,7 @@ pub fn record<B: Backward + 'static>(
     record_with_aux(op, inputs, || Ok((forward()?, Aux::new())), |saver, result, _| backward(saver, result))
 }
 
-/// [`record`] for an operation whose forward also makes values that its backward reads.
+/// [`record`] for an operation whose forward pass also computes auxiliary values for its backward pass.
 pub fn record_with_aux<B: Backward + 'static>(
     op: &'static OpInfo,
     inputs: &[&Tensor],

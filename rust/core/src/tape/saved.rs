@@ -17,19 +17,19 @@ enum Kind {
     Kept {
         raw: Raw,
         version: Option<(Arc<Version>, u64)>,
-        /// Absent for parameters, which live without the tape.
+        /// Absent for parameters, which stay in memory without the tape.
         _bytes: Option<SavedBytes>,
     },
     /// Recomputed by a checkpoint when it is first read.
     Slot { region: Arc<Region>, index: usize },
-    /// Computed again by the node that made it, which walks later in the same backward pass.
+    /// Computed again by its node, which the backward pass reaches, and whose values it frees, later.
     Again(Arc<Node>),
-    /// Made while a checkpoint replays: the node that holds it is thrown away.
+    /// Created while a checkpoint recomputes: its node is thrown away and never used.
     Nothing,
 }
 
 impl Saved {
-    /// The promise of a tensor that [`remade`](Tensor::remade) has marked.
+    /// A value to compute again, for a tensor that [`remade`](Tensor::remade) has marked; otherwise `None`.
     pub(crate) fn again(tensor: &Tensor) -> Option<Self> {
         tensor.node.as_ref().filter(|node| node.is_remade()).map(|node| Self(Kind::Again(node.clone())))
     }
@@ -44,7 +44,7 @@ impl Saved {
         Self(Kind::Kept { raw: raw.clone(), version: None, _bytes: Some(SavedBytes::new(raw)) })
     }
 
-    /// Refer to a parameter, which is not counted.
+    /// Keep a parameter, which is not counted.
     pub(crate) fn hold(tensor: &Tensor) -> Self {
         Self(Kind::Kept { raw: tensor.raw.clone(), version: versioned(tensor), _bytes: None })
     }
@@ -60,8 +60,8 @@ impl Saved {
     /// The value.
     ///
     /// # Errors
-    /// [`Error::Autograd`] if it was a variable that has been changed in place since, or if a checkpointed function does
-    /// something else when it is run again.
+    /// [`Error::Autograd`] if it was a variable that has been changed in place since, or if a checkpointed function
+    /// behaves differently when it is run again.
     pub fn get(&self) -> Result<Raw> {
         match &self.0 {
             Kind::Kept { raw, version, .. } => {

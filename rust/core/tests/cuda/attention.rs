@@ -1,4 +1,5 @@
-//! Attention on a CUDA device at the sizes of models, and the norm and rotation of its queries and keys, against the CPU in f64.
+//! Attention on a CUDA device at the sizes of models, and the norm and rotation of queries and keys, against the CPU in
+//! f64.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream, normed_attention, packed_attention, scaled_dot_product_attention,
@@ -11,20 +12,20 @@ use super::gpu;
 use super::products::{TOLERANCE, compare, compare_with, in_f64, near, random};
 use super::value_and_gradients;
 
-/// (B, S, D) → (B, heads, S, D / heads): heads that are inside of the positions.
+/// (B, S, D) → (B, heads, S, D / heads), a view: in memory the heads of a position are adjacent.
 fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (batch, length, width) = (x.dims()[0], x.dims()[1], x.dims()[2]);
     x.reshape((batch, length, heads, width / heads))?.transpose(1, 2)
 }
 
-/// q, k and v (B, S, D) as tensors of their own.
+/// Attention of q, k and v (B, S, D) in separate tensors.
 fn separate(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     let [q, k, v] = [split_heads(&x[0], heads)?, split_heads(&x[1], heads)?, split_heads(&x[2], heads)?];
     let mixed = scaled_dot_product_attention(&q, &k, &v, None, is_causal, None)?;
     mixed.transpose(1, 2)?.reshape(x[0].dims())
 }
 
-/// q, k and v side by side, or k and v if they are of a context.
+/// Attention of q, k and v, or of k and v of a context, side by side in one tensor.
 fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Result<Tensor> {
     let first = usize::from(!is_of_itself);
     let joined = Tensor::cat(&x[first..].iter().collect::<Vec<_>>(), 2)?;
@@ -37,7 +38,7 @@ fn packed(x: &[Tensor], is_of_itself: bool, heads: usize, is_causal: bool) -> Re
 struct Shape {
     model: &'static str,
     queries: usize,
-    /// Those of a context; the tokens attend to one another without it.
+    /// The number of keys of a context; without a context the tokens attend to one another.
     keys: Option<usize>,
     heads: usize,
     width: usize,
@@ -50,9 +51,9 @@ const fn shape(model: &'static str, queries: usize, heads: usize, width: usize) 
     Shape { model, queries, keys: None, heads, width, is_causal: false, is_packed: true }
 }
 
-/// What the models compute for one image. A head's result does not depend on how many there are, except that the gradients of keys are
-/// made in parts and summed if few heads would leave the GPU idle. Where all heads would take the reference long, there are as many as
-/// it takes for one part, which is what all have.
+/// The attentions of the models for one image. A head's result does not depend on the number of heads, except that the
+/// gradients of keys are computed in parts if few heads would leave the GPU idle. Where the reference would take long
+/// for all heads, a shape has fewer: just enough that the gradients are computed in one part, as with all heads.
 const SHAPES: [Shape; 9] = [
     shape("SDXL, 64 x 64, of 10 heads", 4096, 4, 64),
     shape("SDXL, 32 x 32", 1024, 20, 64),
@@ -70,7 +71,7 @@ const SHAPES: [Shape; 9] = [
 fn attention_of_the_models_equals_the_cpu() {
     let device = gpu().unwrap();
     for Shape { model, queries, keys, heads, width, is_causal, is_packed } in SHAPES {
-        // Numbers that every dtype holds exactly have one reference.
+        // Numbers that are exact in every dtype share one reference.
         let exact = |length: usize| random(&[1, length, heads * width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap();
         let drawn = [exact(queries), exact(keys.unwrap_or(queries)), exact(keys.unwrap_or(queries))];
         let alone = |x: &[Tensor]| separate(x, heads, is_causal);
@@ -87,8 +88,8 @@ fn attention_of_the_models_equals_the_cpu() {
     }
 }
 
-/// Tiles that end inside; heads that several blocks share at the end and those that one block has; gradients of some operands alone.
-/// Results and gradients repeat bit by bit.
+/// Incomplete tiles, heads that several blocks share and heads of one block, gradients of single operands. Results and
+/// gradients are the same in each run, bit for bit.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
@@ -130,7 +131,7 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Parts of few items, fewer steps than there are blocks: what no block has written is not added.
+/// Few items, with fewer steps than there are blocks: parts that no block has written are not added.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_fewer_steps_than_blocks_reads_what_was_written_alone() {
@@ -138,7 +139,7 @@ fn attention_of_fewer_steps_than_blocks_reads_what_was_written_alone() {
     for (queries, keys, heads, width) in [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64)] {
         let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
         let alone = |x: &[Tensor]| separate(x, heads, false);
-        // The places of parts and of sums hold NaN before.
+        // Fill the memory that parts and sums will reuse with NaN.
         for values in [2 * 132 * 192 * 66, 2 * 132 * 128 * 130, 2 * 132 * 2 * 128 * width, queries * heads * width] {
             drop(Tensor::full(f64::NAN, values, DType::F32, &device).unwrap());
         }
@@ -152,7 +153,7 @@ fn attention_of_fewer_steps_than_blocks_reads_what_was_written_alone() {
     }
 }
 
-/// More scores than there are at a time.
+/// More scores than are in memory at a time.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_wide_heads_takes_some_queries_at_a_time() {
@@ -166,7 +167,7 @@ fn attention_of_wide_heads_takes_some_queries_at_a_time() {
     near("2,900 to 12,000", &found, &expected, 2.0 * TOLERANCE[0].1);
 }
 
-/// Projections side by side, of SDXL's widths: nothing is copied, and the gradients come side by side.
+/// Projections side by side, at widths such as SDXL's: nothing is copied, and the gradients are side by side.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_over_packed_projections_equals_the_cpu() {
@@ -191,8 +192,8 @@ fn attention_over_packed_projections_equals_the_cpu() {
     }
 }
 
-/// Heads outside and inside of the positions, pairs of either kind, of the models' widths; widths that rows read one element at a time
-/// and those that do not fit into the registers of a warp.
+/// Heads outside and inside of the positions and both kinds of pairs, at the models' widths, at widths that are read
+/// one element at a time, and at widths that do not fit into the registers of a warp.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn norms_and_turns_of_queries_and_keys_equal_the_cpu() {
@@ -228,8 +229,8 @@ fn norms_and_turns_of_queries_and_keys_equal_the_cpu() {
     }
 }
 
-/// One stream and two, with other columns beside queries, keys and values; sizes that the kernels of compute capability 9.0 take and
-/// those of the general ones.
+/// One stream and two, with other columns beside queries, keys and values, at sizes for the kernels of compute
+/// capability 9.0 and for the general kernels.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_over_projections_of_streams_equals_the_cpu() {

@@ -1,4 +1,4 @@
-//! Functions captured as CUDA graphs against the same calls without.
+//! Functions captured as CUDA graphs, against the same calls without capture.
 
 use trainable_candle_core::capture::{Captured, Function};
 use trainable_candle_core::ops::dropout::dropout;
@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var, checkpoin
 
 use super::gpu;
 
-/// Zeros of both signs are one: a gradient that is added to zeros loses the sign of its own.
+/// The bits of the values, with -0 turned into 0: a gradient of -0 that is added to zeros becomes 0.
 fn bits(x: &Tensor) -> Vec<u64> {
     to_f64_vec(x.raw()).unwrap().iter().map(|x| (x + 0.0).to_bits()).collect()
 }
@@ -16,7 +16,7 @@ fn normal(dims: (usize, usize), device: &Device) -> Tensor {
     Tensor::randn(0.0, 1.0, dims, DType::F32, &Device::Cpu).unwrap().to_device(device).unwrap()
 }
 
-/// The weights of two layers, and a training step of them with dropout, one part of it checkpointed.
+/// The weights of two layers, and a training step for them with dropout and a checkpoint.
 fn training(device: &Device) -> (Vec<Var>, Function) {
     rng::manual_seed(1);
     let weights: Vec<Var> =
@@ -60,7 +60,7 @@ fn a_captured_training_step_equals_the_eager_one_to_the_bit() {
                 Ok(step) => step(&[x.clone(), target.clone()]).unwrap(),
                 Err(captured) => {
                     let outputs = captured.call(&[x, target]).unwrap();
-                    // The second call is eager too: the gradients have a place of their own after the first.
+                    // The second call is eager too: only after the first call do the gradients have buffers.
                     assert_eq!(captured.is_recorded(), index > 1);
                     outputs
                 }
@@ -122,7 +122,7 @@ fn what_a_graph_cannot_hold_is_refused_and_nothing_is_broken() {
         let first = step.call(&[&x]).unwrap();
         let message = step.call(&[&x]).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
-        // The next call is a first one.
+        // After the error the next call is eager, as a first one.
         assert_eq!(step.call(&[&x]).unwrap()[0].dims(), first[0].dims());
         assert_eq!(to_f64_vec(x.add(&x).unwrap().raw()).unwrap(), [2.0, 4.0]);
     }
@@ -188,7 +188,7 @@ fn ids_out_of_range_are_an_error_when_the_device_is_waited_for() {
     let y = x.index_select(&ids, 0).unwrap();
     let message = device::synchronize(&device).unwrap_err().to_string();
     assert!(message.starts_with("index_select: the id or bound at position 2"), "{message}");
-    // Once.
+    // The error is returned only once.
     device::synchronize(&device).unwrap();
     let y = to_f64_vec(y.raw()).unwrap();
     assert_eq!(y[6..], [0.0; 6]);
@@ -196,7 +196,7 @@ fn ids_out_of_range_are_an_error_when_the_device_is_waited_for() {
     assert!(matches!(wrong.item(), Err(Error::Index { op: "gather", .. })));
 }
 
-/// More than the ring of pinned memory holds, queued while the device is busy.
+/// More bytes than fit in the ring of pinned memory, queued while the device is busy.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn copies_from_the_host_arrive_in_order() {

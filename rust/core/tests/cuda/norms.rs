@@ -11,8 +11,9 @@ use super::walk::value_and_gradients;
 
 const EPS: f64 = 1e-5;
 
-/// Rows and their length: few and many packs a thread, several rows a block and several warps a row, lengths that fill no pack, rows
-/// that no team holds. No multiple of seven rows, over which the gradients of the walk add up to nothing.
+/// Rows and their length: few and many packs per thread, several rows per block and several warps per row, lengths that
+/// are no multiple of a pack, rows too long for the registers of a team. No multiples of seven rows, over which the
+/// test's gradients add up to zero.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 
@@ -69,7 +70,7 @@ fn modulated_norms_equal_the_cpu() {
     }
 }
 
-/// The sum is rounded before it is normalised, and a replay of a checkpoint runs the same kernels.
+/// The sum is rounded before it is normalised, and the recomputation of a checkpoint runs the same kernels.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_residual_sum_with_its_norm_is_both_bit_for_bit() {

@@ -10,7 +10,8 @@ use trainable_candle_core::{DType, Device, FlatBuffer, Result, Tensor, compute};
 use super::gpu;
 use super::walk::{close, value_and_gradients};
 
-/// How far a result may be from the one of the same rounded inputs in f64, relative to the largest value.
+/// The largest difference between a result and the f64 result of the same rounded inputs, relative to the largest
+/// value.
 pub(super) const TOLERANCE: [(DType, f64); 3] = [(DType::F32, 2e-5), (DType::F16, 2e-3), (DType::BF16, 1.6e-2)];
 
 /// Normal numbers of a shape, rounded to `dtype`.
@@ -20,7 +21,7 @@ pub(super) fn random(dims: &[usize], std: f64, dtype: DType) -> Tensor {
 
 pub(super) type Function<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
 
-/// Value and gradients of a function on the GPU in the dtype of `inputs`, and on the CPU in f64.
+/// Compare value and gradients of a function on the GPU in the dtype of `inputs` with those on the CPU in f64.
 pub(super) fn compare(what: &str, function: Function<'_>, inputs: &[Tensor], device: &Device, tolerance: f64) {
     compare_with(what, function, &in_f64(function, inputs), inputs, device, tolerance);
 }
@@ -31,7 +32,7 @@ pub(super) fn in_f64(function: Function<'_>, inputs: &[Tensor]) -> (Tensor, Vec<
     value_and_gradients(function, &wide).unwrap()
 }
 
-/// Value and gradients of a function on the GPU in the dtype of `inputs` against expected ones.
+/// Compare value and gradients of a function on the GPU in the dtype of `inputs` with the expected ones.
 pub(super) fn compare_with(
     what: &str,
     function: Function<'_>,
@@ -50,7 +51,7 @@ pub(super) fn compare_with(
     }
 }
 
-/// [`close`] relative to the largest value, also where all are small; to 1 where all are 0.
+/// [`close`] with a tolerance relative to the largest value, also if all values are small; relative to 1 if all are 0.
 pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     let largest = expected.iter().fold(0f64, |m, e| m.max(e.abs()));
     let largest = if largest == 0.0 { 1.0 } else { largest };
@@ -58,8 +59,8 @@ pub(super) fn near(what: &str, found: &[f64], expected: &[f64], tolerance: f64) 
     close(what, &scaled(found), &scaled(expected), tolerance).unwrap();
 }
 
-/// Every kernel for convolutions, those of compute capability 9.0 among them: tiles that end inside, few and many parts of a sum,
-/// strides, distances, channels that fill no step.
+/// Every kernel for convolutions, also those of compute capability 9.0: incomplete tiles, few and many parts of a sum,
+/// strides, dilations, channels that do not fill a step.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn convolutions_equal_the_cpu() {
@@ -94,8 +95,8 @@ fn convolutions_equal_the_cpu() {
     }
 }
 
-/// f32 operands as sums of two bf16 numbers keep nearly the accuracy of f32: steps that end inside of the parts, channels that are
-/// padded, few and many parts of a sum, large and small numbers, no bias.
+/// f32 operands as sums of two bf16 numbers keep nearly the accuracy of f32: steps that cross the ends of parts, padded
+/// channels, few and many parts of a sum, large and small numbers, no bias.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn f32_convolutions_on_tensor_cores_equal_the_cpu() {
@@ -141,7 +142,7 @@ fn linear_layers_with_biases_equal_the_cpu() {
             ];
             let what = format!("{} {rows} x {inner} to {out}", dtype.as_str());
             compare(&what, &|x| linear(&x[0], &x[1], Some(&x[2])), &inputs, &device, tolerance);
-            // A second call takes the algorithm that the first has found; views are read in place.
+            // A second call reuses the algorithm that the first one has chosen; views are read in place.
             let views = |x: &[Tensor]| {
                 let weight = x[1].t()?.contiguous()?.t()?.narrow(0, out / 2, out - out / 2)?;
                 linear(&x[0].narrow(1, 0, inner)?, &weight, Some(&x[2].narrow(0, out / 2, out - out / 2)?))
@@ -151,7 +152,7 @@ fn linear_layers_with_biases_equal_the_cpu() {
     }
 }
 
-/// q, k and v of SDXL's blocks with LoRA on all or some, the factors in one buffer and by themselves.
+/// q, k and v of SDXL's blocks with LoRA on all or some, with factors in one buffer or separate.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn groups_of_linear_layers_equal_the_cpu() {
@@ -195,7 +196,8 @@ fn groups_of_linear_layers_equal_the_cpu() {
             };
             let what = format!("{} {rows} x {inner} to {sizes:?} ({adapted:?})", dtype.as_str());
             compare(&what, &function, &inputs, &device, tolerance);
-            // Factors that are views of variables lie the other way round, and so do their products backward.
+            // Factors that are transposed views of variables; the products of the backward pass are then transposed
+            // too.
             let turned: Vec<Tensor> = inputs[1..].iter().map(|x| x.t().unwrap().contiguous().unwrap()).collect();
             let turned: Vec<Tensor> = std::iter::once(inputs[0].clone()).chain(turned).collect();
             let through_views = |x: &[Tensor]| {
@@ -203,7 +205,7 @@ fn groups_of_linear_layers_equal_the_cpu() {
                 function(&std::iter::once(x[0].clone()).chain(views).collect::<Vec<_>>())
             };
             compare(&format!("{what}, turned"), &through_views, &turned, &device, tolerance);
-            // In one buffer the factors are evenly spaced, and products become batches.
+            // In one buffer the factors are evenly spaced, and products are batched.
             let flat: Vec<Tensor> = inputs[1..].iter().map(|x| x.to_device(&device).unwrap()).collect();
             let flat = FlatBuffer::new(&flat).unwrap();
             let x = inputs[0].to_device(&device).unwrap();
@@ -251,7 +253,7 @@ fn products_written_together_are_those_of_the_cpu() {
     }
 }
 
-/// Ranks and rows that fill tiles and that do not, with frozen inputs too.
+/// Ranks and rows that fill tiles and others that do not, also with frozen inputs.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn low_rank_products_equal_the_cpu() {

@@ -10,7 +10,7 @@ use super::products::{TOLERANCE, compare_with, in_f64, random};
 use super::value_and_gradients;
 
 struct Row {
-    /// Of queries and of keys.
+    /// Numbers of heads of queries and of keys.
     heads: [usize; 2],
     width: usize,
     rows: usize,
@@ -18,9 +18,9 @@ struct Row {
     window: Option<usize>,
 }
 
-/// Tiles inside of one segment, tiles with many, segments and windows that end inside of tiles, rows of no segment that begin inside of
-/// tiles and fill others, more items than blocks, parts of the gradients of keys, and what the form on tensor cores does not take: widths above 128 and of other
-/// multiples.
+/// Tiles inside of one segment, tiles with many segments, segments and windows that end inside of tiles, rows of no
+/// segment that begin inside of tiles and fill others, more items than blocks, parts of the gradients of keys, and
+/// widths that the tensor-core kernels do not take: above 128, or no multiple of 8.
 const ROWS: [Row; 15] = [
     Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
     Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
@@ -45,7 +45,7 @@ fn bounds(values: &[i64], device: &Device) -> Result<Tensor> {
 
 fn drawn(row: &Row) -> [Tensor; 3] {
     [row.heads[0], row.heads[1], row.heads[1]].map(|heads| {
-        // Numbers that every dtype holds exactly have one reference.
+        // Numbers that are exact in every dtype share one reference.
         random(&[row.rows, heads, row.width], 1.0, DType::BF16).to_dtype(DType::F16).unwrap()
     })
 }
@@ -89,7 +89,8 @@ fn attention_of_segments_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Projections with queries, keys and values side by side, rotated, or normalised and rotated.
+/// Projections with queries, keys and values side by side, where queries and keys are rotated, or normalised and
+/// rotated.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn attention_of_projections_equals_the_cpu_and_repeats() {
@@ -127,7 +128,7 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
     }
 }
 
-/// Bounds are read by the kernels alone: a graph recorded with some serves all that fit into its buffer.
+/// Only kernels read the bounds, so a recorded graph also serves other bounds of the same number.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn a_graph_takes_other_segments() {

@@ -1,4 +1,4 @@
-//! Checkpointed functions of tensors that operations have made.
+//! Checkpointed functions of tensors that are results of operations.
 
 use trainable_candle_core::checkpoint::{Policy, checkpoint_with};
 use trainable_candle_core::ops::Case;
@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, Result, Tensor};
 
 use super::walk::{close, draw, text, turned_view, value_and_gradients};
 
-/// How an input was made of the variable.
+/// How an input is computed from the variable.
 #[derive(Clone, Copy, Debug)]
 enum Made {
     Computed,
@@ -23,7 +23,7 @@ impl Made {
     }
 }
 
-/// Where a function that is checkpointed gets its tensors from.
+/// Where a checkpointed function gets its tensors from.
 #[derive(Clone, Copy, Debug)]
 enum From {
     Arguments,
@@ -31,7 +31,8 @@ enum From {
     Inside,
 }
 
-/// Gradients through a checkpoint equal those without one, also where the inputs of the operation, all or one of them, are not variables.
+/// Gradients through a checkpoint equal those without one, also if one or all inputs of the operation are not
+/// variables.
 pub fn checkpoints_take_computed_tensors(
     case: &Case,
     device: &Device,

@@ -1,10 +1,10 @@
-//! Walking the registry: fixed inputs, weighted results, comparisons.
+//! Helpers for tests over the registry: fixed inputs, weighted results, comparisons.
 
 use trainable_candle_core::ops::{Case, Domain, REGISTRY};
 use trainable_candle_core::raw::{from_vec, to_f64_vec};
 use trainable_candle_core::{DType, Raw, Result, Tensor, Var, grad};
 
-/// How far a result in a dtype may be from the one in f64, relative to the largest value.
+/// The largest difference between a result in a dtype and the f64 result, relative to the largest value.
 pub const TOLERANCE: [(DType, f64); 4] =
     [(DType::F64, 1e-12), (DType::F32, 2e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)];
 
@@ -56,7 +56,7 @@ pub fn all_cases() -> impl Iterator<Item = (&'static str, Case)> {
     })
 }
 
-/// Value and gradients of `run`, the result weighted with fixed numbers.
+/// The value of `run`, and the gradients of its sum weighted with fixed numbers.
 pub fn value_and_gradients(
     run: &dyn Fn(&[Tensor]) -> Result<Tensor>,
     inputs: &[Tensor],
@@ -74,14 +74,14 @@ pub fn value_and_gradients(
     Ok((result, gradients))
 }
 
-/// Fixed numbers, of the shape and dtype and on the device of `result`.
+/// Fixed numbers with the shape, the dtype and the device of `result`.
 pub fn weights_like(result: &Tensor) -> Result<Tensor> {
     let weights: Vec<f64> = (0..result.elem_count()).map(|i| ((i * 5 % 7) as f64 - 3.0) / 4.0).collect();
     let weights = from_vec(weights, result.shape().clone()).to_dtype(result.dtype())?;
     Tensor::from_raw(&weights).to_device(result.device())
 }
 
-/// A leaf with the strides of `tensor`: a view of a variable would be on the tape, so its strides come from a view.
+/// A variable with the values of `tensor`, as a contiguous leaf tensor.
 pub fn leaf(tensor: &Tensor) -> Result<Tensor> {
     Ok(Var::from_tensor(tensor)?.into_inner())
 }
@@ -105,7 +105,7 @@ pub fn text<T>(result: Result<T>) -> std::result::Result<T, String> {
     result.map_err(|e| e.to_string())
 }
 
-/// Dimensions in reverse order: its own inverse.
+/// A view with the dimensions in reverse order; its own inverse.
 pub fn turned_view(tensor: &Tensor) -> Result<Tensor> {
     let reversed: Vec<usize> = (0..tensor.rank()).rev().collect();
     tensor.permute(&reversed)

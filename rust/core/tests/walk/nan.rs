@@ -1,4 +1,4 @@
-//! NaN is never lost: what depends on an element is NaN if the element is.
+//! NaN is never lost: every result that depends on an element is NaN if the element is.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::ops::activation::Gelu;
@@ -16,17 +16,17 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose gradient chooses between constants, in torch as here: NaN takes one of the two.
+/// Operations whose gradient is one of several constants, as in torch: for NaN it is one of them, not NaN.
 const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
-/// `x` with another element at `at`, in `dtype`.
+/// `x` with the element at `at` replaced by `value`, in `dtype`.
 fn with_element(x: &Tensor, at: usize, value: f64, dtype: DType) -> Result<Tensor> {
     let mut values = to_f64_vec(x.raw())?;
     values[at] = value;
     Ok(Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(dtype)?))
 }
 
-/// The value, followed by the gradients of all inputs.
+/// The value's number of elements, and the value followed by the gradients of all inputs.
 fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     let (value, gradients) = value_and_gradients(&*case.run, inputs)?;
     let mut numbers = to_f64_vec(value.raw())?;
@@ -35,14 +35,15 @@ fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     Ok((count, numbers))
 }
 
-/// Places NaN in each element of each input. What depends on the element is what changes with it in f64 on the CPU.
+/// Places NaN in each element of each input. A number depends on the element if it changes with the element in f64 on
+/// the CPU.
 pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     let wide = text(draw(case, DType::F64, false))?;
     let (value_count, before) = text(numbers(case, &wide))?;
     let checked = if CHOOSING.contains(&name) { value_count } else { before.len() };
     for (index, input) in wide.iter().enumerate() {
         let count = input.elem_count();
-        // In a larger input, both ends and a sample.
+        // Of a larger input, both ends and a sample are tested.
         for at in (0..count).filter(|at| count <= 40 || at % 7 == 0 || at + 3 > count) {
             let element = text(to_f64_vec(input.raw()))?[at];
             let replaced = |value: f64, dtype: DType| -> Result<Vec<Tensor>> {
@@ -76,7 +77,7 @@ pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     Ok(())
 }
 
-/// A function of rows (3, n), and where NaN must be if there is one in row 1.
+/// A function of rows (3, n), and the places where results must be NaN if row 1 has a NaN.
 struct Rows {
     name: &'static str,
     run: fn(&Tensor) -> Result<Tensor>,
@@ -87,13 +88,13 @@ struct Rows {
 
 #[derive(Clone, Copy, PartialEq)]
 enum Lands {
-    /// In every result of row 1, and in no other.
+    /// Every result of row 1, and no other.
     Row,
-    /// In the last result of row 1, and in no other row.
+    /// The last result of row 1, and none of another row.
     Last,
-    /// Where the NaN was placed.
+    /// The place of the NaN in the input.
     Place,
-    /// In the one result.
+    /// The only result.
     All,
 }
 
@@ -216,13 +217,14 @@ fn like(x: &Tensor) -> Result<Tensor> {
     Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(x.dtype())?).to_device(x.device())
 }
 
-/// The last class, which NaN reaches last.
+/// The last class as target: a sum over the classes meets NaN before it.
 fn targets(x: &Tensor) -> Result<Tensor> {
     let last = x.dims()[1] as i64 - 1;
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())
 }
 
-/// Three attentions of a query, each element of the row repeated as one of width 16, and other numbers of that shape.
+/// Three attentions of one query each. Each element of a row is repeated to a key of width 16; query and values are
+/// fixed numbers.
 fn attend(x: &Tensor, attention: impl Fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     let keys = x.reshape((3, x.dims()[1], 1))?.broadcast_as((3, x.dims()[1], 16))?.contiguous()?;
     attention(&like(&keys.narrow(1, 0, 1)?.contiguous()?)?, &keys, &like(&keys)?)
@@ -241,7 +243,7 @@ pub fn is_passed_on_at_edges(device: &Device) -> Checked {
         places.extend([0..n - 1, 0..1024, 1024..2048, 1..n, 0..n]);
         places.retain(|place| place.start < place.end && place.end <= n);
         for place in places {
-            // The widths of f32 and bf16 stand for those of f64 and f16, but at two lengths.
+            // f32 and bf16 stand for f64 and f16 too, except at two lengths.
             let dtypes = TOLERANCE.map(|(dtype, _)| dtype).into_iter();
             for dtype in dtypes.filter(|dtype| [33, 1025].contains(&n) || [DType::F32, DType::BF16].contains(dtype)) {
                 let values: Vec<f64> = (0..3 * n)

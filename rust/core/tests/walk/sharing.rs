@@ -1,4 +1,5 @@
-//! Variables that change after they were used: what was made of them stays, or walking back through it is an error.
+//! Variables that change after their use: results computed from them stay the same, or a backward pass through them is
+//! an error.
 
 use trainable_candle_core::ops::Case;
 use trainable_candle_core::raw::to_f64_vec;
@@ -33,7 +34,7 @@ fn same(what: &str, found: &[Vec<f64>], expected: &[Vec<f64>]) -> Checked {
     found.iter().zip(expected).enumerate().try_for_each(|(index, (f, e))| close(&format!("{what} {index}"), f, e, 1e-6))
 }
 
-/// Whether a backward pass went through. An error that says that a variable has changed is as good as the right gradient.
+/// Whether a backward pass succeeded. The error about a changed variable is accepted as well as the right gradient.
 fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
     match outcome {
         Ok(_) => Ok(true),
@@ -42,7 +43,7 @@ fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
     }
 }
 
-/// A result shares no storage with a variable, unless it is a view that knows it.
+/// A result shares no storage with a variable, unless it is a view that has the variable's version.
 pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     let expected = {
         let vars = text(variables(case, device))?;
@@ -54,7 +55,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         let vars = text(variables(case, device))?;
         let y = text(run(case, &vars))?;
         let before = text(to_f64_vec(y.raw()))?;
-        // The gradient of the factor is the snapshot's value.
+        // The factor's gradient is the result before the change.
         let factor = text(Tensor::ones(y.shape(), y.dtype(), device).and_then(|ones| Var::from_tensor(&ones)))?;
         let product = text(factor.mul(&y.detach()))?;
         text(change(&vars[changed]))?;
@@ -78,7 +79,8 @@ fn text_of<T>(input: usize, result: std::result::Result<T, String>) -> std::resu
     result.map_err(|error| format!("input {input} changed: {error}"))
 }
 
-/// A gradient shares no storage with a variable, be it one that was differentiated or the one that the pass began with.
+/// A gradient shares no storage with a variable, neither with an input nor with the one that the backward pass began
+/// with.
 pub fn gradients_do_not_follow_variables(case: &Case, device: &Device) -> Checked {
     for as_view in [false, true] {
         let vars = text(variables(case, device))?;

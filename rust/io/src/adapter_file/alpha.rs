@@ -1,19 +1,21 @@
 //! Scales and alphas in files.
 //!
-//! diffusers 0.42 looks up the alphas of attention's projections under kohya's names of a UNet under names that no layer has, and takes
-//! the most common alpha of the part instead. Such a file therefore has one alpha for each part; where `ComfyUI` and diffusers know the
-//! same names and look for alphas in different places, every scale is 1; and layers of one module have one scale. The up factor is
-//! multiplied by the quotient, which every tool reads alike, and the header keeps the alphas that were trained with.
+//! In files with kohya's names of a UNet, diffusers 0.42 looks for the alphas of attention's projections under names
+//! that no layer has, and takes the most common alpha of the part instead. Such a file therefore has one alpha for each
+//! part. Where `ComfyUI` and diffusers know the same names but look for alphas in different places, every scale is 1.
+//! Layers of one module have one scale. In all these cases the up factor is multiplied by the quotient of the scales,
+//! which every tool reads alike, and the header keeps the alphas of training.
 
 use std::collections::{BTreeMap, HashMap};
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 
-/// Entry of the metadata with the alphas that layers were trained with, by diffusers' names, where a file has others.
+/// Entry of the metadata with the alphas that layers were trained with, by diffusers' names, if the file's own alphas
+/// differ.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
-/// The factors that are multiplied, of the kinds that have one.
+/// The factors that are multiplied; a kind has at most one of them.
 const UPS: [&str; 2] = ["lora_B.weight", "hada_w1_a"];
 
 /// The alpha of a layer: its scale is alpha / rank.
@@ -21,7 +23,7 @@ pub(super) fn of(layer: &AdaptedLayer<'_>) -> f64 {
     layer.settings.scale * layer.settings.rank as f64
 }
 
-/// The most common one of some alphas, the first of several.
+/// The most common of some alphas; the first one in case of a tie.
 pub(super) fn most_common(alphas: impl Iterator<Item = f64>) -> Option<f64> {
     let mut counts: Vec<(f64, usize)> = Vec::new();
     for alpha in alphas {
@@ -33,19 +35,20 @@ pub(super) fn most_common(alphas: impl Iterator<Item = f64>) -> Option<f64> {
     counts.into_iter().rev().max_by_key(|(_, count)| *count).map(|(alpha, _)| alpha)
 }
 
-/// Whether two alphas are one in a file, which holds them in f32.
+/// Whether two alphas are equal in a file, which stores them in f32.
 pub(super) fn same(a: f64, b: f64) -> bool {
     a as f32 == b as f32
 }
 
-/// The alpha that all layers of a part get; none if they are not of LoRA, or keep their own.
+/// The alpha that all layers of a part get; `None` if they keep their own, because some are not LoRA or have an alpha
+/// of 0.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
     most_common(layers.iter().filter(|_| plain).map(of))
 }
 
-/// Multiply a factor so that the layer has the same effect with the scale `scale` as with its own. A kind without such a factor keeps
-/// its scale.
+/// Set the layer's scale to `scale` and multiply a factor so that its effect stays the same. A kind without such a
+/// factor keeps its scale.
 pub(super) fn rescale(layer: &mut AdaptedLayer<'_>, scale: f64) -> Result<()> {
     let quotient = layer.settings.scale / scale;
     let Some((_, value)) = layer.parameters.iter_mut().find(|(name, _)| UPS.contains(name)) else { return Ok(()) };
@@ -54,7 +57,7 @@ pub(super) fn rescale(layer: &mut AdaptedLayer<'_>, scale: f64) -> Result<()> {
     Ok(())
 }
 
-/// The alphas that layers were trained with, where the file has others.
+/// The alphas that layers were trained with, of layers whose alpha in the file differs.
 pub(super) fn trained(metadata: &HashMap<String, String>) -> BTreeMap<String, f64> {
     metadata.get(TRAINED).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }

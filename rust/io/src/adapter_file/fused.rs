@@ -1,9 +1,9 @@
-//! Modules that hold the adapters of several layers: queries, keys and values as one matrix, as original checkpoints have them.
+//! Modules with the adapters of several layers: queries, keys and values as one matrix, as in original checkpoints.
 //!
-//! The rows of such a module are those of its layers, stacked. Factors of rank r each join into one pair of rank
-//! n r: B block by block along the diagonal, A stacked; layers that share their A keep it. LoHa's two pairs join likewise,
-//! and a magnitude for each output is one column. Parameters that apply to all rows (LoKr's factors, a magnitude for each input) cannot
-//! join.
+//! The rows of such a module are those of its layers, stacked. The factors of n layers of rank r are joined to one pair
+//! of rank n r: B block by block along the diagonal, A stacked; layers that share their A keep it. LoHa's two pairs are
+//! joined in the same way, and magnitudes of outputs are stacked. Parameters that apply to all rows (LoKr's factors, a
+//! magnitude for each input) cannot be joined.
 
 use std::collections::BTreeMap;
 
@@ -15,18 +15,18 @@ const OP: &str = "adapter";
 /// The parameters of one adapter under peft's names.
 pub(super) type Parameters = BTreeMap<&'static str, Tensor>;
 
-/// (out, r): each row is one output's.
+/// Up factors (out, r), with a row for each output.
 const UPS: [&str; 3] = ["lora_B.weight", "hada_w1_a", "hada_w2_a"];
-/// (r, in).
+/// Down factors (r, in).
 const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
-/// DoRA's magnitude, for each output if it has as many elements.
+/// DoRA's magnitude, for each output if it has as many elements, otherwise for each input.
 const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
-/// The factors of LoKr whose rows are the slower part of the outputs.
+/// The factors of LoKr whose row index is the slower part of the output index.
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
-/// Those whose rows are the faster part.
+/// The factors of LoKr whose row index is the faster part.
 const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
 
-/// The parameters of one module that holds these layers' adapters, all of one scale.
+/// The parameters of the module that holds the adapters of these layers, which have the same scale.
 ///
 /// # Errors
 /// [`Error::Argument`] if there is none; those of the arithmetic.
@@ -73,7 +73,8 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// Stacked up factors, `unit` rows a share, in columns of their own unless they share them; zeros where a share has none.
+/// Stacked up factors with `unit` rows for each of `of` shares of the module. Each layer has columns of its own, unless
+/// they are `shared`; shares without a layer are zero.
 fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
     let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
@@ -106,10 +107,12 @@ fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
-/// The parameters of the layer that has these rows of a module with `rows`; none if the module leaves it as it is.
+/// The parameters of the layer with the rows `form` of a module of `rows` rows; `None` if the module does not change
+/// the layer.
 ///
 /// # Errors
-/// [`Error::Config`] if the module says something of all rows together.
+/// [`Error::Config`] if a parameter of the module applies to all rows together, [`Error::Shape`] if its rows have no
+/// equal shares.
 pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: usize) -> Result<Option<Parameters>> {
     let Form::Rows { first, count, of } = form else {
         return if form == Form::Swapped { swap(module).map(Some) } else { Ok(Some(module.clone())) };
@@ -121,7 +124,7 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
         let per_row = UPS.contains(name)
             || MAGNITUDES.contains(name) && height == rows
             || SLOW_ROWS.contains(name) && height % of == 0
-            // One row of the slower factor: the rows of the faster one are the module's.
+            // If the slower factor has one row, the rows of the faster factor are those of the module.
             || FAST_ROWS.contains(name) && slow == Some(1) && height % of == 0;
         let of_all = MAGNITUDES.contains(name) && !per_row
             || SLOW_ROWS.contains(name) && !per_row && slow != Some(1)
@@ -153,8 +156,9 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
     Ok(Some(own))
 }
 
-/// The columns of up factors, as runs (start, length), that a share uses alone, where every column is of one share: what [`join`]
-/// and kohya's trainers write. None if shares have columns in common.
+/// The columns of up factors that only this layer uses, as runs (start, length), for modules in which every column
+/// belongs to one layer, as [`join`] and kohya's trainers write them. `None` if the layer has columns in common with
+/// others.
 fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Result<Option<Vec<(usize, usize)>>> {
     let Some(up) = UPS.iter().find_map(|name| module.get(name)).filter(|up| up.rank() == 2) else { return Ok(None) };
     let (rows, rank) = (up.dims()[0], up.dims()[1]);
@@ -177,7 +181,7 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
             }
             owner = owner.or(Some(share));
         }
-        // A column of zeros goes with the one before.
+        // A column of zeros belongs to the owner of the column before.
         owners.push(owner.or_else(|| owners.last().copied().flatten()));
     }
     if owners.iter().all(Option::is_none)
@@ -195,7 +199,7 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
     Ok(Some(runs))
 }
 
-/// The halves of the rows exchanged.
+/// The halves of the rows are exchanged.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values

@@ -1,4 +1,4 @@
-//! Which module of a file holds the adapter of each layer.
+//! The assignment of layers to the modules of a file.
 
 use std::collections::BTreeMap;
 
@@ -9,22 +9,23 @@ use super::readers::{self, Tool};
 use super::{AdapterFormat, OP, PartNames, Style};
 use crate::form::{Form, Key};
 
-/// The modules of a part by their names in a file: indices of the layers, with what the module's rows are to each.
+/// The modules of a part by their names in a file: for each, its layers by index, with the rows of the module that
+/// belong to them.
 pub(super) type Modules = BTreeMap<String, Vec<(Form, usize)>>;
 
-/// A layer's adapter, as far as its place in a file depends on it.
+/// The properties of a layer's adapter that decide its place in a file.
 #[derive(Clone, Copy)]
 pub(super) struct Adapted<'a> {
     pub name: &'a str,
     pub kind: &'static str,
-    /// DoRA: whether it has one magnitude for each input.
+    /// For DoRA: whether it has one magnitude for each input.
     pub per_input: bool,
-    /// `LoKr`: whether the rows of its slower factor are an odd number.
+    /// For `LoKr`: whether its slower factor has an odd number of rows.
     pub odd_rows: bool,
 }
 
 impl<'a> Adapted<'a> {
-    /// Of a layer of a set.
+    /// The properties of a layer of a set.
     pub(super) fn of(layer: &AdaptedLayer<'a>) -> Self {
         let height = |name: &str| {
             layer.parameters.iter().find(|(known, _)| *known == name).and_then(|(_, value)| value.dims().first())
@@ -39,10 +40,11 @@ impl<'a> Adapted<'a> {
     }
 }
 
-/// Check that a format can hold adapters of a kind on some layers of a part. The magnitudes of DoRA are those of the outputs.
+/// Check that a format can represent adapters of a kind on some layers of a part. DoRA is assumed to have magnitudes of
+/// outputs.
 ///
 /// # Errors
-/// [`Error::Argument`] naming a format that can.
+/// [`Error::Argument`] if not, naming a format that can.
 pub fn check_format(
     format: Option<AdapterFormat>,
     names: &PartNames,
@@ -54,7 +56,8 @@ pub fn check_format(
     modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
 }
 
-/// The modules of a part in a format. diffusers drops one half of a file that mixes kohya's two styles, so a part has one.
+/// The modules of a part in a format. A part uses one of kohya's two styles, because diffusers drops one half of a file
+/// that mixes them.
 ///
 /// # Errors
 /// As [`check_format`].
@@ -118,7 +121,7 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
     )
 }
 
-/// Why adapters cannot be one module, if they cannot.
+/// The reason why adapters cannot be in one module; `None` if they can.
 fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
     let [(form, first), ..] = members else { return None };
     let Form::Rows { of, .. } = *form else {

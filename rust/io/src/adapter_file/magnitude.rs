@@ -1,8 +1,8 @@
 //! DoRA's magnitude in files.
 //!
-//! `ComfyUI` divides by ‖W + ΔW‖ where there is one magnitude for each input, but by ‖W‖ where there is one for each output
-//! (`comfy/weight_adapter/base.py`, `weight_decompose`). A file for it therefore holds m ‖W‖ / ‖W + ΔW‖ in the second case, which
-//! renders exactly what was trained.
+//! `ComfyUI` divides by ‖W + ΔW‖ if there is one magnitude for each input, but by ‖W‖ if there is one for each output
+//! (`comfy/weight_adapter/base.py`, `weight_decompose`). In the second case a file for it therefore has m ‖W‖ / ‖W +
+//! ΔW‖, which gives exactly the trained adapter.
 //!
 //! Follows <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
 
@@ -13,7 +13,7 @@ use trainable_candle_nn::adapter::{AdapterSettings, KINDS};
 /// Metadata of files whose magnitudes are for `ComfyUI`'s formula.
 pub(super) const MARK: (&str, &str) = ("trainable_candle.dora_scale", "divided_by_base_norm");
 
-/// ‖W + s B A‖ / ‖W‖ for each output, (out), f32, from factors as files hold them.
+/// ‖W + s B A‖ / ‖W‖ for each output, (out), f32, from factors in the layout of files.
 ///
 /// # Errors
 /// [`Error::Shape`] if the factors do not fit the base.

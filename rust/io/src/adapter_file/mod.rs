@@ -1,7 +1,7 @@
 //! Adapter files: the same parameters under the names that other tools read.
 //!
-//! One file may hold several parts of a pipeline (a UNet and its text encoders). [`PartNames`] says what tools call a part and
-//! its layers; reading accepts every style that is known, whatever the format.
+//! One file may have adapters of several parts of a pipeline (a UNet and its text encoders). [`PartNames`] has the
+//! names that tools use for a part and its layers. Reading accepts every known style of names.
 
 mod alpha;
 mod fused;
@@ -30,21 +30,23 @@ use trainable_candle_core::{Error, Result};
 pub use verify::{ModuleReport, Outline, Report, verify_adapter};
 pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters};
 
-/// The function that writes adapters, in errors.
+/// The name of the function that writes adapters, for errors.
 const OP: &str = "save_adapter";
 
-/// Whose names an adapter file carries.
+/// The tool whose names an adapter file uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdapterFormat {
     /// `lora_unet_input_blocks_4_1_….lora_down.weight` (kohya's trainers): ComfyUI, A1111 and diffusers load it.
     Kohya,
-    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). Where `ComfyUI` knows these names too, the factors have the scale in them.
+    /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` knows these names too, the factors include the
+    /// scale.
     Diffusers,
     /// `base_model.model.LAYER.lora_A.weight` (peft); one part. Written to a folder, it is what `PeftModel.from_pretrained` loads:
     /// `adapter_model.safetensors` and `adapter_config.json`.
     Peft,
-    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's own names). An adapter that cannot join others in one matrix,
-    /// as the original checkpoint has them, has diffusers' name where `ComfyUI` knows it.
+    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's own names, those of the original checkpoint). An
+    /// adapter that cannot be joined with others in one matrix, as the original checkpoint requires, has diffusers'
+    /// name if `ComfyUI` knows it.
     ComfyUi,
 }
 

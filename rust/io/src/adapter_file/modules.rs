@@ -31,13 +31,13 @@ pub(super) struct Contents {
     pub modules: BTreeMap<String, Stored>,
     pub others: Vec<String>,
     pub metadata: HashMap<String, String>,
-    /// peft's configuration, in the header or in a file beside.
+    /// peft's configuration, from the header or from `adapter_config.json` beside the file.
     config: Option<serde_json::Value>,
 }
 
 const ALPHA: &str = "alpha";
 
-/// Endings by which other tools name parameters.
+/// Endings of parameter names in other tools, and the names here.
 const ALIASES: [(&str, &str); 12] = [
     (".lora_down.weight", "lora_A.weight"),
     (".lora_up.weight", "lora_B.weight"),
@@ -53,7 +53,7 @@ const ALIASES: [(&str, &str); 12] = [
     (".alpha", ALPHA),
 ];
 
-/// The module and the parameter of a key, by the other tools' names or those of a kind of adapter.
+/// The module and the parameter of a key, for the other tools' names and the names of every kind of adapter.
 fn split(key: &str) -> Option<(&str, &'static str)> {
     let alias = ALIASES.iter().find_map(|(ending, parameter)| Some((key.strip_suffix(ending)?, *parameter)));
     let mut parameters = KINDS.iter().flat_map(|kind| kind.parameters);
@@ -64,7 +64,7 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
 const TUCKER: [&str; 4] = [".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2"];
 
 impl Contents {
-    /// Read the file at `path`, or peft's in that folder.
+    /// Read the file at `path`, or peft's file if `path` is a folder.
     ///
     /// # Errors
     /// [`Error::WeightsFormat`] if it is not a safetensors file or has no tensors, an alpha is not a number, or a module has the Tucker
@@ -116,7 +116,7 @@ impl Contents {
         Ok(contents)
     }
 
-    /// The scale of a layer by the configuration, for files without alphas.
+    /// The scale of a layer according to the configuration, for files without alphas.
     pub(super) fn configured_scale(&self, part: &str, layer: &str) -> Option<f64> {
         peft::configured_scale(self.config.as_ref()?, part, layer)
     }
@@ -136,7 +136,7 @@ pub(super) fn non_finite(values: &LayerValues) -> Result<Option<&str>> {
     Ok(None)
 }
 
-/// The keys of the adapter file at `path`, or of peft's in that folder; no value is read.
+/// The keys of the adapter file at `path`, or of peft's file if `path` is a folder; reads no values.
 ///
 /// # Errors
 /// As [`TensorFile::open`].

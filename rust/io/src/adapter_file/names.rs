@@ -1,4 +1,4 @@
-//! [`PartNames`]: what tools call a part of a pipeline and its layers.
+//! [`PartNames`]: the names that tools use for a part of a pipeline and its layers.
 
 use std::sync::Arc;
 
@@ -13,31 +13,32 @@ pub struct BaseModel {
     pub version: &'static str,
     /// `modelspec.architecture` without `/lora`: `stable-diffusion-xl-v1-base`.
     pub architecture: &'static str,
-    /// Height and width in pixels of the images that it was made for: 1024 is `modelspec.resolution` `1024x1024`.
+    /// Height and width in pixels of the images that it was trained for: 1024 is `modelspec.resolution` `1024x1024`.
     pub resolution: usize,
 }
 
-/// Where a layer is in the original checkpoint, if it is there: the layer's name, and the rows that are its own.
+/// A layer's place in the original checkpoint, if it has one: the name of the matrix, and the rows of it that are the
+/// layer's.
 pub type Original = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
-/// What tools call one part of a pipeline and its layers.
+/// The names that tools use for one part of a pipeline and its layers.
 #[derive(Clone)]
 pub struct PartNames {
     /// diffusers' and peft's name of the part: `unet`, `text_encoder`. Empty for a model that belongs to no pipeline.
     pub diffusers: &'static str,
-    /// kohya's: `lora_unet`, `lora_te1`.
+    /// kohya's name: `lora_unet`, `lora_te1`.
     pub kohya: &'static str,
-    /// `ComfyUI`'s: `diffusion_model`, `text_encoders.clip_l.transformer`. None if it knows no such model.
+    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. `None` if it knows no such model.
     pub comfyui: Option<&'static str>,
     /// The base model, if other tools know it.
     pub base: Option<BaseModel>,
-    /// Whether this is the part that makes images, not one that reads text.
+    /// Whether this is the part that generates images, not a text encoder.
     pub is_denoiser: bool,
     /// The layers' places in original checkpoints.
     pub original: Original,
-    /// The programs that load its adapters.
+    /// The tools that load its adapters.
     pub readers: &'static [Reader],
-    /// What the keys of every known part begin with, this one among them.
+    /// The prefixes of the keys of all known parts, including this one.
     pub prefixes: Arc<[String]>,
 }
 
@@ -58,7 +59,7 @@ impl Default for PartNames {
 }
 
 const PEFT: &str = "base_model.model.";
-/// What the keys of a denoiser begin with in LyCORIS' style.
+/// The prefix of the keys of a denoiser in LyCORIS' style.
 const LYCORIS: &str = "lycoris_";
 
 impl PartNames {
@@ -71,18 +72,18 @@ impl PartNames {
         }
     }
 
-    /// Whether `ComfyUI` reads diffusers' names of the layers that are usually adapted. The two look for the scale in different places then, so that a file
-    /// for both has it in its factors.
+    /// Whether `ComfyUI` reads diffusers' names of the layers that are usually adapted. The two tools look for the
+    /// scale in different places, so the factors of a file for both include it.
     pub(super) fn folds(&self) -> bool {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// What `key` begins with, if that says which part it is of.
+    /// The prefix of `key`, if it tells the part that the key belongs to.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }
 
-    /// Whether `prefix`, with which a key begins, is this part's.
+    /// Whether `prefix`, the beginning of a key, is one of this part.
     pub(super) fn begins(&self, prefix: &str) -> bool {
         let kohya = prefix == LYCORIS && self.is_denoiser
             || prefix

@@ -1,7 +1,8 @@
 //! peft's files: `adapter_model.safetensors` beside `adapter_config.json`, and the configuration that gives the scales.
 //!
-//! peft multiplies every layer by alpha / r, also a LoKr that has no rank because both of its factors are whole. `LyCORIS` and the
-//! readers of its files take 1 there, so that such a layer's factor is multiplied by the quotient in peft's files.
+//! peft multiplies every layer by alpha / r, also a LoKr that has no rank because both of its factors are full
+//! matrices. `LyCORIS` and the readers of its files use the scale 1 for it, so in peft's files such a layer's factor is
+//! multiplied by the quotient.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +15,7 @@ use super::alpha;
 const MODEL: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
 
-/// The whole factor of a LoKr that carries its scale.
+/// The full factor of a LoKr that is multiplied by the scale.
 pub(super) const FOLDED: &str = "lokr_w1";
 
 /// The file that is written for `path`: for a folder, existing or not, peft's file in it.
@@ -22,17 +23,17 @@ pub(super) fn file_to_write(path: &Path) -> PathBuf {
     if path.is_dir() || path.extension().is_none() { path.join(MODEL) } else { path.to_path_buf() }
 }
 
-/// The file that `path` means: itself, or peft's in the folder.
+/// The file to read for `path`: itself, or peft's file if `path` is a folder.
 pub(super) fn file_to_read(path: &Path) -> PathBuf {
     if path.is_dir() { path.join(MODEL) } else { path.to_path_buf() }
 }
 
-/// Where the configuration of an adapter file is, if the file has peft's name.
+/// The path of an adapter file's configuration, if the file has peft's name.
 pub(super) fn config_beside(path: &Path) -> Option<PathBuf> {
     (path.file_name()? == MODEL).then(|| path.with_file_name(CONFIG))
 }
 
-/// The factor that peft applies to layers without a rank of their own.
+/// The rank and alpha of peft's configuration, for layers without entries of their own.
 #[derive(Clone, Copy)]
 pub(super) struct Common {
     rank: usize,
@@ -49,12 +50,12 @@ impl Common {
         })
     }
 
-    /// Rank and alpha that peft gives a layer.
+    /// Rank and alpha of a layer in peft's configuration.
     fn sizes(self, layer: &AdaptedLayer<'_>) -> (usize, f64) {
         if has_rank(layer) {
             return (layer.settings.rank, alpha::of(layer));
         }
-        // A file does not say with what rank the factors stayed whole: one as large as they are does it.
+        // A file does not say at which rank the factors stayed full matrices: with a rank as large as they are they do.
         let largest = || layer.parameters.iter().flat_map(|(_, value)| value.dims()).copied().max().unwrap_or(1);
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }
@@ -71,7 +72,7 @@ pub(super) fn has_rank(layer: &AdaptedLayer<'_>) -> bool {
     layer.parameters.iter().any(|(name, _)| layer.kind.ranked.contains(name))
 }
 
-/// peft's configuration of a part. Ranks and alphas are each layer's own, with the scale alpha / r.
+/// peft's configuration of a part, with each layer's own rank and alpha; the scale is alpha / r.
 pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<String, Value> {
     let Some(first) = layers.first() else { return Map::new() };
     let common = Common::of(set, layers);
@@ -114,8 +115,8 @@ pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Ma
     if let Value::Object(fields) = fields { fields } else { Map::new() }
 }
 
-/// The name by which a configuration finds a module. transformers 5 has dropped `text_model.` from one encoder and kept it in the
-/// other; modules are matched by the end of their name, so that without it both are found.
+/// The name of a module in a configuration. transformers 5 has dropped `text_model.` from the names of one encoder and
+/// kept it in the other; modules are matched by the end of their name, so a name without this prefix finds both.
 fn module(layer: &str) -> &str {
     layer.strip_prefix("text_model.").unwrap_or(layer)
 }
@@ -129,7 +130,7 @@ pub(super) fn config_text(configuration: Map<String, Value>) -> String {
     format!("{fields:#}\n")
 }
 
-/// The configuration in `adapter_config.json` beside a file of peft's.
+/// The configuration in `adapter_config.json` beside a file with peft's name.
 ///
 /// # Errors
 /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not JSON.
@@ -158,7 +159,7 @@ pub(super) fn configured_scale(config: &Value, part: &str, layer: &str) -> Optio
     Some(config.settings(layer).ok()?.scale)
 }
 
-/// Give a layer without a rank the scale 1, its factor multiplied by what peft's configuration says.
+/// Give a layer without a rank the scale 1, by multiplying its factor by `scale`, the scale of peft's configuration.
 pub(super) fn unfold(values: &mut LayerValues, scale: f64) -> Result<()> {
     if let Some(factor) = values.parameters.get_mut(FOLDED) {
         *factor = factor.to_dtype(DType::F32)?.mul_scalar(scale)?;

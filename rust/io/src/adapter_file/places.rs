@@ -1,17 +1,17 @@
-//! Which layers a module of a file is for.
+//! The layers that a module of a file belongs to.
 
 use std::collections::HashMap;
 
 use super::{PartNames, Style};
 use crate::form::{Form, Key};
 
-/// What a module's name means.
+/// The meaning of a module's name.
 pub(super) struct Place<'a> {
-    /// The part.
+    /// The index of the part.
     pub part: usize,
     /// The style of the name.
     pub style: Style,
-    /// The layers that it holds, with what the module's rows are to each.
+    /// The layers of the module, with the rows of the module that belong to each.
     pub layers: Vec<(&'a str, Form)>,
 }
 
@@ -23,7 +23,7 @@ pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str
             for style in Style::ALL {
                 let Some(Key { key, form }) = names.place(layer, style) else { continue };
                 let place = places.entry(key).or_insert_with(|| Place { part, style, layers: Vec::new() });
-                // A name that two styles share is the first one's.
+                // A name that two styles share belongs to the first style.
                 if (place.part, place.style) == (part, style) {
                     place.layers.push((layer, form));
                 }

@@ -12,21 +12,21 @@ use super::places::places;
 use super::{PartNames, Style, alpha, fused, magnitude, peft};
 use crate::form::Form;
 
-/// A part that a file may hold adapters for.
+/// A part that a file may have adapters for.
 #[derive(Clone, Copy)]
 pub struct PartLayers<'a> {
-    /// What tools call it.
+    /// The names that tools use for it.
     pub names: &'a PartNames,
     /// Its layers.
     pub layers: &'a [(String, Layer<'a>)],
 }
 
-/// The adapters that the file at `path`, or peft's in that folder, has for each of `parts`, under the layers' own names. Modules of
-/// other parts are left out.
+/// The adapters in the file at `path`, or in peft's file if `path` is a folder, for each of `parts`, by the layers'
+/// names. Modules of other parts are skipped.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if it is not an adapter file, has nothing for any of the parts, names layers that a part does not have, or
-/// holds numbers that are not finite.
+/// [`Error::WeightsFormat`] if it is not an adapter file, has nothing for any of the parts, names layers that a part
+/// does not have, or has non-finite elements.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
@@ -60,7 +60,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     let part_prefix = |key: &str| parts.first().and_then(|part| part.names.prefix_of(key));
     let prefixes: Vec<&str> =
         contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
-    // A module of a part that was not asked for is not a mistake.
+    // Modules of parts that were not requested are no error.
     let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
     let nothing = found.iter().all(BTreeMap::is_empty);
     let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
@@ -71,10 +71,10 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     Ok(found)
 }
 
-/// Up to this many keys that fit nothing count as foreign; more mean that the file is for another model.
+/// Up to this many unknown keys count as foreign to the file; more mean that the file is for another model.
 const FOREIGN: usize = 3;
 
-/// What is wrong with a file that has the keys `wrong` for none of the parts `asked` for.
+/// The error message for a file whose keys `wrong` belong to none of the parts `asked` for.
 fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> String {
     let list = |keys: &[&String]| keys.iter().take(3).map(|key| key.as_str()).collect::<Vec<_>>().join(", ");
     let modules = contents.modules.len();
@@ -108,7 +108,8 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
     )
 }
 
-/// The adapter of the layer of `rows` rows that has this place in a module; none if the module leaves it as it is.
+/// The adapter of the layer with `rows` rows that has the place `form` in a module; `None` if the module does not
+/// change the layer.
 pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
     let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
     let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
@@ -120,7 +121,7 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
     Ok(Some(own))
 }
 
-/// The adapter of one layer under peft's names.
+/// The adapter of one layer, with parameters under peft's names.
 fn values(
     stored: &Stored,
     base: &Base<'_>,
@@ -166,14 +167,14 @@ fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divid
 /// Read the parameters of an adapter file into `set`, which is on `part`.
 ///
 /// # Errors
-/// As [`read_adapters`] and [`AdapterSet::load`]; nothing is changed then.
+/// As [`read_adapters`] and [`AdapterSet::load`]; after an error nothing is changed.
 pub fn load_adapter(path: &Path, set: &AdapterSet, part: PartLayers<'_>) -> Result<()> {
     let mut found = read_adapters(path, &[part])?;
     set.load(&found.pop().unwrap_or_default())
 }
 
-/// Put the adapters of a file on the layers of `part` that it names, with their ranks, kinds and alphas, their effect multiplied
-/// by `scale`.
+/// Put the adapters of a file on the layers of `part` that it names, with the file's ranks, kinds and alphas, and
+/// multiply their effect by `scale`.
 ///
 /// # Errors
 /// As [`read_adapters`] and [`AdapterSet::attach_values`].
@@ -189,7 +190,8 @@ pub fn attach_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<A
     AdapterSet::attach_values(&values, part.layers)
 }
 
-/// Put the LoRA of a file beside whatever is trained on the layers of `part` that it names, its effect multiplied by `scale`.
+/// Put the LoRA of a file on the layers of `part` that it names, in addition to adapters that are trained there, and
+/// multiply its effect by `scale`.
 ///
 /// # Errors
 /// As [`read_adapters`] and [`TrainingAdapter::attach`].

@@ -1,17 +1,18 @@
-//! [`Reader`]: which styles of names a program knows, and what it makes of adapters under them.
+//! [`Reader`]: the styles of names that a tool knows, and how it applies adapters under these names.
 //!
-//! A family's table says this for each of its parts; `verify` reports by it, and the default format follows from it.
+//! Each model family has a table of readers for each of its parts. `verify` reports by this table, and the default
+//! format follows from it.
 
 use super::Style;
 
-/// A program that loads adapters.
+/// A tool that loads adapters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tool {
     /// ComfyUI, by its key maps (`comfy/lora.py`).
     ComfyUi,
     /// diffusers' pipelines (`load_lora_weights`), by their conversion of other names.
     Diffusers,
-    /// kohya's sd-scripts, which continue a training or merge (`networks/lora*.py`), or musubi-tuner for models that it alone has.
+    /// kohya's sd-scripts, which resume a training or merge (`networks/lora*.py`), or musubi-tuner for its own models.
     Kohya,
     /// `PeftModel.from_pretrained`.
     Peft,
@@ -32,40 +33,40 @@ impl Tool {
     }
 }
 
-/// The names that a program knows.
+/// The names that a tool knows.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader {
-    /// The program.
+    /// The tool.
     pub tool: Tool,
     /// The styles that it knows.
     pub styles: &'static [Known],
     /// The kinds of adapters that it loads.
     pub kinds: &'static [&'static str],
-    /// The parameter in which it looks for DoRA's magnitude; without it, the rest of such an adapter is applied.
+    /// The parameter in which it looks for DoRA's magnitude; `None` if it applies only the rest of such an adapter.
     pub magnitude: Option<&'static str>,
 }
 
-/// A style that a program knows.
+/// A style that a tool knows.
 #[derive(Clone, Copy, Debug)]
 pub struct Known {
     /// The style.
     pub style: Style,
-    /// The layers that it has such a name for; every one without it.
+    /// Whether it knows a layer by this style; `None` if it knows all of them.
     pub only: Option<fn(layer: &str) -> bool>,
-    /// What it makes of an alpha beside the parameters.
+    /// What it does with an alpha beside the parameters.
     pub alpha: Alpha,
     /// Whether it applies an alpha in the configuration.
     pub configured: bool,
 }
 
-/// What a program makes of an alpha beside the parameters.
+/// What a tool does with an alpha beside the parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Alpha {
-    /// The numerator of the scale.
+    /// It is the numerator of the scale.
     Applied,
-    /// Nothing.
+    /// It is ignored.
     LeftOut,
-    /// An error.
+    /// It is an error.
     Refused,
 }
 
@@ -75,7 +76,7 @@ impl Known {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
 
-    /// The layers that `only` names.
+    /// With only the layers for which `only` is true.
     #[must_use]
     pub const fn only(self, only: fn(&str) -> bool) -> Self {
         Self { only: Some(only), ..self }
@@ -87,7 +88,7 @@ impl Known {
         Self { configured: true, ..self }
     }
 
-    /// With this for alphas beside the parameters.
+    /// With this treatment of alphas beside the parameters.
     #[must_use]
     pub const fn alpha(self, alpha: Alpha) -> Self {
         Self { alpha, ..self }
@@ -97,7 +98,7 @@ impl Known {
 /// Every kind of adapter.
 pub const EVERY_KIND: &[&str] = &["lora", "dora", "loha", "lokr"];
 
-/// peft, which knows its own names of every model.
+/// peft, which knows its own names for every model.
 pub const PEFT: Reader = Reader {
     tool: Tool::Peft,
     styles: &[Known::all(Style::Peft).configured().alpha(Alpha::LeftOut)],
@@ -105,32 +106,32 @@ pub const PEFT: Reader = Reader {
     magnitude: Some("lora_magnitude_vector.weight"),
 };
 
-/// The programs that load adapters of a model that only this library knows.
+/// The tools that load adapters of a model that only this library knows.
 pub const UNKNOWN: &[Reader] = &[PEFT];
 
-/// What a program does with one module.
+/// What a tool does with one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It applies what was trained.
+    /// It applies the trained adapter.
     Whole,
-    /// It applies something else, and why.
+    /// It applies the adapter, but not as trained; the reason.
     Part(&'static str),
-    /// It leaves the module out, and why.
+    /// It ignores the module; the reason.
     Not(&'static str),
 }
 
-/// A module of a file, as far as readers tell modules apart.
+/// The properties of a module of a file on which readers depend.
 pub(super) struct Found<'a> {
     pub layer: &'a str,
     pub style: Style,
     pub kind: &'a str,
-    /// DoRA's magnitude, as the file calls it.
+    /// The file's name of DoRA's magnitude.
     pub magnitude: Option<&'a str>,
-    /// Whether that is one for each input.
+    /// Whether there is one magnitude for each input.
     pub per_input: bool,
     /// Whether the file has an alpha beside the parameters.
     pub has_alpha: bool,
-    /// Where the file has an alpha that makes another scale than 1.
+    /// Where the file has an alpha that gives a scale other than 1.
     pub scaled: AlphaAt,
 }
 
@@ -143,7 +144,7 @@ pub(super) enum AlphaAt {
 }
 
 impl Reader {
-    /// What the program does with a module.
+    /// What the tool does with a module.
     pub(super) fn outcome(&self, found: &Found<'_>) -> Outcome {
         let knows = |known: &&Known| known.style == found.style && known.only.is_none_or(|only| only(found.layer));
         let Some(known) = self.styles.iter().find(knows) else {
@@ -165,7 +166,7 @@ impl Reader {
                 _ => "it leaves DoRA's magnitude out",
             });
         }
-        // `NetworkModule.apply_weight_decompose`, whatever the shape of the magnitude.
+        // As `NetworkModule.apply_weight_decompose`, which ignores the shape of the magnitude.
         if self.tool == Tool::A1111 && found.magnitude.is_some() && !found.per_input {
             return Outcome::Part("it divides DoRA's weights by norms of inputs; --dora-axis input is for it");
         }
@@ -179,7 +180,7 @@ impl Reader {
     }
 }
 
-/// Whether a program knows the layers that adapters are usually for by a style: attention's projections stand for them.
+/// Whether a tool knows the usually adapted layers by a style; attention's projections stand for them.
 pub(super) fn knows_usual(readers: &[Reader], tool: Tool, style: Style) -> bool {
     const USUAL: &str = "transformer_blocks.0.attn.to_q";
     let mut known = readers.iter().filter(|reader| reader.tool == tool).flat_map(|reader| reader.styles);

@@ -26,7 +26,7 @@ pub enum Style {
 }
 
 impl Style {
-    /// Every style in which files may name a layer, the likeliest first.
+    /// Every style in which files may name a layer, the most likely first.
     pub(super) const ALL: [Self; 10] = [
         Self::KohyaOriginal,
         Self::Kohya,

@@ -1,4 +1,4 @@
-//! What other tools would make of an adapter file, determined from its keys alone.
+//! Reports how other tools would apply an adapter file, judged by its keys and shapes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -12,41 +12,43 @@ use super::readers::{AlphaAt, Found, Outcome, Tool};
 use super::{PartNames, Style, alpha, read};
 use crate::form::Form;
 
-/// A part of a model without its weights: what tools call it, and its layers with the shapes of their weights in files.
+/// A part of a model without its weights: the names that tools use, and its layers with the shapes of their weights in
+/// files.
 pub struct Outline {
-    /// What tools call it.
+    /// The names that tools use for it.
     pub names: PartNames,
-    /// (out, in), or (out, in, height, width).
+    /// The shape of each layer's weight: (out, in), or (out, in, height, width).
     pub layers: BTreeMap<String, Vec<usize>>,
 }
 
-/// One layer's adapter in a file. A module that holds those of several layers is reported once for each.
+/// One layer's adapter in a file. A module with the adapters of several layers is reported once for each layer.
 pub struct ModuleReport {
-    /// The name in the file, before the parameters'.
+    /// The name in the file, without the parameter's name.
     pub module: String,
-    /// The layer that it is for, with diffusers' name of the part; None if the model has none.
+    /// The layer that it is for, with diffusers' name of the part; `None` if the model has no such layer.
     pub layer: Option<String>,
     /// The kind of adapter.
     pub kind: Option<&'static str>,
-    /// Its rank, 0 if nothing is decomposed.
+    /// Its rank; 0 if no factor is decomposed.
     pub rank: usize,
     /// The numerator of the scale, if the file has it beside the parameters.
     pub alpha: Option<f64>,
-    /// The factor that tools apply: alpha / rank by the file or its configuration, 1 without both.
+    /// The factor that tools apply: alpha / rank according to the file or its configuration, 1 without an alpha in
+    /// either.
     pub scale: f64,
     /// Whether a factor is zero everywhere.
     pub zero: bool,
     /// What is wrong with its shapes or parameters.
     pub fault: Option<String>,
-    /// Tools that leave it out, and why.
+    /// Tools that ignore it, with the reason.
     pub ignored_by: Vec<(Tool, &'static str)>,
-    /// Tools that apply it, but not as it was trained, and why.
+    /// Tools that apply it, but not as it was trained, with the reason.
     pub changed_by: Vec<(Tool, &'static str)>,
 }
 
-/// What other tools would make of a file.
+/// How other tools would apply a file.
 pub struct Report {
-    /// The programs that the report is about, in the order of the parts' tables.
+    /// The tools that the report covers, in the order of the parts' tables.
     pub tools: Vec<Tool>,
     /// Every module in the order of names.
     pub modules: Vec<ModuleReport>,
@@ -70,7 +72,7 @@ impl Report {
     }
 }
 
-/// Match the file at `path` against the parts of a model as the programs in their tables do.
+/// Match the file at `path` with the parts of a model, as the tools in their tables would.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`](trainable_candle_core::Error::WeightsFormat) if it is not a safetensors file.
@@ -78,7 +80,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that is the same in both of kohya's styles is of either.
+    // A name that both of kohya's styles share fits either.
     let is_one = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
@@ -99,7 +101,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                     report.fault = report.fault.or_else(|| misfit(&own.layer_values(), &part.layers[layer]));
                     report
                 }
-                // Without all of its parameters it is of no kind, and belongs to all of the module's layers.
+                // An incomplete adapter cannot be split: the whole module is reported for each of its layers.
                 Err(error) => {
                     let mut report = described(module, stored)?;
                     report.fault.get_or_insert(error.to_string());
@@ -143,7 +145,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     Ok(Report { tools, modules, others: contents.others, remarks })
 }
 
-/// What the parameters of a module say by themselves.
+/// The report of a module from its parameters alone.
 fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
     let values = stored.layer_values();
     let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
@@ -180,7 +182,7 @@ fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
     original && own
 }
 
-/// What is wrong with the sizes of a low-rank pair for a weight of `shape`.
+/// The reason why a low-rank pair does not fit a weight of `shape`; `None` if it fits.
 fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     let (down, up) = (values.parameters.get("lora_A.weight"), values.parameters.get("lora_B.weight"));
     let (Some(down), Some(up)) = (down, up) else {
@@ -192,7 +194,7 @@ fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
     (!fits).then(|| format!("down {:?} and up {:?} do not fit a weight {shape:?}", down.dims(), up.dims()))
 }
 
-/// What each program makes of a module.
+/// Adds to the report what each tool does with a module.
 fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut ModuleReport) {
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
@@ -208,7 +210,7 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     }
 }
 
-/// diffusers takes the most common alpha for attention's projections under kohya's names, whatever theirs is.
+/// A remark if diffusers reads wrong alphas: under kohya's names attention's projections get the most common one.
 fn misread_alphas(
     contents: &Contents,
     places: &HashMap<String, Place<'_>>,
@@ -217,7 +219,7 @@ fn misread_alphas(
 ) -> Option<String> {
     let is_split = |layer: &String| (parts[part].names.original)(layer).is_some_and(|key| key.form != Form::Plain);
     if parts[part].layers.keys().any(is_split) {
-        // Its converter for models whose layers are joined reads each alpha.
+        // diffusers' converter for models whose original checkpoints join layers reads each alpha.
         return None;
     }
     let alphas = contents.modules.iter().filter_map(|(module, stored)| {
@@ -237,7 +239,7 @@ fn misread_alphas(
     (others > 0).then(remark)
 }
 
-/// What tools make of modules without an alpha.
+/// A remark about modules without an alpha.
 fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String> {
     let without = |m: &&ModuleReport| contents.modules.get(&m.module).is_some_and(|stored| stored.alpha.is_none());
     let (configured, unknown): (Vec<_>, Vec<_>) = modules.iter().filter(without).partition(|m| m.scale != 1.0);
@@ -250,10 +252,9 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     }
 }
 
-/// Entry with the name of the adapter over which a distilled model was trained.
+/// Entry with the name of the training adapter that a distilled model had during training.
 const TRAINED_OVER: &str = "ss_training_adapter";
 
-/// Remarks about the header.
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
     if let Some(name) = contents.metadata.get(TRAINED_OVER) {

@@ -14,32 +14,34 @@ use crate::atomic::write_atomically;
 use crate::form::Form;
 use crate::tensor_writer::save_tensors;
 
-/// How an adapter file is written.
+/// Options for writing an adapter file.
 #[derive(Clone, Debug, Default)]
 pub struct SaveOptions {
     /// The format; by default the one that most tools load.
     pub format: Option<AdapterFormat>,
     /// The dtype of the parameters; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries of the header, which add to those that tools look for, or replace them.
+    /// Text entries of the header, in addition to the entries for other tools; an entry of the same name replaces
+    /// theirs.
     pub metadata: BTreeMap<String, String>,
 }
 
-/// What was written.
+/// A summary of a written file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Saved {
     /// The number of adapted layers.
     pub layers: usize,
-    /// Layers whose adapter has no effect, because a factor is zero everywhere: untrained ones.
+    /// Layers whose adapter has no effect because a factor is zero everywhere, as before training.
     pub zero: Vec<String>,
 }
 
-/// Write the adapters of one part or several to `path`, atomically, with the metadata that tools look for. Alpha / rank is the scale
-/// that was trained with, for rsLoRA too; alphas are beside each layer, in the formats of diffusers and peft in the header. In
-/// kohya's format all LoRA layers of a part have one alpha, their factors multiplied accordingly; in diffusers' the factors have the
-/// whole scale in them where `ComfyUI` knows the names too. Layers that are one matrix in original checkpoints are one module under
-/// their names. In peft's format, a path that is a folder
-/// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and `adapter_config.json`.
+/// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for. Alpha /
+/// rank is the scale of the training, for rsLoRA too. Alphas are beside each layer, in the formats of diffusers and
+/// peft in the header. In kohya's format all LoRA layers of a part have one alpha, and their factors are multiplied
+/// accordingly. In diffusers' format the factors include the whole scale if `ComfyUI` knows the names too. Under names
+/// of original checkpoints, layers that are one matrix there are one module. In peft's format, a path that is a folder
+/// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and
+/// `adapter_config.json`.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -49,10 +51,10 @@ pub fn save_adapters(path: &Path, parts: &[(&PartNames, &AdapterSet)], options: 
     Ok(file.saved)
 }
 
-/// Copy what [`save_adapters`] writes to the CPU, so that it can be written while training continues.
+/// Copy everything that [`save_adapters`] writes to the CPU, so that it can be written while training continues.
 ///
 /// # Errors
-/// [`Error::Argument`] if the format cannot hold these adapters.
+/// [`Error::Argument`] if the format cannot represent these adapters.
 pub fn prepare_adapters(
     path: &Path,
     parts: &[(&PartNames, &AdapterSet)],
@@ -101,7 +103,8 @@ pub fn prepare_adapters(
                 }
             }
             let mut values = fused::join(own)?;
-            // To diffusers and peft an alpha is an unexpected key; both have a configuration for it, or a scale of 1.
+            // For diffusers and peft an alpha is an unexpected key: their files have it in the configuration, or have a
+            // scale of 1.
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
                 let rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
@@ -126,12 +129,12 @@ pub fn prepare_adapters(
     Ok(AdapterFile { path: path.clone(), tensors, metadata: entries, config, saved })
 }
 
-/// An adapter file that is complete but not written yet: on the CPU, where training does not change it.
+/// A complete adapter file that is not written yet. Its tensors are copies on the CPU, which training does not change.
 pub struct AdapterFile {
     path: PathBuf,
     tensors: BTreeMap<String, Tensor>,
     metadata: BTreeMap<String, String>,
-    /// peft's configuration, a file of its own.
+    /// peft's separate configuration file: its path and text.
     config: Option<(PathBuf, String)>,
     saved: Saved,
 }
@@ -158,16 +161,17 @@ impl AdapterFile {
     }
 }
 
-/// A layer's parameters on the CPU, in storage of their own. Beside the norms that a file of
-/// DoRA needs, this is all that leaves a device.
+/// A layer's parameters on the CPU, in storage of their own. Only these, and the norms that a file of
+/// DoRA needs, are copied from a device.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
 
-/// Parameters whose first size is the rank, in modules of several layers.
+/// Parameters whose first dimension is the rank, in modules of several layers.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
-/// Give the layers the scales of the format; returns the alphas of those that had another, by diffusers' names.
+/// Give the layers the scales of the format. Returns the previous alphas of the layers whose scale changes, by
+/// diffusers' names.
 fn rescale(
     format: AdapterFormat,
     folds: bool,
@@ -197,7 +201,7 @@ fn rescale(
     Ok(trained)
 }
 
-/// The parameters of one layer under peft's names, as the format has their values.
+/// The parameters of one layer with the values of the format, under peft's names.
 fn file_parameters(
     format: AdapterFormat,
     (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
@@ -208,7 +212,7 @@ fn file_parameters(
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
-        // Other readers take the scale 1 where nothing has a rank.
+        // Other readers use the scale 1 if no parameter has a rank.
         _ => layer.settings.scale,
     };
     let mut found = Parameters::new();
@@ -235,9 +239,9 @@ fn file_parameters(
     Ok(found)
 }
 
-/// A magnitude for each output as [`magnitude`] says, (out, 1) or (out, 1, 1, 1).
+/// A magnitude of outputs for `ComfyUI`, as described in [`magnitude`], (out, 1) or (out, 1, 1, 1).
 fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DType) -> Result<Tensor> {
-    // Computed from the factors as the file has them, on the device of the base.
+    // Computed on the device of the base, from the factors as rounded for the file.
     let rounded = |wanted: &str| {
         let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
         let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));
@@ -255,7 +259,8 @@ fn ending(format: AdapterFormat, names: &PartNames, name: &'static str) -> &'sta
     match (name, format) {
         ("lora_A.weight", AdapterFormat::Kohya) => "lora_down.weight",
         ("lora_B.weight", AdapterFormat::Kohya) => "lora_up.weight",
-        // transformers 5 hands text encoders' keys to the model as they are; peft completes its own name for the others.
+        // transformers 5 passes the keys of text encoders to the model unchanged; for other parts peft completes its
+        // own name.
         ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser => name,
         ("lora_magnitude_vector.weight", _) => "lora_magnitude_vector",
         _ => name,

@@ -1,4 +1,4 @@
-//! The header of a GGUF file: facts under names, and where each tensor is.
+//! The header of a GGUF file: named facts (metadata), and the place of each tensor.
 //!
 //! Versions 2 and 3 of <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
@@ -9,13 +9,13 @@ use serde_json::{Map, Value};
 use trainable_candle_core::DType;
 use trainable_candle_core::quantized::Ggml;
 
-/// What a file begins with.
+/// The first bytes of a file.
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
-/// Elements of the longest array of facts: vocabularies have some hundred thousand.
+/// The most elements of an array in the facts: vocabularies have some hundred thousand.
 const LONGEST_ARRAY: u64 = 1 << 23;
-/// Dimensions of a tensor at most.
+/// The most dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
-/// The key of the multiple that data begins at, and its default.
+/// The key of the data's alignment, and its default.
 const ALIGNMENT: (&str, u64) = ("general.alignment", 32);
 
 /// How the values of a tensor are stored.
@@ -31,19 +31,19 @@ pub(crate) struct Info {
     /// Sizes, the slowest dimension first.
     pub dims: Vec<usize>,
     pub kind: Kind,
-    /// From the beginning of the file.
+    /// Offset from the beginning of the file.
     pub start: u64,
     pub bytes: usize,
 }
 
-/// A whole header.
+/// A complete header.
 #[derive(Debug)]
 pub(crate) struct Header {
     pub facts: Map<String, Value>,
     pub tensors: BTreeMap<String, Info>,
 }
 
-/// The header of a file of `length` bytes, or what is wrong with it.
+/// The header of a file of `length` bytes, or a message about what is wrong with it.
 pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
     let mut reader = Reader { file, at: 0, length };
     let magic = reader.bytes::<4>()?;
@@ -121,7 +121,7 @@ impl<R: Read> Reader<R> {
         self.bytes().map(u64::from_le_bytes)
     }
 
-    /// A text. Bytes that are not UTF-8, which tokens of old files have, are replaced.
+    /// A text. Invalid UTF-8, as in tokens of old files, is replaced.
     fn text(&mut self) -> Result<String, String> {
         let length = self.u64()?;
         if length > self.length.saturating_sub(self.at) {
@@ -160,13 +160,13 @@ impl<R: Read> Reader<R> {
         })
     }
 
-    /// Where a tensor is, its start counted from the beginning of the data.
+    /// The entry of a tensor; `start` is relative to the beginning of the data.
     fn info(&mut self, name: &str, facts: &Map<String, Value>) -> Result<Info, String> {
         let rank = self.u32()?;
         if rank > MOST_DIMENSIONS {
             return Err(format!("tensor \"{name}\" has {rank} dimensions, expected at most {MOST_DIMENSIONS}"));
         }
-        // The fastest dimension comes first.
+        // Files have the fastest dimension first.
         let mut dims = (0..rank).map(|_| Ok(self.u64()? as usize)).collect::<Result<Vec<_>, String>>()?;
         dims.reverse();
         let (kind, start) = (self.u32()?, self.u64()?);
@@ -188,7 +188,7 @@ impl<R: Read> Reader<R> {
             }
         };
         let bytes = bytes.ok_or_else(overflow)?;
-        // Rows that are not whole blocks are stored in another shape.
+        // Tensors whose rows are not whole blocks are stored in another shape.
         let original = facts.get(&format!("comfy.gguf.orig_shape.{name}")).and_then(Value::as_array);
         if let Some(shape) = original {
             let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
@@ -201,7 +201,7 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// A number as short as f32 has it: 1e-6 and not 9.999999974752427e-7.
+/// The f64 with the shortest decimal text of an f32: 1e-6, not 9.999999974752427e-7.
 fn short_number(value: f32) -> Value {
     value.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }

@@ -1,4 +1,4 @@
-//! Reads GGUF files, the form of llama.cpp and of image models for it, tensor by tensor.
+//! Reads GGUF files, the format of llama.cpp and of image models that use its quantization, tensor by tensor.
 
 mod header;
 
@@ -18,7 +18,7 @@ use header::{Header, Info, Kind};
 
 /// Bytes that a thread reads at a time.
 const PART: usize = 4 << 20;
-/// The dtype that blocks represent unless another is asked for.
+/// The dtype of dequantized blocks unless another is requested.
 const BLOCK_DTYPE: DType = DType::BF16;
 
 /// An open GGUF file whose tensors are read one at a time.
@@ -47,7 +47,7 @@ impl GgufFile {
         &self.path
     }
 
-    /// The metadata of the file about its model, under the names of the format.
+    /// The file's metadata about its model, under the names of the format.
     pub const fn facts(&self) -> &Map<String, Value> {
         &self.header.facts
     }
@@ -102,8 +102,8 @@ impl GgufFile {
         }
     }
 
-    /// The blocks of a matrix as they are stored, u8 (rows, bytes of a row), and their format; none of other tensors, and none where rows
-    /// are not whole blocks.
+    /// The blocks of a matrix as stored, u8 (rows, bytes of a row), and their format; `None` for other tensors, and if
+    /// rows are not whole blocks.
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).
@@ -120,7 +120,7 @@ impl GgufFile {
         self.header.tensors.get(name).ok_or_else(missing)
     }
 
-    /// The bytes of a tensor as `dims` of a dtype, read by several threads.
+    /// The bytes of a tensor as elements of `dtype` in the shape `dims`, read by several threads.
     fn read_stored(&self, info: &Info, dims: &[usize], dtype: DType) -> Result<Raw> {
         filled_in_parts(dims, dtype, PART, |at, part| {
             self.file.read_exact_at(part, info.start + at as u64).map_err(|error| Error::io(&self.path, error))

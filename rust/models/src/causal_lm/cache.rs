@@ -1,16 +1,16 @@
-//! What generation keeps of texts: their tokens, and the keys and values of every layer.
+//! The cache of generation: the tokens of texts, and the keys and values of every layer.
 
 use trainable_candle_core::{DType, Device, Raw, Result, Tensor, compute};
 
-/// Texts that [`CausalLM::extend`](super::CausalLM::extend) continues: their tokens and, of each layer, the keys and values of the
-/// tokens that were read.
+/// Texts that [`CausalLM::extend`](super::CausalLM::extend) continues: their tokens and, for each layer, the keys and
+/// values of the tokens that the model has read.
 #[derive(Default)]
 pub struct KvCache {
     pub(super) texts: Vec<Text>,
 }
 
 impl KvCache {
-    /// So many texts without a token.
+    /// A cache of this many texts without tokens.
     pub fn new(texts: usize) -> Self {
         Self { texts: (0..texts).map(|_| Text::default()).collect() }
     }
@@ -43,23 +43,24 @@ impl KvCache {
 #[derive(Default)]
 pub(super) struct Text {
     pub tokens: Vec<u32>,
-    /// How many of them the layers hold keys of.
+    /// The number of tokens whose keys the layers have.
     pub known: usize,
-    /// By which frequencies these were rotated, as [`Rope::stage`](super::Rope::stage) counts them.
+    /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which these keys are rotated.
     pub stage: usize,
     pub layers: Vec<Kept>,
 }
 
 impl Text {
-    /// Drop what the layers hold.
+    /// Drop the keys and values of the layers.
     pub fn forget(&mut self) {
         self.known = 0;
         self.layers.clear();
     }
 }
 
-/// Keys and values of a layer, each (key heads, capacity, width of a head), of which the first `filled` tokens count. A layer with a
-/// window drops what no later query sees whenever it runs out of room, so its memory does not grow with the text.
+/// Keys and values of a layer, each (key heads, capacity, width of a head), of which the first `filled` tokens are
+/// valid. Whenever a layer with a window runs out of room, it drops the tokens that no later query sees, so its memory
+/// does not grow with the text.
 pub(super) struct Kept {
     keys: Raw,
     values: Raw,
@@ -67,11 +68,11 @@ pub(super) struct Kept {
     window: Option<usize>,
 }
 
-/// Least room of a text, in tokens.
+/// The least spare room of a text, in tokens.
 const ROOM: usize = 64;
 
 impl Kept {
-    /// Room for `tokens` and some more, in `dtype`.
+    /// Empty buffers in `dtype` with room for `tokens` tokens and some more.
     pub fn new(
         tokens: usize,
         [heads, width]: [usize; 2],
@@ -95,10 +96,10 @@ impl Kept {
         Ok(())
     }
 
-    /// Move what is still seen to buffers with room for `count` more and as many again.
+    /// Move the tokens that are still seen to buffers with room for twice `count` more.
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
-        // The next query sees a window that ends with its own key.
+        // The window of the next query includes its own key, which is not stored yet.
         let seen = self.window.map_or(self.filled, |window| self.filled.min(window - 1));
         let capacity = 2 * (seen + count) + ROOM;
         let [keys, values] = buffers(heads, capacity, width, self.keys.dtype(), self.keys.device())?;
@@ -111,7 +112,7 @@ impl Kept {
         Ok(())
     }
 
-    /// What the query of the last token sees: keys and values, each (key heads, tokens, width).
+    /// The keys and values that the query of the last token sees, each (key heads, tokens, width).
     pub fn seen(&self) -> Result<[Tensor; 2]> {
         let count = self.window.map_or(self.filled, |window| self.filled.min(window));
         let part =

@@ -8,7 +8,7 @@ use super::rope::Rope;
 use crate::fields::Fields;
 use crate::pretrained::{Configuration, class_of};
 
-/// The family of a decoder, which decides what its configuration leaves out.
+/// The family of a decoder, which decides what its configuration does not say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// Llama 2 and 3, SmolLM2.
@@ -21,7 +21,7 @@ pub enum Family {
     Qwen3,
 }
 
-/// Each family with its `model_type`, and the class that `architectures` names.
+/// Each family with its `model_type` and its class in `architectures`.
 const FAMILIES: [(Family, &str, &str); 4] = [
     (Family::Llama, "llama", "LlamaForCausalLM"),
     (Family::Mistral, "mistral", "MistralForCausalLM"),
@@ -35,23 +35,23 @@ pub(super) static CLASS_NAMES: [&str; 4] = [FAMILIES[0].2, FAMILIES[1].2, FAMILI
 /// (`rope_parameters`). The default is Qwen2.5 0.5B.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CausalLMConfig {
-    /// What distinguishes it from others of the kind.
+    /// The family.
     pub family: Family,
     /// Number of tokens that the embedding has rows for.
     pub vocab_size: usize,
     /// Width of the tokens.
     pub hidden_size: usize,
-    /// Width of the feed-forward networks' middle.
+    /// Width of the hidden layer of the feed-forward networks.
     pub intermediate_size: usize,
     /// Number of layers that are built.
     pub num_hidden_layers: usize,
     /// Heads of the queries.
     pub num_attention_heads: usize,
-    /// Heads of the keys and values, each of which serves equally many of the queries'.
+    /// Heads of the keys and values; each serves the same number of heads of queries.
     pub num_key_value_heads: usize,
-    /// Width of one head. Heads times this need not be the width of the tokens.
+    /// Width of one head. The number of heads times this need not be the width of the tokens.
     pub head_dim: usize,
-    /// Added to the mean square in the norms.
+    /// The epsilon added to the mean square in the norms.
     pub rms_norm_eps: f64,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
@@ -63,15 +63,16 @@ pub struct CausalLMConfig {
     pub tie_word_embeddings: bool,
     /// The longest text that the model is made for.
     pub max_position_embeddings: usize,
-    /// How positions rotate queries and keys.
+    /// The rotary position embedding of queries and keys.
     pub rope: Rope,
-    /// For each layer, how many tokens a token sees at most, itself among them.
+    /// For each layer, the most tokens that a token sees, itself included, if limited.
     pub windows: Vec<Option<usize>>,
     /// Tokens that end a text.
     pub eos_token_ids: Vec<u32>,
-    /// Number of layers in the files, of which the first are built. A part of the layers has no head.
+    /// Number of layers in the files; the first `num_hidden_layers` of them are built. A model of a part of the layers
+    /// has no head.
     stored_layers: usize,
-    /// The file, whose other fields other tools read.
+    /// The contents of the file, kept because other tools read its other fields.
     json: Map<String, Value>,
 }
 
@@ -102,8 +103,8 @@ impl Default for CausalLMConfig {
 }
 
 impl Configuration for CausalLMConfig {
-    // What concerns initial values, dropout in training from scratch or generation is not looked at. Where a field is missing, its
-    // default is transformers'.
+    // Fields about initial values, dropout in training from scratch and generation are ignored. Missing fields have the
+    // defaults of transformers.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(OP, map);
         let family = family(&mut fields, map)?;
@@ -162,7 +163,7 @@ impl Configuration for CausalLMConfig {
 }
 
 impl CausalLMConfig {
-    /// Whether the files have more layers than are built: such a model computes states and has no head.
+    /// Whether the files have more layers than are built. Such a model computes states and has no head.
     pub const fn is_part(&self) -> bool {
         self.num_hidden_layers < self.stored_layers
     }
@@ -199,7 +200,7 @@ impl CausalLMConfig {
     }
 }
 
-/// The kind of model that the file names.
+/// The family that the file names.
 fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     let (kind, class) = (fields.text("model_type"), class_of(map));
     let known = FAMILIES.iter().find(|(_, name, class_name)| match kind {
@@ -212,9 +213,9 @@ fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     })
 }
 
-/// For each layer, how many tokens a token sees.
+/// For each layer, the most tokens that a token sees.
 fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
-    // Only a missing field has the default: null means none.
+    // Only a missing field has the default; null means no window.
     let default = (!fields.is_null("sliding_window")).then_some(4096);
     let window = |fields: &mut Fields<'_>| match fields.optional_number("sliding_window")? {
         None => Ok(default),
@@ -236,7 +237,7 @@ fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec
     }
 }
 
-/// One token, or several, or none.
+/// The tokens of a field with one token, a list of tokens, or nothing.
 pub(super) fn tokens(value: Option<&Value>) -> Vec<u32> {
     let token = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
     match value {

@@ -1,4 +1,5 @@
-//! The scores of the next token of texts that grow: whole texts are read as a packed row, and one more token of each by its keys alone.
+//! The scores of the next token of growing texts: new texts are read whole as a packed row; for one more token, only
+//! that token is computed, with the cached keys and values.
 
 use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen_attention};
 use trainable_candle_core::{Device, Error, Result, Tensor, tape::no_grad};
@@ -8,11 +9,13 @@ use super::cache::{Kept, KvCache, Text};
 use super::model::CausalLM;
 
 impl CausalLM {
-    /// Add the tokens `new[i]` to text i of `cache`, and score what follows each text that got some: (texts, vocab), in their order.
+    /// Add the tokens `new[i]` to text i of `cache`, and compute the scores of the next token of each text that got
+    /// tokens: (texts, vocab), in their order.
     ///
-    /// A text that was read before and gets one token costs a pass over that token; any other is read whole. Scores are those of a pass
-    /// over the whole text: where the angles depend on the length of the text (dynamic scaling, `LongRoPE`), it is read again when they
-    /// change. Texts do not see each other, whatever their lengths.
+    /// A text that was read before and gets one token costs a forward pass over that token; any other text is read
+    /// whole. Scores equal those of a forward pass over the whole text: if the angles depend on the length of the text
+    /// (dynamic scaling, `LongRoPE`), it is read again when they change. Texts do not see each other, whatever their
+    /// lengths.
     ///
     /// # Errors
     /// [`Error::Argument`] if the numbers of texts differ, no text gets a token, or the model has no head; [`Error::Index`] naming an
@@ -73,8 +76,8 @@ impl CausalLM {
         })
     }
 
-    /// The states that the head reads after the last token of each text, (texts, D): all texts are read whole, or all have one token
-    /// that the layers do not know.
+    /// The states that the head reads after the last token of each text, (texts, D). Either all texts are read whole,
+    /// or all have one token that is not in the cache.
     fn decode(&self, texts: &mut [&mut Text]) -> Result<Tensor> {
         let device = self.device();
         let row = |values: Vec<i64>| {
@@ -89,7 +92,7 @@ impl CausalLM {
         let bounds = row(std::iter::once(0).chain(ends.iter().copied()).map(|end| end as i64).collect())?;
         let (mut x, [cos, sin]) = self.start(&row(ids.collect())?, &row(positions.collect())?)?;
         for text in texts.iter_mut() {
-            // Until the end, so that an error in between leaves no half of a token.
+            // Reset until all layers are done, so that after an error the text is read whole again.
             text.known = 0;
         }
         let config = self.config();
@@ -106,7 +109,8 @@ impl CausalLM {
                 let kept = &mut text.layers[index];
                 kept.append(&k.narrow(0, end - new, *new)?, &v.narrow(0, end - new, *new)?)?;
                 if !whole {
-                    // All queries of a token that share a head of keys see the same keys: they are the rows of one product.
+                    // All queries of a token that share a head of keys see the same keys, so they are rows of one
+                    // attention.
                     let [keys, values] = kept.seen()?;
                     let queries = q.narrow(0, end - 1, 1)?.reshape((heads, groups, width))?;
                     let seen = scaled_dot_product_attention(&queries, &keys, &values, None, false, None)?;

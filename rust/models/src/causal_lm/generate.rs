@@ -1,4 +1,4 @@
-//! Generation of texts until a token ends them.
+//! Generation of texts until a stop token or a limit ends them.
 
 use trainable_candle_core::interrupt::Interrupt;
 use trainable_candle_core::rng::{Purpose, uniform_samples};
@@ -8,16 +8,16 @@ use super::OP;
 use super::cache::KvCache;
 use super::{CausalLM, Sampling};
 
-/// How texts are continued.
+/// Options of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateOptions {
-    /// Tokens that are added to each text, at most.
+    /// The most tokens that are added to each text.
     pub max_new_tokens: usize,
-    /// How they are chosen.
+    /// How tokens are chosen.
     pub sampling: Sampling,
     /// Tokens that end a text, and are not part of it.
     pub stops: Vec<u32>,
-    /// The seed. A draw depends on the seed, the number of the text and the position alone.
+    /// The seed. A draw depends only on the seed, the number of the text and the position.
     pub seed: u64,
 }
 
@@ -31,9 +31,10 @@ impl Default for GenerateOptions {
 pub struct Generation {
     options: GenerateOptions,
     cache: KvCache,
-    /// What the model has not read yet of each text: its prompt, or the token that was chosen last; nothing once it has ended.
+    /// The tokens of each text that the model has not read yet: the prompt, or the last chosen token; empty once the
+    /// text has ended.
     unread: Vec<Vec<u32>>,
-    /// Tokens added to each text.
+    /// The number of tokens added to each text.
     added: Vec<usize>,
     interrupt: Interrupt,
 }
@@ -67,10 +68,10 @@ impl Generation {
         self.unread.iter().all(Vec::is_empty)
     }
 
-    /// The next token of each text; none of those that have ended.
+    /// The next token of each text; `None` for texts that have ended or end now.
     ///
     /// # Errors
-    /// As [`CausalLM::extend`]; [`Error::NonFinite`] if a score is not a number.
+    /// As [`CausalLM::extend`]; [`Error::NonFinite`] if a score is NaN.
     pub fn step(&mut self, model: &CausalLM) -> Result<Vec<Option<u32>>> {
         let mut tokens = vec![None; self.unread.len()];
         if self.is_done() {
@@ -119,7 +120,7 @@ impl Generation {
 }
 
 impl CausalLM {
-    /// What follows each of `prompts`: its new tokens, without the one that ends it.
+    /// The new tokens after each of `prompts`, without the token that ends the text.
     ///
     /// # Errors
     /// As [`Generation::new`] and [`Generation::step`].

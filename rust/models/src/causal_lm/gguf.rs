@@ -1,4 +1,4 @@
-//! Decoders in GGUF files: the names of llama.cpp, and the configuration among the facts of a file.
+//! Decoders in GGUF files: the names of llama.cpp, and the configuration from the facts (metadata) of a file.
 //!
 //! Follows `gguf-py/gguf/constants.py` and `convert_hf_to_gguf.py` of
 //! <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c>.
@@ -11,8 +11,8 @@ use super::config::Family;
 use super::{CausalLMConfig, keys};
 use crate::pretrained::{Configuration, Form, Key, Layout};
 
-/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Mistral's files are called Llama's, which compute
-/// the same.
+/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral have the name of
+/// Llama, whose models compute the same.
 const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("llama", "llama", "LlamaForCausalLM"),
     ("qwen2", "qwen2", "Qwen2ForCausalLM"),
@@ -22,11 +22,11 @@ const ARCHITECTURES: [(&str, &str, &str); 3] = [
 const OUTSIDE: [(&str, &str); 3] =
     [(keys::EMBEDDING, "token_embd"), (keys::NORM, "output_norm"), (keys::HEAD, "output")];
 
-/// Their embedding and head.
+/// The embedding and the head in llama.cpp's names.
 const EMBEDDING: &str = "token_embd.weight";
 const HEAD: &str = "output.weight";
 
-/// Names inside of a layer: ours and theirs.
+/// Names inside of a layer: transformers' and llama.cpp's.
 const INSIDE: [(&str, &str); 11] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -41,13 +41,13 @@ const INSIDE: [(&str, &str); 11] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// Factors that divide the frequencies of positions, which become part of the configuration.
+/// The tensor of factors that divide the frequencies of positions; they become part of the configuration.
 const FACTORS: &str = "rope_freqs.weight";
 
 /// The names in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // Features of queries and keys are rotated in pairs: with their neighbour there, with the one half a head away here.
+        // Features of queries and keys are rotated in pairs: neighbours in llama.cpp, features half a head apart here.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen3 => None,
     };
@@ -73,7 +73,8 @@ impl Layout for LlamaCpp {
         self.place(name).into_iter().collect()
     }
 
-    /// Factors of positions, which the configuration has; the head where it is the embedding; layers that are left out.
+    /// Factors of positions, which are in the configuration; the head if it is the embedding; layers that are not
+    /// built.
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS
@@ -103,7 +104,7 @@ impl LlamaCpp {
 /// The configuration of the decoder in a file.
 ///
 /// # Errors
-/// [`Error::Config`] if it is of another architecture, or a fact is missing or not supported.
+/// [`Error::Config`] for another architecture, or if a fact is missing or not supported.
 pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     let facts = file.facts();
     let wrong = |text: String| Error::Config(format!("{}: {text}", file.path().display()));
@@ -159,7 +160,7 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     })
 }
 
-/// How positions are stretched.
+/// The field `rope_scaling` of the configuration, if positions are scaled.
 fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Option<Value>> {
     if file.shape(FACTORS).is_some() {
         let factors = file.read_as(FACTORS, Some(DType::F32), &Device::Cpu)?.to_vec::<f32>()?;
@@ -179,7 +180,7 @@ fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Opti
         ("rope.scaling.yarn_beta_slow", "beta_slow"),
     ];
     let given = fields.into_iter().filter_map(|(theirs, ours)| Some((ours.to_owned(), fact(theirs)?)));
-    // For linear scaling transformers has the factor alone.
+    // For linear scaling, transformers has only the factor.
     found.extend(given.filter(|(ours, _)| kind != "linear" || ours == "factor"));
     Ok(Some(found.into()))
 }

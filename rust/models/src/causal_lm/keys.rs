@@ -1,4 +1,4 @@
-//! The names of a decoder's parameters in files: transformers', with or without the prefix of the model below the head.
+//! The names of a decoder's parameters in files: transformers', with or without the prefix `model.`.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -10,15 +10,15 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens";
 pub(super) const LAYERS: &str = "model.layers";
 pub(super) const NORM: &str = "model.norm";
 pub(super) const HEAD: &str = "lm_head";
-/// What the names begin with, but for the head's; files of the model without its head leave it out.
+/// The prefix of all names except the head's; files of the model without its head omit it.
 const BODY: &str = "model.";
 
-/// The parameter of the matrix `name`.
+/// The name of the parameter of the matrix `name`.
 pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
 
-/// The names in a folder, or after the prefix of a file that holds other models too.
+/// The names in a folder, or in a file with other models, after the model's prefix there.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),
@@ -44,7 +44,7 @@ impl Layout for Transformers {
         std::iter::once(name).chain(name.strip_prefix(BODY)).map(Key::plain).collect()
     }
 
-    /// Angles, which are computed; the copy of an embedding that is the head; what only the layers that are left out need.
+    /// Angles, which are computed; the head if it is a copy of the embedding; parameters of layers that are not built.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
@@ -54,8 +54,8 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file: that one of the `known` whose sizes are those of its tensors, as shapes tell neither
-/// heads nor angles.
+/// The configuration of a decoder in a file: the one of `known` whose sizes are those of the tensors, because shapes
+/// determine neither heads nor angles.
 ///
 /// # Errors
 /// [`Error::Config`] if there is none.

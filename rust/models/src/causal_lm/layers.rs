@@ -21,7 +21,7 @@ const DOWN: &str = "mlp.down_proj";
 const INPUT_NORM: &str = "input_layernorm";
 const MIDDLE_NORM: &str = "post_attention_layernorm";
 
-/// Attention and a feed-forward network; each of the normalised input, added to it.
+/// Attention and a feed-forward network. Each reads its normalised input, and its result is added to the input.
 pub(super) struct DecoderLayer {
     input_norm: RmsNorm,
     /// `q_proj`, `k_proj` and `v_proj`.
@@ -63,7 +63,8 @@ impl DecoderLayer {
         })
     }
 
-    /// `x (N, D)` → the same shape; `cos` and `sin (N, head_dim / 2)` are of the tokens' positions, `cu_seqlens` bounds the texts.
+    /// `x (N, D)` → the same shape. `cos` and `sin (N, head_dim / 2)` are those of the tokens' positions; `cu_seqlens`
+    /// has the bounds of texts.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
         let projected = self.projections.forward(&self.input_norm.forward(x)?.remade())?;
         let mixed = if let Projected::Joined(all) = &projected {
@@ -77,8 +78,9 @@ impl DecoderLayer {
         self.finish(x, &mixed)
     }
 
-    /// As [`forward`](Self::forward) of one text, `cu_seqlens` its bounds [0, words], which padding follows: `words` of the N rows are the
-    /// text, 0 < words < N. Padding sees every word, but neither itself nor other padding.
+    /// As [`forward`](Self::forward), for one text that is followed by padding: the first `words` of the N rows are the
+    /// text, 0 < words < N, and `cu_seqlens` has its bounds [0, words]. Padding sees every word, but neither itself nor
+    /// other padding.
     pub(super) fn forward_padded(
         &self,
         x: &Tensor,
@@ -90,7 +92,8 @@ impl DecoderLayer {
         let (keys, values) = (text(&k)?, text(&v)?);
         let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, None)?;
         let (padding, width) = (x.dims()[0] - words, q.dims()[2]);
-        // Every row of padding sees the same keys, so the queries that share a head of keys are as good as rows.
+        // Every row of padding sees the same keys, so the queries that share a head of keys become rows of one
+        // attention.
         let group = self.heads / self.kv_heads;
         let by_keys = (padding, self.kv_heads, group, width);
         let rows = q.narrow(0, words, padding)?.reshape(by_keys)?.permute(&[1, 0, 2, 3])?;
@@ -149,7 +152,7 @@ impl DecoderLayer {
         x.add(&self.down.forward(&self.middle.forward_swiglu(&normed.remade())?)?)
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let &[width, middle] = self.down.weight.dims() else { return };
         let (stream, wide, queries) = (tokens * width, tokens * middle, tokens * self.out.in_features());
@@ -160,7 +163,7 @@ impl DecoderLayer {
             // Each token attends to those before it, half of them on average.
             saved.attention(tokens, tokens / 2, self.out.in_features());
             saved.keep(2 * queries + 2 * keys);
-            // What it reads is kept already.
+            // Its input is kept already.
             saved.linear(&self.out, (0, tokens));
             saved.keep(stream);
             saved.remade_layers(&self.middle.layers(), (stream, tokens));

@@ -1,9 +1,10 @@
 //! Decoders of the Llama kind: Llama (Touvron et al. 2023, arXiv:2302.13971), Mistral (Jiang et al. 2023, arXiv:2310.06825), Qwen2
-//! (Yang et al. 2024, arXiv:2407.10671) and Qwen3 (Yang et al. 2025, arXiv:2505.09388), which differ by switches of one architecture.
+//! (Yang et al. 2024, arXiv:2407.10671) and Qwen3 (Yang et al. 2025, arXiv:2505.09388), which are variants of one
+//! architecture.
 //! Follows
 //! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/qwen3/modeling_qwen3.py> and its siblings.
 //!
-//! Tokens of all texts are in one row, each text a segment of it: padding does not exist inside the model.
+//! The tokens of all texts are in one row, and each text is a segment of it: there is no padding inside the model.
 
 mod cache;
 mod config;
@@ -30,6 +31,6 @@ use crate::registry::ModelKind;
 /// The model's name in errors.
 const OP: &str = "CausalLM";
 
-/// The language models among the kinds of models.
+/// The registry entry of language models.
 pub static KIND: ModelKind =
     ModelKind::of::<CausalLM>(OP, ("a language model", "model.layers."), &config::CLASS_NAMES, "model.safetensors");

@@ -18,8 +18,8 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Naming, Origin
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A language model that computes what transformers' `LlamaForCausalLM` and its siblings compute. Inside, the tokens of all texts stand in
-/// one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
+/// A language model with the results of transformers' `LlamaForCausalLM` and its siblings. Inside, the tokens of all
+/// texts are in one row: N tokens at `positions (N)` (i64 or u32) in M texts, whose bounds are `cu_seqlens (M + 1)`.
 pub struct CausalLM {
     config: CausalLMConfig,
     embedding: Weight,
@@ -27,10 +27,10 @@ pub struct CausalLM {
     top: Option<Top>,
 }
 
-/// What follows the last layer.
+/// The final norm and the head, after the last layer.
 struct Top {
     norm: RmsNorm,
-    /// (vocab, D); none if it is the embedding.
+    /// (vocab, D); `None` if the head is the embedding.
     head: Option<Weight>,
 }
 
@@ -61,7 +61,7 @@ impl CausalLM {
     /// A model whose parameters are drawn from the library's generator and trainable.
     ///
     /// # Errors
-    /// [`Error::Argument`] of an initial value that cannot be drawn.
+    /// [`Error::Argument`] if an initial value cannot be drawn.
     pub fn fresh(config: CausalLMConfig, device: &Device) -> Result<Self> {
         Self::new(config, &mut Source::fresh(device).root())
     }
@@ -86,11 +86,12 @@ impl CausalLM {
         Ok(self.top()?.head.as_ref().unwrap_or(&self.embedding))
     }
 
-    /// The states that the head reads, of `input_ids (N)` (i64 or u32): (N, D), after the final norm.
+    /// The states that the head reads, (N, D), after the final norm, for `input_ids (N)` (i64 or u32).
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or a bound is out of order or range,
-    /// [`Error::DType`] if an input is not of integers, [`Error::Argument`] if only a part of the layers was loaded.
+    /// [`Error::DType`] if an input does not have integers, [`Error::Argument`] if only a part of the layers was
+    /// loaded.
     pub fn hidden(&self, input_ids: &Tensor, positions: &Tensor, cu_seqlens: &Tensor) -> Result<Tensor> {
         let top = self.top()?;
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
@@ -100,7 +101,7 @@ impl CausalLM {
         top.norm.forward(&x)
     }
 
-    /// `x (..., D)`, a result of the last layer, after the final norm.
+    /// The final norm of `x (..., D)`, a result of the last layer.
     pub(super) fn last_norm(&self, x: &Tensor) -> Result<Tensor> {
         self.top()?.norm.forward(x)
     }
@@ -110,12 +111,12 @@ impl CausalLM {
         &self.embedding
     }
 
-    /// The layers.
     pub(super) const fn layers(&self) -> &Blocks<DecoderLayer> {
         &self.layers
     }
 
-    /// The scores of every token of the vocabulary for `hidden (..., D)`, as [`hidden`](Self::hidden) gives them: (..., vocab).
+    /// The scores of every token of the vocabulary, (..., vocab), for states `hidden (..., D)` from
+    /// [`hidden`](Self::hidden).
     ///
     /// # Errors
     /// As [`head`](Self::head); [`Error::Shape`] if the states have another width.
@@ -123,8 +124,8 @@ impl CausalLM {
         linear(hidden, self.head()?, None)
     }
 
-    /// The scores of the next token for each token of `input_ids (B, S)`, (B, S, vocab): of all tokens, or of those where
-    /// `attention_mask (B, S)` is 1, with zeros elsewhere.
+    /// The scores of the next token for each token of `input_ids (B, S)`, (B, S, vocab): for all tokens, or for those
+    /// where `attention_mask (B, S)` is 1, with zeros elsewhere.
     ///
     /// # Errors
     /// As [`PackedTexts::new`] and [`hidden`](Self::hidden).
@@ -134,8 +135,8 @@ impl CausalLM {
         texts.unpack(&self.logits(&hidden)?)
     }
 
-    /// The mean loss of the labels (B, S), i64 or u32: the score of each label is that of the token before it. Labels of
-    /// [`IGNORE_INDEX`], those in the first column and those whose token before is padding do not count; 0 if none counts.
+    /// The mean loss of the labels (B, S), i64 or u32: each label is predicted by the token before it. Labels of
+    /// [`IGNORE_INDEX`], labels in the first column and labels after padding do not count; 0 if none counts.
     ///
     /// # Errors
     /// As [`PackedTexts::targets`] and [`packed_loss`](Self::packed_loss).
@@ -146,8 +147,8 @@ impl CausalLM {
         self.packed_loss(&hidden, &targets, None)?.mul_scalar(1.0 / counted.max(1) as f64)
     }
 
-    /// The sum of the losses of `targets (N)` for `hidden (N, D)`, each times its `weights (N)`, in f32: what each token is to predict, or
-    /// [`IGNORE_INDEX`]. Logits never exist as a whole.
+    /// The sum in f32 of the losses of `targets (N)` for `hidden (N, D)`, each multiplied by its weight in `weights
+    /// (N)`. A target is the token to predict, or [`IGNORE_INDEX`]. The matrix of all logits never exists.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`] and [`head`](Self::head).
@@ -155,7 +156,8 @@ impl CausalLM {
         linear_cross_entropy(hidden, self.head()?, targets, weights)
     }
 
-    /// The logarithm of the probability of each of `targets (N)` for `hidden (N, D)`: (N) in f32, 0 where it is [`IGNORE_INDEX`].
+    /// The logarithm of the probability of each of `targets (N)` for `hidden (N, D)`: (N) in f32, 0 where the target is
+    /// [`IGNORE_INDEX`].
     ///
     /// # Errors
     /// As [`linear_log_probs`] and [`head`](Self::head).
@@ -163,8 +165,8 @@ impl CausalLM {
         linear_log_probs(hidden, self.head()?, targets)
     }
 
-    /// The states after each of `after` layers, (N, D) each, before the final norm: 0 means the embedding. Layers after the last
-    /// of them are not computed.
+    /// The states, (N, D) each and before the final norm, after the numbers of layers in `after`: 0 means the
+    /// embedding. Later layers are not computed.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer layers; as [`hidden`](Self::hidden).
@@ -182,8 +184,9 @@ impl CausalLM {
         })
     }
 
-    /// As [`states`](Self::states) of one text, `input_ids (N)`, whose first `words` tokens are words and the others padding. As transformers
-    /// computes them where a mask covers the padding, it sees the words, but neither itself nor other padding.
+    /// As [`states`](Self::states), for one text `input_ids (N)` whose first `words` tokens are words and the others
+    /// padding. As in transformers with a mask over the padding, padding sees the words, but neither itself nor other
+    /// padding.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are no words, or more than tokens; as [`states`](Self::states).
@@ -205,7 +208,8 @@ impl CausalLM {
         })
     }
 
-    /// The states after each of `after` layers, by what computes layer i of its input and the tables of positions.
+    /// The states after the numbers of layers in `after`; `run` computes layer i from its input and the tables of
+    /// positions.
     fn states_by(
         &self,
         input_ids: &Tensor,
@@ -226,7 +230,7 @@ impl CausalLM {
         Ok(after.iter().map(|&layer| states[layer].clone()).collect())
     }
 
-    /// The embedded tokens, (N, D), with cosines and sines of their positions.
+    /// The embedded tokens, (N, D), and cosines and sines of their positions.
     pub(super) fn start(&self, input_ids: &Tensor, positions: &Tensor) -> Result<(Tensor, [Tensor; 2])> {
         if input_ids.rank() != 1 {
             let text = format!("input_ids has shape {:?}, expected (N), all texts in one row", input_ids.dims());
@@ -243,7 +247,7 @@ impl CausalLM {
 }
 
 impl Module for CausalLM {
-    /// The head is shown as a parameter, not as a layer: adapters leave it alone, as peft's `all-linear` does.
+    /// The head is visited as a parameter, not as a layer, so that adapters skip it, as peft's `all-linear` does.
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.matrix(&weight_of(keys::EMBEDDING), &self.embedding)?;
         visitor.blocks(keys::LAYERS, &self.layers)?;
@@ -253,7 +257,7 @@ impl Module for CausalLM {
     }
 }
 
-/// Whether a file has the names of llama.cpp.
+/// Whether a file uses the names of llama.cpp.
 fn is_llama_cpp(original: Original) -> bool {
     original.naming == Naming::LlamaCpp
 }

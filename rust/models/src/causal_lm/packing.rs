@@ -10,7 +10,7 @@ pub struct PackedTexts {
     pub input_ids: Tensor,
     /// The column of each token, (N).
     pub positions: Tensor,
-    /// Where segments begin and the last one ends, (M + 1).
+    /// The starts of the segments and the end of the last one, (M + 1).
     pub cu_seqlens: Tensor,
     /// The place of each token in the batch, row by row.
     places: Vec<usize>,
@@ -19,7 +19,8 @@ pub struct PackedTexts {
 }
 
 impl PackedTexts {
-    /// The texts of `input_ids (B, S)`: all tokens, or those where `attention_mask (B, S)` is 1. The mask is read, which waits for a GPU.
+    /// The texts of `input_ids (B, S)`: all tokens, or those where `attention_mask (B, S)` is 1. The host reads the
+    /// mask, which waits for a GPU.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if it is not i64 or u32, [`Error::Index`] if the mask has
@@ -63,8 +64,8 @@ impl PackedTexts {
         Ok(Self { input_ids: packed_ids, positions, cu_seqlens, places, batch: [rows, columns], device })
     }
 
-    /// What each token is to predict, the label of the column after its own, or `ignored` at the end of a row: (N); and how many are
-    /// not ignored. Labels are read, which waits for a GPU.
+    /// The target of each token, (N), and the number of targets that are not ignored. The target is the label of the
+    /// next column, or `ignored` at the end of a row. The host reads the labels, which waits for a GPU.
     ///
     /// # Errors
     /// [`Error::Shape`] if `labels` are not (B, S), [`Error::DType`] if they are not i64 or u32.
@@ -82,7 +83,7 @@ impl PackedTexts {
         Ok((Tensor::from_vec(targets, count, &self.device)?, counted))
     }
 
-    /// `x (N, D)` in the places of the batch, (B, S, D); zeros where there is padding.
+    /// `x (N, D)` in the layout of the batch, (B, S, D), with zeros for padding.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the result does not fit.

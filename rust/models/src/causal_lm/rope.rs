@@ -1,4 +1,4 @@
-//! The angles by which positions rotate queries and keys, with the ways of stretching them to texts longer than those of pretraining.
+//! The angles by which positions rotate queries and keys, and their scaling for texts longer than those of pretraining.
 
 use std::f64::consts::PI;
 
@@ -18,28 +18,28 @@ pub struct Rope {
     longest: usize,
 }
 
-/// How frequencies are stretched.
+/// The scaling of frequencies.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scaling {
-    /// Not at all.
+    /// No scaling.
     Plain,
-    /// All by one factor.
+    /// All frequencies are divided by one factor.
     Linear {
-        /// By which frequencies are divided.
+        /// The divisor of frequencies.
         factor: f64,
     },
     /// θ grows with the text's length beyond the longest (NTK-aware).
     Dynamic {
-        /// How fast.
+        /// How fast θ grows.
         factor: f64,
     },
-    /// Llama 3.1's: low frequencies by a factor, high ones not, smoothly in between.
+    /// Llama 3.1's: low frequencies are divided by a factor, high ones are not, with a smooth transition.
     Llama3 {
         /// By which low frequencies are divided.
         factor: f64,
         /// The number of rotations in a text of the original length below which a frequency is low.
         low: f64,
-        /// The number of rotations from which it is high.
+        /// The number of rotations from which a frequency is high.
         high: f64,
         /// The length of texts in pretraining.
         original: f64,
@@ -50,9 +50,9 @@ pub enum Scaling {
         factor: f64,
         /// The length of texts in pretraining.
         original: f64,
-        /// The number of rotations from which a frequency stays as it is.
+        /// The number of rotations from which a frequency is not divided.
         fast: f64,
-        /// The number of rotations up to which it is divided.
+        /// The number of rotations up to which a frequency is divided by the whole factor.
         slow: f64,
         /// Whether the ends of the ramp are rounded to whole features.
         truncate: bool,
@@ -133,7 +133,8 @@ impl Rope {
         Ok(rope(theta, scaling))
     }
 
-    /// The angle of each pair for one step of position, and the factor of cosines and sines, for texts of up to `length` tokens.
+    /// The frequency of each pair (its angle per position), and the factor of cosines and sines, for texts of up to
+    /// `length` tokens.
     fn frequencies(&self, length: usize) -> (Vec<f64>, f64) {
         let width = self.width as f64;
         let pairs = |theta: f64| (0..self.width / 2).map(move |i| theta.powf(-2.0 * i as f64 / width));
@@ -184,7 +185,7 @@ impl Rope {
         }
     }
 
-    /// A number that changes with the angles of a text that grows to `length` tokens.
+    /// A number for a text of `length` tokens that changes whenever the angles do.
     pub(super) fn stage(&self, length: usize) -> usize {
         match &self.scaling {
             Scaling::Dynamic { .. } => length.max(self.longest),
@@ -197,7 +198,7 @@ impl Rope {
     pub(super) fn tables(&self, positions: &Tensor, device: &Device) -> Result<[Tensor; 2]> {
         let (frequencies, factor) = self.frequencies(self.length(positions)?);
         let count = frequencies.len();
-        // In f32 as the reference computes them, products included.
+        // Frequencies and products are in f32, as in the reference.
         let frequencies: Vec<f32> = frequencies.into_iter().map(|f| f as f32).collect();
         let frequencies = Tensor::from_vec(frequencies, (1, count), device)?;
         let angles = positions.detach().to_dtype(DType::F32)?.unsqueeze(1)?.mul(&frequencies)?;
@@ -205,7 +206,8 @@ impl Rope {
         Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
     }
 
-    /// The length of the longest text, which is only read where the angles depend on it: on a GPU that waits for it.
+    /// The length of the longest text; 0 if the angles do not depend on it. Otherwise the positions are read, which
+    /// waits for a GPU.
     fn length(&self, positions: &Tensor) -> Result<usize> {
         if !self.follows_length() {
             return Ok(0);

@@ -6,18 +6,21 @@ use trainable_candle_core::{Error, Result};
 
 use super::OP;
 
-/// How the next token is chosen from the scores: the penalty, the temperature and then the limits, in transformers' order.
+/// How the next token is chosen from the scores. The penalty, the temperature and the limits apply in transformers'
+/// order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
     /// 0 takes the token with the highest score; otherwise scores are divided by it and a token is drawn.
     pub temperature: f64,
-    /// Draw from this many tokens with the highest scores; 0: from all.
+    /// Draw from this many tokens with the highest scores; 0 draws from all.
     pub top_k: usize,
-    /// Draw from the fewest likeliest tokens whose probabilities sum to this, above 0 and up to 1 (Holtzman et al. 2020, arXiv:1904.09751).
+    /// Draw from the smallest set of most likely tokens whose probabilities sum to this, above 0 and up to 1 (Holtzman
+    /// et al. 2020, arXiv:1904.09751).
     pub top_p: f64,
-    /// Draw from tokens with this share of the likeliest one's probability, 0 to 1 (Nguyen et al. 2024, arXiv:2407.01082).
+    /// Draw from tokens with at least this share of the most likely token's probability, 0 to 1 (Nguyen et al. 2024,
+    /// arXiv:2407.01082).
     pub min_p: f64,
-    /// Above 1 it makes tokens that the text already has less likely (Keskar et al. 2019, arXiv:1909.05858).
+    /// Above 1, tokens that the text already has become less likely (Keskar et al. 2019, arXiv:1909.05858).
     pub repetition_penalty: f64,
 }
 
@@ -51,7 +54,7 @@ impl Sampling {
     /// The next token of a text with the tokens `known`, whose `scores (vocab)` may be changed; `draw` is uniform in 0..1.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] if a score is not a number.
+    /// [`Error::NonFinite`] if a score is NaN.
     pub(super) fn choose(&self, scores: &mut [f32], known: &[u32], draw: f64) -> Result<u32> {
         if scores.iter().any(|score| score.is_nan()) {
             let message = "the scores of the next token are not numbers; the weights or the adapter are damaged".into();
@@ -101,13 +104,13 @@ impl Sampling {
             left -= weight(id);
             left < 0.0
         });
-        // Rounding may leave nothing of the sum for the last token.
+        // Because of rounding the search may pass the last token.
         drawn.or(ids.last().copied()).unwrap_or(best)
     }
 }
 
-/// Bring the `count` highest scores among `ids[from..]` to the front of that part, highest first and equal ones by number; returns where
-/// the part in order ends.
+/// Move the ids of the `count` highest scores in `ids[from..]` to the front of this part, highest first and equal ones
+/// by number. Returns the end of the sorted part.
 fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> usize {
     let order = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
     let rest = &mut ids[from..];
@@ -123,7 +126,7 @@ fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> u
 mod tests {
     use super::*;
 
-    /// How often each token comes for evenly spread draws.
+    /// The share of each token for evenly spaced draws.
     fn shares(sampling: &Sampling, scores: &[f32]) -> Vec<f64> {
         let mut counts = vec![0.0; scores.len()];
         let draws = 4000;
@@ -168,7 +171,7 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
-        // They lack 0.001 of the sum, 3.93, and weigh exp(-0.5) = 0.607 each.
+        // They have at most 0.001 of the sum of weights, 3.93, and weigh exp(-0.5) = 0.607 each.
         assert_eq!(below, 6);
     }
 

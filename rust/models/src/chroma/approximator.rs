@@ -1,5 +1,5 @@
-//! The network that makes the modulation of all blocks, in place of a layer in each. It was distilled from Flux.1-schnell's layers
-//! ("distilled guidance layer").
+//! The network that computes the modulation of all blocks, instead of a layer in each block. It was distilled from
+//! Flux.1-schnell's layers ("distilled guidance layer").
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
@@ -8,12 +8,12 @@ use crate::layers::timestep::LINEAR;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
-/// Added to the mean square in the norms, as in the original code. diffusers adds the smallest step of the dtype at 1, which
-/// makes no difference in f32.
+/// The epsilon added to the mean square in the norms, as in the original code. diffusers adds the machine epsilon of
+/// the dtype, which makes no difference in f32.
 const EPS: f64 = 1e-6;
-/// What rows' numbers are multiplied with before their sinusoids.
+/// The factor of row numbers before their sinusoids.
 const ROW_SCALE: f32 = 1000.0;
-/// Rows of the table for each part.
+/// Rows of the table for a block of one stream, one side of a block of two, and the output.
 const SINGLE: usize = 3;
 const DOUBLE: usize = 6;
 const OUTPUT: usize = 2;
@@ -25,29 +25,30 @@ pub(super) struct ApproximatorSizes {
     pub channels: usize,
     /// Width of the layers.
     pub width: usize,
-    /// Residual layers.
+    /// Number of residual layers.
     pub layers: usize,
-    /// Blocks of two streams.
+    /// Number of blocks of two streams.
     pub doubles: usize,
-    /// Blocks of one.
+    /// Number of blocks of one stream.
     pub singles: usize,
     /// Width of the tokens.
     pub dim: usize,
 }
 
 impl ApproximatorSizes {
-    /// Rows of the table.
+    /// Number of rows of the table.
     const fn rows(self) -> usize {
         SINGLE * self.singles + 2 * DOUBLE * self.doubles + OUTPUT
     }
 }
 
-/// From the time to a table of shifts, scales and gates, row by row: for each row its features, a projection, residual layers over RMS
-/// norms, and a projection to the width of the tokens.
+/// Computes a table of shifts, scales and gates from the time. Each row goes from its features through a projection,
+/// residual layers with RMS norms, and a projection to the width of the tokens.
 pub(super) struct Approximator {
     sizes: ApproximatorSizes,
     sinusoids: Sinusoids,
-    /// The features of rows that do not depend on the time: of a scale of guidance, 0, and of the row's number; (rows, channels · 3 / 4).
+    /// The features that do not depend on the time: those of a guidance of 0 and of the row's number, (rows, channels ·
+    /// 3 / 4).
     fixed: Tensor,
     in_proj: Linear<Tensor>,
     layers: Vec<TimestepEmbedding>,
@@ -56,7 +57,7 @@ pub(super) struct Approximator {
 }
 
 impl Approximator {
-    /// Parameters below `weights`.
+    /// A network with the parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -94,13 +95,13 @@ impl Approximator {
         Ok(ModulationTable { sizes: self.sizes, rows: self.out_proj.forward(&x)? })
     }
 
-    /// What the tape keeps for one sample.
+    /// Counts what the tape keeps for one sample.
     pub fn saved(&self, saved: &mut Saved) {
         let ApproximatorSizes { channels, width, .. } = self.sizes;
         let rows = self.sizes.rows();
         saved.linear(&self.in_proj, (rows * channels, rows));
         for layer in &self.layers {
-            // The norm's input and result; the layers' own.
+            // The input of the norm; then what the layer keeps.
             saved.keep(rows * width);
             layer.saved_rows(rows, saved);
         }
@@ -128,8 +129,8 @@ fn fixed(sizes: ApproximatorSizes, device: &Device) -> Result<Tensor> {
     Tensor::cat(&[&guidance, &Sinusoids::new(channels / 2, device)?.forward(&numbers)?], 1)
 }
 
-/// Shifts, scales and gates of all blocks: three rows for each block of one stream; six for each image's side of the blocks of two
-/// streams; six for each text's; the last norm's shift and scale.
+/// Shifts, scales and gates of all blocks: three rows for each block of one stream, six for the image in each block of
+/// two streams, six for the text in each, and the shift and the scale of the last norm.
 pub(super) struct ModulationTable {
     sizes: ApproximatorSizes,
     /// (B, rows, D).
@@ -137,7 +138,7 @@ pub(super) struct ModulationTable {
 }
 
 impl ModulationTable {
-    /// The table of a batch, if one time is of all its samples.
+    /// The table for a batch; one time may serve all its samples.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if there are several times and another number of samples.
@@ -146,13 +147,13 @@ impl ModulationTable {
         Ok(Self { rows, ..self })
     }
 
-    /// Side by side: (B, count · D).
+    /// `count` rows from `first` on, side by side: (B, count · D).
     fn side_by_side(&self, first: usize, count: usize) -> Result<Tensor> {
         let batch = self.rows.dims()[0];
         self.rows.narrow(1, first, count)?.reshape((batch, count * self.sizes.dim))
     }
 
-    /// Of the image and of the text in the block of two streams `index`, (B, 6 · D) each.
+    /// The modulation of the image and of the text in block `index` of two streams, (B, 6 · D) each.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Index`] if there is no such block.
@@ -162,7 +163,7 @@ impl ModulationTable {
         Ok([self.side_by_side(image + DOUBLE * index, DOUBLE)?, self.side_by_side(text + DOUBLE * index, DOUBLE)?])
     }
 
-    /// Of the block of one stream `index`, (B, 3 · D).
+    /// The modulation of block `index` of one stream, (B, 3 · D).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Index`] if there is no such block.

@@ -12,7 +12,7 @@ use crate::pretrained::Configuration;
 /// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the published model's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChromaConfig {
-    /// Values of a token: the channels of the latents times the four of a square.
+    /// Values of a token: the channels of the latents times the four positions of a square.
     pub in_channels: usize,
     /// Values of a token of the prediction.
     pub out_channels: usize,
@@ -28,11 +28,11 @@ pub struct ChromaConfig {
     pub joint_attention_dim: usize,
     /// Features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,
-    /// Features of a row of the modulation, from which the approximator makes it; a multiple of 8.
+    /// Features from which the approximator computes a row of the modulation; a multiple of 8.
     pub approximator_num_channels: usize,
     /// Width of the approximator.
     pub approximator_hidden_dim: usize,
-    /// Its residual layers.
+    /// Number of the approximator's residual layers.
     pub approximator_layers: usize,
 }
 
@@ -131,7 +131,7 @@ impl ChromaConfig {
         }
     }
 
-    /// The sizes of the network that makes the modulation.
+    /// The sizes of the network that computes the modulation.
     pub(super) const fn approximator(&self) -> ApproximatorSizes {
         ApproximatorSizes {
             channels: self.approximator_num_channels,

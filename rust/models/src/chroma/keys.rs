@@ -7,7 +7,7 @@ use super::ChromaConfig;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP, SINGLE, SINGLE_BLOCKS};
 use crate::pretrained::{Form, Original, Renaming, StoredSizes};
 
-/// Flux's names without those of its modulation, and the approximator's.
+/// Flux's names without those of its modulation, and the names of the approximator.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[
@@ -29,8 +29,8 @@ const OUTSIDE: [Renaming; 6] = [
 const APPROXIMATOR_LAYER: [Renaming; 2] =
     [("linear_1", "in_layer", Form::Plain), ("linear_2", "out_layer", Form::Plain)];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What leaves no trace in them is the published
-/// model's, or comes from the first of the `known` configurations whose sizes are these.
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
+/// determine come from the first of the `known` configurations with these sizes, otherwise from the published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Chroma.

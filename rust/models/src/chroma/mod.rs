@@ -1,4 +1,5 @@
-//! The transformer of Chroma (lodestones 2025): Flux.1's blocks, whose modulation one network makes for all. Follows
+//! The transformer of Chroma (lodestones 2025): Flux.1's blocks, with one network that computes the modulation of all.
+//! Follows
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_chroma.py>.
 
 mod approximator;
@@ -11,7 +12,7 @@ pub use model::{ChromaConditions, ChromaTransformer};
 
 use crate::registry::ModelKind;
 
-/// Chroma's transformer among the kinds of models.
+/// The registry entry of Chroma's transformer.
 pub static KIND: ModelKind = ModelKind::of::<ChromaTransformer>(
     "ChromaTransformer",
     ("a Chroma transformer", "distilled_guidance_layer.layers.0.linear_1."),

@@ -20,16 +20,16 @@ use crate::saved::{SampleSize, Saved};
 
 /// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
 const THETA: f64 = 10_000.0;
-/// What the time is multiplied with before its sinusoids.
+/// The factor of the time before its sinusoids.
 const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
-/// Tokens of a text whose length is given, at most.
+/// The most tokens of a text whose length is given.
 const MOST_TOKENS: usize = 4096;
 
-/// Chroma's transformer, computing what diffusers' `ChromaTransformer2DModel` computes, under its names. It predicts the velocity
-/// noise − latents of flow matching.
+/// Chroma's transformer, with the results and the parameter names of diffusers' `ChromaTransformer2DModel`. It predicts
+/// the velocity noise − latents of flow matching.
 pub struct ChromaTransformer {
     config: ChromaConfig,
     x_embedder: Linear<Tensor>,
@@ -43,19 +43,19 @@ pub struct ChromaTransformer {
     numbers: Tensor,
 }
 
-/// The inputs of one call beside the noisy latents.
+/// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct ChromaConditions<'a> {
     /// The text's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// From 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column.
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// How many tokens of each text are read, (B), at least 1: its words and one of padding; what follows is not seen. None: all are
-    /// read, and attention needs no mask, which saves time.
+    /// How many tokens of each text are read, (B), at least 1: its words and one token of padding; later tokens are not
+    /// seen. `None` reads all tokens: attention then needs no mask, which saves time.
     pub lengths: Option<&'a Tensor>,
 }
 
@@ -96,8 +96,8 @@ impl ChromaTransformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, squares of latents as tokens. The result has their shape with
-    /// the model's output channels, in the dtype of the weights.
+    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
+    /// result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
     /// As [`TokenSizes::check`]; [`Error::Shape`] if the lengths do not fit.
@@ -118,8 +118,8 @@ impl ChromaTransformer {
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }
 
-    /// Which keys are seen, (B, 1, 1, L + S), u8: of the text those below its length, and all of the image. The original code masks
-    /// the queries of the rest too, whose results nothing reads.
+    /// The mask of keys that are seen, (B, 1, 1, L + S), u8: the text's keys below its length, and all keys of the
+    /// image. The original code also masks the queries of the other tokens, whose results nothing reads.
     fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
         let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
         let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;

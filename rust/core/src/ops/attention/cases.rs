@@ -51,7 +51,7 @@ pub(super) fn attention() -> Vec<Case> {
     ]
 }
 
-/// The same from views and [`scaled_dot_product_attention`].
+/// Packed attention from views and [`scaled_dot_product_attention`].
 fn plain_packed(x: &[Tensor], heads: usize, is_causal: bool) -> Result<Tensor> {
     let split = |tensor: &Tensor, parts: usize| -> Result<Vec<Tensor>> {
         let (batch, length, width) = (tensor.dims()[0], tensor.dims()[1], tensor.dims()[2] / parts);
@@ -82,7 +82,7 @@ pub(super) fn packed() -> Vec<Case> {
     ]
 }
 
-/// What a case of normed attention takes beside its projections, of fixed values.
+/// The settings of a case of normed attention, whose operands except the projections are fixed.
 #[derive(Clone, Copy)]
 struct NormedCase {
     heads: usize,
@@ -140,7 +140,7 @@ impl NormedCase {
         normed_attention(&streams, sizes, self.mask(xs)?.as_ref())
     }
 
-    /// The same from views, norms and attention, sample by sample.
+    /// The plain form from views, norms and attention, sample by sample.
     fn plain(&self, xs: &[Tensor]) -> Result<Tensor> {
         let mut parts: [Vec<Tensor>; 3] = Default::default();
         for (index, x) in xs.iter().enumerate() {
@@ -196,7 +196,7 @@ pub(super) fn normed() -> Vec<Case> {
     ]
 }
 
-/// The same segment by segment, with keys and values repeated.
+/// Attention segment by segment, with keys and values repeated for the heads that share them.
 pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Result<Tensor> {
     let &[rows, heads, width] = x[0].dims() else { unreachable!("cases have three dimensions") };
     let key_heads = x[1].dims()[1];
@@ -215,7 +215,7 @@ pub(super) fn plain_varlen(x: &[Tensor], bounds: &[usize], window: usize) -> Res
         results.push(plain(&q, &k, &v, Some(&seen), false, scale)?.transpose(0, 1)?);
     }
     let last = bounds[bounds.len() - 1];
-    // Rows of no segment, of zeros.
+    // Rows of no segment are zero.
     results.push(x[0].narrow(0, last, rows - last)?.mul_scalar(0.0)?);
     Tensor::cat(&results.iter().collect::<Vec<_>>(), 0)
 }

@@ -33,8 +33,8 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 /// `is_causal` query i sees the keys up to i. Both may be given. `scale` is 1/√D unless given. A query that sees no key gets
 /// zeros. Scores are in f32 (f64 for f64).
 ///
-/// Saves q, k, v, the result and one number per query. The result has the memory order of `q`, so that heads split off by
-/// `reshape` and `transpose` go back together without a copy.
+/// Saves q, k, v, the result and one number per query. The result has the memory order of `q`, so that heads split off
+/// by `reshape` and `transpose` are joined again without a copy.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
@@ -54,7 +54,7 @@ pub fn scaled_dot_product_attention(
     if !scale.is_finite() {
         return Err(Error::argument(ATTENTION.name, format!("the scale is {scale}, expected a finite number")));
     }
-    // A mask that learns (relative positions) needs the gradient of every score.
+    // A learned mask (relative positions) needs the gradient of every score.
     if let Some(mask) = mask.filter(|mask| mask.requires_grad()) {
         return plain(q, k, v, Some(mask), is_causal, scale);
     }
@@ -112,7 +112,7 @@ fn check(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>) -> Result<()
     check_mask(op, q, mask, &scores)
 }
 
-/// A mask for scores of shape `scores` of queries like `q`.
+/// Check a mask for scores of shape `scores`, on the device of `q`.
 fn check_mask(op: &'static str, q: &Tensor, mask: &Tensor, scores: &[usize]) -> Result<()> {
     if crate::cpu::broadcast_dims(mask.dims(), scores).is_none_or(|dims| *dims != *scores) {
         return Err(Error::shape(
@@ -134,7 +134,7 @@ const fn compute_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// The mask as numbers to add to the scores of queries of `dtype`, contiguous: itself, if it is that.
+/// The mask as contiguous numbers to add to the scores of queries of `dtype`; no copy if it has this form already.
 fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     let dtype = compute_dtype(dtype);
     checkpoint::reads(&[mask]);
@@ -147,7 +147,7 @@ fn additive(mask: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::constant(compute::contiguous(&numbers)?))
 }
 
-/// The result and the logarithms of the sums.
+/// The result, and for each query the logarithm of the sum of e^score.
 fn forward(attention: &cpu::Attention, inputs: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
     on_device!(
         inputs[0].device(),
@@ -222,7 +222,7 @@ pub static ENTRIES: &[Entry] = &[
     Entry { info: &rotary::ROTARY, cases: rotary::cases },
 ];
 
-/// The same from basic operations.
+/// The plain form.
 fn plain(q: &Tensor, k: &Tensor, v: &Tensor, mask: Option<&Tensor>, is_causal: bool, scale: f64) -> Result<Tensor> {
     let dtype = q.dtype();
     let number = |x: f64| Tensor::full(x, (), dtype, q.device());

@@ -1,5 +1,6 @@
-//! Attention of tokens whose queries and keys are normalised and rotated: the blocks of Flux, SD3.5 and Z-Image. Queries, keys and values
-//! are read where projections leave them, and their gradients are written there.
+//! Attention of tokens whose queries and keys are normalised and rotated, for the blocks of Flux, SD3.5 and Z-Image. It
+//! reads queries, keys and values in place in the projections, and writes their gradients side by side in the same
+//! layout.
 
 use super::cpu::{self, SavedValues};
 use super::{additive, backward_into, check_mask, forward};
@@ -15,18 +16,20 @@ pub(super) static NORMED: OpInfo = OpInfo::expensive("normed_attention");
 /// One sequence of tokens.
 #[derive(Clone, Copy)]
 pub struct Stream<'a> {
-    /// Projections (B, S, at least 3 · heads · width): queries, keys and values in the first columns, each its heads one after the other.
+    /// Projections (B, S, at least 3 · heads · width). The first columns are queries, keys and values, each with its
+    /// heads one after the other.
     pub x: &'a Tensor,
     /// Scales of the RMS norms of queries and of keys, (width), frozen, in the dtype of `x` or f32.
     pub norms: [Option<&'a Tensor>; 2],
-    /// cos and sin, (S, width / 2) or (B, S, width / 2) if samples differ, of neighbouring pairs. Without them nothing is rotated.
+    /// cos and sin of the angles by which neighbouring pairs are rotated: (S, width / 2), or (B, S, width / 2) if
+    /// samples differ. Without them nothing is rotated.
     pub angles: Option<[&'a Tensor; 2]>,
 }
 
-/// Heads of an attention, and what is added to mean squares.
+/// Sizes of the heads of an attention, and the epsilon of their norms.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadSizes {
-    /// How many.
+    /// Number of heads.
     pub heads: usize,
     /// Width of each, even.
     pub width: usize,
@@ -35,8 +38,9 @@ pub struct HeadSizes {
 }
 
 /// Attention of all tokens of `streams` to one another, after RMS norm of queries and keys and rotary position embedding, as
-/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) of interleaved pairs: → (B, Σ S, heads · width), the tokens of a stream after those
-/// of the one before. `mask` broadcasts to (B, heads, Σ S, Σ S), as in [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
+/// [`rms_norm_rope`](crate::ops::norm::rms_norm_rope) of interleaved pairs → (B, Σ S, heads · width), with the streams
+/// one after the other. `mask` broadcasts to (B, heads, Σ S, Σ S), as in
+/// [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
 ///
 /// Saves the projections, the result and one number per head and token; backward computes queries and keys again.
 ///
@@ -74,7 +78,7 @@ pub fn normed_attention(streams: &[Stream<'_>], sizes: HeadSizes, mask: Option<&
 #[derive(Clone)]
 struct Operands {
     norms: [Option<Raw>; 2],
-    /// cos and sin, one row for each token or for each of all samples.
+    /// cos and sin, one row for each token of one sample or of all samples.
     tables: Option<[Raw; 2]>,
 }
 
@@ -89,7 +93,6 @@ impl Operands {
     }
 }
 
-/// Checked sizes.
 #[derive(Clone)]
 struct Normed {
     sizes: HeadSizes,
@@ -99,7 +102,7 @@ struct Normed {
     attention: cpu::Attention,
 }
 
-/// Queries, keys and values, (B, heads, tokens, width), and what the norms of each stream found.
+/// Queries, keys and values, (B, heads, tokens, width), and the statistics of the norms of each stream.
 struct Heads {
     qkv: [Raw; 3],
     statistics: Vec<HeadStatistics>,
@@ -112,7 +115,7 @@ impl Normed {
         let Some(first) = streams.first() else {
             return Err(Error::argument(op, "expected at least one stream of tokens, found none"));
         };
-        // Views of columns are made with numbers that f32 holds.
+        // The numbers that describe views of columns must be exact in f32.
         if heads == 0 || width == 0 || width % 2 != 0 || heads.saturating_mul(width) >= 1 << 24 {
             let message =
                 format!("found {heads} heads of width {width}, expected an even width and at most 2^24 columns");
@@ -156,17 +159,17 @@ impl Normed {
         self.lengths.iter().sum()
     }
 
-    /// Of the result.
+    /// The shape of the result.
     fn result(&self) -> [usize; 3] {
         [self.batch, self.tokens(), self.columns()]
     }
 
-    /// Of queries, keys or values.
+    /// The number of columns of queries, of keys or of values.
     const fn columns(&self) -> usize {
         self.sizes.heads * self.sizes.width
     }
 
-    /// How many of queries, keys and values are copied: the values of one stream are read in place.
+    /// How many of queries, keys and values are copied: the values of a single stream are read in place.
     fn parts(&self) -> usize {
         if self.lengths.len() == 1 { 2 } else { 3 }
     }
@@ -184,7 +187,7 @@ impl Normed {
         }
     }
 
-    /// A tensor for queries, keys and perhaps values of all streams, (B, tokens, parts · heads, width), not written yet.
+    /// An uninitialised tensor for queries, keys and perhaps values of all streams, (B, tokens, parts · heads, width).
     fn buffer(&self, like: &Raw) -> Result<Raw> {
         let HeadSizes { heads, width, .. } = self.sizes;
         compute::unset(NORMED.name, like, &[self.batch, self.tokens(), self.parts() * heads, width])
@@ -202,7 +205,7 @@ impl Normed {
         Ok(columns.unfold(2, width, width)?.transpose(1, 2)?)
     }
 
-    /// Where the tokens of each stream start.
+    /// The position of the first token of each stream.
     fn starts(&self) -> impl Iterator<Item = usize> {
         self.lengths.iter().scan(0, |end, length| {
             *end += length;
@@ -235,7 +238,8 @@ struct NormedBackward {
 }
 
 impl NormedBackward {
-    /// The place of the gradient of queries, keys and values of a stream, and whether it is part of the gradient of the input already.
+    /// The tensor to write the gradients of queries, keys and values of a stream to, and whether it is a view of the
+    /// gradient of the input.
     fn place(&self, context: &mut BackwardContext<'_>, index: usize, x: &Raw) -> Result<(Raw, bool)> {
         let columns = 3 * self.normed.columns();
         if let Some(place) = context.part(index, (x, x.dims()), 2, 0..columns)? {
@@ -252,7 +256,7 @@ impl Backward for NormedBackward {
         let xs = self.xs.iter().map(|x| contiguous(&x.get()?)).collect::<Result<Vec<_>>>()?;
         let Heads { qkv, statistics } = normed.heads(&xs, &self.operands)?;
         let buffer = normed.buffer(&xs[0])?;
-        // One stream has its place now, so that the gradient of values is written there.
+        // A single stream gets its place first, so that attention writes the gradient of values there.
         let mut places: Vec<Option<(Raw, bool)>> = vec![None; xs.len()];
         let mut grads = [normed.part(&buffer, 0)?, normed.part(&buffer, 1)?, qkv[2].clone()];
         if parts == 3 {

@@ -1,5 +1,5 @@
-//! Attention over projections that are contiguous, as [`linear_group`](crate::ops::linear_group::linear_group) leaves them: q, k and v
-//! are read where they are, and their gradients are written side by side.
+//! Attention over q, k and v side by side in one tensor, as [`linear_group`](crate::ops::linear_group::linear_group)
+//! computes them. They are read in place, and their gradients are written side by side.
 
 use super::cpu::{self, SavedValues};
 use super::{backward, forward};
@@ -13,8 +13,8 @@ pub(super) static PACKED: OpInfo = OpInfo::expensive("packed_attention");
 /// Attention of `heads` heads over the last dimension: `x (B, S, 3 D)` with q, k and v of the same tokens, or `x (B, S, D)` with q and
 /// `context (B, L, 2 D)` with k and v of others → `(B, S, D)`.
 ///
-/// Each of q, k and v is its heads, D / heads wide, one after the other. With `is_causal` token i sees the tokens up to i. The scale
-/// is 1/√(D / heads). Saves what it is given, the result and one number per head and token.
+/// Each of q, k and v has its heads, D / heads wide, one after the other. With `is_causal` token i sees the tokens up
+/// to i. The scale is 1/√(D / heads). Saves its inputs, the result and one number per head and token.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
@@ -51,7 +51,7 @@ pub fn packed_attention(x: &Tensor, context: Option<&Tensor>, heads: usize, is_c
 /// The sizes of an attention over packed operands.
 #[derive(Clone)]
 struct Packed {
-    /// How many of q, k and v x holds, and the context.
+    /// How many of q, k and v are in x, and how many in the context.
     parts: [usize; 2],
     heads: usize,
     result: [usize; 3],
@@ -113,7 +113,7 @@ impl Packed {
         Ok(split.narrow(2, index * self.heads, self.heads)?.transpose(1, 2)?)
     }
 
-    /// Parts of q, k and v that are in x and in the context.
+    /// q, k and v as views of x and of the context.
     fn split(&self, x: &Raw, context: Option<&Raw>) -> Result<[Raw; 3]> {
         let [own, other] = self.parts;
         let part = |index: usize| match context {
@@ -123,7 +123,7 @@ impl Packed {
         Ok([part(0)?, part(1)?, part(2)?])
     }
 
-    /// Writes the gradients of q, k and v, side by side, into those of x and of the context that there are.
+    /// Writes the gradients of q, k and v, side by side, into the gradients of x and of the context, where given.
     fn write(&self, saved: &SavedValues, grad: &Raw, [x, context]: [Option<&Raw>; 2]) -> Result<()> {
         let [own, other] = self.parts;
         // For each of q, k and v: the tensor that it is part of, which part, and of how many.
@@ -146,7 +146,7 @@ impl Packed {
         let [batch, _, width] = self.result;
         for (place, grad) in places.into_iter().zip(grads) {
             if let (Some((packed, index, _)), Some(grad)) = (place, grad) {
-                // Heads are contiguous already, so these are whole rows.
+                // The heads of a position are adjacent already: at most whole rows are copied.
                 let rows = compute::contiguous(&grad.transpose(1, 2)?)?.reshape((batch, packed.dims()[1], width))?;
                 compute::copy_into(&packed.narrow(2, index * width, width)?, &rows)?;
             }

@@ -1,5 +1,6 @@
-//! Attention inside the segments of a packed row whose queries and keys are rotated by their positions: the blocks of language models.
-//! Queries, keys and values are read where a projection leaves them, and their gradients are written there.
+//! Attention inside the segments of a packed row whose queries and keys are rotated by their positions, for the blocks
+//! of language models. It reads queries, keys and values in place in the projection, and writes their gradients side by
+//! side in the same layout.
 
 #[cfg(feature = "testing")]
 use super::cases::plain_varlen;
@@ -20,23 +21,23 @@ pub(super) static ROTARY: OpInfo = OpInfo::expensive("rotary_attention");
 /// The heads of a projection.
 #[derive(Clone, Copy)]
 pub struct RotaryHeads<'a> {
-    /// How many heads queries have.
+    /// Number of heads of queries.
     pub heads: usize,
-    /// How many keys and values have, a divisor of those.
+    /// Number of heads of keys and values, a divisor of `heads`.
     pub key_heads: usize,
     /// cos and sin, (N, width / 2), by which pairs (i, i + width / 2) are rotated.
     pub angles: [&'a Tensor; 2],
-    /// Scales of the RMS norms of queries and of keys, (width), frozen, and what is added to mean squares; none for models that do not
-    /// normalise them.
+    /// Scales of the RMS norms of queries and of keys, (width), frozen, and the epsilon of the norms; `None` for models
+    /// without these norms.
     pub norms: Option<([Option<&'a Tensor>; 2], f64)>,
 }
 
-/// Causal attention inside each segment of a packed row, as [`varlen_attention`](super::varlen_attention), of `x (N, (heads + 2 key heads)
-/// · width)`: queries, keys and values of a token side by side, each its heads one after the other → (N, heads · width). Queries and keys
-/// are normalised if `heads` says so, and rotated, before.
+/// Causal attention inside each segment of a packed row, as [`varlen_attention`](super::varlen_attention), of `x (N,
+/// (heads + 2 key heads) · width)` → `(N, heads · width)`. `x` has queries, keys and values of a token side by side,
+/// each with its heads one after the other. Queries and keys are first normalised, if `heads` has norms, and rotated.
 ///
-/// `cu_seqlens` and `window` are as there. Saves the projection, the result, one number per query and head, and two numbers per position;
-/// backward computes queries and keys again.
+/// `cu_seqlens` and `window` are those of `varlen_attention`. Saves the projection, the result, one number per query
+/// and head, and two numbers per position; backward computes queries and keys again.
 ///
 /// # Errors
 /// As [`varlen_attention`](super::varlen_attention); [`Error::Argument`] also if a norm's scale needs a gradient, and
@@ -74,7 +75,6 @@ pub fn rotary_attention(
     )
 }
 
-/// Checked sizes.
 #[derive(Clone, Copy)]
 struct Rotary {
     varlen: Varlen,
@@ -228,7 +228,7 @@ pub(super) fn cases() -> Vec<Case> {
             rotary_attention(x, heads, &bounds, self.window)
         }
 
-        /// The same from views, norms and attention.
+        /// The plain form from views, norms and attention.
         fn plain(&self, x: &Tensor) -> Result<Tensor> {
             let ([cos, sin], scales) = (self.angles(x)?, self.scales(x)?);
             let ([heads, key_heads], rows) = (self.heads, x.dims()[0]);

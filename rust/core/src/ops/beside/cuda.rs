@@ -32,7 +32,7 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
     Ok(y)
 }
 
-/// Adds the gradient of x, of that of the activated columns: into its place, if nothing is there.
+/// Adds the gradient of x for `grad`, that of the activated columns; in place if the columns have no gradient yet.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);
@@ -67,7 +67,7 @@ fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
     unsafe { function.launch(op, gpu, Shape::flat(grad.elem_count(), wide(x.dtype())), arguments) }
 }
 
-/// The distance of rows that are evenly spaced.
+/// The distance between rows that are evenly spaced.
 fn row(x: &Raw) -> u64 {
     let rank = x.rank();
     let between = (0..rank - 1).rev().find(|&i| x.dims()[i] != 1);

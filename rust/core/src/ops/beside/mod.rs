@@ -1,5 +1,5 @@
-//! An activation beside other columns: what blocks with attention and a feed-forward layer side by side (Dehghani et al. 2023,
-//! arXiv:2302.05442, section 2.1) give to the layer that takes the results of both.
+//! An activation written beside other columns. Blocks whose attention and feed-forward layer are parallel (Dehghani et
+//! al. 2023, arXiv:2302.05442, section 2.1) give this to the layer that takes the results of both.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -21,7 +21,7 @@ pub use cases::ENTRIES;
 static GELU_TANH_BESIDE: OpInfo = OpInfo::cheap("gelu_tanh_beside");
 static SWIGLU_BESIDE: OpInfo = OpInfo::cheap("swiglu_beside");
 
-/// What is applied to columns.
+/// The function applied to columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// GELU in its tanh form, n columns → n.
@@ -38,7 +38,7 @@ impl Activation {
         }
     }
 
-    /// Columns of the input for each of the result.
+    /// Columns of the input for each column of the result.
     const fn parts(self) -> usize {
         match self {
             Self::GeluTanh => 1,
@@ -47,8 +47,8 @@ impl Activation {
     }
 }
 
-/// `[before | f(columns of x from start on)]`: `before (..., D)`, or nothing, and `x (..., W)` → `(..., D + n)`, where f makes n columns
-/// of the W - `start`. Saves `x` alone.
+/// `[before | f(columns of x from start on)]`: `before (..., D)`, or nothing, and `x (..., W)` → `(..., D + n)`, where
+/// f turns the W - `start` columns into n. Saves `x` alone.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::OutOfMemory`] if the result does not fit.
@@ -67,17 +67,15 @@ pub fn activate_beside(before: Option<&Tensor>, x: &Tensor, start: usize, activa
     )
 }
 
-/// Checked columns.
 #[derive(Clone, Copy)]
 struct Columns {
     activation: Activation,
-    /// The dimension of the columns.
     dim: usize,
-    /// Of what comes before.
+    /// Number of columns of `before`.
     kept: usize,
-    /// Where those that are activated start in x.
+    /// The first activated column of x.
     start: usize,
-    /// What f makes.
+    /// Number of columns that f returns.
     width: usize,
 }
 
@@ -143,7 +141,7 @@ impl Backward for BesideBackward {
         let Columns { dim, kept, width, .. } = self.columns;
         let grad = context.grad().clone();
         if context.needs(1) {
-            // A copy, so that the rest of the gradient need not wait for attention's backward pass in memory.
+            // A copy, so that the rest of the gradient can be freed before the backward pass of attention.
             context.add(1, compute::contiguous(&grad.narrow(dim, 0, kept)?)?)?;
         }
         let Some(x) = self.x.as_ref().filter(|_| context.needs(0)) else { return Ok(()) };

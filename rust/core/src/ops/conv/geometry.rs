@@ -2,14 +2,14 @@
 
 use crate::{Error, Result};
 
-/// How the kernel moves; pairs are (height, width).
+/// Stride, padding, dilation and groups of a convolution; pairs are (height, width).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conv2dOptions {
     /// Pixels from one window to the next.
     pub stride: [usize; 2],
     /// Zeros on each side of the image.
     pub padding: [usize; 2],
-    /// Distance of the pixels under adjacent elements of the kernel.
+    /// Distance between the pixels under adjacent elements of the kernel.
     pub dilation: [usize; 2],
     /// Number of groups of channels, each convolved separately.
     pub groups: usize,
@@ -98,7 +98,7 @@ impl Geometry {
         self.batch * self.output[0] * self.output[1]
     }
 
-    /// Elements of a window: those of the weight of one output channel.
+    /// Number of elements of a window, or of the weight of one output channel.
     pub const fn row_len(&self) -> usize {
         self.kernel[0] * self.kernel[1] * self.channels_per_group()
     }

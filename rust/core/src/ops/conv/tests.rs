@@ -14,7 +14,7 @@ fn values(t: &Tensor) -> Vec<f64> {
     to_f64_vec(t.raw()).unwrap()
 }
 
-/// The result and the gradients of `x` and `weight` for the gradient `g`, by seven loops in f64.
+/// The result, and the gradients of `x` and `weight` for the gradient `g` of the result, by plain loops in f64.
 fn by_hand(x: &Tensor, weight: &Tensor, options: Conv2dOptions, g: impl Fn(usize) -> f64) -> [Vec<f64>; 3] {
     let Conv2dOptions { stride, padding, dilation, groups } = options;
     let (&[batch, height, width, channels], &[out, kh, kw, per_group]) = (x.dims(), weight.dims()) else { panic!() };
@@ -74,7 +74,7 @@ fn every_option_is_that_of_plain_loops() {
         ([1, 6, 5, 4], [3, 1, 1, 4], Conv2dOptions { padding: [1, 2], ..default }),
         ([2, 6, 7, 4], [6, 3, 2, 2], Conv2dOptions { stride: [2, 3], padding: [1, 0], dilation: [1, 2], groups: 2 }),
         ([2, 7, 4, 6], [6, 3, 3, 1], Conv2dOptions { padding: [1, 1], groups: 6, ..default }),
-        // Windows that are in the padding altogether, and a kernel as wide as the padded image.
+        // Windows entirely in the padding, and a kernel as wide as the padded image.
         ([1, 2, 3, 1], [2, 2, 11, 1], Conv2dOptions { padding: [3, 4], ..default }),
     ] {
         check(&x, &weight, options, DType::F64, 1e-13);

@@ -7,7 +7,8 @@ use crate::cuda::{Gpu, contiguous, generator};
 use crate::rng::State;
 use crate::{Raw, Result};
 
-/// Zeros where the generator's words from `state` on are below `threshold`, else the element times `kept`.
+/// For each element of `x`: 0 if its word of the generator from `state` on is below `threshold`, else the element times
+/// `kept`.
 pub fn apply(op: &'static str, x: &Raw, state: State, threshold: u32, kept: f64) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;

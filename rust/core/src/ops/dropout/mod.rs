@@ -1,5 +1,5 @@
-//! Dropout (Srivastava et al. 2014). The mask is never stored: it is a function of a state of the generator, and the backward
-//! pass makes it again.
+//! Dropout (Srivastava et al. 2014). The mask is never stored: it is a function of a state of the generator, and the
+//! backward pass computes it again.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -18,7 +18,7 @@ static DROPOUT: OpInfo = OpInfo::cheap("dropout");
 
 /// Generator blocks computed side by side.
 const LANES: usize = 16;
-/// Elements decided by them: word `w` of block `i` decides element `LANES * w + i` of a group.
+/// Elements that these blocks decide (a group): word `w` of block `i` decides element `LANES * w + i`.
 const GROUP: usize = 4 * LANES;
 /// Elements that one thread takes at a time, a multiple of the group.
 const GRAIN: usize = 32 * 1024;
@@ -37,7 +37,7 @@ pub fn dropout(x: &Tensor, p: f64, training: bool) -> Result<Tensor> {
     dropout_from(x, p, rng::advance((x.elem_count().div_ceil(GROUP) * LANES) as u64))
 }
 
-/// [`dropout`] in training with the mask that begins at `state`; the generator stays where it is.
+/// [`dropout`] in training with the mask that begins at `state`; does not advance the generator.
 ///
 /// # Errors
 /// As [`dropout`].
@@ -99,17 +99,18 @@ impl Mask {
         .map(|result| from_vec(result, x.shape())))
     }
 
-    /// Words below it zero their elements.
+    /// Random words below this number zero their elements.
     const fn threshold(self) -> u32 {
         (self.p * 4_294_967_296.0) as u32
     }
 
-    /// What the other elements are multiplied by. With p = 1 nothing is kept, also where the largest number is drawn.
+    /// The factor of the other elements. With p = 1 it is 0, because the largest word, 2^32 - 1, is not below the
+    /// threshold.
     fn kept(self) -> f64 {
         if self.p == 1.0 { 0.0 } else { 1.0 / (1.0 - self.p) }
     }
 
-    /// 0 or 1 / (1 - p) for the elements of a group.
+    /// The factor of each element of a group: 0 or 1 / (1 - p).
     #[inline(always)]
     fn factors<T: Elem>(self, block: u64) -> [[T::Acc; LANES]; 4] {
         let (threshold, kept) = (self.threshold(), T::Acc::from_f64(self.kept()));

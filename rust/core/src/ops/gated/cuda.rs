@@ -6,7 +6,7 @@ use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// The gated linear unit `op` of (..., 2 width).
+/// The gated linear unit `op`: `x (..., 2 width)` → (..., width).
 pub fn forward(op: &'static str, x: &Raw, width: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let x = contiguous(x)?;

@@ -39,7 +39,7 @@ pub fn swiglu(x: &Tensor) -> Result<Tensor> {
 }
 
 fn gated<F: Pointwise>(info: &'static OpInfo, x: &Tensor, function: F) -> Result<Tensor> {
-    // The derivative reads the gate, not the activation of it.
+    // The derivative must be a function of the gate, not of its activation.
     const { assert!(!F::SAVES_RESULT) };
     let op = info.name;
     let width = match x.dims().last() {
@@ -74,7 +74,6 @@ fn run<F: Pointwise>(op: &'static str, x: &Raw, width: usize, function: F) -> Re
     )
 }
 
-/// The gradient of [`run`].
 fn run_backward<F: Pointwise>(op: &'static str, x: &Raw, grad: &Raw, width: usize, function: F) -> Result<Raw> {
     on_device!(
         x.device(),

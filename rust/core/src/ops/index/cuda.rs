@@ -1,7 +1,7 @@
 //! The CUDA form: `kernels/index.cu`.
 //!
-//! The host does not read ids, which would synchronize: a kernel that finds one out of range records it on the device, and the next
-//! synchronization returns the error.
+//! The host does not read ids, because that would synchronize: a kernel that finds an id out of range records it on the
+//! device, and the next synchronization returns the error.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::index::{
@@ -13,7 +13,8 @@ use crate::cuda::launch::{Kernel, Mut, Shape, count32, empty, input, output, suf
 use crate::cuda::{Gpu, contiguous, fill};
 use crate::{Error, Raw, Result};
 
-/// A tensor around the dimension that is indexed: elements before, in and after it; and how many ids there are along it.
+/// The sizes of a tensor around the dimension that is indexed: elements before, in and after it, and the number of ids
+/// along it.
 struct Around {
     outer: usize,
     size: usize,
@@ -53,7 +54,7 @@ pub(in crate::ops) fn id_bytes(op: &'static str, ids: &Raw) -> Result<u32> {
     }
 }
 
-/// The dtypes that can be picked.
+/// The kernel's suffix for a dtype whose elements can be picked.
 fn any_suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]> {
     match dtype {
         DType::U8 => Ok(&["u8"]),
@@ -120,7 +121,7 @@ pub fn select_backward(op: &'static str, g: &Raw, ids: &Raw, dim: usize, size: u
     if dx.elem_count() == 0 {
         return Ok(dx);
     }
-    // Few ids of many rows: only the rows that they name are written.
+    // If there are fewer ids than rows, only the rows that they name are written.
     let scatters = ids.elem_count() < size;
     if scatters || ids.elem_count() == 0 {
         fill(&dx, 0.0)?;

@@ -1,9 +1,9 @@
 //! Picking elements by integer ids: index_select, gather, embedding.
 //!
-//! Ids are i64 or u32 and count from 0. A negative id is an error that names it: it never wraps around. On CUDA the error comes when the
-//! next value is read or the device is waited for, and the results that were asked for until then are wrong. Where one
-//! element is picked several times its gradients are added in the order of the ids, in at least f32, so the sum
-//! does not depend on the number of threads.
+//! Ids are i64 or u32 and count from 0. A negative id is an error that names it: it never wraps around. On CUDA the
+//! error is returned by the next read of a value or wait for the device, and results computed from the id until then
+//! are undefined. Where one element is picked several times, its gradients are added in the order of the ids, in at
+//! least f32, so that the sum does not depend on the number of threads.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -98,7 +98,7 @@ fn check_device(op: &'static str, device: &Device, ids: &Tensor) -> Result<()> {
     Err(Error::device(op, "the ids are on another device than the values; move one with to()"))
 }
 
-/// The backward of `index_select` and `embedding`: dimension `dim` of the result has the elements of the ids.
+/// The backward pass of `index_select` and `embedding`: the ids, flattened, take the place of dimension `dim`.
 struct SelectBackward {
     op: &'static OpInfo,
     dims: Vec<usize>,
@@ -135,7 +135,7 @@ impl Backward for GatherBackward {
     }
 }
 
-/// The first `dims` elements along each dimension.
+/// The first `dims[d]` elements along each dimension d.
 fn corner(x: &Raw, dims: &[usize]) -> Result<Raw> {
     let mut part = x.clone();
     for (dim, &length) in dims.iter().enumerate() {
@@ -167,7 +167,8 @@ impl Tensor {
         )
     }
 
-    /// One element along `dim` for each id: for `dim` 1 of three, `y[i][j][k] = x[i][ids[i][j][k]][k]`. `ids` has as many
+    /// One element along `dim` for each id: with `dim` 1 in three dimensions, `y[i][j][k] = x[i][ids[i][j][k]][k]`.
+    /// `ids` has as many
     /// dimensions as this tensor and is no larger, except along `dim`; the result has the shape of `ids`.
     ///
     /// # Errors
@@ -202,11 +203,12 @@ impl Tensor {
 }
 
 /// The rows of `weight` (rows, features) that `ids`, of any shape, name: the result has the shape of `ids` followed by
-/// `features`. Of a quantized weight, the rows alone are dequantized.
+/// `features`. Of a quantized weight, only these rows are dequantized.
 ///
 /// # Errors
 /// [`Error::Index`] if an id is out of range (a negative id is), [`Error::Shape`] if `weight` is not a matrix,
-/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Argument`] if the rows of a quantized weight cannot be distinguished.
+/// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Argument`] if the rows of a quantized weight cannot be read
+/// separately.
 pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<Tensor> {
     let weight = weight.into();
     let &[_, features] = weight.dims() else {

@@ -6,7 +6,7 @@ use crate::quantized::{Format, Ggml};
 use crate::raw::{from_vec, to_f64_vec};
 use crate::{Device, Quantized, Var, grad};
 
-/// Different numbers, none of them special.
+/// Distinct, irregular numbers.
 fn numbers(dims: &[usize]) -> Tensor {
     let count = dims.iter().product::<usize>();
     let values: Vec<f32> = (0..count).map(|i| ((i * 7919) % 10_007) as f32 / 5000.0 - 1.0).collect();
@@ -23,7 +23,6 @@ fn values(t: &Tensor) -> Vec<f64> {
     to_f64_vec(t.raw()).unwrap()
 }
 
-/// These ids.
 fn some(values: &[i64], dims: &[usize]) -> Tensor {
     Tensor::constant(from_vec(values.to_vec(), dims))
 }
@@ -35,7 +34,7 @@ fn gradient(x: &Tensor, g: &Tensor, function: impl Fn(&Tensor) -> Result<Tensor>
     values(grad(&y, &[&x], Some(g), false).unwrap()[0].as_ref().unwrap())
 }
 
-/// `(x[o, ids[j], i], [o, j, i])` in row-major order, and the transposed map of `g`.
+/// `y[o, j, i] = x[o, ids[j], i]` in row-major order, and the gradient of x for the gradient `g` of y.
 fn select_by_hand(x: &Tensor, ids: &[f64], dim: usize, g: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let (x, dims) = (values(x), x.dims());
     let (outer, size, inner) = (dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product::<usize>());

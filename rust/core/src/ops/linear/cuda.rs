@@ -1,4 +1,5 @@
-//! The CUDA forms that are more than a product: on tensor cores for f32 in pairs, and by cuBLASLt, which adds the bias where it writes.
+//! The CUDA forms that are more than a plain product: f32 in pairs on tensor cores, and cuBLASLt, which adds the bias
+//! in the product's kernel.
 
 use super::LINEAR;
 use crate::cuda::product_with_bias;

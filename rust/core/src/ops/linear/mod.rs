@@ -1,4 +1,5 @@
-//! The linear map y = x Wᵀ + b, fused: no transposed copy of W, no separate addition of b, no gradient for what is frozen.
+//! The linear map y = x Wᵀ + b, fused: no transposed copy of W, no separate addition of b, no gradient for frozen
+//! operands.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -18,7 +19,7 @@ use crate::{Error, Result, Tensor, compute};
 
 static LINEAR: OpInfo = OpInfo::expensive("linear");
 
-/// Rows and columns of `x` seen as a matrix of its last dimension.
+/// `x` as a contiguous matrix whose columns are its last dimension.
 pub(super) fn as_matrix(x: &Raw) -> Result<Raw> {
     let columns = x.dims()[x.rank() - 1];
     let rows = x.dims()[..x.rank() - 1].iter().product::<usize>();
@@ -43,7 +44,8 @@ pub(super) fn forward(x: &Raw, weight: WeightRef<'_>, bias: Option<&Raw>) -> Res
     }
     match weight {
         WeightRef::Plain(weight) => forward_plain(x, &weight.raw, bias),
-        // There the values are scratch of one product; on the CPU, and of the head of a language model, they are made in parts.
+        // On a GPU all values are dequantized into scratch memory for one product. On the CPU, and for a large weight
+        // such as the head of a language model, the last arm dequantizes them in parts.
         WeightRef::Quantized(weight) if !x.device().is_cpu() && !weight.is_large() => {
             forward_plain(x, &weight.values(x.dtype())?, bias)
         }
@@ -65,7 +67,7 @@ fn bias_rows(bias: &Raw, rows: usize) -> Result<Raw> {
     if bias.elem_count() == y.elem_count() { crate::raw::own_copy(&y) } else { Ok(y) }
 }
 
-/// [`forward`] with a weight of values.
+/// [`forward`] with a weight that is not quantized.
 pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Raw> {
     let fused = on_device!(x.device(), cuda => cuda::forward(x, weight, bias)?, cpu => None);
     if let Some(y) = fused {
@@ -73,7 +75,7 @@ pub(super) fn forward_plain(x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result
     }
     let weight = weight.t()?;
     let Some(bias) = bias else { return compute::matmul(x, &weight) };
-    // The bias is written first and the product added to it: one pass over y less than adding it after.
+    // The bias is written first and the product added to it: one pass over y less than adding the bias afterwards.
     let y = bias_rows(bias, x.dims()[0])?;
     compute::matmul_accumulate(&y, x, &weight, 1.0)?;
     Ok(y)
@@ -109,7 +111,7 @@ pub(super) fn check(op: &'static str, x: &Tensor, weight: WeightRef<'_>, bias: O
 pub(super) fn same_weight(op: &'static str, x: &Tensor, weight: WeightRef<'_>) -> Result<()> {
     match weight {
         WeightRef::Plain(weight) => same_kind(op, x, "weight", weight),
-        // It is dequantized in the dtype of the input.
+        // The weight is dequantized in the dtype of the input, so only the device must match.
         WeightRef::Quantized(weight) => same_device(op, x, "weight", weight.device()),
         WeightRef::Streamed(weight) => same_weight(op, x, (&weight.here()?).into()),
     }
@@ -143,7 +145,7 @@ struct LinearBackward {
     /// For the gradient of the input.
     weight: Option<HeldWeight>,
     x_shape: Shape,
-    /// Where the bias is among the inputs: a quantized weight is none.
+    /// The index of the bias among the inputs; a quantized weight is not an input.
     bias: usize,
 }
 
@@ -167,8 +169,8 @@ impl Backward for LinearBackward {
 
 /// y = x Wᵀ + b: `x (..., in)`, `weight (out, in)`, `bias (out)` → `(..., out)`.
 ///
-/// Saves the input only if the weight needs a gradient; a frozen layer saves nothing. A quantized weight has none, and is dequantized
-/// in the dtype of the input.
+/// Saves the input only if the weight needs a gradient; a frozen layer saves nothing. A quantized weight has no
+/// gradient and is dequantized in the dtype of the input.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit.
@@ -202,7 +204,7 @@ pub static ENTRIES: &[Entry] = &[Entry {
             x.get(2).map_or_else(|| Ok(y.clone()), |b| y.add(b))
         };
         let run = |x: &[Tensor]| linear(&x[0], &x[1], x.get(2));
-        /// A bias that is trained beside codes. Blocks of four bits run over the ends of rows.
+        /// A quantized weight with a trained bias. With rows of 27 elements, blocks of NF4 cross the ends of rows.
         fn quantized(label: &'static str, format: Format) -> Case {
             let plain = move |x: &[Tensor]| {
                 let weight = example(&x[0], [7, 27], format)?.dequantize(x[0].dtype())?;

@@ -82,7 +82,7 @@ fn cross_entropy_case(
     .plain(move |x| cross_entropy_plain(&x[0], targets, smoothing, reduction))
 }
 
-/// A head of 7 classes over states of 3 features; each row with a weight, if there are some.
+/// A head of 7 classes over states of 3 features; each row has a weight if `weights` is given.
 fn head_case(label: &'static str, targets: &'static [i64], weights: Option<&'static [f32]>) -> Case {
     let rows = targets.len();
     let row = move |values: &[f32], x: &Tensor| Tensor::from_vec(values.to_vec(), rows, x.device());

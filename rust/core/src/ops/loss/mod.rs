@@ -1,6 +1,6 @@
 //! Losses as single operations.
 //!
-//! Sums over elements are made in at least f32; a result has the dtype of the input, as in torch. For a loss of bf16 values
+//! Sums over elements are in at least f32; a result has the dtype of the input, as in torch. For a loss of bf16 values
 //! with more than three digits, convert the input first.
 
 #[cfg(feature = "testing")]
@@ -20,10 +20,10 @@ pub use regression::{huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 /// The reduction of the losses of the elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their mean; NaN of no elements.
+    /// Their mean; NaN without elements.
     #[default]
     Mean,
-    /// Their sum; 0 of no elements.
+    /// Their sum; 0 without elements.
     Sum,
     /// No reduction: a result for each element.
     None,

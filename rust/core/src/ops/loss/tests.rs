@@ -274,7 +274,7 @@ fn wrong_operands_of_a_head_are_named() {
     assert!(matches!(linear_cross_entropy(&h, &w, &ids(&[0, 0]), Some(&learned)), Err(Error::NoBackward { .. })));
 }
 
-/// A head of more elements than are dequantized at a time, which is one of its values.
+/// A quantized head with more elements than are dequantized at a time gives the results of its dequantized values.
 #[test]
 fn a_quantized_head_is_dequantized_in_parts() {
     let (classes, width) = (70_000, 64);
@@ -285,7 +285,7 @@ fn a_quantized_head_is_dequantized_in_parts() {
         let values = weight.dequantize(DType::F32).unwrap();
         let targets = Tensor::from_vec(vec![3i64, -100, 69_999, 40_000], 4, &Device::Cpu).unwrap();
         let run = |weight: WeightRef<'_>| {
-            // Gradients of one variable would add up.
+            // Gradients of a shared variable would add up.
             let h = Var::from_tensor(&states).unwrap();
             let loss = linear_cross_entropy(&h, weight, &targets, None).unwrap();
             let gradient = loss.backward().unwrap().get(&h).unwrap();

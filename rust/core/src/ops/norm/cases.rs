@@ -10,12 +10,12 @@ fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
     sum.mul(&y)
 }
 
-/// norm(x) + x: in the backward pass the gradient of x is that of the whole when the norm's comes.
+/// norm(x) + x: when the backward pass of the norm runs, x already has a gradient, which is that of the sum.
 fn plus_input(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     norm(x)?.add(&x[0])
 }
 
-/// norm(x) + x + x²: as above, but it is a sum that was made in the pass.
+/// norm(x) + x + x²: as above, but the gradient that x already has is a new tensor, summed in the backward pass.
 fn plus_sum(x: &[Tensor], norm: impl Fn(&[Tensor]) -> Result<Tensor>) -> Result<Tensor> {
     plus_input(x, norm)?.add(&x[0].sqr()?)
 }

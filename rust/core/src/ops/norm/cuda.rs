@@ -1,4 +1,4 @@
-//! What the CUDA forms of norms share.
+//! Code that the CUDA forms of norms share.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::norm::{NORM_AFFINE_SUM, NormAffineSum};
@@ -40,13 +40,13 @@ pub(super) struct Gradients {
 }
 
 impl<'a> Affine<'a> {
-    /// Both, unchanged.
+    /// Scale and shift, unchanged.
     pub(super) fn parameters(&self) -> [Option<&'a Raw>; 2] {
         [self.weight.map(|weight| &weight.raw), self.bias.map(|bias| &bias.raw)]
     }
 }
 
-/// The gradients that a backward pass wants. That of the input is added to the dense gradient `before`.
+/// The gradients that a backward pass wants. The gradient of the input is added to the dense gradient `before`.
 pub(super) struct Wanted {
     pub input: bool,
     pub weight: bool,
@@ -55,19 +55,19 @@ pub(super) struct Wanted {
 }
 
 impl SavedAffine {
-    /// Both as they are, if the backward pass reads them.
+    /// Scale and shift, unchanged, if the backward pass reads them.
     pub(super) fn parameters(&self) -> Result<[Option<Raw>; 2]> {
         let get = |saved: &Option<Saved>| saved.as_ref().map(Saved::get).transpose();
         Ok([get(&self.scale)?, get(&self.shift)?])
     }
 
-    /// What this pass wants, in gradients of the input that are new.
+    /// The gradients that this pass wants; that of the input is not added to an earlier one.
     pub(super) fn wanted(&self, context: &BackwardContext<'_>) -> Wanted {
         let wants = |place: &Option<Place>| place.as_ref().is_some_and(|place| context.needs(place.index));
         Wanted { input: context.needs(0), weight: wants(&self.weight), bias: wants(&self.bias), before: None }
     }
 
-    /// Hand over the gradients that were made, with [`BackwardContext::take_pending`] in that of the input.
+    /// Hand over the computed gradients; the input's includes the one from [`BackwardContext::take_pending`].
     pub(super) fn add_gradients(&self, context: &mut BackwardContext<'_>, grads: Gradients) -> Result<()> {
         if let Some(sum) = grads.input {
             context.add_pending(0, Pending::new(sum, true))?;
@@ -81,7 +81,8 @@ impl SavedAffine {
     }
 }
 
-/// Where the gradient of an input goes: onto the one that it is added to, if that is only ours, else to a new tensor.
+/// The tensor for the gradient of an input: the gradient `before` that it is added to, if no one else uses it, else a
+/// new tensor.
 pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&Pending>) -> Result<Raw> {
     match before {
         Some(Pending { sum, owned: true, .. }) => Ok(sum.clone()),
@@ -89,7 +90,8 @@ pub(super) fn destination(op: &'static str, gpu: &Gpu, x: &Raw, before: Option<&
     }
 }
 
-/// The gradients of scale and shift that are wanted, in the dtype of arithmetic, from partial sums (samples, pieces, 2, len) of inputs of `dtype`.
+/// The gradients of scale and shift that are wanted, in the accumulator dtype, from partial sums (samples, pieces, 2,
+/// len) for inputs of `dtype`.
 pub(super) fn sum_affine(
     op: &'static str,
     gpu: &Gpu,
@@ -109,7 +111,7 @@ pub(super) fn sum_affine(
             dbias: optional_output(op, sums[1].as_ref())?,
             pieces: count32(op, pieces)?,
             len: count32(op, len)?,
-            // The sums stay in f32, where gradients of parameters are collected.
+            // The sums stay in f32, in which gradients of parameters are accumulated.
             affine_f32: u32::from(dtype != DType::F64),
         };
         // SAFETY: the tensors are dense and of these sizes.

@@ -1,8 +1,8 @@
-//! Normalisation: layer norm and RMS norm over trailing dimensions, also with rotary embedding, group norm over channels that come
-//! last.
+//! Normalisation: layer norm and RMS norm over trailing dimensions, RMS norm with rotary embedding, and group norm of
+//! channels-last tensors.
 //!
-//! Each is one fused kernel forward and one backward. They save their input and the statistics, never the normalised values.
-//! Scale and shift may be frozen: then no gradient is made for them.
+//! Each is one fused kernel forward and one backward. They save their input and the statistics, never the normalised
+//! values. Scale and shift may be frozen: then no gradient is computed for them.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -47,7 +47,7 @@ impl<'a> Affine<'a> {
         Self::named(op, x, [("weight", weight), ("bias", bias)], dims)
     }
 
-    /// As [`new`](Self::new) for a scale and a shift that the operation has other names for.
+    /// As [`new`](Self::new), with the operation's own names of scale and shift for errors.
     fn named(
         op: &'static str,
         x: &Tensor,
@@ -83,22 +83,23 @@ impl<'a> Affine<'a> {
         Ok(Self { weight, bias })
     }
 
-    /// The scale for arithmetic; ones if there is none.
+    /// The scale in the accumulator type; ones if there is none.
     fn scale<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.weight.map(|weight| &weight.raw), len, R::ONE)
     }
 
-    /// The shift for arithmetic; zeros if there is none.
+    /// The shift in the accumulator type; zeros if there is none.
     fn shift<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.bias.map(|bias| &bias.raw), len, R::ZERO)
     }
 
-    /// The operation's inputs: the normalised tensor, then those of scale and shift that are present.
+    /// The operation's inputs: the tensor to normalise, then scale and shift where present.
     fn inputs(&self, x: &'a Tensor) -> SmallVec<[&'a Tensor; 3]> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
     }
 
-    /// What the backward pass needs to know of both, which may compute the normalised, scaled and shifted values again.
+    /// Saves what the backward pass needs of scale and shift. `computes_again`: it computes the scaled and shifted
+    /// values again.
     fn save(&self, saver: &mut Saver<'_>, computes_again: bool) -> SavedAffine {
         let place =
             |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };
@@ -111,7 +112,7 @@ impl<'a> Affine<'a> {
     }
 }
 
-/// Check what is added to a variance.
+/// Check the epsilon that is added to a variance.
 fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     if eps.is_finite() && eps >= 0.0 {
         return Ok(());
@@ -119,7 +120,7 @@ fn check_eps(op: &'static str, eps: f64) -> Result<()> {
     Err(Error::argument(op, format!("eps is {eps}, expected a number of at least 0")))
 }
 
-/// The values of a parameter for arithmetic; if there is none, those that change nothing.
+/// The values of a parameter in the accumulator type; if there is none, `neutral` for each.
 fn numbers<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R) -> Result<Vec<R>> {
     Ok(match parameter {
         Some(parameter) => compute::cast(parameter, R::DTYPE)?.flatten_all()?.to_vec1()?,
@@ -127,7 +128,7 @@ fn numbers<R: Real + WithDType>(parameter: Option<&Raw>, len: usize, neutral: R)
     })
 }
 
-/// Where the gradient of a parameter goes.
+/// A parameter's index among the operation's inputs, and the shape and dtype of its gradient.
 struct Place {
     index: usize,
     dims: Vec<usize>,
@@ -140,12 +141,12 @@ impl Place {
     }
 }
 
-/// What the backward pass of a norm reads, beside scale and shift.
+/// What the backward pass of a norm reads, except scale and shift.
 struct Reads {
     x: Saved,
     /// 1/√(var + eps) of each row or group.
     rstd: Saved,
-    /// The mean of each, if the norm takes it off.
+    /// The mean of each row or group, if the norm subtracts it.
     mean: Option<Saved>,
 }
 
@@ -174,12 +175,12 @@ impl SavedAffine {
         [&self.weight, &self.bias].into_iter().flatten().any(|place| context.needs(place.index))
     }
 
-    /// The scale for arithmetic; ones if there is none, or if nothing reads it.
+    /// The scale in the accumulator type; ones if there is none, or if the backward pass does not read it.
     fn scale<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.scale.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ONE)
     }
 
-    /// The shift for arithmetic; zeros if there is none, or if nothing reads it.
+    /// The shift in the accumulator type; zeros if there is none, or if the backward pass does not read it.
     fn shift<R: Real + WithDType>(&self, len: usize) -> Result<Vec<R>> {
         numbers(self.shift.as_ref().map(Saved::get).transpose()?.as_ref(), len, R::ZERO)
     }
@@ -194,7 +195,8 @@ impl SavedAffine {
         Ok(())
     }
 
-    /// The gradient of the shift, the sum over the rows of each sample of `grad (samples, rows, len)`, where nothing else is wanted.
+    /// Adds the gradient of the shift, where no other gradient is wanted: the sum over the rows of each sample of `grad
+    /// (samples, rows, len)`.
     fn add_shift_only(&self, context: &mut BackwardContext<'_>, grad: &Raw) -> Result<()> {
         let Some(place) = &self.bias else { return Ok(()) };
         let sum = compute::sum(&compute::cast(grad, place.dtype)?, &[1], false)?;

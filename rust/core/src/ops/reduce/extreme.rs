@@ -1,4 +1,4 @@
-//! Largest and smallest elements. NaN is larger and smaller than everything, as in torch.
+//! Largest and smallest elements. NaN counts both as the largest and as the smallest, as in torch.
 
 use super::super::index::{gather_raw, scatter_raw};
 use super::super::integer;

@@ -1,4 +1,4 @@
-//! The logarithm of a sum of exponentials, from differences to the largest element.
+//! The logarithm of a sum of exponentials, computed from the differences to the largest element.
 
 use super::{Reduction, accumulator};
 use crate::cpu::{Binary, Real, Ternary, Unary};
@@ -8,7 +8,7 @@ use crate::{Result, Tensor, compute};
 
 pub(super) static LOGSUMEXP: OpInfo = OpInfo::cheap("logsumexp");
 
-/// Infinities to 0: they cannot be subtracted from themselves.
+/// 0 for infinities, because ∞ - ∞ is NaN.
 #[derive(Clone, Copy)]
 struct Finite;
 
@@ -47,7 +47,7 @@ impl Binary for LogPlus {
     }
 }
 
-/// a e^(b - c), and 0 where c is the sum of nothing but zeros.
+/// a e^(b - c); 0 where c is -∞, because then all b are.
 #[derive(Clone, Copy)]
 struct TimesExpDifference;
 
@@ -64,7 +64,7 @@ impl Ternary for TimesExpDifference {
 struct LogsumexpBackward {
     reduction: Reduction,
     x: Saved,
-    /// The result in the dtype of arithmetic, with the reduced dimensions.
+    /// The result in the accumulator dtype, with the reduced dimensions kept as size 1.
     result: Saved,
 }
 

@@ -1,7 +1,7 @@
 //! Reductions over any set of dimensions.
 //!
-//! `dims` names dimensions in any order, each at most once; none at all leaves the tensor as it is. With `keepdim` they stay,
-//! with size 1. Sums are made in at least f32 and rounded once.
+//! `dims` names dimensions in any order, each at most once; without any, each element is reduced by itself. With
+//! `keepdim` they stay, with size 1. Sums are in at least f32 and rounded once.
 
 mod extreme;
 mod logsumexp;
@@ -35,16 +35,16 @@ impl Unary for Scale {
     }
 }
 
-/// How the shapes of a reduction's input and result belong together.
+/// The shapes of a reduction's input and result.
 #[derive(Clone)]
 struct Reduction {
-    /// The dimensions that go.
+    /// The reduced dimensions, ascending.
     dims: Vec<usize>,
     /// The input's shape.
     input: Vec<usize>,
-    /// The input's shape with size 1 for the dimensions that go.
+    /// The input's shape with size 1 for the reduced dimensions.
     kept: Vec<usize>,
-    /// Elements that each result is made of.
+    /// Number of elements that each result is computed from.
     count: usize,
 }
 
@@ -79,18 +79,18 @@ impl Reduction {
         Ok(Self { dims: sorted, input, kept, count })
     }
 
-    /// The input's shape without the dimensions that go.
+    /// The input's shape without the reduced dimensions.
     fn dropped(&self) -> Vec<usize> {
         (0..self.input.len()).filter(|dim| !self.dims.contains(dim)).map(|dim| self.input[dim]).collect()
     }
 
-    /// A value for each result, repeated over the elements that it was made of; a view.
+    /// A view of `value` (one for each result), repeated for the elements of each result.
     fn spread(&self, value: &Raw) -> Result<Raw> {
         Ok(value.reshape(self.kept.as_slice())?.broadcast_as(self.input.as_slice())?)
     }
 }
 
-/// The dtype that arithmetic on `dtype` is done in.
+/// The dtype of arithmetic on `dtype` values.
 const fn accumulator(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
@@ -161,7 +161,7 @@ struct CumsumBackward {
 }
 
 impl Backward for CumsumBackward {
-    /// Each element is in the sums from its own position on: the sum from the end.
+    /// An element is in the sums from its position on, so its gradient is the sum of theirs.
     fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
         let size = context.grad().dims()[self.dim];
         let backwards: Vec<i64> = (0..size as i64).rev().collect();

@@ -60,7 +60,7 @@ fn the_variance_is_the_mean_squared_distance() {
 
 #[test]
 fn the_variance_of_halves_is_computed_in_f32() {
-    // Distances from a mean that bf16 cannot hold (its neighbours of 100 are 0.5 away).
+    // bf16 cannot represent the mean, 100.25: near 100 its numbers are 0.5 apart.
     let data = [99.5, 100.0, 100.5, 101.0].map(bf16::from_f64);
     let x = Tensor::constant(from_vec(data.to_vec(), 4));
     assert_eq!(x.var(&[0], false, 0.0).unwrap().item().unwrap(), bf16::from_f64(0.3125).to_f64());

@@ -4,7 +4,7 @@ use super::{ROPE, rope};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// The same from basic operations.
+/// The plain form.
 pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: bool) -> Result<Tensor> {
     let (rank, half) = (x.rank(), x.dims()[x.rank() - 1] / 2);
     let (a, b) = if interleaved {
@@ -24,7 +24,8 @@ pub(in crate::ops) fn plain(x: &Tensor, [cos, sin]: [&Tensor; 2], interleaved: b
     }
 }
 
-/// Tables for test cases with `x`. Any numbers will do: the operation does not ask that they belong to angles.
+/// Tables for test cases with `x`. Their values are arbitrary: the operation does not require sines and cosines of
+/// positions.
 pub(in crate::ops) fn tables(x: &Tensor) -> Result<[Tensor; 2]> {
     let (length, half) = (x.dims()[x.rank() - 2], x.dims()[x.rank() - 1] / 2);
     let table = |f: fn(f64) -> f64| {

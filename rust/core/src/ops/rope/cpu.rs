@@ -13,7 +13,7 @@ use crate::{Result, dispatch_float};
 
 /// The angles of rows.
 pub struct Angles<'a, R> {
-    /// (positions, half).
+    /// (positions, half), as `sin`.
     pub cos: &'a [R],
     pub sin: &'a [R],
     pub positions: usize,

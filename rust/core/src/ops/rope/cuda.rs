@@ -6,7 +6,8 @@ use crate::cuda::launch::{Shape, accumulator, count32, empty, input, output, row
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Raw, Result};
 
-/// Rows rotated by the angles of their positions; `repeats` consecutive rows share one. `back` rotates by the negative angles.
+/// Rows rotated by the angles of their positions; `repeats` consecutive rows have the same position. `back` rotates by
+/// the negative angles.
 pub fn rotate(
     op: &'static str,
     x: &Raw,

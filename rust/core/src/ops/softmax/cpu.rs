@@ -64,7 +64,7 @@ impl RowFunction for LogSoftmax {
     }
 }
 
-/// Over the last dimension of a dense tensor.
+/// `function` over the last dimension of a dense tensor.
 pub(super) fn forward<F: RowFunction>(op: &'static str, x: &Raw, function: F) -> Result<Raw> {
     let len = x.dims()[x.rank() - 1];
     let rows = x.elem_count() / len.max(1);

@@ -1,4 +1,4 @@
-//! Softmax and its logarithm along a dimension, each a fused kernel of one pass over memory.
+//! Softmax and its logarithm along a dimension, each as one fused kernel that reads and writes memory once.
 
 #[cfg(feature = "testing")]
 mod cases;

@@ -4,7 +4,7 @@ use super::{UPSAMPLE_NEAREST2D, sources, upsample_nearest2d};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// By the rows of an index along each axis, which candle takes.
+/// The plain form: `index_select` along each axis.
 fn plain(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let index = |axis: usize| {
         let positions = sources(x.dims()[axis], size[axis - 1]).into_iter().map(|i| i as i64).collect::<Vec<_>>();

@@ -9,7 +9,7 @@ use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// The image in its new size, or the gradient of that.
+/// The image in its new size, or if `is_backward` its gradient from that of the result.
 pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
     let op = UPSAMPLE_NEAREST2D.name;
     let &Resize { batch, channels, input: from, output: to } = size;

@@ -1,4 +1,4 @@
-//! Resizing of images by the nearest pixel.
+//! Nearest-neighbour resizing of images.
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -58,10 +58,10 @@ struct Resize {
     output: [usize; 2],
 }
 
-/// For each of `output` positions the one of `input` positions that it copies.
+/// For each of `output` positions, the position out of `input` that it copies.
 fn sources(input: usize, output: usize) -> Vec<usize> {
     let scale = input as f32 / output as f32;
-    // Torch, too, takes equal and doubled sizes exactly.
+    // Equal and doubled sizes are computed exactly, as in torch.
     let source = |i: usize| match output {
         _ if output == input => i,
         _ if output == 2 * input => i / 2,
@@ -70,7 +70,7 @@ fn sources(input: usize, output: usize) -> Vec<usize> {
     (0..output).map(source).collect()
 }
 
-/// For each of `input` positions the run of `output` positions that copy it.
+/// For each of `input` positions, the range of `output` positions that copy it.
 fn copies(input: usize, output: usize) -> Vec<Range<usize>> {
     let sources = sources(input, output);
     let first = |position| sources.partition_point(|&source| source < position);
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(sources(3, 5), [0, 0, 1, 1, 2]);
         assert_eq!(sources(4, 7), [0, 0, 1, 1, 2, 2, 3]);
         assert_eq!(sources(7, 3), [0, 2, 4]);
-        // Exactly 1, but 41 · (2 / 82) is below 1 in f32.
+        // The position is exactly 1, but 41 · (2 / 82) is below 1 in f32.
         assert_eq!(sources(2, 82)[40..44], [0, 0, 1, 1]);
         assert_eq!(copies(2, 5), [0..3, 3..5]);
         assert_eq!(copies(3, 2), [0..1, 1..2, 2..2]);

@@ -1,5 +1,5 @@
-//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers: those of int8 on compute capability 9.0 by a kernel that scales
-//! what it sums, all others by cuBLASLt.
+//! The CUDA form: `kernels/codes.cu` around products of 8-bit numbers. On compute capability 9.0 a kernel computes int8
+//! products and scales the sums itself; cuBLASLt computes all others.
 
 mod hopper;
 
@@ -17,17 +17,17 @@ use crate::quantized::Format;
 use crate::{Raw, Result, compute};
 
 const OP: &str = "linear";
-/// Bytes of sums that are made and scaled at a time: they stay in the second-level cache of large GPUs.
+/// Bytes of sums that are computed and scaled at a time, so that they stay in the second-level cache of large GPUs.
 const SUMS: usize = 24 << 20;
-/// Rows of a product that fill a GPU all the same.
+/// The fewest rows of a product at a time, so that it fills a GPU.
 const FEWEST_ROWS: usize = 256;
 /// Side of the tiles of a transposition.
 const TILE: usize = 64;
 const BLOCK: u32 = 256;
 
-/// A matrix rounded by rows.
+/// A matrix rounded to codes, with a scale for each row.
 struct Rounded {
-    /// u8, (rows rounded up to a multiple of 16, columns); those beyond the matrix are not set.
+    /// u8, (rows rounded up to a multiple of 16, columns); rows beyond the matrix are uninitialised.
     codes: Raw,
     /// f32, (rows).
     scales: Raw,
@@ -59,7 +59,7 @@ impl Quantized {
 }
 
 impl Rounded {
-    /// Round `x` (rows, columns), times the scales of the columns if there are any.
+    /// Round `x` (rows, columns), multiplied by the scales of the columns if given.
     fn new(gpu: &Gpu, kind: Codes, x: &Raw, column_scales: Option<CodeParts>, parts: usize) -> Result<Self> {
         let x = compute::contiguous(x)?;
         let x = if address(OP, &x)?.is_multiple_of(16) { x } else { crate::raw::own_copy(&x)? };
@@ -82,8 +82,8 @@ impl Rounded {
         Ok(Self { codes, scales, rows, columns })
     }
 
-    /// Write its product with the transpose of the codes (n, columns) at `w` to the columns of `y` from `start` on, scaled. False if the
-    /// device has no such products.
+    /// Write its scaled product with the transpose of the codes (n, columns) at `w` to the columns of `to`. Returns
+    /// false if the device has no such products.
     fn product(&self, gpu: &Gpu, kind: Codes, (w, n): (u64, usize), to: &Columns<'_>) -> Result<bool> {
         let at_once = (SUMS / (4 * n)).max(FEWEST_ROWS) / MULTIPLE * MULTIPLE;
         let sums = empty(OP, gpu, &[at_once.min(self.codes.dims()[0]), n], DType::U32)?;
@@ -94,7 +94,7 @@ impl Rounded {
             let rows = at_once.min(self.rows - first);
             let x = codes + (first * self.columns) as u64;
             let sizes = [rows.next_multiple_of(MULTIPLE), n, self.columns];
-            // SAFETY: the codes have these rows, set or not, and the sums room for their products.
+            // SAFETY: the codes have these rows, initialised or not, and the sums have room for their products.
             if !unsafe { product_of_codes(OP, gpu, kind, [x, w, address(OP, &sums)?], sizes) }? {
                 return Ok(false);
             }
@@ -127,17 +127,17 @@ impl Rounded {
 
 /// The destination of a product.
 struct Columns<'a> {
-    /// Dense.
+    /// The result, dense.
     y: &'a Raw,
     /// The first column.
     start: usize,
     /// Address and number of the scales of columns.
     scales: Option<(u64, u32)>,
-    /// Of all columns of y, dense.
+    /// The bias of all columns of y, dense.
     bias: Option<&'a Raw>,
 }
 
-/// x Wᵀ + b; nothing if the device has no such products.
+/// x Wᵀ + b; `None` if the device has no such products.
 pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let (gpu, kind) = (Gpu::of(OP, x)?, w.kind());
     let bias = bias.map(compute::contiguous).transpose()?;
@@ -158,13 +158,13 @@ pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Opti
     Ok(Some(y))
 }
 
-/// g W; nothing if the device has no such products.
+/// g W; `None` if the device has no such products.
 pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let (gpu, kind) = (Gpu::of(OP, g)?, w.kind());
     let [rows, columns] = w.dims;
     let (parts, dtype) = (w.code_parts()?, g.dtype());
     let g = Rounded::new(gpu, kind, g, Some(parts), w.parts.len())?;
-    // Tensor cores multiply 8-bit matrices whose sums run along rows.
+    // Tensor cores sum 8-bit products along the rows of both matrices, so W is transposed.
     let turned = empty(OP, gpu, &[columns, rows], DType::U8)?;
     let most = w.parts.iter().map(|part| part.rows).max().unwrap_or(0);
     let grid = [columns.div_ceil(TILE), most.div_ceil(TILE), w.parts.len()];
@@ -175,7 +175,7 @@ pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     };
     let arguments =
         TransposeCodes { parts, rows: count32(OP, rows)?, columns: count32(OP, columns)?, out: output(OP, &turned)? };
-    // SAFETY: the parts have these rows together, and the result their elements.
+    // SAFETY: the parts together have these rows, and the result has room for all elements.
     unsafe { gpu.function(&TRANSPOSE_CODES, &[])?.launch(OP, gpu, shape, arguments) }?;
     let dx = empty(OP, gpu, &[g.rows, columns], dtype)?;
     let (w, mut whole) = (address(OP, &turned)?, CodeParts::default());

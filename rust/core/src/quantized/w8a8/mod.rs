@@ -1,15 +1,16 @@
-//! W8A8: linear layers over 8-bit codes whose other factor is rounded to codes of the same format too, so that a GPU multiplies 8-bit
-//! numbers.
+//! W8A8: linear layers over 8-bit codes. The other factor is rounded to codes of the same format, so that a GPU
+//! multiplies 8-bit numbers.
 //!
-//! A row of the other factor, the input or the gradient of the result, gets one scale: its largest magnitude / 127 (int8) or / 448
-//! (e4m3), as torchao's dynamic quantization of activations has it (`Int8DynamicActivationInt8WeightConfig`,
-//! `Float8DynamicActivationFloat8WeightConfig` by rows). With codes q and scales s:
+//! Each row of the other factor, the input or the gradient of the result, gets one scale: its largest magnitude / 127
+//! (int8) or / 448 (e4m3), as in torchao's dynamic quantization of activations
+//! (`Int8DynamicActivationInt8WeightConfig`, `Float8DynamicActivationFloat8WeightConfig` by rows). With codes q and
+//! scales s:
 //!
 //! - y = s_x s_w (q_x q_wᵀ) + b,
 //! - dx = s_g (q_g q_w), where g = dy s_w is rounded, since the sum runs along the rows that the weight's scales belong to.
 //!
-//! Sums of int8 are exact, those of e4m3 in f32; a result is rounded once. The gradient is that of the product over values: rounding
-//! passes it on as it is (a straight-through estimate).
+//! Sums of int8 are exact, sums of e4m3 are in f32; a result is rounded once. The gradient is that of the product of
+//! values: rounding passes it unchanged (a straight-through estimate).
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -24,14 +25,15 @@ use crate::cpu::pool::par_chunks_mut;
 use crate::product::uses_w8a8;
 use crate::raw::{Raw, from_vec, with_bytes};
 
-/// Sides of matrices are multiples of it, those of parts too: 8-bit products on tensor cores ask for it.
+/// The sides of matrices and of their parts must be multiples of this number, as 8-bit products on tensor cores
+/// require.
 const MULTIPLE: usize = 16;
-/// Parts of a matrix, at most.
+/// The most parts of a matrix.
 const MOST_PARTS: usize = 8;
 
 impl Quantized {
-    /// Whether its products with a matrix of `dtype` multiply codes: if [`set_w8a8`](compute::set_w8a8) says so, all parts are int8 or all
-    /// are fp8, and the sides are multiples of 16.
+    /// Whether its products with a matrix of `dtype` multiply codes: if [`set_w8a8`](compute::set_w8a8) has enabled
+    /// this, all parts are int8 or all are fp8, and the sides are multiples of 16.
     fn multiplies_codes(&self, dtype: DType, rows: usize) -> bool {
         let format = self.format();
         uses_w8a8()
@@ -43,7 +45,7 @@ impl Quantized {
             && self.parts.iter().all(|part| part.scales.format() == format && part.rows.is_multiple_of(MULTIPLE))
     }
 
-    /// x Wᵀ + b over matrices, of codes; nothing if products are of values.
+    /// x Wᵀ + b over matrices, as a product of codes; `None` if values are to be multiplied.
     pub(crate) fn product_of_codes(&self, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
         if !self.multiplies_codes(x.dtype(), x.dims()[0]) {
             return Ok(None);
@@ -51,7 +53,7 @@ impl Quantized {
         on_device!(x.device(), cuda => cuda::product(self, x, bias), cpu => self.product_on_cpu(x, bias).map(Some))
     }
 
-    /// g W over matrices, of codes; nothing if products are of values.
+    /// g W over matrices, as a product of codes; `None` if values are to be multiplied.
     pub(crate) fn input_gradient_of_codes(&self, g: &Raw) -> Result<Option<Raw>> {
         if !self.multiplies_codes(g.dtype(), g.dims()[0]) {
             return Ok(None);
@@ -81,7 +83,7 @@ impl Quantized {
         compute::cast(&compute::matmul(&g_rounded, &self.numbers().values(DType::F32)?)?, g.dtype())
     }
 
-    /// The rows of a matrix, times `column_scales`, rounded to the format: values in f32.
+    /// The values in f32 of a matrix, multiplied by `column_scales` and rounded to the format row by row.
     fn rounded(&self, matrix: &Raw, column_scales: Option<&[f32]>) -> Result<Raw> {
         let dims = [matrix.dims()[0], matrix.dims()[1]];
         let values = compute::contiguous(&compute::cast(matrix, DType::F32)?)?;
@@ -108,7 +110,7 @@ impl Quantized {
 }
 
 impl Part {
-    /// A scale for each row or one for all, of 8-bit codes.
+    /// The scales of 8-bit codes: one for each row, or one for all.
     const fn row_scales(&self) -> Option<&Raw> {
         match &self.scales {
             Scales::Int8(scales) | Scales::Fp8(scales) => Some(scales),

@@ -12,7 +12,7 @@ use crate::ops::rows;
 use crate::raw::Raw;
 use crate::{Result, dispatch_float};
 
-/// Tasks that the backward pass is split into, if it has as many blocks of queries.
+/// The backward pass is split into about this many tasks if it has enough blocks of queries.
 const BACKWARD_TASKS: usize = 16;
 
 /// The saved values of the backward pass.
@@ -72,7 +72,7 @@ pub(in crate::ops::attention) fn backward(
     })
 }
 
-/// Turns scores into probabilities, the rows of which belong to `log_sums`.
+/// Turns rows of scores into probabilities, given the log-sum of each row.
 fn probabilities<R: Real>(scores: &mut [R], width: usize, log_sums: &[R]) {
     dispatch(
         #[inline(always)]
@@ -109,10 +109,11 @@ struct Scratch<R> {
 impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
     fn run(&self) {
         let attention = self.scores.attention;
-        // Heads of keys, and the blocks of all queries that share one, head after head.
+        // Heads of keys, and the blocks of all queries that share one of them, head after head.
         let (heads, keys) = (attention.heads() / attention.group, attention.keys());
         let blocks = attention.group * attention.queries().div_ceil(QUERIES);
-        // With few heads, ranges of blocks make the gradients of keys and values in parts.
+        // With few heads, the blocks of a head are split into ranges. Each range sums its own part of the gradients of
+        // keys and values.
         let parts = BACKWARD_TASKS.div_ceil(heads.max(1)).clamp(1, blocks.max(1));
         let per_part = blocks.div_ceil(parts).max(1);
         let parts = blocks.div_ceil(per_part).max(1);
@@ -168,8 +169,8 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// The gradients of the queries of some blocks that share a head of keys, and those of its keys and values, one after the other in
-    /// `grads`, as far as these queries contribute.
+    /// Writes the gradients of the queries of some blocks that share a head of keys, and adds their part of the
+    /// gradients of the head's keys and then values to `grads`.
     fn query_blocks(&self, key_head: usize, blocks: Range<usize>, scratch: &mut Scratch<T::Acc>, grads: &mut [T::Acc]) {
         let attention = self.scores.attention;
         let [width, value_width] = self.widths;
@@ -219,8 +220,8 @@ impl<T: Elem<Acc: Elem<Acc = T::Acc>>> BackwardPass<'_, T> {
         }
     }
 
-    /// Turns gradients of probabilities into gradients of scores: p (dp - Σ o do), where the sum over the keys that softmax
-    /// asks for, Σ p dp, is written as one over the width of the values.
+    /// Turns gradients of probabilities into gradients of scores: p (dp - Σ o do). The derivative of softmax has Σ p dp
+    /// over the keys; Σ o do over the width of the values equals it.
     fn score_gradients(&self, head: usize, queries: &Range<usize>, p: &[T::Acc], ds: &mut [T::Acc]) {
         let wide = p.len() / queries.len();
         dispatch(

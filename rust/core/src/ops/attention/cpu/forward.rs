@@ -1,4 +1,4 @@
-//! The result, block by block.
+//! The forward pass, block by block.
 
 use smallvec::SmallVec;
 
@@ -10,7 +10,7 @@ use crate::ops::rows;
 use crate::raw::{Raw, from_vec};
 use crate::{Result, dispatch_float};
 
-/// The result and the logarithms of the sums.
+/// The result, and for each query the logarithm of the sum of e^score.
 pub(in crate::ops::attention) fn forward(
     attention: &Attention,
     inputs: [&Raw; 3],
@@ -119,7 +119,7 @@ impl<R: Real> Default for Running<R> {
 }
 
 impl<R: Real> Running<R> {
-    /// Turns scores into e^(score - largest) and adds them up. Returns what earlier results are to be multiplied with.
+    /// Turns scores into e^(score - largest) and adds them up. Returns the factor to multiply earlier results with.
     #[inline(always)]
     fn exponentiate(&mut self, scores: &mut [R]) -> R {
         let max = self.max.max(rows::max_by(scores, |s| s));

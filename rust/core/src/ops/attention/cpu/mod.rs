@@ -24,7 +24,7 @@ const KEYS: usize = 256;
 /// Multiplications worth a task of their own.
 const TASK: usize = 1 << 19;
 
-/// What is computed.
+/// The shape and the settings of one attention.
 #[derive(Clone, Debug)]
 pub(super) struct Attention {
     /// The shape of the scores: (..., queries, keys).
@@ -52,13 +52,14 @@ impl Sight {
     }
 }
 
-/// For each query of a packed row the first key that it sees, which is the one after it if it sees none. It sees the keys from there up
-/// to its own position. The numbers do not decrease, and queries that see none are the last.
+/// For each query of a packed row, the first key that it sees: the query sees the keys from there up to its own
+/// position. If it sees none, the number is that of the key after the query. The numbers do not decrease, and the
+/// queries that see no key come last.
 #[derive(Clone, Debug)]
 pub(super) struct Spans(pub Vec<u32>);
 
 impl Spans {
-    /// The keys of some queries.
+    /// The range of keys that some of the queries see.
     fn keys(&self, queries: &Range<usize>) -> Range<usize> {
         let some = &self.0[queries.clone()];
         let seeing = some.iter().zip(queries.clone()).filter(|(first, query)| **first as usize <= *query).count();
@@ -85,7 +86,6 @@ impl Attention {
         Ok(mask.map(|mask| mask.broadcast_as(self.scores.as_slice())).transpose()?)
     }
 
-    /// The queries of block `index`.
     fn query_block(&self, index: usize) -> Range<usize> {
         index * QUERIES..self.queries().min((index + 1) * QUERIES)
     }
@@ -101,7 +101,7 @@ impl Attention {
         seen.step_by(KEYS).map(move |start| start..end.min(start + KEYS))
     }
 
-    /// Makes the scores of keys that their queries do not see negative infinity, one row of scores for each query.
+    /// Sets the scores of keys that a query does not see to negative infinity. `scores` has one row for each query.
     fn hide<R: Real>(&self, queries: &Range<usize>, keys: &Range<usize>, scores: &mut [R]) {
         let first = |query: usize| match &self.sight {
             Sight::Segments(spans) => spans.0[query] as usize,
@@ -161,7 +161,7 @@ fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     }
 }
 
-/// The number to take off scores: their maximum or log-sum, unless no key is seen, when all are negative infinity.
+/// The number to subtract from scores: `x` is their maximum or log-sum, negative infinity if no key is seen; then zero.
 #[inline(always)]
 fn finite_or_zero<R: Real>(x: R) -> R {
     if x == R::NEG_INFINITY { R::ZERO } else { x }

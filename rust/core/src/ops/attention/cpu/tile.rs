@@ -21,7 +21,7 @@ pub(super) struct Matrices<'a, T> {
 }
 
 impl<'a, T: Elem> Matrices<'a, T> {
-    /// Those of an operand of two dimensions or more.
+    /// The matrices of an operand of two dimensions or more.
     pub fn new(operand: &(&'a CpuStorage, &'a Layout)) -> candle_core::Result<Self> {
         let layout = operand.1;
         let rank = layout.dims().len();
@@ -53,12 +53,12 @@ impl<'a, T: Elem> Matrices<'a, T> {
 pub(super) struct Output<T> {
     buffer: Vec<T>,
     dims: SmallVec<[usize; 4]>,
-    /// Heads that are contiguous: all, or 1.
+    /// The number of heads whose rows of one position are contiguous: all heads, or 1.
     side_by_side: usize,
 }
 
 impl<T: Elem> Output<T> {
-    /// A tensor with the dimensions of `like` but for the last, in its order.
+    /// A tensor with the dimensions of `like` except for the last, in the memory order of `like`.
     pub fn like(like: &Raw, width: usize) -> Self {
         let mut dims: SmallVec<[usize; 4]> = like.dims().into();
         let rank = dims.len();

@@ -19,7 +19,7 @@ use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_inpu
 use crate::cuda::tensor_map::Encoder;
 use crate::{Raw, Result};
 
-/// Fewer queries or keys leave tiles empty: the general kernels serve them as well.
+/// The fewest queries and keys: with fewer, the general kernels are as fast.
 pub(in crate::ops::attention) const FEWEST: u32 = 256;
 /// Keys in a tile.
 pub(in crate::ops::attention) const KEYS: u32 = 128;
@@ -27,10 +27,10 @@ pub(in crate::ops::attention) const KEYS: u32 = 128;
 pub(in crate::ops::attention) const STORED: u32 = 64;
 /// How many steps the sum of split items costs.
 const SPLIT_COST: u64 = 5;
-/// Threads of the kernels beside the two passes.
+/// Threads in a block of the kernels other than those of the two passes.
 const THREADS: u32 = 256;
 
-/// What depends on the width of the kernels: tiles, threads and shared memory.
+/// The constants of the kernels of one width: tiles, threads and shared memory.
 struct Form {
     columns: u32,
     forward_queries: u32,
@@ -73,8 +73,8 @@ impl Width {
     }
 }
 
-/// How `blocks` blocks share items of this many steps: the items that would leave blocks idle at the end are split if that saves more than
-/// it costs.
+/// Distributes `items` of `steps` steps each over `blocks` blocks: the items that would leave blocks idle at the end
+/// are split if that saves more than it costs.
 fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     let whole = items / blocks * blocks;
     let rounds = u64::from(items.div_ceil(blocks)) * u64::from(steps);
@@ -83,13 +83,13 @@ fn schedule(blocks: u32, items: u32, steps: u32) -> Schedule {
     Schedule { items, steps, whole, blocks }
 }
 
-/// Parts of split items, two a block, if there are such items.
+/// Memory for parts of split items, two per block, if there are such items.
 fn parts(op: &'static str, gpu: &Gpu, schedule: &Schedule, values: u32) -> Result<Option<Raw>> {
     let dims = [2 * schedule.blocks as usize, values as usize];
     (schedule.whole < schedule.items).then(|| empty(op, gpu, &dims, DType::F32)).transpose()
 }
 
-/// Whether a map can describe the operand: none has dimensions that are repeated.
+/// Whether a tensor map can describe the operand: a map cannot have repeated dimensions.
 pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape) -> bool {
     let Strides { batch, head, row } = heads.strides;
     [(2, row), (sizes.heads, head), (sizes.batch, batch)]
@@ -97,7 +97,7 @@ pub(in crate::ops::attention) fn is_mapped(heads: &Heads, sizes: &AttentionShape
         .all(|&(size, stride)| size == 1 || (1..1 << 39).contains(&stride))
 }
 
-/// A map of the matrices of heads, of which this many rows are copied at once.
+/// A tensor map of the matrices of heads; one copy takes `at_once` rows.
 pub(in crate::ops::attention) fn map(
     encoder: &Encoder,
     heads: &Heads,
@@ -114,7 +114,7 @@ pub(in crate::ops::attention) fn map(
 }
 
 impl Attention<'_> {
-    /// The form for operands that the general form on tensor cores takes, if this one takes them too.
+    /// The constants for operands that the general tensor-core kernels take, if these kernels take them too.
     fn hopper_form(
         &self,
         gpu: &Gpu,
@@ -133,7 +133,7 @@ impl Attention<'_> {
         fits.then(|| form.hopper())
     }
 
-    /// The result and the logarithms of the sums, unless the general kernels serve the operands.
+    /// The result and the logarithms of the sums; false if only the general kernels take the operands.
     pub(super) fn hopper_forward(
         &self,
         gpu: &Gpu,
@@ -172,7 +172,7 @@ impl Attention<'_> {
         Ok(true)
     }
 
-    /// The gradients of q, k and v for which there is a place, unless the general kernels serve the operands.
+    /// The gradients of q, k and v for which there is a place; false if only the general kernels take the operands.
     pub(super) fn hopper_backward(
         &self,
         gpu: &Gpu,
@@ -194,7 +194,7 @@ impl Attention<'_> {
         let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
         let sums = empty(op, gpu, &[tiles, (queries * columns) as usize], DType::F32)?;
         let turns = empty(op, gpu, &[tiles], DType::U32)?;
-        // The kernel writes both, wanted or not.
+        // The kernel writes both gradients, wanted or not.
         let unwanted = |like: &Heads, wanted: Option<&Heads>| -> Result<Option<Heads>> {
             let place = || Heads::new(op, &empty_like(op, gpu, &like.raw, sizes.width as usize)?);
             wanted.is_none().then(place).transpose()

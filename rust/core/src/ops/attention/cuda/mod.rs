@@ -1,4 +1,5 @@
-//! The CUDA form: `kernels/attention.cu`, without a matrix of all scores: on tensor cores where the operands allow it, else a plain form.
+//! The CUDA form, `kernels/attention.cu`, which never stores the matrix of all scores. It runs on tensor cores where
+//! the operands allow it, otherwise on plain kernels.
 
 pub(super) mod hopper;
 mod wide;
@@ -129,7 +130,7 @@ impl Attention<'_> {
         })
     }
 
-    /// The mask, one number per score: its strides, and the tensor that holds it.
+    /// The mask, one number per score: its description, and the tensor, which must live until the launch.
     fn mask(&self, mask: Option<&Raw>) -> Result<(Mask, Option<Raw>)> {
         let Some(mask) = mask else { return Ok((Mask { numbers: 0, batch: 0, head: 0, query: 0, key: 0 }, None)) };
         let mask = mask.broadcast_as(self.scores)?;
@@ -147,7 +148,7 @@ impl Attention<'_> {
         Ok((Mask { numbers: address(self.op, &mask)?, batch, head, query: row, key }, Some(mask)))
     }
 
-    /// The name of the form on tensor cores, if the operands are such that it takes them.
+    /// The width of the tensor-core kernels that take these operands, if any do.
     pub(super) fn tensor_cores(
         &self,
         sizes: &AttentionShape,
@@ -166,7 +167,7 @@ impl Attention<'_> {
         fits.then_some(if sizes.width <= 64 { Width::W64 } else { Width::W128 })
     }
 
-    /// The result and the logarithms of the sums.
+    /// The result, and for each query the logarithm of the sum of e^score.
     pub fn forward(&self, [q, k, v]: [&Raw; 3], mask: Option<&Raw>) -> Result<(Raw, Raw)> {
         let op = self.op;
         let gpu = Gpu::of(op, q)?;
@@ -224,7 +225,7 @@ impl Attention<'_> {
                 mask,
                 shape: sizes,
             };
-            // SAFETY: as above, and the mask's stay inside too.
+            // SAFETY: as above; the strides of the mask stay inside of it too.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok((o, log_sums))
@@ -243,7 +244,7 @@ impl Attention<'_> {
         Ok(grads)
     }
 
-    /// Writes the gradients of q, k and v for which there is a tensor, which may be a part of another.
+    /// Writes the gradients of q, k and v for which `grads` has a tensor; each may be a part of a larger tensor.
     pub fn backward_into(
         &self,
         SavedValues { inputs: [q, k, v], mask, result: o, log_sums }: &SavedValues,
@@ -257,7 +258,7 @@ impl Attention<'_> {
         let heads = sizes.batch * sizes.heads;
         let wanted = grads.map(|grad| grad.is_some());
         if heads == 0 || sizes.queries == 0 || sizes.keys == 0 {
-            // Without queries keys and values get nothing, and without keys queries get nothing.
+            // Without queries the gradients of keys and values are zero, and without keys that of queries.
             for grad in grads.into_iter().flatten() {
                 fill(grad, 0.0)?;
             }
@@ -355,13 +356,13 @@ impl Attention<'_> {
                 mask,
                 shape: sizes,
             };
-            // SAFETY: as above, and the mask's stay inside too.
+            // SAFETY: as above; the strides of the mask stay inside of it too.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         Ok(())
     }
 
-    /// The sums over the rows of `o` times its gradient, one a query.
+    /// Σ o do over the columns, one number for each query.
     pub(super) fn deltas(&self, gpu: &Gpu, sizes: &AttentionShape, o: &Heads, grad: &Heads) -> Result<Raw> {
         let (op, dtype) = (self.op, o.raw.dtype());
         let deltas = empty(op, gpu, &self.scores[..self.scores.len() - 1], accumulator(dtype))?;
@@ -379,7 +380,7 @@ impl Attention<'_> {
         Ok(deltas)
     }
 
-    /// Adds the parts of the gradients of keys and values that are wanted; `sizes` has the heads of the keys.
+    /// Sums the parts of the gradients of keys and values that are wanted; `sizes` has the heads of the keys.
     pub(super) fn sum_parts(
         &self,
         gpu: &Gpu,
@@ -404,7 +405,7 @@ impl Attention<'_> {
         unsafe { gpu.function(&ATTENTION_SUM_PARTS, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }
     }
 
-    /// Into how many ranges of queries the gradients of few keys are split, so that they fill the device.
+    /// The number of ranges of queries that the gradients of few keys are split into to fill the device.
     fn parts(&self, sizes: &AttentionShape) -> u32 {
         const BLOCKS: u32 = 396;
         let blocks = sizes.keys.div_ceil(64) * sizes.batch * sizes.heads;
@@ -412,7 +413,7 @@ impl Attention<'_> {
     }
 }
 
-/// Where a gradient is written, which must be in place.
+/// The place of a gradient; an error if its strides would need a copy.
 fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     let Some(grad) = grad else { return Ok(None) };
     let heads = Heads::new(op, grad)?;
@@ -433,7 +434,7 @@ pub(super) enum Width {
 }
 
 impl Width {
-    /// Bytes of shared memory.
+    /// Bytes of shared memory of the forward kernel.
     pub(super) const fn forward_shared(self, gpu: &Gpu) -> u32 {
         match self {
             Self::W128 => 81_920,
@@ -442,7 +443,7 @@ impl Width {
         }
     }
 
-    /// Bytes of shared memory.
+    /// Bytes of shared memory of the backward kernel.
     pub(super) const fn backward_shared(self) -> u32 {
         match self {
             Self::W128 => 99_328,

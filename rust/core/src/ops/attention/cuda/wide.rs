@@ -1,4 +1,5 @@
-//! Attention of heads wider than the kernels on tensor cores take: products of matrices around a softmax, for some queries at a time.
+//! Attention with heads too wide for the tensor-core kernels: matrix products around a softmax, for some queries at a
+//! time.
 
 use trainable_candle_cuda::kernels::softmax::{LOGSUMEXP_FORWARD, LogsumexpForward};
 
@@ -10,11 +11,11 @@ use crate::ops::softmax;
 use crate::product::uses_pairs;
 use crate::{Raw, Result};
 
-/// Widest head of the kernels.
+/// Widest head of the tensor-core kernels.
 const WIDEST: usize = 128;
-/// The most scores that there are at a time: 128 MiB in f32.
+/// The most scores in memory at a time: 128 MiB in f32.
 const MOST_SCORES: usize = 1 << 25;
-/// The most values of a head whose parts a kernel counts.
+/// The most values of a head that the `pairs` kernel can count.
 const MOST_VALUES: usize = 1 << 30;
 
 impl Attention<'_> {
@@ -23,7 +24,7 @@ impl Attention<'_> {
         width.min(value_width) > WIDEST && mask.is_none() && !self.is_causal && self.scores.last() != Some(&0)
     }
 
-    /// The result and the logarithms of the sums, which are dense.
+    /// Writes the result and the logarithms of the sums; `log_sums` is dense.
     pub(super) fn wide_forward(&self, [q, k, v]: [&Raw; 3], o: &Raw, log_sums: &Raw) -> Result<()> {
         let (op, dtype, rank) = (self.op, q.dtype(), self.scores.len());
         let gpu = Gpu::of(op, q)?;
@@ -33,7 +34,7 @@ impl Attention<'_> {
         let numbers = accumulator(dtype);
         let function = gpu.function(&LOGSUMEXP_FORWARD, suffix(op, numbers)?)?;
         let sums = output(op, log_sums)?;
-        // As one row, v's parts are below one another.
+        // Taken as one row, the parts of v come out one below the other.
         let in_pairs = uses_pairs(dtype) && keys.is_multiple_of(8) && v.dims()[rank - 1] <= MOST_VALUES / keys;
         for head in 0..heads {
             let [q, k, v, o] =

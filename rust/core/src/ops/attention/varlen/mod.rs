@@ -2,9 +2,9 @@
 //! 2021, arXiv:2107.02027). Heads of queries may share heads of keys and values (Ainslie et al. 2023, arXiv:2305.13245), and a window may
 //! limit how far back a query sees (Beltagy et al. 2020, arXiv:2004.05150).
 //!
-//! The bounds of the segments become spans once, in memory of the device: for each position the first key that its query sees, and the
-//! end of the queries that see its key. The kernels read spans alone. So nothing waits for the bounds, a CUDA graph can be replayed with
-//! others, and neither segments nor windows are known to the kernels.
+//! The bounds of the segments are turned into spans once, in memory of the device: for each position the first key that
+//! its query sees, and the end of the queries that see its key. The kernels read spans alone and know neither segments
+//! nor windows. So the host never waits for the bounds, and a CUDA graph can be replayed with other bounds.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -22,18 +22,19 @@ pub(super) static VARLEN: OpInfo = OpInfo::expensive("varlen_attention");
 /// softmax(scale · q kᵀ) v inside each segment of a packed row: `q (N, heads, D)`, `k (N, key heads, D)`, `v (N, key heads, D)` →
 /// `(N, heads, D)`. A query sees the keys of its segment up to its own position.
 ///
-/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first is 0, they ascend, and segment i is the
-/// rows from bound i to below bound i + 1. Bounds may repeat, so that a buffer of fixed size holds fewer segments. Rows from the last bound
-/// on belong to no segment: their results are zeros, and they get no gradient. With `window` w a query at position i of its row sees the
-/// keys above i - w alone, so w keys with its own. Head h of q sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless given.
-/// Scores are in f32 (f64 for f64).
+/// `cu_seqlens (M + 1)`, i64 or u32 on the device of q, are the bounds of M segments: the first is 0, they ascend, and
+/// segment i is the rows from bound i to below bound i + 1. Bounds may repeat, so that a buffer of fixed size can have
+/// fewer segments. Rows from the last bound on belong to no segment: their results and gradients are zero. With
+/// `window` w a query at position i of its row sees only the keys above i - w, at most w keys with its own. Head h of q
+/// sees head h / (heads / key heads) of k and v. `scale` is 1/√D unless given. Scores are in f32 (f64 for f64).
 ///
-/// Saves q, k, v, the result, one number per query and head, and two numbers per position. On CUDA nothing waits for the bounds.
+/// Saves q, k, v, the result, one number per query and head, and two numbers per position. On CUDA the host does not
+/// wait for the bounds.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Argument`] if the window is 0 or the scale
-/// not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA the results are undefined then, and the error comes
-/// when the next value is read or the device is waited for.
+/// not finite, [`Error::Index`] naming a bound that is out of order or range. On CUDA the results are undefined in that
+/// last case, and the error is returned by the next read of a value or wait for the device.
 pub fn varlen_attention(
     q: &Tensor,
     k: &Tensor,
@@ -119,7 +120,7 @@ impl Varlen {
         self.heads / self.key_heads
     }
 
-    /// The result and the logarithms of the sums (heads, rows), of (rows, heads, width).
+    /// The result (rows, heads, width) and the logarithms of the sums (heads, rows), for operands (rows, heads, width).
     pub fn forward(&self, inputs: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
         let [q, k, v] = inputs.map(|raw| raw.transpose(0, 1));
         let inputs = [&q?, &k?, &v?];
@@ -140,8 +141,8 @@ impl Varlen {
         )
     }
 
-    /// Writes the gradients of q, k and v into tensors (rows, heads, width) that may be parts of others. What is saved has those dimensions
-    /// too.
+    /// Writes the gradients of q, k and v into tensors (rows, heads, width) that may be parts of others. The saved
+    /// values have those dimensions too.
     pub fn backward_into(&self, saved: &SavedValues, spans: &Raw, grad: &Raw, places: [&Raw; 3]) -> Result<()> {
         let by_head = |raw: &Raw| raw.transpose(0, 1);
         let [q, k, v] = &saved.inputs;
@@ -216,7 +217,7 @@ pub(super) fn scale_of(op: &'static str, width: usize, scale: Option<f64>) -> Re
 }
 
 /// The spans (2, rows) of a row of segments, u32: for each position the first key that its query sees, then the end of the queries that
-/// see its key. A query outside of the segments sees from the position after its own on, nothing.
+/// see its key. For a query outside of the segments the first key is the one after its position: it sees none.
 pub(super) fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     on_device!(
         cu_seqlens.device(),
@@ -315,7 +316,7 @@ mod tests {
         }
     }
 
-    /// Rows beyond the last bound may hold anything.
+    /// Rows beyond the last bound may have any values.
     #[test]
     fn rows_of_no_segment_give_zeros_and_get_no_gradient() -> Result<()> {
         let device = candle_core::Device::Cpu;

@@ -7,7 +7,7 @@ use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch};
 use crate::ops::rows::rows_per_block;
 
-/// Channels whose weight gradients one thread sums up at a time.
+/// Number of channels whose weight gradients one thread sums at a time.
 const CHANNELS: usize = 128;
 
 /// The position of the source that a position of the target meets, unless it is padding.
@@ -67,7 +67,6 @@ pub(super) fn run<T: Elem>(
     target
 }
 
-/// The gradient of the weight.
 pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc> {
     let stencil = Stencil::forward(geometry);
     let [lines, columns] = &stencil.phases[0];
@@ -76,7 +75,7 @@ pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> 
     let mut result = vec![T::Acc::ZERO; channels * places];
     let shared = SharedMut::new(&mut result);
     par_ranges(channels, CHANNELS, |range| {
-        // By place, so that vectors run along the channels.
+        // The sums are stored by place, so that vectors run along the channels.
         let mut sums = vec![T::Acc::ZERO; places * range.len()];
         for (at, pixel) in grad.chunks_exact(channels).enumerate() {
             let (image, line, column) =

@@ -28,7 +28,6 @@ pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&
     cast(&sum, x.dtype())
 }
 
-/// The gradient of the input.
 pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
     let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &weight], |operands| {
@@ -38,7 +37,6 @@ pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Resul
     cast(&sum, grad.dtype())
 }
 
-/// The gradient of the weight.
 pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
     let (grad, x) = (contiguous(grad)?, contiguous(x)?);
     let sum = dispatch_float!(grad.dtype(), CONV2D.name, T => read_all(CONV2D.name, &[&grad, &x], |operands| {
@@ -48,7 +46,7 @@ pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Ra
     cast(&sum, grad.dtype())
 }
 
-/// The result, in the type of arithmetic.
+/// The result, in the accumulator type.
 fn product<T: Elem>(geometry: &Geometry, x: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,
@@ -69,7 +67,7 @@ where
     y
 }
 
-/// The gradient of the image, in the type of arithmetic.
+/// The gradient of the image, in the accumulator type.
 fn input_product<T: Elem>(geometry: &Geometry, grad: &[T], weight: &[T]) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,
@@ -87,7 +85,7 @@ where
     grad_x
 }
 
-/// The gradient of the weight, in the type of arithmetic.
+/// The gradient of the weight, in the accumulator type.
 fn weight_product<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc>
 where
     T::Acc: Elem<Acc = T::Acc>,

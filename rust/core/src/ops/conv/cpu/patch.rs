@@ -1,4 +1,4 @@
-//! Parts of images, copied with the zeros around them, as numbers of arithmetic.
+//! Parts of images, copied in the accumulator type with the zeros around them.
 
 use std::ops::Range;
 
@@ -7,20 +7,20 @@ use smallvec::SmallVec;
 use crate::cpu::gemm::Run;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// Most positions of a part in a line.
+/// The most positions of a part in a line.
 const MAX_COLUMNS: usize = 96;
-/// Elements that a copy has at most where several lines fit: it stays in the second-level cache.
+/// The most elements of a copy of more than the fewest lines, so that it stays in the second-level cache.
 const MAX_PATCH: usize = 128 << 10;
-/// Lines of a part, if there are enough: fewer would mostly copy the lines between parts.
+/// The fewest lines of a part, if there are enough: smaller parts would mostly copy shared lines.
 const MIN_LINES: usize = 4;
 
 /// One direction of a stencil.
 pub(in crate::ops::conv) struct Axis {
     /// The first position of the target.
     pub first: usize,
-    /// Distance of its positions.
+    /// Distance between neighbouring positions of the target.
     pub stride: usize,
-    /// Number of its positions.
+    /// Number of positions of the target.
     pub count: usize,
     /// Number of positions of the source.
     pub source: usize,
@@ -31,17 +31,16 @@ pub(in crate::ops::conv) struct Axis {
 }
 
 impl Axis {
-    /// The smallest offset.
     fn origin(&self) -> isize {
         self.places.first().map_or(0, |&(_, offset)| offset)
     }
 
-    /// Distance of the outermost places.
+    /// Distance between the outermost places.
     fn span(&self) -> usize {
         self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
     }
 
-    /// Positions of the source from one position of a copy to the next: a single place does not meet those between.
+    /// Positions of the source from one position of a copy to the next: a single place skips those in between.
     fn jump(&self) -> usize {
         if self.span() == 0 { self.step } else { 1 }
     }
@@ -51,12 +50,12 @@ impl Axis {
         self.step / self.jump()
     }
 
-    /// Positions that `count` positions of the target meet.
+    /// Positions of a copy that `count` positions of the target meet.
     fn copied(&self, count: usize) -> usize {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// Positions of a copy for `range` of the target that are in the source, and where the first of the copy is.
+    /// Of a copy for `range` of the target: its positions inside the source, and the source's position of its first.
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
@@ -65,25 +64,25 @@ impl Axis {
         (start..end.max(start), first)
     }
 
-    /// Whether the places meet neighbours.
+    /// Whether neighbouring places meet neighbouring positions of the source.
     pub fn is_dense(&self) -> bool {
         self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
 
-    /// Where each place is in a copy.
+    /// Each place, and its position in a copy.
     pub fn copied_places(&self) -> impl Iterator<Item = (usize, usize)> {
         self.places.iter().map(|&(place, offset)| (place, offset.abs_diff(self.origin())))
     }
 }
 
-/// Positions of the target.
+/// A rectangle of positions of the target.
 #[derive(Clone, Debug)]
 pub(in crate::ops::conv) struct Rect {
     pub lines: Range<usize>,
     pub columns: Range<usize>,
 }
 
-/// The positions of a phase in parts whose copies of `channels` stay in the cache. Depends on sizes only.
+/// Splits the positions of a phase into parts whose copies of `channels` stay in the cache. Depends on sizes only.
 pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect> {
     let [lines, columns] = axes;
     if lines.count == 0 || columns.count == 0 {
@@ -103,9 +102,9 @@ pub(in crate::ops::conv) fn rects(axes: &[Axis; 2], channels: usize) -> Vec<Rect
 /// The layout of a copy: lines, columns, channels.
 pub(super) struct Patch {
     channels: usize,
-    /// Positions that are copied.
+    /// Lines and columns of the copy.
     size: [usize; 2],
-    /// Positions from one position of the target to the next.
+    /// Positions of the copy from one position of the target to the next.
     step: [usize; 2],
     inside: [Range<usize>; 2],
     first: [isize; 2],
@@ -125,7 +124,7 @@ impl Patch {
         }
     }
 
-    /// Elements of the copy, and some beyond its end that a tile of too many columns or rows may read.
+    /// Elements of the copy, and some beyond its end, which tiles larger than the part may read.
     pub fn len(&self) -> usize {
         const SLACK: usize = 64;
         self.size[0] * self.line_len() + 3 * self.column_step() + SLACK
@@ -146,7 +145,7 @@ impl Patch {
         self.step[0] * self.line_len()
     }
 
-    /// Where a position of the part meets its first place.
+    /// The element of the copy that a position of the part meets with its first place.
     pub fn at(&self, line: usize, column: usize) -> usize {
         line * self.line_step() + column * self.column_step()
     }
@@ -197,7 +196,7 @@ impl Patch {
     }
 }
 
-/// The first elements of `from` as numbers of arithmetic.
+/// Converts the first elements of `from` to the accumulator type.
 #[inline(always)]
 fn convert<T: Elem>(to: &mut [T::Acc], from: &[T]) {
     let pairs = to.iter_mut().zip(from);

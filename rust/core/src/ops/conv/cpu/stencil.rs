@@ -1,8 +1,9 @@
-//! Convolutions as sums over the places of the kernel: the forward pass, and the gradient of the input, which is one too.
+//! Convolutions as sums over the places (positions) of the kernel: the forward pass, and the gradient of the input,
+//! which is a convolution too.
 //!
-//! A part of the image, with the zeros around it, is copied to where the second-level cache holds it; the register tiles of
-//! the matrix product then read it in place, several positions at a time, against packed panels of the weight. There is no
-//! im2col matrix, and each element of the result is one chain of sums whatever the parts.
+//! A part of the image, with the zeros around it, is copied to memory that stays in the second-level cache. The
+//! register tiles of the matrix product then read it in place, several positions at a time, against packed panels of
+//! the weight. There is no im2col matrix, and each element of the result is summed in one order, whatever the parts.
 
 use std::ops::Range;
 
@@ -15,7 +16,7 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, num_threads, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// Steps of the sums that are made at a time: the panels of the weight stay in the second-level cache.
+/// Terms of a sum that are added at a time, so that the panels of the weight stay in the second-level cache.
 const STEPS: usize = 2944;
 /// Multiply-adds that are worth a thread.
 const MIN_WORK: usize = 1 << 18;
@@ -71,7 +72,7 @@ impl Stencil {
         }
     }
 
-    /// The gradient of the image from that of the result: pixel i meets result o at place k if
+    /// From the gradient of the result to that of the image: pixel i meets result o at place k if
     /// o · stride = i + padding - k · dilation. Pixels meet the same places if they are a multiple of the stride apart.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
@@ -119,7 +120,7 @@ impl Stencil {
 }
 
 impl WeightStrides {
-    /// Those that both directions have.
+    /// The strides that both directions share; `target` and `source` are zero.
     fn of(geometry: &Geometry) -> Self {
         let width = geometry.channels_per_group();
         let group = geometry.out_channels_per_group() * geometry.row_len();
@@ -149,7 +150,7 @@ impl Phase<'_> {
         self.stencil.target[2] / self.stencil.groups
     }
 
-    /// The channels of a group of the source in equal blocks; at least one, maybe empty.
+    /// The channels of a group of the source in blocks of equal size; at least one block, maybe empty.
     fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let depth = self.depth();
         let most = (STEPS / self.places().max(1)).max(16);
@@ -157,13 +158,13 @@ impl Phase<'_> {
         (0..depth.max(1)).step_by(size.max(1)).map(move |start| start..depth.min(start + size))
     }
 
-    /// Where the panel of `row` and those after it for a block of channels of a group begins in the packed weight.
+    /// Start in the packed weight of the panels from `row` on, for a block of channels of a group.
     fn packed_at(&self, group: usize, block: &Range<usize>, row: usize) -> usize {
         let rows = packed_len(self.shape, Along::Rows, self.rows(), 1);
         self.places() * (rows * (group * self.depth() + block.start) + row * block.len())
     }
 
-    /// The weight: for each group and block of channels, panels of rows; in a panel places, then channels.
+    /// Packs the weight: for each group and block of channels, panels of rows, ordered by place, then channel.
     fn pack<T: Elem>(&self, weight: &[T]) -> Vec<T::Acc> {
         let strides = self.stencil.weight;
         let len = self.packed_at(self.stencil.groups, &(0..0), 0);
@@ -186,7 +187,8 @@ impl Phase<'_> {
                                 + line * strides.places[0]
                                 + column * strides.places[1]
                                 + block.start * strides.source;
-                            // SAFETY: the part of this panel, block and place, and what it is packed from.
+                            // SAFETY: the slice belongs to this panel, block and place; the strides stay inside of the
+                            // weight.
                             unsafe {
                                 let dst = shared.slice(at..at + step).as_mut_ptr().cast();
                                 let ptr = weight.as_ptr().wrapping_add(first);
@@ -239,7 +241,7 @@ impl Phase<'_> {
     }
 }
 
-/// Into how many parts each of `tasks` is split, at most `most`, so that all threads have work to the end.
+/// The number of parts, at most `most`, that each of `tasks` is split into, so that all threads have work to the end.
 pub(super) fn splits(tasks: usize, most: usize) -> usize {
     let threads = num_threads();
     if tasks >= 4 * threads || tasks.is_multiple_of(threads) {
@@ -258,13 +260,13 @@ struct Part<'a> {
 }
 
 impl Part<'_> {
-    /// The channels of the group of the target.
+    /// The part's channels of the target, counted from the start of their group.
     fn channels(&self) -> Range<usize> {
         let rows = self.phase.shape.rows;
         self.panels.start * rows..(self.panels.end * rows).min(self.phase.rows())
     }
 
-    /// Distance of a position and of the channel `row` of the group from the start of the target.
+    /// Index in the target of the channel `row` of the group at a position of the part.
     fn target_at(&self, line: usize, column: usize, row: usize) -> usize {
         let [height, width, channels] = self.phase.stencil.target;
         let [lines, columns] = self.phase.axes;
@@ -294,7 +296,7 @@ impl Part<'_> {
             for block in phase.blocks() {
                 let patch = Patch::new(phase.axes, self.rect, block.len());
                 let first = self.group * phase.depth() + block.start;
-                // SAFETY: the scratch holds the widest patch, all of whose elements are numbers.
+                // SAFETY: the scratch has room for the widest patch, and all of its elements are initialised.
                 let copy = unsafe { std::slice::from_raw_parts_mut(memory, patch.len()) };
                 patch.copy(copy, source, phase.stencil.source, first);
                 let runs = patch.runs(phase.axes);
@@ -311,7 +313,8 @@ struct Tiles<'a, T, W> {
     part: &'a Part<'a>,
     patch: &'a Patch,
     memory: *const T,
-    /// What the places of a position meet, one after the other in the weight, and the length of each stretch.
+    /// The stretches of the patch that the places of a position meet, in the order of the weight, and the length of
+    /// each.
     runs: &'a (Vec<Run>, usize),
     weight: W,
     target: *mut T,

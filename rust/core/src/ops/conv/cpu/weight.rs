@@ -1,5 +1,6 @@
-//! The gradient of the weight: for each place of the kernel, the products of the gradient's channels and those of the pixels
-//! that they meet, summed over the positions. Vectors run along the channels of the image, which are next to one another.
+//! The gradient of the weight: for each place of the kernel, the products of the channels of the gradient and of the
+//! pixels that they meet, summed over the positions. Vectors run along the channels of the image, which are adjacent in
+//! memory.
 
 use std::ops::Range;
 
@@ -12,23 +13,23 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// A stretch of the weight of one output channel whose elements meet neighbours in the copy.
+/// A stretch of the weight of one output channel whose elements meet adjacent elements of the copy.
 struct Stretch {
-    /// Where it begins in the weight.
+    /// Start in the weight.
     weight: usize,
-    /// Where it begins in the copy.
+    /// Start in the copy.
     copy: usize,
     len: usize,
 }
 
-/// The gradient of the weight, from that of the result and the image.
+/// The gradient of the weight, from the gradient of the result and the image.
 pub(super) fn grad_weight<T: Elem>(geometry: &Geometry, grad: &[T], x: &[T]) -> Vec<T::Acc> {
     let stencil = Stencil::forward(geometry);
     let shape = TileShape::detect::<T::Acc>();
     let mut result = vec![T::Acc::ZERO; geometry.out_channels * geometry.row_len()];
     let depth = geometry.channels_per_group();
     let out = geometry.out_channels_per_group();
-    // Channels of a task: those of a tile, or all if they are fewer.
+    // A task has as many channels as a tile, or all if they are fewer.
     let width = depth.min(shape.rows).max(1);
     let (chunks, panels) = (depth.div_ceil(width), out.div_ceil(shape.columns));
     let tasks = geometry.groups() * chunks;
@@ -81,7 +82,7 @@ impl Part<'_> {
                 for rect in &rects {
                     let patch = Patch::new(self.axes, rect, channels);
                     let (lines, columns) = (rect.lines.len(), rect.columns.len());
-                    // SAFETY: the scratch holds the largest copy, all of whose elements are numbers.
+                    // SAFETY: the scratch has room for the largest copy, and all of its elements are initialised.
                     let copy = unsafe { std::slice::from_raw_parts_mut(memory, patch.len()) };
                     let source = &x[image * pixels..(image + 1) * pixels];
                     patch.copy(copy, source, [height, width, geometry.channels], first);
@@ -94,7 +95,7 @@ impl Part<'_> {
                                 + first_out
                                 + out;
                             let src = Side { ptr: grad[at..].as_ptr(), outer: 1, inner: geometry.out_channels };
-                            // SAFETY: the positions of a line and their part of the scratch.
+                            // SAFETY: the source has the positions of the line, the scratch room for them.
                             unsafe {
                                 let dst = packed.add(out * lines * columns + line * step);
                                 pack(dst, *shape, Along::Columns, src, count, columns);
@@ -119,8 +120,8 @@ impl Part<'_> {
         });
     }
 
-    /// The weight of an output channel, as far as it meets these channels: by lines of the kernel if all channels are here and
-    /// its places are neighbours, else by places.
+    /// The stretches of an output channel's weight that meet the channels of this part: one per line of the kernel if
+    /// the part has all channels and places are dense, otherwise one per place.
     fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];
@@ -145,11 +146,11 @@ impl Part<'_> {
 struct Tiles<'a, T> {
     part: &'a Part<'a>,
     stretches: &'a [Stretch],
-    /// Lines of positions; in the gradient in units of the width of its panel.
+    /// Lines of positions. The offsets in the gradient are in units of the width of its panel.
     runs: Vec<Run>,
     /// Positions of a line.
     k: usize,
-    /// Distance of neighbouring positions in the copy.
+    /// Distance between neighbouring positions in the copy.
     step: usize,
     copy: *const T,
     grad: *const T,
@@ -181,8 +182,8 @@ impl<T: Real> WithSimd for Tiles<'_, T> {
                     };
                     let rows = shape.rows.min(stretch.len - row);
                     let a = self.copy.wrapping_add(stretch.copy + row);
-                    // SAFETY: positions of the copy, behind which there is room for a register, those of the packed
-                    // gradient, and elements of the weight that belong to this part.
+                    // SAFETY: the tile reads the copy, which has room for a register after its end, and the packed
+                    // gradient. It writes elements of the weight that belong to this part.
                     unsafe { Tile { runs: &runs, k: self.k, a, a_step: self.step, b, c, rows, columns }.run(simd) };
                 }
             }

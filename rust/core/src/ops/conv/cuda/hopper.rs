@@ -16,11 +16,11 @@ use crate::cuda::launch::{Address, Const, Kernel, Shape, accumulator, empty, opt
 use crate::cuda::tensor_map::{Encoder, NO_MAP, Windows};
 use crate::{Error, Raw, Result};
 
-/// Threads of a block: two groups that multiply, one that copies.
+/// Threads of a block: two groups of 128 multiply, one copies.
 const THREADS: u32 = 384;
-/// More parts of a sum gain nothing.
+/// The most parts of a sum: more gain nothing.
 const MOST_SPLITS: usize = 32;
-/// Bytes that the sum of the parts moves in a microsecond.
+/// Bytes that the kernel that sums the parts moves in a microsecond.
 const SUM_RATE: f64 = 3e6;
 
 /// The tiles that the forward pass and the gradient of the input have kernels for.
@@ -65,7 +65,7 @@ static TILES: [Tile; 4] = [
     },
 ];
 
-/// A tile, and into how many parts each sum is split.
+/// A tile, its number of blocks, and the number of parts that each sum is split into.
 struct Plan {
     tile: &'static Tile,
     blocks: usize,
@@ -73,7 +73,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// The one of least estimated time for `phases` matrices of (`pixels`, `results`), each a sum of `steps` steps.
+    /// The plan of least estimated time for `phases` matrices of (`pixels`, `results`), whose elements are sums of
+    /// `steps` steps.
     fn of(phases: usize, pixels: usize, results: usize, steps: usize) -> Self {
         let mut best: Option<(f64, Self)> = None;
         for tile in &TILES {
@@ -88,13 +89,13 @@ impl Plan {
                 }
             }
         }
-        // There are tiles, and at least one number of splits.
+        // Never `None`: there are tiles, and at least one number of splits.
         best.map_or(Self { tile: &TILES[0], blocks: 0, splits: 1 }, |(_, plan)| plan)
     }
 }
 
-/// One direction of the gradient of the input, as `grad_input_axis` of the kernels: the pixels of a phase, the places of the kernel
-/// that they meet, the first place's pixel of the result, and the way to the next.
+/// One direction of the gradient of the input, as `grad_input_axis` of the kernels: the number of pixels of a phase,
+/// the number of taps that they meet, the pixel of the result that the first tap meets, and the step to the next.
 #[derive(Clone, Copy)]
 struct Axis {
     pixels: i64,
@@ -136,7 +137,7 @@ impl Sizes {
         [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
     }
 
-    /// The walk over the gradient of the result for a phase, if there is anything to walk over.
+    /// The windows of the gradient of the result for a phase; `None` if no pixel of the phase meets any.
     fn grad_windows(&self, phase: u32) -> Option<Windows> {
         let axes = self.grad_input_axes(phase);
         if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {
@@ -147,7 +148,7 @@ impl Sizes {
         Some(Windows { lower, upper, stride: [1, 1] })
     }
 
-    /// Whether the copy engine's descriptions hold the corners and the distances of the taps.
+    /// Whether the corners and the distances of the taps are in the range of tensor maps.
     fn fit_in_maps(&self, windows: impl IntoIterator<Item = Windows>) -> bool {
         let corner = |corner: &i64| (-128..=127).contains(corner);
         let reach = |i: usize| u64::from(self.dilation[i]) * u64::from(self.kernel[i].saturating_sub(1)) <= 255;
@@ -160,7 +161,7 @@ fn runs_on(gpu: &Gpu, sizes: &Sizes, dtype: DType, channels: &[u32], addresses: 
     gpu.is_hopper() && !MODULE.image.is_empty() && sizes.fits(dtype, channels, 8, addresses)
 }
 
-/// y of dense operands, unless the general kernels serve the sizes better.
+/// y from dense operands; false if the general kernels serve these sizes.
 pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     let Operands { dtype, from, weights, bias } = operands;
     let (to, windows) = (output(op, y)?, sizes.windows());
@@ -197,7 +198,7 @@ pub(super) fn forward(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, opera
     Ok(true)
 }
 
-/// The gradient of the input from dense operands, unless the general kernels serve the sizes better.
+/// The gradient of the input from dense operands; false if the general kernels serve these sizes.
 pub(super) fn grad_input(
     op: &'static str,
     gpu: &Gpu,
@@ -251,7 +252,7 @@ pub(super) fn grad_input(
     Ok(true)
 }
 
-/// The gradient of the weight from dense operands, unless the general kernels serve the sizes better.
+/// The gradient of the weight from dense operands; false if the general kernels serve these sizes.
 pub(super) fn grad_weight(
     op: &'static str,
     gpu: &Gpu,
@@ -275,7 +276,7 @@ pub(super) fn grad_weight(
         65..=256 => (&CONV2D_GRAD_WEIGHT_HOPPER_M128, 196_736, 256),
         _ => (&CONV2D_GRAD_WEIGHT_HOPPER_M192, 229_504, 384),
     };
-    // Clusters of two take two tiles of output channels.
+    // A cluster of two blocks takes two tiles of output channels.
     let cluster = if rows == 64 { 1 } else { 2 };
     let blocks = out.div_ceil(rows) * cluster * values.div_ceil(256);
     let splits = splits(blocks, pixels);

@@ -1,5 +1,6 @@
-//! Convolution of channels-last images: on tensor cores for f16 and bf16 where the channels allow it, and the forward pass for f32
-//! where it is to be [in pairs](crate::compute::with_bf16_pairs); else a plain form.
+//! Convolution of channels-last images. It runs on tensor cores for f16 and bf16 where the channels allow it, and in
+//! the forward pass for f32 where products are to be [in pairs](crate::compute::with_bf16_pairs); otherwise on plain
+//! kernels.
 
 mod hopper;
 pub mod pairs;
@@ -75,7 +76,7 @@ impl Sizes {
         })
     }
 
-    /// As kernels take them.
+    /// The sizes as the kernels take them.
     const fn shape(&self) -> Conv2dShape {
         Conv2dShape {
             batch: self.batch,
@@ -125,12 +126,12 @@ impl Sizes {
         [u64::from(self.channels), taps, u64::from(self.out_channels)]
     }
 
-    /// Whether groups have so few channels that each result is a sum of its own.
+    /// Whether groups have too few channels for tiles, so that each result is computed on its own.
     fn is_direct(&self) -> bool {
         self.groups > 1 && self.group_channels().iter().any(|&channels| channels < 8)
     }
 
-    /// Whether tensor cores take it, with channels in multiples of `multiple`.
+    /// Whether the tensor-core kernels take the operands; they need `channels` in multiples of `multiple`.
     fn fits(&self, dtype: DType, channels: &[u32], multiple: u32, addresses: &[Address]) -> bool {
         matches!(dtype, DType::F16 | DType::BF16)
             && self.groups == 1
@@ -140,7 +141,7 @@ impl Sizes {
     }
 }
 
-/// In how many parts a sum of `length` is taken so that `tiles` blocks become enough.
+/// The number of parts that sums of `length` terms are split into so that `tiles` tiles fill the GPU.
 fn splits(tiles: usize, length: usize) -> usize {
     (BLOCKS / tiles.max(1)).clamp(1, (length / (8 * STEP)).max(1))
 }
@@ -172,7 +173,7 @@ struct Operands {
     bias: Const,
 }
 
-/// The result in the operands' dtype with its bias, and f32 sums with theirs, as kernels take them.
+/// The arguments of a kernel for its results: y in the operands' dtype with its bias, or f32 sums with their bias.
 struct Places {
     y: Mut,
     bias: Const,
@@ -180,7 +181,7 @@ struct Places {
     sums_bias: Const,
 }
 
-/// Where tensor cores put the sums of a forward pass.
+/// The tensors that take the sums of a forward pass on tensor cores.
 struct Sums<'a> {
     y: &'a Raw,
     /// The parts of sums that are split.
@@ -195,7 +196,7 @@ impl<'a> Sums<'a> {
         Ok(Self { y, partials, splits })
     }
 
-    /// Where operands are narrower than the result, the sums are the result.
+    /// The kernel's arguments. If the operands are narrower than the result, the sums are the result.
     fn places(&self, op: &'static str, operands: &Operands) -> Result<Places> {
         let y = if self.y.dtype() == operands.dtype { output(op, self.y)? } else { Mut::NULL };
         let none = Places { y, bias: Const::NULL, partials: Mut::NULL, sums_bias: Const::NULL };
@@ -236,7 +237,6 @@ pub(super) fn forward(geometry: &Geometry, x: &Raw, weight: &Raw, bias: Option<&
     run(CONV2D.name, Sizes::of(geometry)?, dims, [&x, &weight], bias.as_ref())
 }
 
-/// The gradient of the input.
 pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Result<Raw> {
     let (grad, weight) = (contiguous(grad)?, contiguous(weight)?);
     let dims = geometry.input_dims();
@@ -247,7 +247,6 @@ pub(super) fn grad_input(geometry: &Geometry, grad: &Raw, weight: &Raw) -> Resul
     run_grad_input(CONV2D.name, Sizes::of(geometry)?, dims, [&grad, &weight])
 }
 
-/// The gradient of the weight.
 pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Raw> {
     let (grad, x) = (contiguous(grad)?, contiguous(x)?);
     let dims = geometry.weight_dims();
@@ -258,7 +257,7 @@ pub(super) fn grad_weight(geometry: &Geometry, grad: &Raw, x: &Raw) -> Result<Ra
     run_grad_weight(CONV2D.name, Sizes::of(geometry)?, dims, [&grad, &x])
 }
 
-/// y (batch, out height, out width, out channels) of dense operands.
+/// y (batch, out height, out width, out channels) from dense operands.
 fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2], bias: Option<&Raw>) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let dtype = x.dtype();
@@ -294,7 +293,7 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     Ok(y)
 }
 
-/// The forward pass on tensor cores, unless the operands do not suit them.
+/// Runs the forward pass on tensor cores; returns false if the operands do not suit them.
 fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     if hopper::forward(op, gpu, sizes, y, operands)? {
         return Ok(true);

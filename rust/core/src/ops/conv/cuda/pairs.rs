@@ -1,5 +1,5 @@
-//! f32 operands as sums of two bf16 numbers, stored in three times the channels, so that one bf16 product computes theirs. `conv.cu`
-//! has the layout.
+//! f32 operands as sums of two bf16 numbers, stored in three times the channels, so that one bf16 product computes the
+//! f32 product. `conv.cu` describes the layout.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::conv::{PAIRS_LEFT, PAIRS_RIGHT, PairsLeft};
@@ -10,17 +10,16 @@ use crate::cuda::{Gpu, contiguous};
 use crate::product::uses_pairs;
 use crate::{Error, Raw, Result};
 
-/// Parts in a row.
 const PARTS: usize = 3;
 /// Channels that a thread takes at a time.
 const GROUP: usize = 8;
 
-/// The kernels: hi hi lo for the one factor, hi lo hi for the other.
+/// The kernels for the two factors: `LEFT` stores the parts hi hi lo, `RIGHT` hi lo hi.
 pub(in crate::ops) const LEFT: &Kernel<PairsLeft> = &PAIRS_LEFT;
 pub(in crate::ops) const RIGHT: &Kernel<PairsLeft> = &PAIRS_RIGHT;
 
-/// The parts of each row of `channels` numbers of a dense f32 operand by the kernel `side`: (rows, 3 · channels, each rounded up to a
-/// multiple of 8).
+/// The parts of a dense f32 operand with rows of `channels` numbers, by the kernel `side`: (rows, 3 · channels), where
+/// channels are rounded up to a multiple of 8.
 pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &Raw, channels: usize) -> Result<Raw> {
     let gpu = Gpu::of(op, from)?;
     let (rows, padded) = (from.elem_count() / channels.max(1), channels.next_multiple_of(GROUP));
@@ -40,7 +39,7 @@ pub(in crate::ops) fn pairs(op: &'static str, side: &Kernel<PairsLeft>, from: &R
     Ok(to)
 }
 
-/// Image and weight in parts, and the sizes of their convolution; `None` if it has no form on tensor cores.
+/// Image and weight in parts, and the sizes of their convolution; `None` if tensor cores do not take it.
 pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -> Result<Option<(Sizes, [Raw; 2])>> {
     let channels = sizes.channels as usize;
     let split = Sizes { channels: count32(op, PARTS * channels.next_multiple_of(GROUP))?, ..sizes };
@@ -50,8 +49,8 @@ pub(super) fn operands(op: &'static str, sizes: Sizes, [x, weight]: [&Raw; 2]) -
     Ok(Some((split, [pairs(op, LEFT, x, channels)?, pairs(op, RIGHT, weight, channels)?])))
 }
 
-/// y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, where products are to be
-/// [in pairs](crate::compute::with_bf16_pairs): a convolution of one line of pixels.
+/// y (rows, n) = x (rows, k) times the transpose of `weight` (n, k), plus `bias` (n) in each row, as a convolution of
+/// one line of pixels; `None` unless products are to be [in pairs](crate::compute::with_bf16_pairs).
 pub fn linear(op: &'static str, x: &Raw, weight: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let (&[rows, inner], &[out, _]) = (x.dims(), weight.dims()) else {
         return Err(Error::shape(

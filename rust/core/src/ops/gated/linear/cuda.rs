@@ -1,4 +1,4 @@
-//! Units that make low-rank products on their way: `kernels/gated_low_rank.cu`.
+//! Gated units that also compute the low-rank products of their input: `kernels/gated_low_rank.cu`.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::gated_low_rank::{SwigluLowRank16Backward, SwigluLowRank16Forward};
@@ -15,7 +15,7 @@ const BLOCK: usize = 256;
 const WARP: usize = 32;
 const ROWS: usize = 128;
 
-/// Whether the kernels make these products, of all or some halves of 2 `width` columns.
+/// Whether the kernels take these products, which belong to one or both halves of 2 `width` columns.
 pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = LastProduct<&'a Raw>>) -> bool {
     let mut rank = None;
     let mut count = 0;
@@ -31,7 +31,7 @@ pub fn takes<'a>(dtype: DType, width: usize, products: impl Iterator<Item = Last
     fits && count > 0 && matches!(dtype, DType::F16 | DType::BF16) && width.is_multiple_of(WARP)
 }
 
-/// The unit of y (rows, 2 n) and what is late, (rows, n).
+/// The unit, (rows, n), of the sum of y (rows, 2 n) and the late products.
 pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let (gpu, rows, columns) = (Gpu::of(op, y)?, y.dims()[0], y.dims()[1]);
@@ -47,7 +47,7 @@ pub fn forward(y: &Raw, late: &Late<Raw>) -> Result<Raw> {
     Ok(result)
 }
 
-/// The gradient of y and of what is late alike, (rows, 2 n), from that of the result, (rows, n).
+/// The gradient of the sum of y and the late products, (rows, 2 n), from the gradient of the result, (rows, n).
 pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let (gpu, width) = (Gpu::of(op, y)?, grad.dims()[1]);
@@ -64,7 +64,8 @@ pub fn backward(y: &Raw, grad: &Raw, late: &Late<Raw>) -> Result<Raw> {
     Ok(result)
 }
 
-/// The kernel's name without its direction, the products, and the blocks for `rows` rows of `width` results.
+/// The kernel's name without its direction, its argument for the products, and the launch shape for `rows` rows of
+/// `width` results.
 fn launch(late: &Late<Raw>, rows: usize, width: usize) -> Result<(String, LowRankHalves, Shape)> {
     let op = SWIGLU_LINEAR_GROUP.name;
     let mut list = [LowRankHalf::default(); 2];

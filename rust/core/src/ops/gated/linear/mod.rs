@@ -1,5 +1,5 @@
-//! Gated units of adapted linear maps. On CUDA the maps' second low-rank products are made where the unit reads its input, so that
-//! they need no pass over it of their own.
+//! Gated units of adapted linear maps. On CUDA the kernel of the unit computes the maps' second low-rank products while
+//! it reads its input, so that they need no pass of their own over it.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -27,7 +27,7 @@ pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {
-        // It keeps what the maps give and computes the unit again; as one operation it would keep both.
+        // A selective checkpoint keeps only the results of the maps; of one operation it would keep the unit's too.
         return swiglu(&linear_group(x, group)?);
     }
     group.check(op, x)?;
@@ -74,7 +74,7 @@ pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor>
     )
 }
 
-/// What has still to be added to the maps' results.
+/// Low-rank products that are not yet added to the maps' results.
 pub(super) struct Late<S> {
     /// x Aᵀ of all adapters side by side.
     pub hidden: S,
@@ -89,7 +89,7 @@ impl Late<Saved> {
 }
 
 impl Late<Raw> {
-    /// The sum with y (rows, 2 n).
+    /// The sum of y (rows, 2 n) and the products.
     fn added_to(&self, y: &Raw) -> Result<Raw> {
         let sum = own_copy(y)?;
         for LastProduct { up, columns, ranks, scale } in &self.products {
@@ -101,7 +101,7 @@ impl Late<Raw> {
     }
 }
 
-/// The unit of y (rows, 2 n) and what is late.
+/// The unit of the sum of y (rows, 2 n) and the late products.
 fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
     let width = y.dims()[1] / 2;
     match late {
@@ -116,7 +116,7 @@ fn unit(y: &Raw, late: Option<&Late<Raw>>) -> Result<Raw> {
 
 struct Gated {
     low_rank: LowRankBackward,
-    /// The results of the maps, (rows, 2 n), without what is late.
+    /// The results of the maps, (rows, 2 n), without the late products.
     y: Saved,
     late: Option<Late<Saved>>,
     shape: Shape,

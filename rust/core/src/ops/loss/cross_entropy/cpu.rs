@@ -9,7 +9,7 @@ use crate::raw::{Raw, from_vec, to_cpu, to_f64_vec, to_vec};
 use crate::tape::{Backward, BackwardContext, Saved, record_with_aux};
 use crate::{DType, Error, Result, Tensor, dispatch_float};
 
-/// Elements of a row that one pass processes: they stay in the first-level cache.
+/// Elements of a row that are processed at a time, so that they stay in the first-level cache.
 const BLOCK: usize = 1024;
 
 /// The class of each row; `None` where the loss ignores the row.
@@ -41,7 +41,7 @@ pub(in crate::ops::loss) fn read_targets(
     ids.into_iter().enumerate().map(class).collect()
 }
 
-/// Logits as rows of classes: `offsets` has the first element of each row in `data`.
+/// Logits as rows of classes: `offsets` has the index in `data` of the first element of each row.
 struct Rows<'a, T> {
     data: &'a [T],
     offsets: &'a [usize],
@@ -76,7 +76,8 @@ fn with_contiguous_rows(logits: &Raw) -> Result<Raw> {
     Ok(if side_by_side { logits.clone() } else { contiguous(logits)? })
 }
 
-/// log Σ exp of a row and the sum of the row, in one pass: when a block has a new maximum, what was summed is rescaled.
+/// log Σ exp of a row and the sum of the row, in one pass: when a block has a new maximum, the sum of exponentials so
+/// far is rescaled.
 fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
     let (mut largest, mut exponentials, mut sum) = (T::Acc::NEG_INFINITY, T::Acc::ZERO, T::Acc::ZERO);
     for block in row.chunks(BLOCK) {
@@ -86,7 +87,7 @@ fn row_statistics<T: Elem>(row: &[T]) -> (T::Acc, T::Acc) {
                 let new = largest.max(rows::max(block));
                 sum += rows::sum(block, |x: T| x.to_acc());
                 if new == T::Acc::NEG_INFINITY {
-                    // Classes that are ruled out add nothing; their sum is infinite, or NaN if one of them is.
+                    // All logits so far are -∞ and add nothing; if one is NaN, `sum` is NaN.
                     exponentials = if sum == T::Acc::NEG_INFINITY { T::Acc::ZERO } else { sum };
                 } else {
                     exponentials *= (largest - new).exp();
@@ -116,7 +117,7 @@ fn row_losses<T: Elem>(x: &Rows<'_, T>, targets: &Targets, smoothing: f64) -> Ve
     results
 }
 
-/// The loss and the log-sum-exp of each row as two vectors in the dtype of arithmetic.
+/// The loss and the log-sum-exp of each row as two vectors in the accumulator dtype.
 pub(in crate::ops::loss) fn losses(logits: &Raw, targets: &Targets, smoothing: f64) -> Result<(Raw, Raw)> {
     let logits = with_contiguous_rows(logits)?;
     let (offsets, classes) = (offsets(&logits)?, logits.dims()[logits.rank() - 1]);
@@ -130,7 +131,7 @@ pub(in crate::ops::loss) fn losses(logits: &Raw, targets: &Targets, smoothing: f
     }))
 }
 
-/// The gradient of each row: `scales` times that of its loss, 0 where the target is ignored.
+/// The gradient of each row: its scale times the gradient of its loss, 0 where the target is ignored.
 fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scales: &[f64], smoothing: f64) -> Vec<T> {
     let mut grad = vec![T::from_acc(T::Acc::ZERO); targets.len() * x.classes];
     par_chunks_mut(&mut grad, x.step() * x.classes, |piece, grad| {
@@ -144,7 +145,7 @@ fn row_gradients<T: Elem>(x: &Rows<'_, T>, lse: &[f64], targets: &Targets, scale
     grad
 }
 
-/// The gradient of the logits: for each row, `scales` times that of its loss.
+/// The gradient of the logits: for each row, its scale times the gradient of its loss.
 pub(in crate::ops::loss) fn gradient(
     logits: &Raw,
     lse: &Raw,
@@ -207,7 +208,7 @@ fn number(losses: &Raw, divisor: f64) -> Result<Raw> {
     Ok(from_vec(vec![total / divisor], ()).to_dtype(losses.dtype())?)
 }
 
-/// [`cross_entropy`](super::cross_entropy) of checked arguments, with targets that are checked here.
+/// [`cross_entropy`](super::cross_entropy) of checked arguments; the values of the targets are checked here.
 pub(super) fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,

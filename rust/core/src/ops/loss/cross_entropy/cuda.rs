@@ -16,7 +16,7 @@ use crate::{Raw, Result, Tensor};
 struct CrossEntropyBackward {
     logits: Saved,
     lse: Saved,
-    /// What the sum of the losses was divided by, unless each row has its own gradient.
+    /// The divisor of the sum of the losses; none if each row has its own gradient.
     divisor: Option<Saved>,
     targets: Targets,
     smoothing: f64,
@@ -40,7 +40,7 @@ impl Backward for CrossEntropyBackward {
     }
 }
 
-/// [`cross_entropy`](super::cross_entropy) of checked arguments, with targets that stay where they are.
+/// [`cross_entropy`](super::cross_entropy) of checked arguments; the host does not read the targets.
 pub(super) fn cross_entropy(
     logits: &Tensor,
     targets: &Tensor,
@@ -72,7 +72,7 @@ pub(super) fn cross_entropy(
     )
 }
 
-/// Class ids of rows, and which of them means none.
+/// Class ids of rows, and the id that means no class.
 #[derive(Clone)]
 pub(in crate::ops::loss) struct Targets {
     /// i64 or u32, dense.
@@ -81,7 +81,8 @@ pub(in crate::ops::loss) struct Targets {
 }
 
 impl Targets {
-    /// Nothing is read: a target that is out of range is noted on the device's board, and its loss is NaN.
+    /// The host reads nothing: a kernel records a target that is out of range on the device's board, and its loss is
+    /// NaN.
     pub(in crate::ops::loss) fn new(op: &'static str, ids: &Raw, ignore_index: i64) -> Result<Self> {
         id_bytes(op, ids)?;
         Ok(Self { ids: contiguous(ids)?, ignore_index })
@@ -92,7 +93,8 @@ impl Targets {
     }
 }
 
-/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the dtype of arithmetic; 0 where there is no target.
+/// The loss and the log-sum-exp of each row of `logits (..., classes)` in the accumulator dtype; 0 where there is no
+/// target.
 pub(in crate::ops::loss) fn losses(
     op: &'static str,
     logits: &Raw,
@@ -129,7 +131,7 @@ pub(in crate::ops::loss) fn losses(
     Ok((losses, lse))
 }
 
-/// The sum of the losses of rows, or the mean of those that have a target, in `dtype`; and what the sum was divided by.
+/// The sum of the losses of rows, or the mean of those that have a target, in `dtype`; and the divisor of the sum.
 fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: DType) -> Result<(Raw, Raw)> {
     let gpu = Gpu::of(op, losses)?;
     let result = empty(op, gpu, &[], dtype)?;
@@ -150,19 +152,19 @@ fn total(op: &'static str, losses: &Raw, targets: &Targets, mean: bool, dtype: D
     Ok((result, divisor))
 }
 
-/// What the gradient of the logits is made of.
+/// The factors of the gradient of the logits.
 pub(in crate::ops::loss) struct Turn<'a> {
-    /// The gradient of each row's loss (`of_rows`), or of the number that the losses were summed to; 1 without it.
+    /// The gradient of each row's loss (`of_rows`), or of the sum or mean of the losses; 1 if absent.
     pub grad: Option<&'a Raw>,
     pub of_rows: bool,
-    /// What the sum was divided by.
+    /// The divisor of the sum.
     pub divisor: Option<&'a Raw>,
-    /// One value per row, in the dtype of arithmetic.
+    /// One factor per row, in the accumulator dtype.
     pub weights: Option<&'a Raw>,
     pub smoothing: f64,
 }
 
-/// Write the gradient of dense `logits (rows, classes)` to `dx`, which may be they.
+/// Write the gradient of dense `logits (rows, classes)` to `dx`, which may be the same tensor.
 pub(in crate::ops::loss) fn turn(
     op: &'static str,
     logits: &Raw,

@@ -29,7 +29,7 @@ pub(super) fn sum(head: &Head<'_>, targets: &Tensor, weights: Option<&Raw>) -> R
 pub(super) struct Labelled {
     pub places: Vec<usize>,
     pub targets: Targets,
-    /// Their states; none if all rows have one.
+    /// The states of these rows; `None` if all rows have a target.
     picked: Option<Raw>,
     ids: Raw,
 }
@@ -49,7 +49,7 @@ impl Labelled {
         Head { h: self.picked.as_ref().unwrap_or(head.h), ..*head }
     }
 
-    /// Gradients over these rows as those of all: zeros elsewhere.
+    /// Expands gradients of these rows to all rows, with zeros elsewhere.
     pub fn scatter(
         &self,
         op: &'static str,
@@ -79,7 +79,7 @@ pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> 
     Ok(from_vec(values, count).to_dtype(accumulator(head.h.dtype()))?)
 }
 
-/// The gradients of [`log_probs`] whose own gradient is `grad`.
+/// The gradients of states and weight for the gradient `grad` of [`log_probs`].
 pub(super) fn log_probs_backward(
     op: &'static str,
     head: &Head<'_>,

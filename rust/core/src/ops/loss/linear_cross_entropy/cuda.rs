@@ -1,4 +1,5 @@
-//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. Nothing is read, so rows without a target are computed too.
+//! The CUDA form: cuBLAS and `kernels/cross_entropy.cu`. The host does not read the targets, so rows without one are
+//! computed too.
 
 use super::super::IGNORE_INDEX;
 use super::super::cross_entropy::cuda::{Targets, Turn, losses, turn};
@@ -26,7 +27,7 @@ pub(super) fn log_probs(op: &'static str, head: &Head<'_>, targets: &Tensor) -> 
     Ok(losses)
 }
 
-/// The gradients of [`log_probs`] whose own gradient is `grad`.
+/// The gradients of states and weight for the gradient `grad` of [`log_probs`].
 pub(super) fn log_probs_backward(
     op: &'static str,
     head: &Head<'_>,
@@ -38,7 +39,7 @@ pub(super) fn log_probs_backward(
     Ok(run(op, head, targets, Some(&scales), true)?.1)
 }
 
-/// The losses of each chunk, and the gradients of their sum weighted by `scales (N)`.
+/// The losses of each chunk, and the gradients of their sum, weighted by `scales (N)` if given.
 fn run(
     op: &'static str,
     head: &Head<'_>,
@@ -56,7 +57,7 @@ fn run(
         }
         let weights = scales.map(|scales| scales.narrow(0, start, length)).transpose()?;
         let of_sum = Turn { grad: None, of_rows: false, divisor: None, weights: weights.as_ref(), smoothing: 0.0 };
-        // The gradient takes the place of the logits.
+        // The gradient overwrites the logits.
         turn(op, &logits, &lse, &targets, &logits, &of_sum)?;
         Ok((losses, Some(logits)))
     })

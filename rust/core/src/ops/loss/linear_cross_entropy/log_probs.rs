@@ -1,4 +1,4 @@
-//! The logarithms of the targets' probabilities, of which losses that compare texts are made (DPO, Rafailov et al. 2023,
+//! The logarithms of the targets' probabilities, for losses that compare texts (DPO, Rafailov et al. 2023,
 //! arXiv:2305.18290).
 
 use super::{Head, Matrix, OpInfo, check, chunk_rows, inputs};
@@ -10,8 +10,9 @@ use crate::{Result, Tensor};
 pub(in crate::ops::loss) static LOG_PROBS: OpInfo = OpInfo::cheap("linear_log_probs");
 const OP: &str = LOG_PROBS.name;
 
-/// log softmax(h Wᵀ) at the targets: `h (N, D)`, `weight (V, D)`, `targets (N)` → (N) in f32 (f64 for f64); 0 where the target is
-/// [`IGNORE_INDEX`](super::super::IGNORE_INDEX). Logits are made in chunks, again in the backward, which is given a number for each row.
+/// log softmax(h Wᵀ) at the targets: `h (N, D)`, `weight (V, D)`, `targets (N)` → (N) in f32 (f64 for f64); 0 where the
+/// target is [`IGNORE_INDEX`](super::super::IGNORE_INDEX). Logits are computed in chunks, and again in the backward
+/// pass, because each row has a gradient of its own.
 ///
 /// # Errors
 /// As [`linear_cross_entropy`](super::linear_cross_entropy).

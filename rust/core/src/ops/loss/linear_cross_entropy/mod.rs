@@ -1,8 +1,8 @@
 //! The head of a language model and its loss as one operation, so that the matrix of all logits never exists.
 //!
-//! Logits are made for some rows at a time. Their loss and its gradient follow at once, as the gradient is that of a sum: the backward
-//! only multiplies what the forward has left (Hsu et al. 2024, Liger Kernel, arXiv:2410.10989; Wijmans et al. 2024, Cut Your Losses in
-//! Large-Vocabulary Language Models, arXiv:2411.09009).
+//! Logits are computed for some rows at a time, and their loss and its gradient at once. As the result is a sum, the
+//! backward pass only multiplies the saved gradients by a number (Hsu et al. 2024, Liger Kernel, arXiv:2410.10989;
+//! Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009).
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -27,22 +27,22 @@ pub use log_probs::linear_log_probs;
 pub(super) static LINEAR_CROSS_ENTROPY: OpInfo = OpInfo::cheap("linear_cross_entropy");
 const OP: &str = LINEAR_CROSS_ENTROPY.name;
 
-/// Bytes of logits at a time on a GPU: enough to keep it busy, and to read the weight seldom.
+/// Bytes of logits at a time on a GPU: enough to keep it busy and to read the weight only a few times.
 const CHUNK_BYTES: usize = 256 << 20;
-/// The CPU form.
+/// Bytes of logits at a time on the CPU.
 const CPU_CHUNK_BYTES: usize = 16 << 20;
 
 /// Σ wᵢ · cross-entropy(h Wᵀ, targets)ᵢ: states `h (N, D)`, `weight (V, D)`, class ids `targets (N)`, i64 or u32, and for each row its
 /// `weights (N)`, f32, which are 1 unless given and get no gradient → a number in f32 (f64 for f64).
 ///
-/// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32, logits in the dtype of `h`, of which a chunk
-/// of bounded size exists at a time. A gradient is made for what needs one; that of a frozen weight costs nothing. A quantized weight is
-/// dequantized some rows at a time.
+/// Rows whose target is [`IGNORE_INDEX`](super::IGNORE_INDEX) count as 0. Sums are in f32. Logits are in the dtype of
+/// `h`, and only a chunk of bounded size exists at a time. Gradients are computed in the forward pass, for operands
+/// that need one. A quantized weight is dequantized some rows at a time.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the operands do not fit, [`Error::Index`] naming a target that is out of
-/// range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the result NaN, and the error comes
-/// when the next value is read or the device is waited for.
+/// range, [`Error::NoBackward`] if `weights` needs a gradient. On CUDA a target out of range makes the result NaN, and
+/// the error is returned by the next read of a value or wait for the device.
 pub fn linear_cross_entropy<'a>(
     h: &Tensor,
     weight: impl Into<WeightRef<'a>>,
@@ -89,7 +89,7 @@ pub(super) fn in_chunks<'a>(
     )
 }
 
-/// The gradients of a sum, which the backward multiplies.
+/// The gradients of the sum, which the backward pass multiplies by its gradient.
 struct LinearCrossEntropyBackward {
     gradients: [Option<Saved>; 2],
     dtypes: [DType; 2],
@@ -107,7 +107,7 @@ impl Backward for LinearCrossEntropyBackward {
     }
 }
 
-/// What the tape knows: a quantized weight is not a tensor.
+/// The operands on the tape; a quantized weight is not a tensor.
 fn inputs<'a>(h: &'a Tensor, weight: WeightRef<'a>) -> SmallVec<[&'a Tensor; 2]> {
     std::iter::once(h).chain(weight.tensor()).collect()
 }
@@ -119,7 +119,7 @@ enum Matrix<'a> {
     Quantized(&'a Quantized),
 }
 
-/// Only blocks are streamed.
+/// The error for a streamed weight: a head is never streamed.
 fn is_streamed(op: &'static str) -> Error {
     Error::argument(op, "the weight is streamed from the memory of the host, expected one on the device of the states")
 }
@@ -163,20 +163,21 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// A head at work: rows of states times a weight, some rows at a time.
+/// The product of rows of states and the weight of a head, some rows at a time.
 struct Head<'a> {
-    /// (N, D).
+    /// The states, (N, D).
     h: &'a Raw,
     weight: Matrix<'a>,
     /// Rows at a time.
     rows: usize,
-    /// Which gradients are made: of the states, of the weight.
+    /// Which gradients are computed: of the states, of the weight.
     wanted: [bool; 2],
 }
 
 impl Head<'_> {
-    /// Give the logits of each chunk and its rows to `turn`, which returns something of them and, if gradients are wanted, the gradient of
-    /// the logits; return all of the former and the gradients, that of a weight in f32 (f64 for f64).
+    /// Call `turn` with the logits of each chunk and its range of rows; it returns a result and, if gradients are
+    /// wanted, the gradient of the logits. Returns all results and the gradients of states and weight, the latter in
+    /// f32 (f64 for f64).
     fn run<R>(
         &self,
         mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,
@@ -204,7 +205,7 @@ impl Head<'_> {
         Ok((results, [of_states, of_weight]))
     }
 
-    /// Whether any gradient is made.
+    /// Whether any gradient is computed.
     fn is_wanted(&self) -> bool {
         self.wanted.contains(&true)
     }
@@ -215,7 +216,7 @@ const fn accumulator(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
 
-/// How many rows of logits are made at a time.
+/// How many rows of logits are computed at a time.
 fn chunk_rows(h: &Tensor, weight: WeightRef<'_>) -> usize {
     let row = weight.dims().first().map_or(1, |classes| classes * h.dtype().size_in_bytes());
     let bytes = if h.device().is_cpu() { CPU_CHUNK_BYTES } else { CHUNK_BYTES };

@@ -20,16 +20,16 @@ pub(super) static SMOOTH_L1: OpInfo = OpInfo::cheap("smooth_l1_loss");
 
 /// Elements that one thread takes at a time.
 const GRAIN: usize = 32 * 1024;
-/// Elements that are summed in the dtype of arithmetic; longer sums are made in f64.
+/// Elements that are summed in the accumulator dtype; longer sums are in f64.
 const BLOCK: usize = 1024;
 
 /// A loss of the difference d of two elements, with its derivative.
 trait Distance: Copy + Send + Sync + 'static {
-    /// The kernels of the value and of the slope, of `cuda/kernels/elementwise.cu`.
+    /// The names of the kernels of the value and of the slope in `cuda/kernels/elementwise.cu`.
     const VALUE: &'static str;
     const SLOPE: &'static str;
 
-    /// Where the loss changes its form, for those that do.
+    /// The distance at which the loss changes its form, for losses that do.
     fn threshold(&self) -> f64 {
         0.0
     }
@@ -109,7 +109,7 @@ impl Distance for Huber {
     }
 }
 
-/// [`Huber`] over its threshold.
+/// [`Huber`] divided by its threshold.
 #[derive(Clone, Copy)]
 struct SmoothAbsolute {
     beta: f64,
@@ -155,7 +155,7 @@ impl<F: Distance> Binary for Value<F> {
     }
 }
 
-/// The gradient of the first of each pair: (gradient of the loss, first, second), times a factor.
+/// The gradient of the first of each pair, from (gradient of the loss, first, second), times a factor.
 #[derive(Clone, Copy)]
 struct Slope<F> {
     function: F,
@@ -203,7 +203,7 @@ fn sum<T: Elem, F: Distance>(a: &[T], b: &[T], function: F) -> f64 {
     sums.iter().sum()
 }
 
-/// The sum of the losses times `factor`, a number.
+/// The sum of the losses times `factor`, as a scalar.
 fn total<F: Distance>(op: &'static str, a: &Raw, b: &Raw, function: F, factor: f64) -> Result<Raw> {
     on_device!(
         a.device(),

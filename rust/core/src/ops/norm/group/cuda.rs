@@ -17,7 +17,7 @@ use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_aff
 use crate::tape::{Aux, BackwardContext};
 use crate::{Raw, Result};
 
-/// How `include/channels.cuh` splits the work.
+/// How the kernels split the work (`include/channels.cuh`).
 struct Split {
     tiles: usize,
     pieces: usize,
@@ -47,7 +47,7 @@ impl Size {
     }
 }
 
-/// The norm, 1/√(var + eps) and the mean of each group, of a dense tensor; followed by SiLU if `silu`.
+/// The norm of a dense tensor, followed by SiLU if `silu`; and 1/√(var + eps) and the mean of each group.
 pub(super) fn forward(
     op: &'static str,
     silu: bool,
@@ -99,7 +99,6 @@ pub(super) fn forward(
     Ok((y, smallvec![rstd, mean]))
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,

@@ -1,4 +1,4 @@
-//! Group norm (Wu & He 2018, arXiv:1803.08494) of channels that come last, alone and followed by SiLU.
+//! Group norm (Wu & He 2018, arXiv:1803.08494) of channels-last tensors, alone and followed by SiLU.
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -12,9 +12,9 @@ use crate::{Error, Result, Tensor};
 pub(super) static GROUP_NORM: OpInfo = OpInfo::cheap("group_norm");
 pub(super) static GROUP_NORM_SILU: OpInfo = OpInfo::cheap("group_norm_silu");
 
-/// (x - mean) / √(var + eps) · weight + bias with the statistics of each of `groups` equal groups of neighbouring channels of
-/// a sample: `x (batch, ..., channels)`, `weight` and `bias` of size channels in the dtype of `x`, or f32. The variance is
-/// biased; statistics are in f32 (f64 for f64).
+/// (x - mean) / √(var + eps) · weight + bias, where mean and var are those of each of `groups` equal groups of
+/// neighbouring channels of a sample: `x (batch, ..., channels)`, `weight` and `bias` of size channels in the dtype of
+/// `x`, or f32. The variance is biased; statistics are in f32 (f64 for f64).
 ///
 /// # Errors
 /// [`Error::Argument`] if `groups` does not divide the channels, [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the
@@ -29,7 +29,7 @@ pub fn group_norm(
     apply::<false>(&GROUP_NORM, x, groups, weight, bias, eps)
 }
 
-/// SiLU of [`group_norm`], in one operation: saves what the norm saves, and no result of it.
+/// SiLU of [`group_norm`] in one operation. Saves what the norm saves, not the result of the norm.
 ///
 /// # Errors
 /// As [`group_norm`].
@@ -75,7 +75,7 @@ fn apply<const SILU: bool>(
         |saver, _, statistics| GroupNormBackward::<SILU> {
             op,
             size,
-            // The gradient of the norm's shift alone reads nothing.
+            // Without SiLU, the gradient of the shift needs no saved values.
             reads: (SILU || saver.needs(0) || affine.weight.is_some() && saver.needs(1))
                 .then(|| Reads::save(saver, x, statistics)),
             affine: affine.save(saver, SILU),

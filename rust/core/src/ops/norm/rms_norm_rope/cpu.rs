@@ -16,7 +16,7 @@ use crate::raw::{Raw, from_vec};
 use crate::tape::BackwardContext;
 use crate::{Result, dispatch_float};
 
-/// The result, and 1/√(mean(x²) + eps) of each row, of dense rows.
+/// For dense rows: the result, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn forward(
     op: &'static str,
     x: &Raw,
@@ -36,7 +36,6 @@ pub(super) fn forward(
     })
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward(
     norm: &RmsNormRopeBackward,
     context: &mut BackwardContext<'_>,
@@ -67,7 +66,7 @@ pub(super) fn backward(
     })
 }
 
-/// The gradient of dense rows alone.
+/// The gradient of the input alone, for dense rows.
 pub(super) fn input_gradient(
     op: &'static str,
     [x, grad, rstd]: [&Raw; 3],
@@ -93,7 +92,7 @@ pub(super) fn input_gradient(
     })
 }
 
-/// Tables as arithmetic on elements of type `T` reads them.
+/// Dense tables in the accumulator type of `T`.
 fn numbers<T: Elem<Acc: WithDType>>(tables: [&Raw; 2]) -> Result<[Raw; 2]> {
     let numbers = |table: &Raw| contiguous(&cast(table, T::Acc::DTYPE)?);
     Ok([numbers(tables[0])?, numbers(tables[1])?])
@@ -174,7 +173,8 @@ struct BackwardPass<'a, T: Elem> {
     weight: &'a [T::Acc],
 }
 
-/// Rows whose shares of the weight's gradient are summed one after another, at least; bounds the memory for the partial sums.
+/// The fewest rows of a block, whose shares of the weight's gradient are one partial sum: bounds the memory for the
+/// partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
@@ -214,8 +214,8 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sum)
     }
 
-    /// Rows of the input's gradient into `out`, and the rows' share of the weight's gradient into `partial`, unless empty.
-    /// `rotated` has room for a row.
+    /// Writes rows of the input's gradient to `out` and adds the rows' share of the weight's gradient to `partial`,
+    /// unless empty. `rotated` has room for a row.
     #[inline(always)]
     fn block(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc], rotated: &mut [T::Acc]) {
         let len = self.rows.len();

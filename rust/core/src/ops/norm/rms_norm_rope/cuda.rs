@@ -13,7 +13,7 @@ use crate::ops::norm::cuda::{Gradients, Wanted, sum_affine};
 use crate::tape::BackwardContext;
 use crate::{Raw, Result};
 
-/// What the kernels take beside the tensors; the tensors keep the addresses valid.
+/// The kernels' arguments except inputs and outputs; the tensors here keep the addresses valid.
 struct Arguments {
     tables: [Raw; 2],
     weight: Option<Raw>,
@@ -41,7 +41,7 @@ impl Arguments {
         })
     }
 
-    /// Where cos, sin and the weight are.
+    /// The addresses of cos, sin and the weight.
     fn places(&self, op: &'static str) -> Result<[Const; 3]> {
         let [cos, sin] = &self.tables;
         Ok([input(op, cos)?, input(op, sin)?, optional_input(op, self.weight.as_ref())?])
@@ -52,7 +52,7 @@ impl Arguments {
     }
 }
 
-/// The rotated, normalised rows of a dense (..., width), and 1/√(mean(x²) + eps) of each.
+/// The normalised and rotated rows of a dense `x (..., width)`, and 1/√(mean(x²) + eps) of each row.
 pub(super) fn forward(
     op: &'static str,
     x: &Raw,
@@ -89,7 +89,6 @@ pub(super) fn forward(
     Ok([y, rstd])
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward(
     norm: &Norm,
     context: &mut BackwardContext<'_>,
@@ -161,7 +160,7 @@ fn gradients(
                 width,
                 interleaved,
             };
-            // SAFETY: as above; the partial sums are one for each block of the grid's second dimension.
+            // SAFETY: as above; there is a partial sum for each block along the grid's second dimension.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
         }
         [grads.weight, _] = sum_affine(op, gpu, &partials, x.dtype(), [true, false])?;

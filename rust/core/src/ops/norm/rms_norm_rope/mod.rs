@@ -1,4 +1,5 @@
-//! RMS norm and rotary position embedding in one pass: the queries and keys of models that normalise them (Flux, Qwen3).
+//! RMS norm and rotary position embedding in one pass, for the queries and keys of models that normalise them (Flux,
+//! Qwen3).
 
 #[cfg(feature = "testing")]
 mod cases;
@@ -22,9 +23,9 @@ pub(super) static RMS_NORM_ROPE: OpInfo = OpInfo::cheap("rms_norm_rope");
 
 /// [`rope`](crate::ops::rope::rope) of [`rms_norm`](super::rms_norm): `x (..., S, D)`, `weight (D)`, `cos` and `sin` `(S, D/2)`.
 ///
-/// `weight` has the dtype of `x`, or f32; `cos` and `sin` have any floating-point dtype and get no gradient. What is between the
-/// two is not rounded to the dtype of `x`. Pairs are as for `rope`. Saves `x` and one number per row. The result has the memory order of
-/// `x`.
+/// `weight` has the dtype of `x`, or f32; `cos` and `sin` have any floating-point dtype and get no gradient. The
+/// normalised values are not rounded to the dtype of `x` before they are rotated. Pairs are as for `rope`. Saves `x`
+/// and one number per row. The result has the memory order of `x`.
 ///
 /// # Errors
 /// [`Error::Argument`](crate::Error::Argument) if `eps` is negative or not finite, [`Error::Shape`](crate::Error::Shape),
@@ -77,7 +78,7 @@ struct Rotation<'a> {
 }
 
 impl Rotation<'_> {
-    /// Contiguous rows on the CPU rotated, or rotated back.
+    /// Rotates contiguous rows on the CPU, or rotates them back.
     fn rotate(&self, rows: &Raw, back: bool) -> Result<Raw> {
         rope::turn_rows(rows, self.tables, self.repeats, self.interleaved, back)
     }

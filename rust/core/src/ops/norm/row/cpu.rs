@@ -8,7 +8,7 @@ use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, dispatch};
 use crate::ops::rows;
 
-/// The result, and mean (if it is taken off) and 1/√(var + eps) of each row.
+/// The result, and the mean (if it is subtracted) and 1/√(var + eps) of each row.
 pub(super) fn forward<T: Elem, const CENTER: bool>(
     size: Size,
     x: &[T],
@@ -63,14 +63,14 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub scale: &'a [T::Acc],
 }
 
-/// Rows whose parameter gradients are summed one after another, at least; bounds the memory for the partial sums.
+/// The fewest rows of a block, whose parameter gradients are one partial sum: bounds the memory for the partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {
     /// The gradients of the input and, (samples, len) each, of scale and shift; each empty if not wanted.
     pub fn run<const CENTER: bool>(&self, wants_input: bool, wants_affine: bool) -> (Vec<T>, [Vec<T::Acc>; 2]) {
         let Size { samples, sharing, len } = self.size;
-        // Blocks of rows of one sample.
+        // Each block has rows of one sample.
         let block = rows::rows_per_block(len).max(if wants_affine { MIN_BLOCK } else { 1 });
         let blocks = if samples * len == 0 { 0 } else { sharing.div_ceil(block) };
         let width = if wants_affine { 2 * len } else { 0 };
@@ -110,8 +110,8 @@ impl<T: Elem> BackwardPass<'_, T> {
         (grad_x, sums)
     }
 
-    /// Rows of the input's gradient into `out`, and the rows' share of scale's and shift's gradients into `partial`,
-    /// unless empty.
+    /// Writes rows of the input's gradient to `out` and adds the rows' share of the gradients of scale and shift to
+    /// `partial`, unless empty.
     #[inline(always)]
     fn block<const CENTER: bool>(&self, range: Range<usize>, out: &mut [MaybeUninit<T>], partial: &mut [T::Acc]) {
         let len = self.size.len;

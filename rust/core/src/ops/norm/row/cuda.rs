@@ -15,14 +15,14 @@ use crate::ops::norm::cuda::{Gradients, Parameters, Wanted, destination, sum_aff
 use crate::tape::BackwardContext;
 use crate::{Error, Raw, Result};
 
-/// How many rows share a scale and a shift; kernels of the other kinds do not ask.
+/// The number of rows that share a scale and a shift; only the kernels of modulated norms read it.
 fn sharing(op: &'static str, kind: Kind, size: Size) -> Result<u32> {
     if kind == Kind::Modulated { count32(op, size.sharing) } else { Ok(1) }
 }
 
-/// Whether there are as many pairs of scale and shift as a launch takes.
+/// Check that there are no more pairs of scale and shift than a launch takes.
 fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
-    /// Blocks in the third dimension of a grid.
+    /// The most blocks in the third dimension of a grid.
     const MOST: usize = 65_535;
     if samples <= MOST {
         return Ok(());
@@ -31,7 +31,7 @@ fn check_samples(op: &'static str, Size { samples, .. }: Size) -> Result<()> {
     Err(Error::argument(op, message))
 }
 
-/// The launch of `kernels/norm.cu` over rows.
+/// The launch shape of the kernels over rows of `kernels/norm.cu`.
 fn over_rows(rows: usize, len: usize, dtype: DType) -> Shape {
     const HELD: usize = 3;
     const THREADS: usize = 1 << 17;
@@ -45,7 +45,7 @@ pub(super) fn forward(norm: &RowNorm<'_>, x: &Raw) -> Result<Normalised> {
     run(norm, x, None).map(|(_, normalised)| normalised)
 }
 
-/// The sum of two tensors and the norm of that in one pass; `None` if they are not dense.
+/// The sum of two tensors and the norm of the sum in one pass; `None` if the tensors are not dense.
 pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Result<Option<(Raw, Normalised)>> {
     if !(x.is_contiguous() && residual.is_contiguous()) {
         return Ok(None);
@@ -54,14 +54,14 @@ pub(super) fn sum_and_norm(norm: &RowNorm<'_>, [x, residual]: [&Raw; 2]) -> Resu
     Ok(sum.map(|sum| (sum, normalised)))
 }
 
-/// The norm of a dense tensor, or its sum with another and the norm of that.
+/// The norm of a dense tensor; with a residual, their sum and the norm of the sum.
 fn run(
     &RowNorm { op, kind, size, ref affine, eps }: &RowNorm<'_>,
     x: &Raw,
     residual: Option<&Raw>,
 ) -> Result<(Option<Raw>, Normalised)> {
     let gpu = Gpu::of(op, x)?;
-    // What the backward pass could not do.
+    // The limit of the backward pass, checked early.
     check_samples(op, size)?;
     let parameters = Parameters::new(x.dtype(), affine.parameters())?;
     let y = empty(op, gpu, x.dims(), x.dtype())?;
@@ -97,7 +97,6 @@ fn run(
     Ok((sum, (y, std::iter::once(rstd).chain(mean).collect())))
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward(
     norm: &RowNormBackward,
     context: &mut BackwardContext<'_>,
@@ -165,7 +164,7 @@ fn gradients(
         let shape = Shape { grid: [columns, pieces as u32, samples as u32], block: [32, 8, 1], shared: 0 };
         let (partials, rows) = (output(op, &partials)?, rows as u64);
         let arguments = LayerNormAffine { x: from, grad: g, mean, rstd, partials, rows, len: len32 };
-        // SAFETY: as above; the partial sums are one for each block of the grid's second and third dimension.
+        // SAFETY: as above; there is a partial sum for each block along the grid's second and third dimension.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     let [weight, bias] = sum_affine(op, gpu, &partials, dtype, [wanted.weight, wanted.bias])?;

@@ -59,7 +59,7 @@ pub fn rms_norm(x: &Tensor, weight: Option<&Tensor>, eps: f64) -> Result<Tensor>
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Layer,
-    /// The mean is not taken off.
+    /// The mean is not subtracted.
     Rms,
     /// The scale is added to 1.
     Modulated,
@@ -70,12 +70,13 @@ impl Kind {
         !matches!(self, Self::Rms)
     }
 
-    /// Whether results can be computed again: a scale and a shift that are themselves results are not kept for that.
+    /// Whether results can be computed again: a modulated norm's scale and shift are results themselves, and are not
+    /// kept for that.
     const fn is_remade(self) -> bool {
         !matches!(self, Self::Modulated)
     }
 
-    /// What normalised values are multiplied by.
+    /// The factors of normalised values, from the scale.
     fn factors<R: Real>(self, mut scale: Vec<R>) -> Vec<R> {
         if self == Self::Modulated {
             scale.iter_mut().for_each(|scale| *scale += R::ONE);
@@ -84,7 +85,7 @@ impl Kind {
     }
 }
 
-/// Samples of this many rows that share a scale and a shift, and the length of a row.
+/// Numbers of samples and of rows of a sample (which share scale and shift), and the length of a row.
 #[derive(Clone, Copy)]
 struct Size {
     samples: usize,
@@ -97,7 +98,7 @@ impl Size {
         self.samples * self.sharing
     }
 
-    /// Where the scale and the shift of a row are.
+    /// The range of the scale and of the shift of a row.
     #[inline(always)]
     fn parameters(self, row: usize) -> Range<usize> {
         let start = row / self.sharing.max(1) * self.len;
@@ -105,7 +106,7 @@ impl Size {
     }
 }
 
-/// A result, with what its backward reads of it: 1/√(var + eps) of each row, and the mean if it is taken off.
+/// A result, with what the backward pass reads: 1/√(var + eps) of each row, and the mean if it is subtracted.
 type Normalised = (Raw, Aux);
 
 /// A norm of rows whose operands were checked.
@@ -118,7 +119,7 @@ struct RowNorm<'a> {
 }
 
 impl<'a> RowNorm<'a> {
-    /// Of tensors that are as `x`, with one scale and shift for all rows.
+    /// A norm of tensors like `x`, with one scale and shift for all rows.
     fn new(
         op: &'static str,
         kind: Kind,
@@ -139,7 +140,7 @@ impl<'a> RowNorm<'a> {
         Ok(Self { op, kind, size, affine: Affine::new(op, x, weight, bias, normalized)?, eps })
     }
 
-    /// Put the norm of `x` on the tape, which `made` is if it is there already.
+    /// Put the norm of `x` on the tape; `made` is the norm if it has been computed already.
     fn record(&self, info: &'static OpInfo, x: &Tensor, made: Option<Normalised>) -> Result<Tensor> {
         record_with_aux(
             info,
@@ -149,7 +150,7 @@ impl<'a> RowNorm<'a> {
                 op: info.name,
                 kind: self.kind,
                 size: self.size,
-                // The gradient of the shift alone reads nothing.
+                // The gradient of the shift needs no saved values.
                 reads: (saver.needs(0) || self.affine.weight.is_some() && saver.needs(1))
                     .then(|| Reads::save(saver, x, statistics)),
                 affine: self.affine.save(saver, self.kind.is_remade()),
@@ -222,7 +223,7 @@ impl Backward for RowNormBackward {
 
 impl RowNormBackward {
     fn on_cpu(&self, context: &mut BackwardContext<'_>, [x, grad, rstd]: [&Raw; 3], mean: Option<&Raw>) -> Result<()> {
-        // RMS norm subtracts nothing; any tensor will do.
+        // RMS norm does not read a mean: any tensor serves.
         let mean = mean.unwrap_or(rstd);
         dispatch_float!(x.dtype(), self.op, T => {
             let scale = self.kind.factors(self.affine.scale(self.size.len)?);

@@ -1,4 +1,4 @@
-//! Layer norm whose scale and shift are computed, a pair for each sample: adaLN of diffusion transformers (Peebles & Xie 2022,
+//! Layer norm with a computed scale and shift for each sample: adaLN of diffusion transformers (Peebles & Xie 2022,
 //! arXiv:2212.09748, section 3.2).
 
 use super::{Affine, Kind, RowNorm, Size, check_eps};

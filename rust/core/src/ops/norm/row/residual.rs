@@ -1,6 +1,6 @@
-//! A residual sum and the norm of it, as blocks of transformers have them: x + residual, and layer or RMS norm of that.
+//! A residual sum and its norm, as in blocks of transformers: x + residual, and layer or RMS norm of the sum.
 //!
-//! On the tape they are the sum and the norm, two nodes. On CUDA one kernel computes both when the sum is recorded.
+//! The tape has two nodes, the sum and the norm. On CUDA one kernel computes both when the sum is recorded.
 
 use std::cell::Cell;
 
@@ -14,9 +14,9 @@ use crate::{Error, Result, Tensor, compute};
 pub(in crate::ops::norm) static ADD_LAYER_NORM: OpInfo = OpInfo::cheap("add_layer_norm");
 pub(in crate::ops::norm) static ADD_RMS_NORM: OpInfo = OpInfo::cheap("add_rms_norm");
 
-/// x + residual, and [`layer_norm`](crate::ops::norm::layer_norm) of that sum as rounded to its dtype.
+/// x + residual, and [`layer_norm`](crate::ops::norm::layer_norm) of this sum, rounded to its dtype.
 ///
-/// `x` and `residual` have one shape and dtype; the rest is as for the norm.
+/// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///
 /// # Errors
 /// As [`layer_norm`](crate::ops::norm::layer_norm), and if `x` and `residual` differ in shape, dtype or device.
@@ -32,9 +32,9 @@ pub fn add_layer_norm(
     add_norm(&ADD_LAYER_NORM, &LAYER_NORM, x, residual, &norm)
 }
 
-/// x + residual, and [`rms_norm`](crate::ops::norm::rms_norm) of that sum as rounded to its dtype.
+/// x + residual, and [`rms_norm`](crate::ops::norm::rms_norm) of this sum, rounded to its dtype.
 ///
-/// `x` and `residual` have one shape and dtype; the rest is as for the norm.
+/// `x` and `residual` have the same shape and dtype; the other arguments are those of the norm.
 ///
 /// # Errors
 /// As [`rms_norm`](crate::ops::norm::rms_norm), and if `x` and `residual` differ in shape, dtype or device.

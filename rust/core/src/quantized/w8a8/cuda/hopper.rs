@@ -10,15 +10,15 @@ use crate::cuda::tensor_map::{Encoder, NO_MAP};
 use crate::cuda::{Codes, Gpu};
 use crate::{Raw, Result};
 
-/// Rows and columns of a block's tile, and codes of a row in it.
+/// Rows and columns of a block's tile, and the codes of a row that one stage holds.
 const ROWS: usize = 128;
 const COLUMNS: usize = 256;
 const STEP: u32 = 128;
 /// Bytes of the four stages and their barriers.
 const SHARED: u32 = 4 * (ROWS + COLUMNS) as u32 * STEP + 64;
 
-/// Write the product of `x` with all parts of a matrix, whose scales and bias go with the columns of `y`. False if the device, the
-/// format or the dtype is another.
+/// Write the product of `x` with all parts of a matrix to `y`, whose columns have scales and bias. False if the device,
+/// format or dtype is not supported.
 pub(super) fn product(
     gpu: &Gpu,
     kind: Codes,
@@ -43,7 +43,7 @@ pub(super) fn product(
     }
     let maps = CodeMaps { x: map(address(OP, &x.codes)?, x.rows as u64)?, w };
     let tiles: usize = parts.list.iter().take(count).map(|part| (part.rows as usize).div_ceil(COLUMNS)).sum();
-    // Clusters take two tiles of rows each.
+    // A cluster takes two tiles of rows.
     let clusters = (x.rows.div_ceil(2 * ROWS) * tiles).min(gpu.multiprocessors() / 2).max(1);
     let arguments = Arguments {
         out: output(OP, y)?,

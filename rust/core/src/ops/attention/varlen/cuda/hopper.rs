@@ -13,7 +13,7 @@ use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, is_mapped, map};
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
 
-/// The result and the logarithms of the sums, of operands for tensor cores, unless the general kernels serve them.
+/// The result and the logarithms of the sums, on tensor cores; false if only the general kernels take the operands.
 pub fn forward(
     gpu: &Gpu,
     sizes: &AttentionShape,
@@ -49,7 +49,8 @@ pub fn forward(
     let shape = Shape { grid: [blocks, 1, 1], block: [threads, 1, 1], shared };
     let (spans, taken) = (input(op, spans)?, output(op, &taken)?);
     let arguments = AttentionVarlenHopperForwardW64 { log_sums, spans, taken, maps, shape: *sizes, group };
-    // SAFETY: the maps describe the tensors, the spans are those of as many rows, and the number behind them is zero after every launch.
+    // SAFETY: the maps describe the tensors, there are spans for every row, and the number after them is zero after
+    // every launch.
     unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
     Ok(true)
 }

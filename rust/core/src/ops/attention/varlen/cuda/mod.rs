@@ -1,5 +1,5 @@
-//! Attention inside the segments of packed rows: the host side of `attention_varlen.cu`. It never reads the bounds: grids depend on the
-//! rows alone.
+//! Attention inside the segments of packed rows: the host side of `attention_varlen.cu`. The host never reads the
+//! bounds: grids depend on the number of rows alone.
 
 mod hopper;
 
@@ -21,11 +21,11 @@ use crate::ops::attention::cuda::{Attention, Heads, NO_STRIDES, Width, empty_lik
 use crate::ops::index::cuda::id_bytes;
 use crate::{Raw, Result};
 
-/// Blocks that keep the multiprocessors busy although the first keys of a segment have the most queries.
+/// Blocks that keep the multiprocessors busy with uneven work: the first keys of a segment have the most queries.
 const BLOCKS: u32 = 1056;
 
-/// As the CPU's: for each position the first key that its query sees, then the end of the queries that see its key. One number follows
-/// them, zero, by which blocks share the work of a pass.
+/// The spans, as on the CPU: for each position the first key that its query sees, then the end of the queries that see
+/// its key. After them comes a counter, zero, through which blocks share the work of a pass.
 pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw> {
     let op = VARLEN.name;
     let gpu = Gpu::of(op, cu_seqlens)?;
@@ -49,7 +49,7 @@ pub fn spans(cu_seqlens: &Raw, rows: usize, window: Option<usize>) -> Result<Raw
     Ok(spans)
 }
 
-/// The result and the logarithms of the sums, of operands (heads, rows, width).
+/// The result and the logarithms of the sums for operands (heads, rows, width).
 pub fn forward(varlen: &Varlen, [q, k, v]: [&Raw; 3], spans: &Raw) -> Result<(Raw, Raw)> {
     let (op, dtype) = (VARLEN.name, q.dtype());
     let gpu = Gpu::of(op, q)?;
@@ -176,7 +176,6 @@ pub fn backward_into(
     }
 }
 
-/// A backward pass.
 struct Pass<'a> {
     attention: Attention<'a>,
     gpu: &'a Gpu,
@@ -195,7 +194,7 @@ impl Pass<'_> {
         let ([q, k, v], grad) = (&self.inputs, &self.grad);
         let key_heads = self.sizes.heads / self.group;
         let tiles = self.sizes.queries.div_ceil(64);
-        // As few parts as fill the device, of as many heads each.
+        // The fewest parts that fill the device, with equally many heads each.
         let heads_a_part = self.group.div_ceil((BLOCKS / (tiles * key_heads)).clamp(1, self.group));
         let parts = self.group.div_ceil(heads_a_part);
         let sizes = AttentionShape { parts, ..self.sizes };

@@ -1,11 +1,10 @@
-//! The gradients: sums over the positions for each channel, from which those over groups follow, then the input's.
+//! The gradients: first sums over the positions for each channel, then from these sums over groups, then the input's.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;
 use crate::cpu::{Binary, Elem, Real, dispatch};
 use crate::ops::activation::Silu;
 
-/// What the pass reads.
 pub(super) struct BackwardPass<'a, T: Elem> {
     pub size: Size,
     pub x: &'a [T],
@@ -16,7 +15,7 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub bias: &'a [T::Acc],
 }
 
-/// The gradient of the norm's result from that of the operation's.
+/// The gradient of the norm's result from the gradient of the operation's result.
 #[inline(always)]
 fn of_norm<T: Elem, const SILU: bool>(g: T, x: T, mean: T::Acc, scale: T::Acc, bias: T::Acc) -> T::Acc {
     let g = g.to_acc();
@@ -108,7 +107,7 @@ impl<T: Elem> BackwardPass<'_, T> {
                 .collect()
         };
         let (mean_dots, mean_sums) = (of_groups(dots), of_groups(sums));
-        // The gradient is scale g - b (x - mean) - c with these for each channel.
+        // The gradient is scale g - b (x - mean) - c, with b and c for each channel of each sample.
         let b = channel_table(size, |group, _| self.rstd[group] * self.rstd[group] * mean_dots[group]);
         let c = channel_table(size, |group, _| self.rstd[group] * mean_sums[group]);
         // SAFETY: every element of a block is written.

@@ -1,4 +1,4 @@
-//! Statistics and result.
+//! The statistics and the result of the forward pass.
 
 use super::{Size, channel_table};
 use crate::cpu::pool::SharedMut;

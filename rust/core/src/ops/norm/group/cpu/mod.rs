@@ -1,8 +1,8 @@
 //! The CPU form.
 //!
-//! A sample is walked in blocks of positions that fit in the cache. Blocks give sums for each channel, groups are sums of
-//! channels, and the means and squared deviations of blocks are joined by Chan's formula, so that one pass over memory suffices
-//! and nothing cancels.
+//! A sample is processed in blocks of positions that fit in the cache. A block gives sums for each channel, which are
+//! added up to sums of groups. Chan's formula joins the means and squared deviations of blocks, so that one pass over
+//! memory suffices and no digits cancel.
 
 mod backward;
 mod forward;
@@ -19,7 +19,7 @@ use crate::tape::{Aux, BackwardContext};
 use crate::{Raw, Result, dispatch_float};
 use backward::BackwardPass;
 
-/// The norm, 1/√(var + eps) and the mean of each group, of a dense tensor.
+/// The norm of a dense tensor, and 1/√(var + eps) and the mean of each group.
 pub(super) fn forward<const SILU: bool>(
     op: &'static str,
     raw: &Raw,
@@ -40,7 +40,6 @@ pub(super) fn forward<const SILU: bool>(
     })
 }
 
-/// Adds the gradients that are wanted.
 pub(super) fn backward<const SILU: bool>(
     norm: &GroupNormBackward<SILU>,
     context: &mut BackwardContext<'_>,
@@ -75,7 +74,7 @@ struct Block {
     sample: usize,
     /// Index among all blocks of all samples.
     index: usize,
-    /// Where its elements are.
+    /// The range of its elements.
     elements: Range<usize>,
 }
 
@@ -106,7 +105,7 @@ impl Size {
 
     /// Calls `f` for each block, on several threads.
     fn for_each_block(self, f: impl Fn(Block) + Sync) {
-        // Small samples are handed out together.
+        // A thread takes several small samples at a time.
         let sample = (self.positions * self.channels).max(1);
         let grain = if self.blocks_per_sample() > 1 { 1 } else { rows::rows_per_block(sample) };
         par_ranges(self.blocks(), grain, |range| range.for_each(|index| f(self.block(index))));

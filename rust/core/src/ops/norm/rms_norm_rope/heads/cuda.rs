@@ -12,15 +12,15 @@ use crate::cuda::launch::{
 use crate::cuda::{Gpu, cast, contiguous};
 use crate::{Error, Raw, Result};
 
-/// What the kernels for heads take beside the tensors; the tensors keep the addresses valid.
+/// The arguments of the kernels for heads except inputs and outputs; the tensors keep addresses valid.
 struct HeadArguments {
     tables: Option<[Raw; 2]>,
     weights: [Option<Raw>; 2],
     positions: u32,
-    /// Heads of queries, of keys, and in a token of y.
+    /// Numbers of heads: of queries, of keys, and of all in a token of y.
     heads: [u32; 3],
     rows: usize,
-    /// Distances of tokens and of samples.
+    /// Distances between tokens and between samples.
     x_strides: [u64; 2],
     y_strides: [u64; 2],
     weight_f32: u32,
@@ -51,7 +51,7 @@ impl HeadArguments {
         })
     }
 
-    /// Where the scales of queries and keys, cos and sin are.
+    /// The addresses of the scales of queries and keys, and of cos and sin.
     fn places(&self, op: &'static str) -> Result<[Const; 4]> {
         let table = |index: usize| optional_input(op, self.tables.as_ref().map(|tables| &tables[index]));
         let weight = |index: usize| optional_input(op, self.weights[index].as_ref());
@@ -59,7 +59,6 @@ impl HeadArguments {
     }
 }
 
-/// [`HeadNorms::forward`].
 pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     let arguments = HeadArguments::new(norms, x, y)?;
@@ -98,7 +97,6 @@ pub(super) fn forward(norms: &HeadNorms<'_>, x: &Raw, y: &Raw) -> Result<HeadSta
     Ok(rstd.into_iter().collect())
 }
 
-/// [`HeadNorms::backward`].
 pub(super) fn backward(norms: &HeadNorms<'_>, [x, grad]: [&Raw; 2], rstd: Option<&Raw>, dx: &Raw) -> Result<()> {
     let (op, gpu) = (norms.op, Gpu::of(norms.op, x)?);
     if grad.elem_count() == 0 {

@@ -1,4 +1,4 @@
-//! The norm and the rotation of queries and keys in place in a projection, or the rotation alone.
+//! The norm and the rotation, or the rotation alone, of queries and keys that are read in place in a projection.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -12,24 +12,24 @@ use crate::ops::norm::{Affine, check_eps};
 use crate::raw::{Raw, is_float};
 use crate::{Error, Result, Tensor, checkpoint};
 
-/// How queries and keys of an attention are made from a projection (B, S, ...), whose first columns are queries, keys and values, head
-/// by head.
+/// The computation of an attention's queries and keys from a projection (B, S, ...), whose first columns are queries,
+/// keys and values, each head by head.
 pub(in crate::ops) struct HeadNorms<'a> {
     /// The name of the operation, for errors.
     pub op: &'static str,
     /// Scales of queries and of keys, (width).
     pub weights: [Option<&'a Raw>; 2],
-    /// cos and sin, (S, width / 2) or (B · S, width / 2), unless nothing is rotated.
+    /// cos and sin, (S, width / 2) or (B · S, width / 2); `None` if nothing is rotated.
     pub tables: Option<[&'a Raw; 2]>,
-    /// Heads of queries; heads of keys, and of values.
+    /// Number of heads of queries; number of heads of keys and of values.
     pub heads: [usize; 2],
     pub width: usize,
     pub interleaved: bool,
-    /// Added to mean squares; none where nothing is normalised.
+    /// The epsilon added to mean squares; `None` if nothing is normalised.
     pub eps: Option<f64>,
 }
 
-/// The 1/√(mean(x²) + eps) of each row; empty where nothing is normalised.
+/// 1/√(mean(x²) + eps) of each row; empty if nothing is normalised.
 pub(in crate::ops) type HeadStatistics = SmallVec<[Raw; 2]>;
 
 /// Check the scales of queries and of keys, (width), and cos and sin, (S, width / 2) or (B, S, width / 2), of heads in `x` of B samples
@@ -75,14 +75,14 @@ pub(in crate::ops) fn check_head_norms(
 }
 
 impl HeadNorms<'_> {
-    /// Writes normalised, rotated queries and keys of a dense `x (B, S, ...)` to `y (B, S, heads of both, width)`, whose tokens are dense;
-    /// values too, if `y` has heads for them.
+    /// Writes normalised, rotated queries and keys of a dense `x (B, S, ...)` to `y (B, S, heads of both, width)`,
+    /// whose tokens are dense. Copies values too, if `y` has heads for them.
     pub fn forward(&self, x: &Raw, y: &Raw) -> Result<HeadStatistics> {
         on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
-    /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, of that of its result,
-    /// `grad`, which may be the same memory.
+    /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, from the
+    /// gradient `grad` of its result, which may be the same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
@@ -113,7 +113,7 @@ impl HeadNorms<'_> {
         Ok(rows.reshape((x.dims()[0], x.dims()[1], heads, self.width))?)
     }
 
-    /// cos and sin of angles 0, if there are none.
+    /// cos and sin; those of angles 0 if nothing is rotated.
     fn tables_or_still(&self, x: &Raw) -> Result<[Raw; 2]> {
         if let Some([cos, sin]) = self.tables {
             return Ok([cos.clone(), sin.clone()]);
