@@ -1,8 +1,10 @@
 //! SDXL's models without their files: names and shapes at full size.
 
-use std::collections::BTreeMap;
+mod published;
+
 use std::path::Path;
 
+use published::{Shapes, published};
 use trainable_candle_core::DType;
 use trainable_candle_models::clip::{CLIPTextConfig, CLIPTextModel};
 use trainable_candle_models::sdxl::keys::original_name;
@@ -11,7 +13,7 @@ use trainable_candle_models::vae::{AutoencoderKL, VaeConfig};
 use trainable_candle_models::{Architecture, Choice, Configuration, Model, Pretrained};
 use trainable_candle_nn::{Module, Source};
 
-fn shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
+fn shapes(model: &dyn Module) -> Shapes {
     model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
 }
 
@@ -25,10 +27,7 @@ fn unet() -> SDXLUNet {
 
 #[test]
 fn unet_at_full_size_has_the_published_names_and_shapes() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/sdxl/unet_shapes.json");
-    let published: BTreeMap<String, Vec<usize>> =
-        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
-    assert_eq!(shapes(&unet()), published);
+    assert_eq!(shapes(&unet()), published("sdxl/unet_shapes.json"));
 }
 
 #[test]

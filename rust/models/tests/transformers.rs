@@ -1,8 +1,8 @@
 //! The transformers without their files: names and shapes at full size.
 
-use std::collections::BTreeMap;
-use std::path::Path;
+mod published;
 
+use published::{Shapes, published};
 use trainable_candle_core::DType;
 use trainable_candle_models::chroma::{ChromaConfig, ChromaTransformer};
 use trainable_candle_models::flux::{FluxConfig, FluxTransformer};
@@ -11,15 +11,8 @@ use trainable_candle_models::sd3::{SD3Config, SD3Transformer};
 use trainable_candle_models::z_image::{ZImageConfig, ZImageTransformer};
 use trainable_candle_nn::{Module, Source};
 
-type Shapes = BTreeMap<String, Vec<usize>>;
-
 fn shapes(model: &dyn Module) -> Shapes {
     model.named_tensors().into_iter().map(|(name, tensor)| (name, tensor.dims().to_vec())).collect()
-}
-
-fn published(name: &str) -> Shapes {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../tests/golden/full_size/{name}.json"));
-    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
 fn sd3(config: SD3Config) -> Shapes {
@@ -32,7 +25,7 @@ fn flux(config: FluxConfig) -> Shapes {
 
 #[test]
 fn sd35_at_full_size_has_the_published_names_and_shapes() {
-    assert_eq!(sd3(SD3Config::default()), published("sd35_medium"));
+    assert_eq!(sd3(SD3Config::default()), published("full_size/sd35_medium.json"));
     let large = SD3Config {
         num_layers: 38,
         num_attention_heads: 38,
@@ -40,12 +33,12 @@ fn sd35_at_full_size_has_the_published_names_and_shapes() {
         dual_attention_layers: Vec::new(),
         ..SD3Config::default()
     };
-    assert_eq!(sd3(large), published("sd35_large"));
+    assert_eq!(sd3(large), published("full_size/sd35_large.json"));
 }
 
 #[test]
 fn flux_at_full_size_has_the_published_names_and_shapes() {
-    let dev = published("flux_dev");
+    let dev = published("full_size/flux_dev.json");
     assert_eq!(flux(FluxConfig::default()), dev);
     let schnell = FluxConfig { guidance_embeds: false, ..FluxConfig::default() };
     let without_guidance: Shapes = dev.into_iter().filter(|(name, _)| !name.contains("guidance")).collect();
@@ -60,22 +53,22 @@ fn chroma_at_full_size_has_the_published_names_and_shapes() {
         ["time_text_embed.", "norm_out."].iter().any(|start| name.starts_with(start))
             || ["norm.linear", "norm1"].iter().any(|part| name.contains(part))
     };
-    let mut expected = published("flux_dev");
+    let mut expected = published("full_size/flux_dev.json");
     expected.retain(|name, _| !is_modulation(name));
-    expected.extend(published("chroma"));
+    expected.extend(published("full_size/chroma.json"));
     assert_eq!(shapes(&model), expected);
 }
 
 #[test]
 fn z_image_at_full_size_has_the_published_names_and_shapes() {
     let model = ZImageTransformer::new(ZImageConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();
-    assert_eq!(shapes(&model), published("zimage"));
+    assert_eq!(shapes(&model), published("full_size/zimage.json"));
 }
 
 #[test]
 fn flux2_at_full_size_has_the_published_names_and_shapes() {
     let flux2 = |config| shapes(&Flux2Transformer::new(config, &mut Source::shapes(DType::F16).root()).unwrap());
-    assert_eq!(flux2(Flux2Config::default()), published("flux2_klein_4b"));
+    assert_eq!(flux2(Flux2Config::default()), published("full_size/flux2_klein_4b.json"));
     let large = Flux2Config {
         num_layers: 8,
         num_single_layers: 24,
@@ -83,5 +76,5 @@ fn flux2_at_full_size_has_the_published_names_and_shapes() {
         joint_attention_dim: 12288,
         ..Flux2Config::default()
     };
-    assert_eq!(flux2(large), published("flux2_klein_9b"));
+    assert_eq!(flux2(large), published("full_size/flux2_klein_9b.json"));
 }

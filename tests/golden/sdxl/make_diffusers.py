@@ -8,7 +8,8 @@ python make_diffusers.py
 original checkpoint: key -> folder, parameter, and the form ("plain", "transposed", "pointwise", or
 which third of its rows), as found by comparing a model with what diffusers'
 convert_diffusers_to_original_sdxl.py made of it. `unet_shapes.json`: the names and shapes of SDXL's
-UNet, of diffusers' model on the meta device.
+UNet, of diffusers' model on the meta device, as `folded` of transformers/make_diffusers.py writes
+them.
 """
 
 import copy

@@ -9,6 +9,7 @@ Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `chroma`, 
 
 import copy
 import json
+import re
 import math
 import sys
 from pathlib import Path
@@ -271,6 +272,24 @@ def autoencoder():
     save(folder / "vae_forward.safetensors", stored)
 
 
+def folded(shapes):
+    """One line for the parameters of one shape whose names differ in the number of their block.
+
+    Lines are [name with `*` for the number, shape, numbers], without numbers if there is no `*`.
+    """
+    rules = {}
+    for name, shape in shapes.items():
+        numbers = list(re.finditer(r"(?<=blocks\.)\d+|(?<=layers\.)\d+", name))
+        at = numbers[-1] if numbers else None
+        rule = name if at is None else f"{name[: at.start()]}*{name[at.end() :]}"
+        rules.setdefault((rule, tuple(shape)), []).extend([] if at is None else [int(at.group())])
+    lines = [
+        json.dumps([rule, list(shape), sorted(numbers)], separators=(",", ":"))
+        for (rule, shape), numbers in sorted(rules.items())
+    ]
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
 def full_size():
     with torch.device("meta"):
         models = {
@@ -292,10 +311,10 @@ def full_size():
     assert shared == {key for key in chroma if not key.startswith("distilled_guidance_layer.")}
     assert all(chroma[key].shape == flux[key].shape for key in shared)
     own = {key: list(chroma[key].shape) for key in sorted(chroma.keys() - shared)}
-    (folder / "chroma.json").write_text(json.dumps(own, indent=0))
+    (folder / "chroma.json").write_text(folded(own))
     for name, model in models.items():
         shapes = {key: list(value.shape) for key, value in sorted(model.state_dict().items())}
-        (folder / f"{name}.json").write_text(json.dumps(shapes, indent=0))
+        (folder / f"{name}.json").write_text(folded(shapes))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+//! The names and shapes of published models, as `tests/golden` has them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Shapes by name.
+pub type Shapes = BTreeMap<String, Vec<usize>>;
+
+/// The parameters of the file `name` of `tests/golden`. Each of its rules is a name in which `*` stands for the number of a block, the
+/// shape, and these numbers: none for a name without `*`.
+pub fn published(name: &str) -> Shapes {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
+    let rules: Vec<(String, Vec<usize>, Vec<usize>)> =
+        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let mut shapes = Shapes::new();
+    for (rule, shape, numbers) in rules {
+        if numbers.is_empty() {
+            shapes.insert(rule.clone(), shape.clone());
+        }
+        shapes.extend(numbers.iter().map(|number| (rule.replacen('*', &number.to_string(), 1), shape.clone())));
+    }
+    shapes
+}
