@@ -63,11 +63,27 @@ OPTIMIZERS = {
         "lion_prepare": 1,
         "lion_8bit_step_f32_bf16": 1,
     },
+    # One block of threads for each variable.
+    "Adafactor(parameters, lr=0.1)": {"whole_prepare": 1, "adafactor_step_f32_bf16": 1},
+    "CAME(parameters, lr=0.1)": {"whole_prepare": 1, "came_step_f32_bf16": 1},
+    "Muon(parameters, lr=0.1)": {"whole_prepare": 1, "muon_step_f32_bf16": 1},
+    "AdamWScheduleFree(parameters, lr=0.1)": {
+        "whole_prepare": 1,
+        "schedule_free_step_f32_bf16": 1,
+    },
+    "Prodigy(parameters, lr=0.1)": {
+        "whole_prepare": 1,
+        "prodigy_observe_f32_bf16": 1,
+        "prodigy_estimate": 1,
+        "prodigy_step_f32_bf16": 1,
+    },
 }
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_is_two_launches_for_all_variables(cuda: Any, optimizer: str) -> None:
+def test_a_step_has_the_same_few_launches_for_any_number_of_variables(
+    cuda: Any, optimizer: str
+) -> None:
     for update in (CLIPPED, SCALED):
         run = cuda.run(
             TRAIN.replace("OPTIMIZER", f"tc.optim.{optimizer}").replace("UPDATE", update)
@@ -154,20 +170,6 @@ def test_captured_steps(cuda: Any) -> None:
     step = run.after("step-5")
     assert step.waits == []
     assert Counter(step.launches)["optim_configure"] == 1
-
-
-def test_what_has_no_cuda_form_says_what_has(cuda: Any) -> None:
-    code = """
-        x = tc.Var(tc.ones(3, device="cuda"))
-        for optimizer in (tc.optim.Adafactor, tc.optim.Prodigy):
-            try:
-                optimizer([x])
-            except tc.DeviceError as error:
-                print(error)
-    """
-    lines = cuda.run(code).output.splitlines()
-    assert len(lines) == 2
-    assert all(line.endswith("or use one that has, such as AdamW") for line in lines)
 
 
 def train_adapter(

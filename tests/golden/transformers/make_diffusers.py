@@ -9,8 +9,8 @@ Needs torch 2.11, diffusers 0.42 and peft 0.21. Writes `sd3`, `flux`, `chroma`, 
 
 import copy
 import json
-import re
 import math
+import re
 import sys
 from pathlib import Path
 

@@ -1,0 +1,147 @@
+"""Every optimizer on a GPU against the CPU's form of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
+"""Wide and tall factors, a convolution's, more rows than a tile has, vectors."""
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "adafactor": [{"maximize": True, "weight_decay": 0.1}],
+    "came": [{"weight_decay": 0.1}],
+    "muon": [{"nesterov": False}, {"match_rms_adamw": False, "ns_steps": 3}],
+    "adamwschedulefree": [{"warmup_steps": 3, "weight_decay": 0.1, "r": 0.5}],
+    "prodigy": [
+        {"slice_p": 3, "betas": (0.0, 0.99), "decouple": False, "weight_decay": 0.1},
+        {"use_bias_correction": True, "safeguard_warmup": True, "d0": 1e-4, "growth_rate": 1.5},
+    ],
+}
+CASES = [(kind, o) for kind in tc.optim.KINDS for o in [{}, *OPTIONS.get(kind, [])]]
+
+
+def variables(dtype: str, device: str) -> list[tc.Var]:
+    rng = np.random.default_rng(0)
+    starts = [rng.standard_normal(shape) for shape in SHAPES]
+    return [tc.Var(tc.tensor(start, dtype=dtype).to(device)) for start in starts]
+
+
+def take_steps(optimizer: tc.optim.Optimizer, parameters: list[tc.Var], first: int) -> None:
+    for step in range(first, first + 3):
+        rng = np.random.default_rng(step)
+        for place, parameter in enumerate(parameters):
+            gradient = rng.standard_normal(SHAPES[place])
+            # One has a gradient in every other step alone.
+            if place != 1 or step % 2:
+                parameter.grad = tc.tensor(gradient, dtype=parameter.dtype).to(parameter.device)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None or not p.grad.to("f32").abs().max().item() for p in parameters)
+
+
+def values(parameters: list[tc.Var]) -> list[np.ndarray]:
+    return [p.detach().to("cpu").to("f32").numpy() for p in parameters]
+
+
+def compare(found: list[np.ndarray], expected: list[np.ndarray], dtype: str) -> None:
+    atol = {"f32": 2e-5, "bf16": 2e-2, "f16": 3e-3}[dtype]
+    for place, (f, e) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(f, e, atol=atol, rtol=atol, err_msg=f"variable {place}")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str) -> None:
+    made = []
+    for device in ("cpu", "cuda"):
+        parameters = variables(dtype, device)
+        groups = [
+            {"params": parameters[:3]},
+            {"params": parameters[3:], "lr": 0.0 if kind == "prodigy" and options else None},
+        ]
+        groups = [{k: v for k, v in group.items() if v is not None} for group in groups]
+        lr = 1.0 if kind == "prodigy" else 0.01
+        optimizer = tc.optim.KINDS[kind](groups, lr=lr, **options)
+        take_steps(optimizer, parameters, 0)
+        made.append((optimizer, parameters))
+    (here, expected), (there, found) = made
+    compare(values(found), values(expected), dtype)
+    # Each goes on with the states of the other.
+    states = here.state_dict(), there.state_dict()
+    assert states[0].keys() == states[1].keys()
+    here.load_state_dict(states[1])
+    there.load_state_dict(states[0])
+    for optimizer, parameters in made:
+        take_steps(optimizer, parameters, 3)
+    compare(values(found), values(expected), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_averages_of_schedule_free_are_those_of_the_cpu(dtype: str) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        parameters = variables(dtype, device)
+        optimizer = tc.optim.AdamWScheduleFree(parameters, lr=0.01)
+        take_steps(optimizer, parameters, 0)
+        trained = values(parameters)
+        optimizer.eval()
+        results.append(values(parameters))
+        optimizer.train()
+        for after, before in zip(values(parameters), trained, strict=True):
+            np.testing.assert_array_equal(after, before)
+        take_steps(optimizer, parameters, 3)
+        results.append(values(parameters))
+    compare(results[2], results[0], dtype)
+    compare(results[3], results[1], dtype)
+
+
+@pytest.mark.parametrize("kind", tc.optim.KINDS)
+def test_captured_steps_have_the_bits_of_eager_ones(kind: str) -> None:
+    results = []
+    for captured in (False, True):
+        rng = np.random.default_rng(0)
+        base, down, up = (rng.standard_normal(s) / 8 for s in ((96, 64), (8, 64), (96, 8)))
+        layer = tc.nn.LoRALinear(tc.tensor(base, dtype="bf16", device="cuda"), 8, 8.0)
+        for parameter, value in zip(layer.parameters(), (down, up), strict=True):
+            parameter.set(tc.tensor(value, dtype="f32", device="cuda"))
+        optimizer = tc.optim.KINDS[kind](layer.parameters(), lr=0.01)
+
+        def train(x: tc.Tensor, layer: Any = layer, optimizer: Any = optimizer) -> tc.Tensor:
+            loss = (layer(x).to("f32") ** 2).mean()
+            loss.backward()
+            optimizer.step(if_finite=tc.optim.clip_grad_norm_(layer.parameters(), 0.5))
+            optimizer.zero_grad()
+            return loss
+
+        batches = [tc.tensor(rng.standard_normal((40, 64)), dtype="bf16") for _ in range(6)]
+        batches = [batch.to("cuda") for batch in batches]
+        step = tc.cuda.capture(train, [batches[0]]) if captured else train
+        for number, batch in enumerate(batches):
+            optimizer.lr = 0.01 / (number + 1)
+            step(batch)
+        results.append(values(layer.parameters()))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", tc.optim.KINDS)
+def test_a_step_with_an_infinite_gradient_changes_nothing(kind: str) -> None:
+    parameters = variables("f32", "cuda")
+    optimizer = tc.optim.KINDS[kind](parameters, lr=0.01)
+    take_steps(optimizer, parameters, 0)
+    before, states = values(parameters), optimizer.state_dict()
+    for parameter in parameters:
+        parameter.grad = tc.ones(*parameter.shape, device="cuda") * float("inf")
+    optimizer.step(if_finite=tc.optim.clip_grad_norm_(parameters, 1.0))
+    for after, expected in zip(values(parameters), before, strict=True):
+        np.testing.assert_array_equal(after, expected)
+    after = optimizer.state_dict()
+    for name, state in states.items():
+        np.testing.assert_array_equal(after[name].numpy(), state.numpy(), err_msg=name)

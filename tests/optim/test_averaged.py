@@ -1,0 +1,165 @@
+"""Muon and schedule-free AdamW against torch and schedulefree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle import optim
+from trainable_candle.testing import assert_close
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
+STEPS = 6
+
+MUON: dict[str, dict[str, Any]] = {
+    "muon": {"lr": 0.02},
+    "muon_options": {
+        "lr": 0.05,
+        "weight_decay": 0.3,
+        "momentum": 0.8,
+        "nesterov": False,
+        "ns_coefficients": (2.0, -1.5, 0.5),
+        "ns_steps": 7,
+        "match_rms_adamw": False,
+    },
+}
+SCHEDULE_FREE: dict[str, dict[str, Any]] = {
+    "schedule_free": {"lr": 0.05},
+    "schedule_free_options": {
+        "lr": 0.1,
+        "betas": (0.8, 0.95),
+        "eps": 1e-3,
+        "weight_decay": 0.2,
+        "warmup_steps": 3,
+        "r": 0.5,
+        "weight_lr_power": 1.0,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, tc.Tensor]:
+    return tc.load_file(GOLDEN / "averaged.safetensors")
+
+
+def trained(
+    optimizer: optim.Optimizer, variables: dict[int, tc.Var], golden: dict[str, tc.Tensor]
+) -> None:
+    for step in range(STEPS):
+        for i, variable in variables.items():
+            variable.grad = golden[f"grad{i}.{step}"].to(variable.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", MUON)
+def test_muon_follows_torch(case: str, golden: dict[str, tc.Tensor]) -> None:
+    variables = {i: tc.Var(golden[f"p{i}"]) for i in (0, 1, 3)}
+    trained(optim.Muon(variables.values(), **MUON[case]), variables, golden)
+    for i, variable in variables.items():
+        assert_close(variable.detach(), golden[f"{case}.p{i}"].numpy())
+
+
+def test_muon_makes_the_update_of_any_shape_orthogonal() -> None:
+    rng = np.random.default_rng(3)
+    for shape in [(3, 40), (40, 3), (17, 33)]:
+        x = tc.Var(tc.zeros(*shape))
+        # Coefficients whose iteration converges.
+        optimizer = optim.Muon(
+            [x],
+            lr=1.0,
+            weight_decay=0.0,
+            ns_coefficients=(1.875, -1.25, 0.375),
+            ns_steps=30,
+            match_rms_adamw=False,
+        )
+        x.grad = tc.tensor(rng.standard_normal(shape).astype(np.float32))
+        optimizer.step()
+        moved = -x.detach().numpy() / max(1.0, (shape[0] / shape[1]) ** 0.5)
+        singular = np.linalg.svd(moved, compute_uv=False)
+        np.testing.assert_allclose(singular, 1.0, atol=2e-3)
+
+
+def test_a_vector_takes_a_step_of_adamw(golden: dict[str, tc.Tensor]) -> None:
+    options = {"lr": 0.02, "weight_decay": 0.1}
+    muon, adamw = tc.Var(golden["p2"]), tc.Var(golden["p2"])
+    trained(optim.Muon([muon], **options), {2: muon}, golden)
+    trained(optim.AdamW([adamw], **options), {2: adamw}, golden)
+    assert_close(muon.detach(), adamw.detach().numpy())
+
+
+@pytest.mark.parametrize("case", SCHEDULE_FREE)
+def test_schedule_free_follows_its_authors(case: str, golden: dict[str, tc.Tensor]) -> None:
+    variables = {i: tc.Var(golden[f"p{i}"]) for i in range(4)}
+    optimizer = optim.AdamWScheduleFree(variables.values(), **SCHEDULE_FREE[case])
+    assert optimizer.averages
+    trained(optimizer, variables, golden)
+    for i, variable in variables.items():
+        assert_close(variable.detach(), golden[f"{case}.p{i}"].numpy())
+    optimizer.eval()
+    for i, variable in variables.items():
+        assert_close(variable.detach(), golden[f"{case}.eval{i}"].numpy())
+    optimizer.train()
+    for i, variable in variables.items():
+        assert_close(variable.detach(), golden[f"{case}.p{i}"].numpy())
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_validating_between_steps_changes_nothing(dtype: str, golden: dict[str, tc.Tensor]) -> None:
+    results = []
+    for validates in (False, True):
+        variables = {i: tc.Var(golden[f"p{i}"].to(dtype)) for i in range(4)}
+        optimizer = optim.AdamWScheduleFree(variables.values(), lr=0.01)
+        for _ in range(3):
+            trained(optimizer, variables, golden)
+            if validates:
+                optimizer.eval()
+                optimizer.eval()
+                optimizer.train()
+                optimizer.train()
+        results.append([variable.detach().to("f32").numpy() for variable in variables.values()])
+    for plain, validated in zip(*results, strict=True):
+        np.testing.assert_array_equal(plain, validated)
+
+
+def test_nothing_trains_on_averages(golden: dict[str, tc.Tensor]) -> None:
+    x = tc.Var(golden["p2"])
+    optimizer = optim.AdamWScheduleFree([x], lr=0.01)
+    trained(optimizer, {2: x}, golden)
+    states = optimizer.state_dict()
+    optimizer.eval()
+    with pytest.raises(tc.ArgumentError, match=r"step\(\) found the averages .* call train\(\)"):
+        optimizer.step()
+    with pytest.raises(tc.ArgumentError, match=r"load_state_dict.* call train"):
+        optimizer.load_state_dict(states)
+    optimizer.train()
+    optimizer.load_state_dict(states)
+
+
+def test_other_optimizers_average_nothing(golden: dict[str, tc.Tensor]) -> None:
+    x = tc.Var(golden["p2"])
+    optimizer = optim.AdamW([x], lr=0.01)
+    trained(optimizer, {2: x}, golden)
+    before = x.detach().numpy()
+    assert not optimizer.averages
+    optimizer.eval()
+    np.testing.assert_array_equal(x.detach().numpy(), before)
+    optimizer.train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (optim.Muon, {"momentum": 1.0}, "momentum 1, expected at least 0 and less than 1"),
+        (optim.Muon, {"eps": 0.0}, "eps 0, expected a number above 0"),
+        (optim.Muon, {"ns_steps": 100}, "ns_steps 100, expected less than 100"),
+        (optim.AdamWScheduleFree, {"betas": (0.0, 0.9)}, r"betas\[0\] 0, expected .* above 0"),
+        (optim.AdamWScheduleFree, {"r": -1.0}, "r -1, expected a number of at least 0"),
+    ],
+)
+def test_wrong_numbers_are_named(kind: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(tc.ArgumentError, match=message):
+        kind([tc.Var([1.0])], lr=0.1, **options)
