@@ -104,6 +104,8 @@ SAMPLES: dict[str, Any] = {
     "max_timestep": 900,
     "min_snr_gamma": 5.0,
     "noise_offset": 0.1,
+    "multires_noise_iterations": 6,
+    "multires_noise_discount": 0.4,
     "clip_skip": 2,
     "validation_split": 0.1,
     "validate_every": 5,

@@ -24,6 +24,10 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"text_encoder_learning_rate": 1e-5}, "has no effect without --train-text-encoder"),
     ({"huber_delta": 0.5}, "--huber-delta has no effect without --loss huber"),
     ({"huber_schedule": "snr"}, "--huber-schedule has no effect without --loss huber"),
+    (
+        {"multires_noise_discount": 0.5},
+        "--multires-noise-discount has no effect without --multires-noise-iterations",
+    ),
     ({"validate_every": 1}, "--validate-every has no effect without --validation-split"),
     (
         {"guidance": 3.0, "sample_steps": 4},

@@ -44,11 +44,13 @@ pub enum Purpose {
     Split,
     /// Which token follows; by text and place in it.
     Token,
+    /// Noise of several resolutions; by the number of the sample.
+    Pyramid,
 }
 
 impl Purpose {
     /// All of them.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Latents,
         Self::Level,
         Self::Noise,
@@ -65,6 +67,7 @@ impl Purpose {
         Self::Order,
         Self::Split,
         Self::Token,
+        Self::Pyramid,
     ];
 
     /// Its name in Python.
@@ -86,6 +89,7 @@ impl Purpose {
             Self::Order => "order",
             Self::Split => "split",
             Self::Token => "token",
+            Self::Pyramid => "pyramid",
         }
     }
 }
@@ -120,7 +124,7 @@ mod tests {
 
     #[test]
     fn purposes_have_tags_and_names_of_their_own() {
-        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=16).collect::<Vec<_>>());
+        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=17).collect::<Vec<_>>());
         for purpose in Purpose::ALL {
             assert_eq!(purpose.name().parse::<Purpose>().unwrap(), purpose);
         }
