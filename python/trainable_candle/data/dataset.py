@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -116,6 +116,11 @@ class Dataset:
         """The items of these numbers as a data set of their own."""
         items = [self.items[number] for number in numbers]
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
+
+    def fixed(self) -> Dataset:
+        """The same images for `fixed_batches` alone, with the views that it has."""
+        options = replace(self.options, crop="center", flip=False)
+        return Dataset(self.items, options, self._captions, self.seed, self._summary)
 
     def batches(self, batch_size: int) -> DatasetBatches:
         """Batches in random order.

@@ -110,12 +110,12 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
         what = "a mask file" if config.mask == "file" else "transparency"
         raise ConfigError(f"--mask {config.mask} has no effect: no image has {what}")
     if config.validation_dataset:
-        return Split(dataset, load(config.validation_dataset))
+        return Split(dataset, load(config.validation_dataset).fixed())
     if not config.validation_split:
         return Split(dataset)
     held_out = set(held_out_items(len(dataset), config.validation_split, config.seed))
     kept = [number for number in range(len(dataset)) if number not in held_out]
-    return Split(dataset.part(kept), dataset.part(sorted(held_out)))
+    return Split(dataset.part(kept), dataset.part(sorted(held_out)).fixed())
 
 
 def folder_for_cache(
