@@ -178,6 +178,7 @@ def test_all_that_validation_uses_is_encoded_and_nothing_else(
         validation_dataset=None if held_out else str(tmp_path / "a"),
         crop="random",
         flip=True,
+        color_hue=0.5,
         bucketing=False,
     )
     data = read_datasets(config, partial(load_images, config, resolution=64)).validation
@@ -185,6 +186,7 @@ def test_all_that_validation_uses_is_encoded_and_nothing_else(
     used = {view for batch in data.fixed_batches(2) for view in batch.views}
     assert used == set(data.views())
     assert len(used) == (2 if held_out else 4)
+    assert {view.colors for view in used} == {None}
 
 
 def test_masks_from_files_follow_the_cut(pictures: MakePictures, tmp_path: Path) -> None:

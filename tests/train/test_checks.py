@@ -16,6 +16,10 @@ from trainable_candle.train import TrainConfig
 
 IDLE: list[tuple[dict[str, Any], str]] = [
     ({"random_crops": 9}, "--random-crops has no effect without --crop random"),
+    (
+        {"color_variants": 9},
+        "--color-variants has no effect without --color-brightness, --color-contrast, .* or",
+    ),
     ({"bucketing": False, "min_side": 64}, "--min-side has no effect without --bucketing"),
     ({"cache": "memory", "cache_dir": "c"}, "--cache-dir has no effect without --cache disk"),
     ({"caption_keep_tokens": 5}, "--caption-keep-tokens has no effect without --caption-shuffle"),

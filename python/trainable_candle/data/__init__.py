@@ -41,6 +41,7 @@ from trainable_candle.data.load import load_dataset
 from trainable_candle.data.options import (
     CacheOptions,
     CaptionOptions,
+    ColorOptions,
     DatasetOptions,
     Source,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "CacheOptions",
     "CaptionMaker",
     "CaptionOptions",
+    "ColorOptions",
     "Dataset",
     "DatasetBatches",
     "DatasetOptions",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from trainable_candle.data import (
     CacheOptions,
     CaptionOptions,
+    ColorOptions,
     Dataset,
     DatasetOptions,
     cache_folder,
@@ -43,6 +44,13 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
         crop=config.crop,
         random_crops=config.random_crops,
         flip=config.flip,
+        color=ColorOptions(
+            brightness=config.color_brightness,
+            contrast=config.color_contrast,
+            saturation=config.color_saturation,
+            hue=config.color_hue,
+            variants=config.color_variants,
+        ),
         mask=config.mask,
         prior_loss_weight=config.prior_loss_weight,
         skip_bad=config.skip_bad,

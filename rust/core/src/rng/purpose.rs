@@ -46,11 +46,13 @@ pub enum Purpose {
     Token,
     /// Noise of several resolutions; by the number of the sample.
     Pyramid,
+    /// The colours of an image's variants; by image and variant.
+    Color,
 }
 
 impl Purpose {
     /// All of them.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Latents,
         Self::Level,
         Self::Noise,
@@ -68,6 +70,7 @@ impl Purpose {
         Self::Split,
         Self::Token,
         Self::Pyramid,
+        Self::Color,
     ];
 
     /// Its name in Python.
@@ -90,6 +93,7 @@ impl Purpose {
             Self::Split => "split",
             Self::Token => "token",
             Self::Pyramid => "pyramid",
+            Self::Color => "color",
         }
     }
 }
@@ -124,7 +128,7 @@ mod tests {
 
     #[test]
     fn purposes_have_tags_and_names_of_their_own() {
-        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=17).collect::<Vec<_>>());
+        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=18).collect::<Vec<_>>());
         for purpose in Purpose::ALL {
             assert_eq!(purpose.name().parse::<Purpose>().unwrap(), purpose);
         }
