@@ -941,6 +941,9 @@ class DiffusionObjective:
         min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
             paper's, None weighs all alike.
         noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
+        multires_noise_iterations: the most levels of multiresolution noise, normal noise of falling resolution that is enlarged and
+            added; the sum has standard deviation 1 over an example. 0: none; 6 to 10 are usual.
+        multires_noise_discount: the factor on each level after the first, above 0 and below 1.
         loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
         huber_delta: where the Huber losses turn from quadratic to linear, above 0.
         huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
@@ -964,6 +967,8 @@ class DiffusionObjective:
         max_timestep: SupportsIndex | None = None,
         min_snr_gamma: SupportsFloat | SupportsIndex | None = ...,
         noise_offset: SupportsFloat | SupportsIndex = ...,
+        multires_noise_iterations: SupportsIndex = 0,
+        multires_noise_discount: SupportsFloat | SupportsIndex = ...,
         loss: str = "mse",
         huber_delta: SupportsFloat | SupportsIndex = ...,
         huber_schedule: str = "constant",

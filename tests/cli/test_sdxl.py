@@ -277,6 +277,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"loss": "huber", "huber_delta": 0.5}, {"loss": "huber", "huber_schedule": "snr"},
     {"timesteps": "logit_normal"}, {"timestep_shift": 3}, {"min_timestep": 500},
     {"max_timestep": 500}, {"min_snr_gamma": 0.01}, {"noise_offset": 0.1}, {"clip_skip": 1},
+    {"multires_noise_iterations": 6}, {"color_brightness": 0.5}, {"color_hue": 0.5},
     {"caption_dropout": 1}, {"caption_shuffle": True}, {"trigger": "sks"}, {"flip": True},
     {"crop": "random"}, {"no_bucketing": True}, {"resolution": 32},
     {"train_text_encoder": True}, {"adapter": "loha"}, {"adapter": "lokr"},

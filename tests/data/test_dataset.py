@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from trainable_candle.data import (
     read_pixels,
 )
 from trainable_candle.errors import ConfigError, DatasetError
+from trainable_candle.tasks.latent.data import load_images, read_datasets
+from trainable_candle.train import TrainConfig
 
 MakePictures = Callable[..., list[Path]]
 MIXED = [(64, 64), (70, 64), (128, 32), (130, 36), (48, 80), (64, 65), (200, 100)]
@@ -162,6 +165,28 @@ def test_fixed_batches_hold_every_picture_once(pictures: MakePictures, tmp_path:
     assert sorted(view.item for batch in batches for view in batch.views) == list(range(len(MIXED)))
     assert {view for batch in batches for view in batch.views} <= set(data.views())
     assert all(caption.startswith("sks, image") for b in batches for caption in b.captions)
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_all_that_validation_uses_is_encoded_and_nothing_else(
+    pictures: MakePictures, tmp_path: Path, held_out: bool
+) -> None:
+    pictures("a", (96, 64), (64, 96), (64, 64), (96, 96))
+    config = TrainConfig(
+        dataset=str(tmp_path / "a"),
+        validation_split=0.5 if held_out else 0.0,
+        validation_dataset=None if held_out else str(tmp_path / "a"),
+        crop="random",
+        flip=True,
+        color_hue=0.5,
+        bucketing=False,
+    )
+    data = read_datasets(config, partial(load_images, config, resolution=64)).validation
+    assert data is not None
+    used = {view for batch in data.fixed_batches(2) for view in batch.views}
+    assert used == set(data.views())
+    assert len(used) == (2 if held_out else 4)
+    assert {view.colors for view in used} == {None}
 
 
 def test_masks_from_files_follow_the_cut(pictures: MakePictures, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 import trainable_candle as tc
 from trainable_candle.data import (
     CacheOptions,
+    ColorOptions,
     Dataset,
     DatasetOptions,
     LatentCache,
@@ -103,6 +104,7 @@ def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -
         ({"bucketing": False}, {"vae": "a"}, 1),
         ({"bucketing": False, "crop": "random"}, {"vae": "a"}, None),
         ({"flip": True}, {"vae": "a"}, 4),
+        ({"color": ColorOptions(hue=0.1)}, {"vae": "a"}, 16),
         ({}, {"vae": "b"}, 4),
         ({}, {"vae": "a", "dtype": "f16"}, 4),
     ],

@@ -16,6 +16,10 @@ from trainable_candle.train import TrainConfig
 
 IDLE: list[tuple[dict[str, Any], str]] = [
     ({"random_crops": 9}, "--random-crops has no effect without --crop random"),
+    (
+        {"color_variants": 9},
+        "--color-variants has no effect without --color-brightness, --color-contrast, .* or",
+    ),
     ({"bucketing": False, "min_side": 64}, "--min-side has no effect without --bucketing"),
     ({"cache": "memory", "cache_dir": "c"}, "--cache-dir has no effect without --cache disk"),
     ({"caption_keep_tokens": 5}, "--caption-keep-tokens has no effect without --caption-shuffle"),
@@ -24,6 +28,10 @@ IDLE: list[tuple[dict[str, Any], str]] = [
     ({"text_encoder_learning_rate": 1e-5}, "has no effect without --train-text-encoder"),
     ({"huber_delta": 0.5}, "--huber-delta has no effect without --loss huber"),
     ({"huber_schedule": "snr"}, "--huber-schedule has no effect without --loss huber"),
+    (
+        {"multires_noise_discount": 0.5},
+        "--multires-noise-discount has no effect without --multires-noise-iterations",
+    ),
     ({"validate_every": 1}, "--validate-every has no effect without --validation-split"),
     (
         {"guidance": 3.0, "sample_steps": 4},

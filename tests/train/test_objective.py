@@ -1,14 +1,18 @@
 """The diffusion objective from Python; its arithmetic is tested in Rust."""
 
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import trainable_candle as tc
+from trainable_candle.draws import drawn
 from trainable_candle.errors import ArgumentError, ConfigError, MissingFileError, ShapeError
 from trainable_candle.train import DiffusionObjective, NoiseSchedule
 
+Array: TypeAlias = npt.NDArray[np.floating]
 GOLDEN = Path(__file__).parents[1] / "golden" / "schedules" / "diffusers.safetensors"
 
 
@@ -96,6 +100,57 @@ def test_draws_repeat_with_the_generator_and_validation_leaves_it_alone() -> Non
     assert tc.get_rng_state() == state
     np.testing.assert_array_equal(fixed.sample.numpy()[1:], again.sample.numpy())
     assert fixed.timesteps.tolist()[1:] == again.timesteps.tolist()
+
+
+def enlarged(image: Array, size: tuple[int, int]) -> Array:
+    """Images (..., h, w) as `interpolate(mode="bilinear", align_corners=False)` enlarges them."""
+    for axis, length in zip((-2, -1), size, strict=True):
+        count = image.shape[axis]
+        centres = (np.arange(length) + 0.5) * count / length - 0.5
+        # A tent around the centre of each pixel; the first and the last continue outwards.
+        distance = np.abs(np.clip(centres, 0, count - 1)[:, None] - np.arange(count))
+        tents = np.maximum(1 - distance, 0)
+        image = np.moveaxis(np.moveaxis(image, axis, -1) @ tents.T, -1, axis)
+    return image
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 24), (5, 40), (1, 1)])
+def test_multiresolution_noise_is_that_of_kohyas_formula(height: int, width: int) -> None:
+    seed, discount, samples = 5, 0.7, [3, 9]
+    latents = tc.zeros((len(samples), 4, height, width))
+
+    def noise(**settings: float) -> Array:
+        objective = DiffusionObjective(NoiseSchedule(), **settings)
+        return objective.noise(latents, samples, seed).target.numpy()
+
+    def levels(first: Array) -> Array:
+        """kohya's pyramid_noise_like, for one example."""
+        noise = first.astype(np.float64)
+        for i in range(6):
+            r = float(tc.rand(1).item()) * 2 + 2
+            h, w = max(1, int(height / r**i)), max(1, int(width / r**i))
+            noise += enlarged(tc.randn(4, h, w).numpy(), (height, width)) * discount**i
+            if 1 in (h, w):
+                break
+        return noise / noise.std(ddof=1)
+
+    for offset in (0.0, 0.2):
+        plain = noise(noise_offset=offset)
+        found = noise(
+            noise_offset=offset, multires_noise_iterations=6, multires_noise_discount=discount
+        )
+        for example, sample in enumerate(samples):
+            first = plain[example]
+            expected = drawn(seed, "pyramid", sample, lambda first=first: levels(first))
+            np.testing.assert_allclose(found[example], expected, atol=3e-6)
+    np.testing.assert_array_equal(noise(multires_noise_iterations=0), noise())
+    validation = [
+        DiffusionObjective(NoiseSchedule(), multires_noise_iterations=n).validation_noise(
+            latents, samples
+        )
+        for n in (0, 6)
+    ]
+    np.testing.assert_array_equal(*(noised.target.numpy() for noised in validation))
 
 
 def test_a_prediction_learns() -> None:

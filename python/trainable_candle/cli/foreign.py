@@ -31,6 +31,7 @@ INSTEAD: Final = {
     "--unet-lr": "has no counterpart: give --learning-rate, which is that of the UNet",
     "--v-parameterization": "has no counterpart: give --prediction-type v_prediction",
     "--random-crop": "has no counterpart: give --crop random",
+    "--color-aug": "has no counterpart: give --color-hue 0.04, and --color-brightness if wanted",
     "--masked-loss": "has no counterpart: give --mask file",
     "--alpha-mask": "has no counterpart: give --mask alpha",
     "--full-fp16": "has no counterpart: give --precision f16",

@@ -23,8 +23,8 @@ How a folder becomes batches::
 
 `encode` takes pixels, uint8 of shape (n, h, w, 3), and returns tensors of n rows by name;
 `encode_text` takes n captions and returns the same. A batch depends only on the seed and its
-number, so a resumed run repeats it. A validation set is another data set (no flips,
-`crop="center"`), whose `dataset.fixed_batches(size)` gives every image once.
+number, so a resumed run repeats it. A validation set is another data set, `dataset.fixed()`, whose
+`fixed_batches(size)` gives every image once.
 """
 
 from trainable_candle.data.batches import ShuffledBatches
@@ -41,6 +41,7 @@ from trainable_candle.data.load import load_dataset
 from trainable_candle.data.options import (
     CacheOptions,
     CaptionOptions,
+    ColorOptions,
     DatasetOptions,
     Source,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "CacheOptions",
     "CaptionMaker",
     "CaptionOptions",
+    "ColorOptions",
     "Dataset",
     "DatasetBatches",
     "DatasetOptions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +15,9 @@ from PIL import Image
 from trainable_candle.data.batches import ShuffledBatches
 from trainable_candle.data.cache import fingerprint
 from trainable_candle.data.captions import CaptionMaker
+from trainable_candle.data.colors import drawn_colors
 from trainable_candle.data.metadata import described
+from trainable_candle.data.options import ColorOptions
 from trainable_candle.data.pixels import read_alpha, read_grey, read_rgb
 from trainable_candle.draws import generator, pair
 from trainable_candle.errors import ConfigError
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from trainable_candle.data.buckets import Bucket, Frame
+    from trainable_candle.data.colors import Colors
     from trainable_candle.data.item import Item
     from trainable_candle.data.options import CaptionOptions, DatasetOptions
 
@@ -34,13 +37,15 @@ _MASKS_KEPT: Final = 4096
 
 @dataclass(frozen=True)
 class View:
-    """A crop of an image: the unit that is encoded and cached."""
+    """A crop of an image in some colours: the unit that is encoded and cached."""
 
     item: int
     left: int
     """Column of the scaled image where the crop starts, px."""
     top: int
     flipped: bool
+    colors: Colors | None = None
+    """How they are changed, if they are."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,11 @@ class Dataset:
         items = [self.items[number] for number in numbers]
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
+    def fixed(self) -> Dataset:
+        """The same images for `fixed_batches` alone, with the views that it has."""
+        options = replace(self.options, crop="center", flip=False, color=ColorOptions())
+        return Dataset(self.items, options, self._captions, self.seed, self._summary)
+
     def batches(self, batch_size: int) -> DatasetBatches:
         """Batches in random order.
 
@@ -128,7 +138,7 @@ class Dataset:
     def fixed_batches(self, batch_size: int) -> list[Batch]:
         """Every image once, for validation: in order, centre crop, not mirrored, plain caption.
 
-        The last batch of a bucket may be smaller.
+        Colours are the image's own. The last batch of a bucket may be smaller.
         """
         by_bucket: dict[Bucket, list[int]] = {}
         for number, item in enumerate(self.items):
@@ -155,7 +165,8 @@ class Dataset:
             view: None
             for number in range(len(self.items))
             for crop in range(self._crops)
-            for view in self._variants(number, crop)
+            for color in range(self._colors)
+            for view in self._variants(number, crop, color)
         }
         return sorted(found, key=lambda view: self.items[view.item].fit.bucket)
 
@@ -185,8 +196,13 @@ class Dataset:
         """
         item = self.items[view.item]
         image = read_rgb(item.picture.path, item.picture.digest)
-        cut = item.fit.cut(image, view.left, view.top, flipped=view.flipped)
-        return np.asarray(cut, dtype=np.uint8)
+        pixels = self._cropped(view, image)
+        if view.colors is None:
+            return pixels
+        opacity = None
+        if item.picture.transparent:
+            opacity = self._cropped(view, read_alpha(item.picture.path))
+        return view.colors.apply(pixels, opacity)
 
     def masks(self, batch: Batch, factor: int = 8) -> npt.NDArray[np.float32] | None:
         """Where the loss counts, 0 to 1; images without a mask count everywhere.
@@ -203,7 +219,7 @@ class Dataset:
         """
         if all(item.mask == "off" for item in self.items):
             return None
-        levels = np.stack([self._mask(view, factor) for view in batch.views])
+        levels = np.stack([self._mask(replace(view, colors=None), factor) for view in batch.views])
         masks: npt.NDArray[np.float32] = levels.astype(np.float32) / np.float32(255)
         return masks
 
@@ -235,11 +251,11 @@ class Dataset:
         )
 
     def _drawn_view(self, number: int, sample: int) -> View:
-        if self._crops == 1 and not self.options.flip:
-            return self._variants(number, 0)[0]
+        if self._crops == self._colors == 1 and not self.options.flip:
+            return self._variants(number, 0, 0)[0]
         rng = generator(self.seed, "view", sample)
-        crop, side = int(rng.integers(self._crops)), int(rng.integers(2))
-        variants = self._variants(number, crop)
+        crop, side, color = (int(rng.integers(count)) for count in (self._crops, 2, self._colors))
+        variants = self._variants(number, crop, color)
         return variants[side % len(variants)]
 
     def _plain_caption(self, number: int) -> str:
@@ -250,8 +266,12 @@ class Dataset:
     def _crops(self) -> int:
         return self.options.random_crops if self.options.crop == "random" else 1
 
-    def _make_variants(self, number: int, crop: int) -> list[View]:
-        """The views of one crop: unchanged and, with `flip`, mirrored."""
+    @property
+    def _colors(self) -> int:
+        return self.options.color.variants if self.options.color.varies else 1
+
+    def _make_variants(self, number: int, crop: int, color: int) -> list[View]:
+        """The views of one crop in some colours: unchanged and, with `flip`, mirrored."""
         item = self.items[number]
         fit = item.fit
         if self.options.crop == "random":
@@ -260,7 +280,13 @@ class Dataset:
         else:
             left, top = fit.box()
         sides = (False, True) if self.options.flip else (False,)
-        return [View(number, left, top, flipped) for flipped in sides]
+        colors = drawn_colors(self.options.color, self.seed, item.seed, color)
+        return [View(number, left, top, flipped, colors) for flipped in sides]
+
+    def _cropped(self, view: View, image: Image.Image) -> npt.NDArray[np.uint8]:
+        fit = self.items[view.item].fit
+        crop = fit.cut(image, view.left, view.top, flipped=view.flipped)
+        return np.asarray(crop, dtype=np.uint8)
 
     def _read_mask(self, view: View, factor: int) -> npt.NDArray[np.uint8]:
         item = self.items[view.item]

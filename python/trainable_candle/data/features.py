@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -137,6 +138,7 @@ class LatentCache:
 
     def _fingerprint(self, view: View) -> str:
         item = self._dataset.items[view.item]
+        colors = {} if view.colors is None else {"colors": asdict(view.colors)}
         return fingerprint(
             {
                 "digest": item.picture.digest,
@@ -145,6 +147,7 @@ class LatentCache:
                 "left": view.left,
                 "top": view.top,
                 "flipped": view.flipped,
+                **colors,
             }
         )
 

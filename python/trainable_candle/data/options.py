@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainable_candle.errors import ConfigError
-from trainable_candle.settings.data import CACHES, CROPS, MASKS, MOST_VIEWS
+from trainable_candle.settings.data import CACHES, CROPS, MASKS, MOST_HUE, MOST_VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,38 @@ class Source:
 
 
 @dataclass(frozen=True)
+class ColorOptions:
+    """How the colours of training images vary, as in torchvision's `ColorJitter`.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    brightness: float = 0.0
+    """The factor on all channels is at most this much more or less than 1."""
+    contrast: float = 0.0
+    """The factor on the differences from the mean grey is at most this much more or less than 1."""
+    saturation: float = 0.0
+    """The factor on the differences from grey is at most this much more or less than 1."""
+    hue: float = 0.0
+    """The hue turns by at most this share of the circle, up to 0.5."""
+    variants: int = 4
+    """The number of different colours of an image; each has its own latents."""
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        for name in ("brightness", "contrast", "saturation"):
+            _in_range(f"color {name}", getattr(self, name), least=0, most=1)
+        _in_range("color hue", self.hue, least=0, most=MOST_HUE)
+        _whole("color variants", self.variants, 1, MOST_VIEWS)
+
+    @property
+    def varies(self) -> bool:
+        """Whether anything varies."""
+        return any((self.brightness, self.contrast, self.saturation, self.hue))
+
+
+@dataclass(frozen=True)
 class DatasetOptions:
     """Which images to read, and how to crop them.
 
@@ -90,6 +122,8 @@ class DatasetOptions:
     """With `crop="random"`: the number of different crops of an image; each has its own latents."""
     flip: bool = False
     """Mirror half of the samples horizontally."""
+    color: ColorOptions = field(default_factory=ColorOptions)
+    """How the colours vary; not at all by default."""
     mask: str = "off"
     """Where the loss counts: `off`, everywhere; `file`, by `masks/NAME` or `NAME-masklabel.png`;
     `alpha`, by the image's own alpha channel."""

@@ -14,7 +14,9 @@ CROPS: Final = ("center", "random")
 MASKS: Final = ("off", "file", "alpha")
 CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
-"""Cuts, and orders of tags, that an image may have: each is encoded and kept."""
+"""Crops, colours and orders of tags that an image may have: each is encoded and kept."""
+MOST_HUE: Final = 0.5
+"""Half of the circle: any hue."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of a file that lists the folders of a dataset."""
 
@@ -110,6 +112,11 @@ class Images(Group):
     section: ClassVar[str] = sections.IMAGES
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(("random_crops",), lambda c: c.crop == "random", "--crop random"),
+        Condition(
+            ("color_variants",),
+            lambda c: any((c.color_brightness, c.color_contrast, c.color_saturation, c.color_hue)),
+            "--color-brightness, --color-contrast, --color-saturation or --color-hue",
+        ),
         Condition(("min_side", "max_side"), lambda c: c.bucketing, "--bucketing"),
         Condition(("cache_dir",), lambda c: c.cache == "disk", "--cache disk"),
     )
@@ -156,6 +163,43 @@ class Images(Group):
     flip: Annotated[
         bool, Setting("mirror half of the images", rare=True, synonyms=("flip-aug",))
     ] = False
+    color_brightness: Annotated[
+        float,
+        Setting(
+            "vary brightness by up to this share",
+            low=0,
+            high=1,
+            rare=True,
+            synonyms=("random-brightness-max-strength",),
+        ),
+    ] = 0.0
+    color_contrast: Annotated[
+        float,
+        Setting(
+            "vary contrast by up to this share",
+            low=0,
+            high=1,
+            rare=True,
+            synonyms=("random-contrast-max-strength",),
+        ),
+    ] = 0.0
+    color_saturation: Annotated[
+        float,
+        Setting(
+            "vary saturation by up to this share",
+            low=0,
+            high=1,
+            rare=True,
+            synonyms=("random-saturation-max-strength",),
+        ),
+    ] = 0.0
+    color_hue: Annotated[
+        float,
+        Setting("turn hues by up to this share of the circle", low=0, high=MOST_HUE, rare=True),
+    ] = 0.0
+    color_variants: Annotated[
+        int, Setting("cached variants of the colours", low=1, high=MOST_VIEWS, rare=True)
+    ] = 4
     mask: Annotated[str, Setting("weigh the loss by a mask", choices=MASKS, rare=True)] = "off"
     prior_loss_weight: Annotated[
         float, Setting("weight of regularization images", low=0, rare=True)

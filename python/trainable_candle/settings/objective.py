@@ -19,6 +19,13 @@ class NoisePrediction(Group):
     """The objective of models that predict noise or velocity at discrete timesteps."""
 
     section: ClassVar[str] = sections.OBJECTIVE
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("multires_noise_discount",),
+            lambda c: c.multires_noise_iterations > 0,
+            "--multires-noise-iterations",
+        ),
+    )
 
     prediction_type: Annotated[
         str | None,
@@ -37,6 +44,13 @@ class NoisePrediction(Group):
             synonyms=("offset-noise-weight",),
         ),
     ] = 0.0
+    multires_noise_iterations: Annotated[
+        int, Setting("levels of multiresolution noise; 0: none, 6 is usual", low=0, rare=True)
+    ] = 0
+    multires_noise_discount: Annotated[
+        float,
+        Setting("factor on each further level of it", low=0, above=True, below=1, rare=True),
+    ] = 0.3
 
 
 @dataclass(frozen=True)

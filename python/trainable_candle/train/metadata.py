@@ -86,6 +86,8 @@ def training_metadata(
         "ss_mixed_precision": _KOHYA_PRECISIONS[config.precision],
         "ss_min_snr_gamma": config.min_snr_gamma,
         "ss_noise_offset": config.noise_offset,
+        "ss_multires_noise_iterations": config.multires_noise_iterations,
+        "ss_multires_noise_discount": config.multires_noise_discount,
         "ss_loss_type": config.loss,
         "ss_caption_dropout_rate": config.caption_dropout,
         "ss_shuffle_caption": config.caption_shuffle,

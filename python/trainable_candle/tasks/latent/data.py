@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from trainable_candle.data import (
     CacheOptions,
     CaptionOptions,
+    ColorOptions,
     Dataset,
     DatasetOptions,
     cache_folder,
@@ -43,6 +44,13 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
         crop=config.crop,
         random_crops=config.random_crops,
         flip=config.flip,
+        color=ColorOptions(
+            brightness=config.color_brightness,
+            contrast=config.color_contrast,
+            saturation=config.color_saturation,
+            hue=config.color_hue,
+            variants=config.color_variants,
+        ),
         mask=config.mask,
         prior_loss_weight=config.prior_loss_weight,
         skip_bad=config.skip_bad,
@@ -110,12 +118,12 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
         what = "a mask file" if config.mask == "file" else "transparency"
         raise ConfigError(f"--mask {config.mask} has no effect: no image has {what}")
     if config.validation_dataset:
-        return Split(dataset, load(config.validation_dataset))
+        return Split(dataset, load(config.validation_dataset).fixed())
     if not config.validation_split:
         return Split(dataset)
     held_out = set(held_out_items(len(dataset), config.validation_split, config.seed))
     kept = [number for number in range(len(dataset)) if number not in held_out]
-    return Split(dataset.part(kept), dataset.part(sorted(held_out)))
+    return Split(dataset.part(kept), dataset.part(sorted(held_out)).fixed())
 
 
 def folder_for_cache(

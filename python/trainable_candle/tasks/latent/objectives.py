@@ -85,6 +85,8 @@ class NoiseObjective:
             max_timestep=config.max_timestep,
             min_snr_gamma=config.min_snr_gamma,
             noise_offset=config.noise_offset,
+            multires_noise_iterations=config.multires_noise_iterations,
+            multires_noise_discount=config.multires_noise_discount,
             loss=config.loss,
             huber_delta=config.huber_delta,
             huber_schedule=config.huber_schedule,

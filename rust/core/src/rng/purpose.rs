@@ -44,11 +44,15 @@ pub enum Purpose {
     Split,
     /// The next token of a generated text; by the text and the position in it.
     Token,
+    /// Noise of several resolutions; by the number of the sample.
+    Pyramid,
+    /// The colours of an image's variants; by image and variant.
+    Color,
 }
 
 impl Purpose {
     /// All of them.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::Latents,
         Self::Level,
         Self::Noise,
@@ -65,6 +69,8 @@ impl Purpose {
         Self::Order,
         Self::Split,
         Self::Token,
+        Self::Pyramid,
+        Self::Color,
     ];
 
     /// Its name in Python.
@@ -86,6 +92,8 @@ impl Purpose {
             Self::Order => "order",
             Self::Split => "split",
             Self::Token => "token",
+            Self::Pyramid => "pyramid",
+            Self::Color => "color",
         }
     }
 }
@@ -121,7 +129,7 @@ mod tests {
 
     #[test]
     fn purposes_have_tags_and_names_of_their_own() {
-        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=16).collect::<Vec<_>>());
+        assert_eq!(Purpose::ALL.map(|purpose| purpose as u32).to_vec(), (1..=18).collect::<Vec<_>>());
         for purpose in Purpose::ALL {
             assert_eq!(purpose.name().parse::<Purpose>().unwrap(), purpose);
         }

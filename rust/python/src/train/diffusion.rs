@@ -74,6 +74,9 @@ impl NoisedLatents {
 ///     min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
 ///         paper's, None weighs all alike.
 ///     noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
+///     multires_noise_iterations: the most levels of multiresolution noise, normal noise of falling resolution that is enlarged and
+///         added; the sum has standard deviation 1 over an example. 0: none; 6 to 10 are usual.
+///     multires_noise_discount: the factor on each level after the first, above 0 and below 1.
 ///     loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
 ///     huber_delta: where the Huber losses turn from quadratic to linear, above 0.
 ///     huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
@@ -90,7 +93,8 @@ pub struct DiffusionObjective(objective::DiffusionObjective);
 impl DiffusionObjective {
     #[new]
     #[pyo3(signature = (schedule, *, timesteps="uniform", logit_mean=Argument::of(0.0), logit_std=Argument::of(1.0), shift=Argument::of(1.0), min_timestep=Integer::of(0),
-        max_timestep=None, min_snr_gamma=Argument::of(None), noise_offset=Argument::of(0.0), loss="mse", huber_delta=Argument::of(0.1), huber_schedule="constant",
+        max_timestep=None, min_snr_gamma=Argument::of(None), noise_offset=Argument::of(0.0), multires_noise_iterations=Integer::of(0),
+        multires_noise_discount=Argument::of(0.3), loss="mse", huber_delta=Argument::of(0.1), huber_schedule="constant",
         device="cpu"))]
     #[allow(clippy::too_many_arguments)] // each is a setting of a run
     fn new(
@@ -103,6 +107,8 @@ impl DiffusionObjective {
         max_timestep: Option<Integer>,
         min_snr_gamma: Argument<Option<f64>>,
         noise_offset: Argument<f64>,
+        multires_noise_iterations: Integer,
+        multires_noise_discount: Argument<f64>,
         loss: &str,
         huber_delta: Argument<f64>,
         huber_schedule: &str,
@@ -124,6 +130,8 @@ impl DiffusionObjective {
             max_timestep: max_timestep.map(|last| last.count(OP, "max_timestep")).transpose()?,
             min_snr_gamma: min_snr_gamma.get(OP, "min_snr_gamma")?,
             noise_offset: noise_offset.get(OP, "noise_offset")?,
+            multires_noise_iterations: multires_noise_iterations.count(OP, "multires_noise_iterations")?,
+            multires_noise_discount: multires_noise_discount.get(OP, "multires_noise_discount")?,
             loss: loss.parse()?,
             huber_delta: huber_delta.get(OP, "huber_delta")?,
             huber_schedule: huber_schedule.parse()?,

@@ -1,10 +1,11 @@
 //! The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised data.
 
-use trainable_candle_core::rng::Purpose;
+use trainable_candle_core::rng::{Purpose, State, Stream};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::levels::{NoiseLevels, SigmaDistribution};
 use super::loss::{Delta, LossFunction, Weights, per_example, weighted_loss};
+use super::pyramid::Pyramid;
 use super::schedule::{NoiseSchedule, PredictionType};
 use super::{check_numbers, normal_rows};
 
@@ -55,6 +56,11 @@ pub struct DiffusionConfig {
     /// Adds this much noise that is the same over each channel of each example, so that images can become dark or
     /// bright as a whole (Guttenberg 2023, "Diffusion with offset noise"); 0 or up to about 0.1.
     pub noise_offset: f64,
+    /// The most levels of multiresolution noise: normal noise of falling resolution, enlarged and added, which also lets images
+    /// become dark or bright as a whole. The sum is divided by its standard deviation over the example. 0: none; 6 to 10 are usual.
+    pub multires_noise_iterations: usize,
+    /// The factor on each level after the first, above 0 and below 1.
+    pub multires_noise_discount: f64,
     /// The loss of one element.
     pub loss: LossFunction,
     /// δ of the Huber losses, above 0; at most 1 if it is scheduled.
@@ -72,6 +78,8 @@ impl Default for DiffusionConfig {
             max_timestep: None,
             min_snr_gamma: None,
             noise_offset: 0.0,
+            multires_noise_iterations: 0,
+            multires_noise_discount: 0.3,
             loss: LossFunction::Mse,
             huber_delta: 0.1,
             huber_schedule: HuberSchedule::Constant,
@@ -168,14 +176,16 @@ impl DiffusionObjective {
     /// Noise for `latents (B, C, ...)`, each example at a timestep of its own, from the library's generator.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there are less than two dimensions, [`Error::DType`] if the latents are not floating point,
-    /// [`Error::Device`] if they are on another device than the objective.
+    /// [`Error::Shape`] if there are less than two dimensions, or not four for multiresolution noise, [`Error::DType`] if the
+    /// latents are not floating point, [`Error::Device`] if they are on another device than the objective.
     pub fn noise(&self, latents: &Tensor) -> Result<NoisedLatents> {
         let dims = self.check_latents(latents)?;
         let timesteps = self.draw_timesteps(dims[0])?;
         let noise = Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device())?;
         let offset = |dims: &[usize]| Tensor::randn(0.0, 1.0, dims, DType::F32, latents.device());
-        self.noise_at(latents, &self.with_offset(noise, offset)?, &timesteps)
+        let noise = self.with_offset(noise, offset)?;
+        let noise = self.with_levels(noise, |pyramid, _, dims| pyramid.draw(dims))?;
+        self.noise_at(latents, &noise, &timesteps)
     }
 
     /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise and
@@ -190,7 +200,12 @@ impl DiffusionObjective {
         let timesteps = self.timesteps_at(&self.levels.draw_for(samples, Purpose::Level, seed, device)?)?;
         let noise = normal_rows(dims, samples, Purpose::Noise, seed, device)?;
         let offset = |dims: &[usize]| normal_rows(dims, samples, Purpose::Offset, seed, device);
-        self.noise_at(latents, &self.with_offset(noise, offset)?, &timesteps)
+        let levels = |pyramid: Pyramid, example: usize, dims| {
+            let _stream = Stream::enter(State::of(seed, Purpose::Pyramid, samples[example]));
+            pyramid.draw(dims)
+        };
+        let noise = self.with_levels(self.with_offset(noise, offset)?, levels)?;
+        self.noise_at(latents, &noise, &timesteps)
     }
 
     /// `noise (B, C, ...)` plus an offset of each channel, made from the standard normal values that `draw` returns for
@@ -202,6 +217,28 @@ impl DiffusionObjective {
         let mut dims = vec![1; noise.rank()];
         dims[..2].copy_from_slice(&noise.dims()[..2]);
         noise.add(&draw(&dims)?.mul_scalar(self.config.noise_offset)?)
+    }
+
+    /// Make `noise (B, C, H, W)` and what `draw` returns for an example of these dimensions into multiresolution noise.
+    fn with_levels(&self, noise: Tensor, draw: impl Fn(Pyramid, usize, [usize; 3]) -> Vec<f32>) -> Result<Tensor> {
+        if self.config.multires_noise_iterations == 0 {
+            return Ok(noise);
+        }
+        let &[batch, channels, height, width] = noise.dims() else {
+            let found = noise.dims();
+            return Err(Error::shape(
+                OP,
+                format!("the latents have shape {found:?}, expected (B, C, H, W) for multires_noise_iterations"),
+            ));
+        };
+        let pyramid = Pyramid {
+            iterations: self.config.multires_noise_iterations,
+            discount: self.config.multires_noise_discount,
+        };
+        let levels = (0..batch).flat_map(|example| draw(pyramid, example, [channels, height, width])).collect();
+        let levels = Tensor::from_vec::<f32>(levels, noise.dims(), &Device::Cpu)?.to_device(noise.device())?;
+        let sum = noise.add(&levels)?;
+        sum.div(&sum.var(&[1, 2, 3], true, 1.0)?.sqrt()?)
     }
 
     /// `latents (B, C, ...)` under given `noise` of their shape at given `timesteps (B,)`, i64.
@@ -334,6 +371,10 @@ fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &No
     if !(config.noise_offset >= 0.0 && config.noise_offset.is_finite()) {
         let found = config.noise_offset;
         return Err(Error::argument(OP, format!("noise_offset is {found}, expected 0 or more")));
+    }
+    if !(config.multires_noise_discount > 0.0 && config.multires_noise_discount < 1.0) {
+        let found = config.multires_noise_discount;
+        return Err(Error::argument(OP, format!("multires_noise_discount is {found}, expected above 0 and below 1")));
     }
     let blind = schedule.prediction_type() == PredictionType::Epsilon && schedule.alphas_cumprod().contains(&0.0);
     if blind && range.end == total {

@@ -4,6 +4,7 @@ mod diffusion;
 mod flow;
 mod levels;
 mod loss;
+mod pyramid;
 mod schedule;
 
 use trainable_candle_core::rng::{self, Purpose};

@@ -189,8 +189,28 @@ fn offset_noise_is_the_same_over_a_channel() {
 }
 
 #[test]
+fn multiresolution_noise_has_large_structures_and_deviation_1() {
+    let latents = randn(&[8, 4, 32, 48]);
+    let noise = |multires_noise_iterations| {
+        let config =
+            DiffusionConfig { multires_noise_iterations, multires_noise_discount: 0.9, ..DiffusionConfig::default() };
+        objective(PredictionType::Epsilon, config).noise(&latents).unwrap().target
+    };
+    // The variance of the means of 8 x 8 pixels; of independent ones it is 1 / 64.
+    let coarse = |noise: &Tensor| {
+        let means = noise.reshape((8, 4, 4, 8, 6, 8)).unwrap().mean(&[3, 5], false).unwrap();
+        means.var(&[0, 1, 2, 3], false, 0.0).unwrap().item().unwrap()
+    };
+    let (plain, multires) = (noise(0), noise(10));
+    assert!(coarse(&plain) < 0.03 && coarse(&multires) > 0.1, "{} {}", coarse(&plain), coarse(&multires));
+    for variance in values(&multires.var(&[1, 2, 3], false, 1.0).unwrap()) {
+        assert!((variance - 1.0).abs() < 1e-5, "{variance}");
+    }
+}
+
+#[test]
 fn the_numbers_of_samples_decide_on_noise_and_timesteps() {
-    let config = DiffusionConfig { noise_offset: 0.3, ..DiffusionConfig::default() };
+    let config = DiffusionConfig { noise_offset: 0.3, multires_noise_iterations: 4, ..DiffusionConfig::default() };
     let objective = objective(PredictionType::Epsilon, config);
     let (latents, before) = (Tensor::zeros((4, 3, 2, 2), DType::F32, &CPU).unwrap(), rng::state());
     let all = objective.noise_for(&latents, &[6, 7, 8, 9], 2).unwrap();
@@ -251,12 +271,22 @@ fn what_does_not_fit_is_refused() {
     assert!(refused(epsilon, DiffusionConfig { max_timestep: Some(1001), ..default() }).contains("1001"));
     assert!(refused(epsilon, DiffusionConfig { min_snr_gamma: Some(0.0), ..default() }).contains("min_snr_gamma"));
     assert!(refused(epsilon, DiffusionConfig { noise_offset: f64::NAN, ..default() }).contains("noise_offset"));
+    for multires_noise_discount in [0.0, 1.0, f64::NAN] {
+        let message = refused(epsilon, DiffusionConfig { multires_noise_discount, ..default() });
+        assert!(message.contains("expected above 0 and below 1"), "{message}");
+    }
     assert!(refused(epsilon, DiffusionConfig { huber_delta: -1.0, ..default() }).contains("huber_delta"));
     let zero = NoiseScheduleConfig { rescale_betas_zero_snr: true, ..NoiseScheduleConfig::default() };
     let zero = NoiseSchedule::new(zero).unwrap();
     assert!(DiffusionObjective::new(&zero, default(), &CPU).unwrap_err().to_string().contains("v_prediction"));
     let objective = objective(epsilon, default());
     assert!(matches!(objective.noise(&randn(&[4])), Err(Error::Shape { .. })));
+    let multires = DiffusionObjective::new(
+        &schedule(epsilon),
+        DiffusionConfig { multires_noise_iterations: 6, ..default() },
+        &CPU,
+    );
+    assert!(matches!(multires.unwrap().noise(&randn(&[2, 4, 8])), Err(Error::Shape { .. })));
     assert!(matches!(objective.noise(&Tensor::zeros((1, 4), DType::I64, &CPU).unwrap()), Err(Error::DType { .. })));
     let latents = randn(&[2, 4, 2, 2]);
     let late = Tensor::new(&[0i64, 1000], &CPU).unwrap();

@@ -1,0 +1,117 @@
+"""Random changes of an image's colours, those of torchvision's `ColorJitter` in a fixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from trainable_candle.draws import generator, pair
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from trainable_candle.data.options import ColorOptions
+
+    Planes = npt.NDArray[np.float32]
+
+_LUMA: Final = np.array([0.299, 0.587, 0.114], np.float32)
+"""Weights of red, green and blue (ITU-R BT.601)."""
+_WHITE: Final = np.float32(255)
+
+
+@dataclass(frozen=True)
+class Colors:
+    """What is done to the colours of an image, one after the other; each result is clipped."""
+
+    brightness: float
+    """Factor on all channels."""
+    contrast: float
+    """Factor on the difference from the image's mean luma."""
+    saturation: float
+    """Factor on the difference from the pixel's luma."""
+    hue: float
+    """What is added to the hue; 1 is the whole circle."""
+
+    def apply(
+        self, pixels: npt.NDArray[np.uint8], opacity: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Change an image.
+
+        Args:
+            pixels: RGB, over white where they are transparent; shape (height, width, 3).
+            opacity: for the colours to change under the white; shape (height, width).
+        """
+        planes = np.ascontiguousarray(np.moveaxis(pixels, -1, 0), np.float32)
+        share = None
+        if opacity is not None:
+            share = opacity.astype(np.float32) / _WHITE
+            # Invisible pixels have no colour.
+            _stretch(planes, _WHITE, 1 / np.maximum(share, 1 / _WHITE))
+        if self.brightness != 1:
+            _stretch(planes, np.float32(0), np.float32(self.brightness))
+        if self.contrast != 1:
+            visible = None if share is None or not share.any() else share
+            mean = np.float32(np.average(_luma(planes), weights=visible))
+            _stretch(planes, mean, np.float32(self.contrast))
+        if self.saturation != 1:
+            _stretch(planes, _luma(planes), np.float32(self.saturation))
+        if self.hue:
+            planes = _turned(planes, np.float32(6 * self.hue))
+        if share is not None:
+            _stretch(planes, _WHITE, share)
+        return np.moveaxis(np.rint(planes).astype(np.uint8), 0, -1)
+
+
+def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> Colors | None:
+    """The colours of a variant of an image, uniform in their ranges; None if they are unchanged.
+
+    Args:
+        options: how much each may vary.
+        seed: that of the run.
+        image: the image's own seed.
+        variant: the number of the variant.
+    """
+    if not options.varies:
+        return None
+    shares = generator(seed, "color", pair(image, variant)).uniform(-1, 1, 4).tolist()
+    return Colors(
+        1 + options.brightness * shares[0],
+        1 + options.contrast * shares[1],
+        1 + options.saturation * shares[2],
+        options.hue * shares[3],
+    )
+
+
+def _stretch(planes: Planes, origin: Planes | np.float32, factor: Planes | np.float32) -> None:
+    """Multiply differences from an origin, in place, and clip the result."""
+    planes -= origin
+    planes *= factor
+    planes += origin
+    np.clip(planes, 0, _WHITE, out=planes)
+
+
+def _luma(planes: Planes) -> Planes:
+    luma: Planes = np.tensordot(_LUMA, planes, 1)
+    return luma
+
+
+def _turned(planes: Planes, sixths: np.float32) -> Planes:
+    """With another hue in the HSV model, by sixths of the circle."""
+    red, green, blue = planes
+    value, least = planes.max(0), planes.min(0)
+    chroma = value - least
+    divisor = np.where(chroma > 0, chroma, 1)
+    hue = np.where(
+        value == red,
+        (green - blue) / divisor,
+        np.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
+    )
+    hue += sixths
+    turned = np.empty_like(planes)
+    # Each channel is the value less a trapezium of the hue.
+    for plane, start in zip(turned, (5, 3, 1), strict=True):
+        place = (hue + start) % 6
+        plane[...] = value - chroma * np.clip(np.minimum(place, 4 - place), 0, 1)
+    return turned

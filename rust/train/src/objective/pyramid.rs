@@ -1,0 +1,97 @@
+//! Multiresolution noise ("pyramid noise"), which has large structures beside the fine ones.
+//!
+//! The idea: J. Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training",
+//! <https://wandb.ai/johnowhitaker/multires_noise/reports/Multi-Resolution-Noise-for-Diffusion-Model-Training--VmlldzozNjYyOTU2>. The
+//! formula is that of kohya's scripts,
+//! <https://github.com/kohya-ss/sd-scripts/blob/0329bea5848f1761a3bb1a540cb47324dd88e059/library/custom_train_functions.py>.
+
+use trainable_candle_core::rng;
+
+/// What multiresolution noise adds to standard normal noise of one example, from the generator that this thread draws from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pyramid {
+    /// The most levels.
+    pub iterations: usize,
+    /// The factor on each level after the first.
+    pub discount: f64,
+}
+
+impl Pyramid {
+    /// Σᵢ `discount`ⁱ · enlarged(noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋) over levels i from 0, with rᵢ uniform in [2, 4), in the shape
+    /// `[channels, h, w]`. A level with a side of one pixel is the last.
+    pub fn draw(self, [channels, height, width]: [usize; 3]) -> Vec<f32> {
+        let mut sum = vec![0f32; channels * height * width];
+        let mut weight = 1.0;
+        for level in 0..self.iterations {
+            let shrink = (2.0 + 2.0 * f64::from(rng::uniform_vec(1)[0])).powi(level as i32);
+            let side = |whole: usize| ((whole as f64 / shrink) as usize).max(1);
+            let small = [side(height), side(width)];
+            let noise = rng::normal_vec(channels * small[0] * small[1]);
+            add_enlarged(&mut sum, [height, width], &noise, small, weight as f32);
+            if small.contains(&1) {
+                break;
+            }
+            weight *= self.discount;
+        }
+        sum
+    }
+}
+
+/// Add `weight` times images of `small` pixels, each enlarged to `size` by bilinear interpolation, to `sums`; pairs are (height, width).
+fn add_enlarged(sums: &mut [f32], size: [usize; 2], images: &[f32], small: [usize; 2], weight: f32) {
+    let [rows, columns] = [0, 1].map(|axis| neighbours(small[axis], size[axis]));
+    let pixels = (size[0] * size[1]).max(1);
+    for (sum, image) in sums.chunks_exact_mut(pixels).zip(images.chunks_exact(small[0] * small[1])) {
+        for (sums, row) in sum.chunks_exact_mut(size[1]).zip(&rows) {
+            let line = |at: usize| &image[at * small[1]..(at + 1) * small[1]];
+            let (above, below) = (line(row.at[0]), line(row.at[1]));
+            for (sum, column) in sums.iter_mut().zip(&columns) {
+                let between = |line: &[f32]| mix(line[column.at[0]], line[column.at[1]], column.share);
+                *sum += weight * mix(between(above), between(below), row.share);
+            }
+        }
+    }
+}
+
+fn mix(a: f32, b: f32, share: f32) -> f32 {
+    a * (1.0 - share) + b * share
+}
+
+/// The two pixels that one is interpolated between, and the share of the second.
+struct Neighbours {
+    at: [usize; 2],
+    share: f32,
+}
+
+/// Those of each of `output` positions among `input`, as torch's `interpolate(mode="bilinear", align_corners=False)` has them: centres
+/// of pixels are at halves, and positions before the first centre are on it.
+fn neighbours(input: usize, output: usize) -> Vec<Neighbours> {
+    let scale = input as f64 / output as f64;
+    let of = |i: usize| {
+        let position = ((i as f64 + 0.5) * scale - 0.5).max(0.0);
+        let first = (position as usize).min(input - 1);
+        Neighbours { at: [first, (first + 1).min(input - 1)], share: (position - first as f64) as f32 }
+    };
+    (0..output).map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn enlarged(image: &[f32], small: [usize; 2], size: [usize; 2]) -> Vec<f32> {
+        let mut sums = vec![0.0; image.len() / (small[0] * small[1]) * size[0] * size[1]];
+        add_enlarged(&mut sums, size, image, small, 1.0);
+        sums
+    }
+
+    /// torch 2.11: `F.interpolate(x, size, mode="bilinear")`.
+    #[test]
+    fn images_are_enlarged_as_by_torch() {
+        let found = enlarged(&[0.0, 1.0, 4.0, 9.0, 16.0, 25.0], [2, 3], [3, 5]);
+        let expected = [0.0, 0.4, 1.0, 2.8, 4.0, 4.5, 6.1, 8.5, 12.1, 14.5, 9.0, 11.8, 16.0, 21.4, 25.0];
+        assert!(found.iter().zip(expected).all(|(f, e)| (f - e).abs() < 4e-6), "{found:?}");
+        assert_eq!(enlarged(&[0.0, 1.0, 4.0], [1, 3], [1, 2]), [0.25, 3.25]);
+        assert_eq!(enlarged(&[7.0, 2.0], [1, 1], [2, 2]), [7.0, 7.0, 7.0, 7.0, 2.0, 2.0, 2.0, 2.0]);
+    }
+}

@@ -1,0 +1,181 @@
+"""Colour augmentation: what it does to pixels, what is drawn, and where it is left out."""
+
+import colorsys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageEnhance
+
+from trainable_candle.data import ColorOptions, Dataset, DatasetOptions, load_dataset, parse_sources
+from trainable_candle.data.colors import Colors
+from trainable_candle.errors import ConfigError
+
+MakePictures = Callable[..., list[Path]]
+Pixels = npt.NDArray[np.uint8]
+SAME = Colors(brightness=1, contrast=1, saturation=1, hue=0)
+ALL = ColorOptions(brightness=0.5, contrast=0.4, saturation=0.3, hue=0.2, variants=3)
+
+
+@pytest.fixture
+def image() -> Pixels:
+    """Noise, and every corner of the cube of colours."""
+    pixels = np.random.default_rng(3).integers(0, 256, (9, 16, 3), dtype=np.uint8)
+    pixels[0, :8] = [[255 * (n >> c & 1) for c in range(3)] for n in range(8)]
+    pixels[1, :3] = [[90, 90, 90], [200, 200, 10], [7, 30, 30]]
+    return pixels
+
+
+def luma(pixel: npt.NDArray[Any]) -> float:
+    return float(0.299 * pixel[0] + 0.587 * pixel[1] + 0.114 * pixel[2])
+
+
+def defined(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The definition, a pixel at a time in f64, 0 to 255."""
+    x = np.clip(pixels.astype(np.float64) * colors.brightness, 0, 255)
+    mean = np.mean([luma(pixel) for pixel in x.reshape(-1, 3)])
+    x = np.clip(mean + (x - mean) * colors.contrast, 0, 255)
+    for pixel in x.reshape(-1, 3):
+        grey = luma(pixel)
+        pixel[:] = np.clip(grey + (pixel - grey) * colors.saturation, 0, 255)
+        hue, saturation, value = colorsys.rgb_to_hsv(*pixel)
+        pixel[:] = colorsys.hsv_to_rgb((hue + colors.hue) % 1, saturation, value)
+    return x
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"brightness": 0.6}, {"brightness": 1.7},
+        {"contrast": 0.0}, {"contrast": 0.4}, {"contrast": 1.6},
+        {"saturation": 0.0}, {"saturation": 0.5}, {"saturation": 2.0},
+        {"hue": 0.5}, {"hue": -0.5}, {"hue": 1 / 3}, {"hue": -0.04},
+        {"brightness": 1.3, "contrast": 0.7, "saturation": 1.4, "hue": 0.1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pixels_follow_the_definition(image: Pixels, changes: dict[str, float]) -> None:
+    colors = replace(SAME, **changes)
+    found = colors.apply(image)
+    assert found.dtype == np.uint8
+    assert found.shape == image.shape
+    # Half a level from rounding, and what f32 is off.
+    assert np.abs(found - defined(colors, image)).max() < 0.5 + 1e-3
+    np.testing.assert_array_equal(SAME.apply(image), image)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.4])
+def test_pixels_are_pillows(image: Pixels, factor: float) -> None:
+    for name, enhancer in (
+        ("brightness", ImageEnhance.Brightness),
+        ("contrast", ImageEnhance.Contrast),
+        ("saturation", ImageEnhance.Color),
+    ):
+        expected = np.asarray(enhancer(Image.fromarray(image)).enhance(factor), np.int64)
+        # Pillow rounds the grey too, and its results down.
+        found = replace(SAME, **{name: factor}).apply(image)
+        assert np.abs(found - expected).max() <= 1, name
+
+
+def test_white_behind_transparent_pixels_stays(image: Pixels) -> None:
+    colors = Colors(brightness=0.5, contrast=1.5, saturation=0.7, hue=0.2)
+    full = np.full(image.shape[:2], 255, np.uint8)
+    np.testing.assert_array_equal(colors.apply(image, full), colors.apply(image))
+    white = np.full_like(image, 255)
+    np.testing.assert_array_equal(colors.apply(white, 0 * full), white)
+    # The left half is opaque, the right one transparent: only the left counts in the mean.
+    half = full.copy()
+    half[:, 8:] = 0
+    over = np.where(half[..., None] > 0, image, 255).astype(np.uint8)
+    found = colors.apply(over, half)
+    np.testing.assert_array_equal(found[:, :8], colors.apply(image[:, :8]))
+    assert (found[:, 8:] == 255).all()
+    # Of one colour at half opacity, the colour changes and the white does not.
+    seen = Image.alpha_composite(
+        Image.new("RGBA", (4, 4), "white"), Image.new("RGBA", (4, 4), (180, 60, 20, 128))
+    )
+    colors = replace(SAME, brightness=0.5)
+    found = colors.apply(np.asarray(seen.convert("RGB")), np.full((4, 4), 128, np.uint8))
+    expected = 255 + (np.array([90, 30, 10]) - 255) * 128 / 255
+    assert np.abs(found - expected).max() <= 1
+
+
+def load(*entries: Any, seed: int = 0, **settings: Any) -> Dataset:
+    settings = {"resolution": 64, "bucket_step": 16, "color": ALL, **settings}
+    return load_dataset(DatasetOptions(parse_sources(entries), **settings), None, seed)
+
+
+def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: Path) -> None:
+    pictures("a", *[(64, 64)] * 40)
+    data = load(tmp_path / "a", flip=True)
+    views = data.views()
+    assert len(views) == 40 * 3 * 2
+    drawn = [view for i in range(900) for view in data.batches(2).batch(i).views]
+    assert set(drawn) == set(views)
+    # Variants are as frequent as each other; six standard deviations.
+    counts = Counter(view.colors for view in drawn)
+    assert len(counts) == 40 * 3
+    assert max(counts.values()) < 15 + 6 * 15**0.5
+    mirrored = Counter(view.flipped for view in drawn)
+    assert abs(mirrored[True] - 900) < 6 * 450**0.5
+    found = np.array([list(vars(colors).values()) for colors in counts]) - [1, 1, 1, 0]
+    bounds = np.array([0.5, 0.4, 0.3, 0.2])
+    assert (np.abs(found) <= bounds).all()
+    assert (np.abs(found).max(axis=0) > 0.9 * bounds).all()
+    assert (np.abs(found.mean(axis=0)) < 6 * bounds / (3 * 120) ** 0.5).all()
+    again, other = load(tmp_path / "a", flip=True), load(tmp_path / "a", flip=True, seed=1)
+    for index in range(50):
+        batch = data.batches(2).batch(index)
+        assert again.batches(2).batch(index).views == batch.views
+    assert not {view.colors for view in other.views()} & set(counts)
+    # Sides and crops are those of a run without colours.
+    plain = load(tmp_path / "a", flip=True, color=ColorOptions())
+    for index in range(50):
+        views_of = [
+            [(v.item, v.flipped) for v in d.batches(2).batch(index).views] for d in (data, plain)
+        ]
+        assert views_of[0] == views_of[1]
+    assert all(view.colors is None for view in plain.views())
+
+
+def test_pixels_change_and_masks_do_not(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    rgba = rng.integers(0, 256, (64, 64, 4), dtype=np.uint8)
+    rgba[:32, :, 3], rgba[32:, :, 3] = 0, 255
+    (tmp_path / "a").mkdir()
+    Image.fromarray(rgba).save(tmp_path / "a" / "x.png")
+    (tmp_path / "a" / "x.txt").write_text("x")
+    data, plain = (
+        load(tmp_path / "a", mask="alpha", color=color) for color in (ALL, ColorOptions())
+    )
+    original = plain.pixels(plain.views()[0])
+    for index in range(4):
+        batch = data.batches(1).batch(index)
+        (view,) = batch.views
+        assert view.colors is not None
+        found = data.pixels(view)
+        assert (found[:32] == 255).all()
+        np.testing.assert_array_equal(found[32:], view.colors.apply(original[32:]))
+        masks = [d.masks(b) for d, b in ((data, batch), (plain, plain.batches(1).batch(index)))]
+        assert masks[0] is not None
+        np.testing.assert_array_equal(*masks)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"brightness": 1.1}, "color brightness is 1.1, expected .* of at most 1"),
+        ({"saturation": -0.1}, "color saturation is -0.1"),
+        ({"hue": 0.6}, r"color hue is 0.6, expected .* of at most 0\.5"),
+        ({"variants": 0}, "color variants is 0"),
+    ],
+)
+def test_impossible_strengths_are_rejected(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        ColorOptions(**settings)
