@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
 from trainable_candle import families
@@ -36,6 +36,9 @@ from trainable_candle.run import train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text import TextTask
 from trainable_candle.train.logs import read_json_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 ROOT = Path(__file__).parents[1]
 GRIDS = ("int8", "fp8", "int4", "nf4")
@@ -92,6 +95,16 @@ def held_out(given: argparse.Namespace, task: TextTask) -> float:
     return task.loss_on(str(given.work / "held_out.jsonl"))
 
 
+def rounded(
+    values: Mapping[str, tc.Tensor], grid: str | None, is_rounded: Callable[[str], bool]
+) -> dict[str, tc.Tensor]:
+    """Values of which those of some names are rounded to a grid, if there is one."""
+    return {
+        key: fake_quantize(value, grid) if grid is not None and is_rounded(key) else value
+        for key, value in values.items()
+    }
+
+
 def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
     """Of the model with the adapter merged in f32, and of the same rounded to each grid."""
     with tempfile.TemporaryDirectory() as place:
@@ -102,17 +115,12 @@ def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
         task.save_merged(merged)
         values = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
         found = {}
-        for grid in ("merged", *GRIDS):
-            rounded = {
-                key: fake_quantize(value, grid)
-                if grid != "merged" and key.endswith("_proj.weight")
-                else value
-                for key, value in values.items()
-            }
-            tc.save_file(rounded, merged / "model.safetensors")
+        for grid in (None, *GRIDS):
+            served = rounded(values, grid, lambda key: key.endswith("_proj.weight"))
+            tc.save_file(served, merged / "model.safetensors")
             model = families.load("causal-lm", merged, "f32", given.device, config)
             assert isinstance(model, TextTask)
-            found[grid] = held_out(given, model)
+            found[grid or "merged"] = held_out(given, model)
         return found
 
 
