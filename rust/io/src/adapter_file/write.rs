@@ -9,6 +9,7 @@ use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
 use super::fused::{self, Parameters};
 use super::grouping::{Adapted, Modules, modules};
+use super::modules::SCALES;
 use super::{AdapterFormat, OP, PartNames, Style, alpha, magnitude, metadata, peft};
 use crate::atomic::write_atomically;
 use crate::form::Form;
@@ -38,8 +39,8 @@ pub struct Saved {
 /// that was trained with, for rsLoRA too; alphas are beside each layer, in the formats of diffusers and peft in the header. In
 /// kohya's format all LoRA layers of a part have one alpha, their factors multiplied accordingly; in diffusers' the factors have the
 /// whole scale in them where `ComfyUI` knows the names too. Layers that are one matrix in original checkpoints are one module under
-/// their names. In peft's format, a path that is a folder
-/// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and `adapter_config.json`.
+/// their names. Learned scales of rounded weights are f32 factors under `qat_scales.LAYER`. In peft's format, a path that is a folder
+/// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and `adapter_config.json`, without learned scales.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -118,6 +119,12 @@ pub fn prepare_adapters(
         }
     }
     entries.extend(options.metadata.clone());
+    // Tools that read peft's folders may reject keys that are no adapter's.
+    if peft::config_beside(path).is_none() {
+        for (name, factors) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
+            tensors.insert(format!("{SCALES}{name}"), Tensor::from_raw(&host_copy(factors.raw())?));
+        }
+    }
     let config = (format == AdapterFormat::Peft).then(|| peft::config_beside(path)).flatten();
     let config = config.zip(parts.first()).map(|(config, (_, set, layers))| {
         let text = peft::config_text(peft::configuration(set, layers));

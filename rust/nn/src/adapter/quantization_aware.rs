@@ -4,8 +4,8 @@
 //! beside it alike; gradients pass the rounding. What is trained is then merged and stored in the grid's format without a loss
 //! that the training did not know (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, of weights alone).
 
-use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize};
-use trainable_candle_core::{Error, Result, Tensor, WeightRef};
+use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize, fake_quantize_by};
+use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};
 
 use super::{Adapter, AdapterSettings};
 use crate::base::{Base, Operation};
@@ -16,6 +16,8 @@ pub struct QuantizationAware {
     grid: Grid,
     /// Whether inputs are rounded to it too.
     activations: bool,
+    /// The logarithms of learned factors on the scales.
+    scales: Option<Var>,
 }
 
 impl QuantizationAware {
@@ -43,7 +45,7 @@ impl QuantizationAware {
         if let Err(Error::Shape { message, .. }) = grid.check(base.weight.dims()) {
             return refuse(format!("{message}; leave the layer out with exclude_modules"));
         }
-        Ok(Self { inner, grid, activations: false })
+        Ok(Self { inner, grid, activations: false, scales: None })
     }
 
     /// Round inputs too, with a scale a token that follows its largest magnitude: torchao's `Int8DynamicActivationInt8Weight` with
@@ -52,6 +54,13 @@ impl QuantizationAware {
     #[must_use]
     pub fn with_activations(self, activations: bool) -> Self {
         Self { activations, ..self }
+    }
+
+    /// Multiply each scale of the weight by a learned factor, whose logarithm is in `scales`: a step of Adam, as large for every parameter,
+    /// is in proportion to the scale (Jain et al. 2019, arXiv:1903.08066, section 3.2), and zeros leave the scales as they are.
+    #[must_use]
+    pub fn with_scales(self, scales: Option<Var>) -> Self {
+        Self { scales, ..self }
     }
 
     /// The input as a server has it.
@@ -70,7 +79,11 @@ impl Adapter for QuantizationAware {
     }
 
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        fake_quantize(&self.inner.adapted_weight(base)?, self.grid)
+        let weight = self.inner.adapted_weight(base)?;
+        match &self.scales {
+            Some(scales) => fake_quantize_by(&weight, &scales.exp()?, self.grid),
+            None => fake_quantize(&weight, self.grid),
+        }
     }
 
     fn scale(&self) -> f64 {
