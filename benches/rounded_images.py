@@ -4,7 +4,8 @@ python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 
 The small SDXL that ships with the package learns the hearts of its demo with a LoRA of rank 16 on
 the linear layers of its blocks, which are those that servers keep in fewer bits. Losses are those
-of hearts drawn with another seed, of weights merged in f32 and of the same rounded to a format.
+of hearts drawn with another seed: of the adapter beside the base it was trained on, of weights
+merged in f32, and of the same rounded to a format.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from trainable_candle.tasks.task import Split
 
 if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
+    from trainable_candle.tasks.task import Task
 
 NAME = "sdxl"
 OUTSIDE = ("linear_1", "linear_2")
@@ -48,6 +50,13 @@ class HeldOut:
         data = Split(self._family.dataset(str(dataset)), None)
         self._images = self._task.prepare(data, lambda _: None).train
 
+    def apart(self, task: Task) -> float:
+        """Of a trained model, its adapter beside the base."""
+        assert isinstance(task, LatentTask)
+        assert isinstance(task.family, PipelineFamily)
+        self._family.model = task.family.model
+        return self._images.validation_loss()
+
     def _load(self) -> LatentTask:
         weights = families.weights_of(NAME, None)
         task = families.load(NAME, weights, "f32", "cpu", self._config)
@@ -65,7 +74,7 @@ class HeldOut:
             values = tc.load_file(merged / UNET)
             found = {}
             for grid in (None, *GRIDS):
-                tc.save_file(rounded(values, grid, layers.__contains__), merged / UNET)
+                tc.save_file(rounded(values, grid, layers.__contains__, adapter), merged / UNET)
                 self._family.use_model(merged)
                 found[grid or "merged"] = self._images.validation_loss()
             return found
@@ -76,7 +85,8 @@ def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[
     dataset, other = work / hearts.DATASET, work / "held_out"
     hearts.write_dataset(dataset, seed)
     hearts.write_dataset(other, seed + HELD_OUT)
-    cases: dict[str, dict[str, Any]] = {"plain": {}, **{f"qat {g}": {"qat": g} for g in GRIDS}}
+    cases: dict[str, dict[str, Any]] = {"plain": {}, "on nf4": {"base_precision": "nf4"}}
+    cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
     held_out, found = None, {}
     for name, more in cases.items():
         output = work / name
@@ -92,7 +102,7 @@ def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[
         )
         run = train_adapter(config, progress=False, report=lambda _: None)
         held_out = held_out or HeldOut(config, other)
-        found[name] = held_out.losses(run.adapter_path)
+        found[name] = {"apart": held_out.apart(run.task), **held_out.losses(run.adapter_path)}
         shutil.rmtree(output)
     return found
 

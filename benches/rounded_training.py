@@ -8,9 +8,9 @@ layers learns this project's Rust and CUDA sources, of which every tenth file is
 side by side.
 
 `qat`: the adapter is trained over bf16 ("plain"), over the base in a format ("on"), rounded
-together with its base ("qat"), or from LoftQ's start. Losses are those of the held-out files: of
-weights merged in f32, of the same rounded to a format, and of the base in a format with the adapter
-apart. The grids were chosen before the seeds.
+together with its base ("qat"), with learned scales too, or from LoftQ's start. Losses are those of
+the held-out files: of weights merged in f32, of the same rounded to a format, and of the base in a
+format with the adapter apart. The grids were chosen before the seeds.
 
 `w8a8`: the same steps over a base in 8 bits with products of values and of codes; the mean of the
 last tenth of the training losses, and the held-out loss.
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
 from trainable_candle import families
+from trainable_candle.cli.roundings import learned_scales
 from trainable_candle.models import CausalLM
 from trainable_candle.nn.functional import fake_quantize
 from trainable_candle.run import train_adapter
@@ -96,11 +97,22 @@ def held_out(given: argparse.Namespace, task: TextTask) -> float:
 
 
 def rounded(
-    values: Mapping[str, tc.Tensor], grid: str | None, is_rounded: Callable[[str], bool]
+    values: Mapping[str, tc.Tensor],
+    grid: str | None,
+    is_rounded: Callable[[str], bool],
+    adapter: Path,
 ) -> dict[str, tc.Tensor]:
-    """Values of which those of some names are rounded to a grid, if there is one."""
+    """Values of which those of some names are rounded to a grid, if there is one.
+
+    The scales are those that were learned with the adapter, if it was trained for that grid.
+    """
+    if grid is None:
+        return dict(values)
+    factors = learned_scales(adapter, grid)
     return {
-        key: fake_quantize(value, grid) if grid is not None and is_rounded(key) else value
+        key: fake_quantize(value, grid, factors.get(key.removesuffix(".weight")))
+        if is_rounded(key)
+        else value
         for key, value in values.items()
     }
 
@@ -116,7 +128,7 @@ def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
         values = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
         found = {}
         for grid in (None, *GRIDS):
-            served = rounded(values, grid, lambda key: key.endswith("_proj.weight"))
+            served = rounded(values, grid, lambda key: key.endswith("_proj.weight"), adapter)
             tc.save_file(served, merged / "model.safetensors")
             model = families.load("causal-lm", merged, "f32", given.device, config)
             assert isinstance(model, TextTask)
@@ -129,6 +141,8 @@ def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     cases |= {f"on {base}": {"base_precision": base} for base in BASES}
     cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
+    learned = {"qat_learned_scales": True}
+    cases |= {f"qat {base}, learned scales": {"qat": base, **learned} for base in BASES}
     cases["loftq nf4"] = {"base_precision": "nf4", "init": "loftq"}
     found = {}
     for name, more in cases.items():
@@ -166,7 +180,7 @@ def report(rows: list[dict[str, dict[str, float]]]) -> None:
                 error = statistics.stdev(gaps) / root if len(gaps) > 1 else math.nan
                 cell += f" (gap {statistics.mean(gaps):+.4f} +- {error:.4f})"
             cells.append(cell)
-        print(f"{name:<14}", "   ".join(cells), flush=True)
+        print(f"{name:<24}", "   ".join(cells), flush=True)
 
 
 def main() -> None:
