@@ -8,7 +8,7 @@ all linear layers learns this project's Rust and CUDA sources; every tenth file 
 run side by side.
 
 `qat`: the adapter is trained over a bf16 base ("plain"), over a base in a format ("on"), rounded
-together with its base ("qat"), or from LoftQ's initial values. Losses are of the held-out files:
+together with its base ("qat"), with learned scales too, or from LoftQ's initial values. Losses are of the held-out files:
 for weights merged in f32, for these weights rounded to a format, and for the training base with
 the adapter unmerged ("apart"). The formats were chosen before the seeds.
 
@@ -26,16 +26,20 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
 from trainable_candle import families
+from trainable_candle.cli.roundings import learned_scales
 from trainable_candle.models import CausalLM
 from trainable_candle.nn.functional import fake_quantize
 from trainable_candle.run import train_adapter
 from trainable_candle.settings import TrainConfig
 from trainable_candle.tasks.text import TextTask
 from trainable_candle.train.logs import read_json_log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 ROOT = Path(__file__).parents[1]
 GRIDS = ("int8", "fp8", "int4", "nf4")
@@ -92,6 +96,27 @@ def held_out(given: argparse.Namespace, task: TextTask) -> float:
     return task.loss_on(str(given.work / "held_out.jsonl"))
 
 
+def rounded(
+    values: Mapping[str, tc.Tensor],
+    grid: str | None,
+    is_rounded: Callable[[str], bool],
+    adapter: Path,
+) -> dict[str, tc.Tensor]:
+    """Values of which those of some names are rounded to a grid, if there is one.
+
+    The scales are those that were learned with the adapter, if it was trained for that grid.
+    """
+    if grid is None:
+        return dict(values)
+    factors = learned_scales(adapter, grid)
+    return {
+        key: fake_quantize(value, grid, factors.get(key.removesuffix(".weight")))
+        if is_rounded(key)
+        else value
+        for key, value in values.items()
+    }
+
+
 def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
     """Held-out losses with the adapter merged in f32, and with the result rounded to each grid."""
     with tempfile.TemporaryDirectory() as place:
@@ -102,17 +127,12 @@ def merged_losses(given: argparse.Namespace, adapter: Path) -> dict[str, float]:
         task.save_merged(merged)
         values = CausalLM.from_pretrained(merged, dtype="f32").named_tensors()
         found = {}
-        for grid in ("merged", *GRIDS):
-            rounded = {
-                key: fake_quantize(value, grid)
-                if grid != "merged" and key.endswith("_proj.weight")
-                else value
-                for key, value in values.items()
-            }
-            tc.save_file(rounded, merged / "model.safetensors")
+        for grid in (None, *GRIDS):
+            served = rounded(values, grid, lambda key: key.endswith("_proj.weight"), adapter)
+            tc.save_file(served, merged / "model.safetensors")
             model = families.load("causal-lm", merged, "f32", given.device, config)
             assert isinstance(model, TextTask)
-            found[grid] = held_out(given, model)
+            found[grid or "merged"] = held_out(given, model)
         return found
 
 
@@ -121,6 +141,8 @@ def qat(given: argparse.Namespace) -> dict[str, dict[str, float]]:
     cases: dict[str, dict[str, Any]] = {"plain": {}}
     cases |= {f"on {base}": {"base_precision": base} for base in BASES}
     cases |= {f"qat {grid}": {"qat": grid} for grid in GRIDS}
+    learned = {"qat_learned_scales": True}
+    cases |= {f"qat {base}, learned scales": {"qat": base, **learned} for base in BASES}
     cases["loftq nf4"] = {"base_precision": "nf4", "init": "loftq"}
     found = {}
     for name, more in cases.items():
@@ -158,7 +180,7 @@ def report(rows: list[dict[str, dict[str, float]]]) -> None:
                 error = statistics.stdev(gaps) / root if len(gaps) > 1 else math.nan
                 cell += f" (gap {statistics.mean(gaps):+.4f} +- {error:.4f})"
             cells.append(cell)
-        print(f"{name:<14}", "   ".join(cells), flush=True)
+        print(f"{name:<24}", "   ".join(cells), flush=True)
 
 
 def main() -> None:

@@ -198,7 +198,7 @@ TERNARY(times_exp_difference, a * exp(b - (isinf(c) && c < R(0) ? R(0) : c)))
 TERNARY(share, a * b / c)
 // Fake quantization of values a with the scale b; in `_backward`, of values b with the scale c, and a is the gradient. Codes of int4
 // are from -8 to 7.
-BINARY(fake_int8, rint(a / b) * b)
+BINARY(fake_int8, clamped(rint(a / b), R(-127), R(127)) * b)
 BINARY(fake_int4, clamped(rint(a * (R(1) / b)), R(-8), R(7)) * b)
 TERNARY(fake_int4_backward, rint(b * (R(1) / c)) < R(-8) || rint(b * (R(1) / c)) > R(7) ? R(0) : a)
 BINARY(fake_e4m3, nearest_e4m3(a / b) * b)

@@ -1516,6 +1516,7 @@ class LoraConfig:
         qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
             does, to "int8", "int4", "fp8" or "nf4".
         qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale per token.
+        qat_learned_scales: learn a factor on each scale of the weights, which starts at 1.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -1538,6 +1539,7 @@ class LoraConfig:
         decompose_factor: SupportsIndex = -1,
         qat: str | None = None,
         qat_activations: bool = False,
+        qat_learned_scales: bool = False,
     ) -> LoraConfig: ...
     def __repr__(self, /) -> str: ...
     @property
@@ -1598,6 +1600,11 @@ class LoraConfig:
     def qat_activations(self, /) -> bool:
         """
         Whether the inputs of these layers are rounded too.
+        """
+    @property
+    def qat_learned_scales(self, /) -> bool:
+        """
+        Whether a factor on each scale of the weights is learned.
         """
     @property
     def r(self, /) -> int:
@@ -3738,10 +3745,11 @@ def eye(
         OutOfMemoryError: if it does not fit.
     """
 
-def fake_quantize(input: Tensor, format: str) -> Tensor:
+def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> Tensor:
     """
     A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
-    range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator).
+    range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator). Factors on them have the
+    gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>).
 
     ```python
     weight = tc.Var(tc.randn(64, 64))
@@ -3753,12 +3761,14 @@ def fake_quantize(input: Tensor, format: str) -> Tensor:
         input: floating point, (out_features, in_features).
         format: "int8" or "fp8", as `quantize` followed by `dequantize` rounds; "nf4", likewise but with scales in f32;
             "int4", torchao's symmetric weights: integers from -8 to 7 with a scale for each 32 elements of a row.
+        factors: what the scales are multiplied by, one for each in the order of the rows.
 
     Returns:
         the shape and dtype of the input.
 
     Raises:
-        ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4".
+        ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4"; if
+            there is another number of factors than of scales.
         DTypeError: if it is not floating point.
         ArgumentError: if the format is unknown.
     """

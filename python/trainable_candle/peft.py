@@ -302,6 +302,11 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
         if config.adapter == "dora":
             raise ConfigError(f"add_adapter: {name} is a convolution, which can have LoRA only")
         return LoRAConv2d(layer, rank, alpha, *how)
+    if config.qat_learned_scales:
+        raise ConfigError(
+            "add_adapter: qat_learned_scales is for models of trainable_candle.models, and this is "
+            "a module of Python; leave it out"
+        )
     kind = DoRALinear if config.adapter == "dora" else LoRALinear
     assert isinstance(layer, Linear)
     return kind(layer.weight, rank, alpha, layer.bias, *how, config.qat)

@@ -58,7 +58,7 @@ def _quantized(given: Mapping[str, Any], output: Path) -> None:
     elif isinstance(task, TextTask):
         _require_no_sizes(given)
         apart = _loss(task, given)
-        _quantized_text(task, output, to)
+        _quantized_text(task, given["adapter"][0], output, to)
         _compare(apart, lambda: _unadapted({**given, "weights": str(output)}), given)
 
 
@@ -100,13 +100,15 @@ def _require_no_sizes(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{flag} has no effect without --dataset of images; leave it out")
 
 
-def _quantized_text(task: TextTask, output: Path, to: str) -> None:
+def _quantized_text(task: TextTask, adapter: str, output: Path, to: str) -> None:
+    from trainable_candle.cli.roundings import learned_scales  # noqa: PLC0415
     from trainable_candle.export.quantized import quantize_folder  # noqa: PLC0415
 
     family = task.family
     layers = [name for name in family.layers() if name.split(".")[-1] in family.targets]
+    factors = learned_scales(Path(adapter).expanduser(), to)
     task.save_merged(output)
-    error = quantize_folder(output, layers, to)
+    error = quantize_folder(output, layers, to, factors)
     print(f"{len(layers)} layers in {to}: relative error of their weights {error:.2%}")
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import trainable_candle as tc
+from trainable_candle.errors import ConfigError
 from trainable_candle.files import safetensors_metadata
 from trainable_candle.settings.adapter import LOFTQ
 from trainable_candle.settings.machine import FORMATS
-from trainable_candle.train.metadata import BASE, INIT, QAT
+from trainable_candle.train.metadata import BASE, INIT, QAT, QAT_SCALES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainable_candle import Tensor
+
 _IN_PEFT: Final = "adapter_model.safetensors"
+_SCALES: Final = "qat_scales."
+"""What precedes a layer's name in the keys of learned scales."""
 _CURES: Final = {form: f": merge --to {form} writes them so" for form in FORMATS}
 
 
@@ -45,3 +51,31 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
             f"are not{_CURES.get(str(grid), '')}"
         )
     return told
+
+
+def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
+    """The factors on the scales of the layers that an adapter was trained for, if it is `to`.
+
+    Args:
+        adapter: a file, or a folder of peft.
+        to: the format that is merged to.
+
+    Raises:
+        ConfigError: they were learned, and the file does not have them.
+        WeightsFormatError, OSError: it cannot be read.
+    """
+    path = adapter / _IN_PEFT if adapter.is_dir() else adapter
+    facts = safetensors_metadata(path)
+    if facts.get(QAT) not in {None, to}:
+        return {}
+    found = {
+        key.removeprefix(_SCALES): value
+        for key, value in tc.load_file(path).items()
+        if key.startswith(_SCALES)
+    }
+    if QAT_SCALES in facts and not found:
+        raise ConfigError(
+            f"--adapter: {path} lacks the scales that were learned with it (--qat-learned-scales), "
+            "as folders of peft do; give the file of the run that wrote it"
+        )
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from trainable_candle.files import parse_json, write_atomically
 from trainable_candle.nn.functional import fake_quantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
     from trainable_candle import Tensor
@@ -25,7 +25,9 @@ _BLOCK: Final = 64
 _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
-def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
+def quantize_folder(
+    folder: Path, layers: Collection[str], to: str, factors: Mapping[str, Tensor] | None = None
+) -> float:
     """Replace weights in a folder of transformers by quantized ones, in a form that it loads.
 
     - `"nf4"`: bitsandbytes, scales in f32 (4.5 bits a weight), as those that `--qat nf4` trains
@@ -40,12 +42,14 @@ def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
         folder: holds `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
         to: one of `FORMATS`.
+        factors: what the scales of layers are multiplied by, learned in training.
 
     Returns:
         The relative error of the replaced weights: the length of the difference by theirs.
 
     Raises:
         MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
+        ShapeError: a layer has another number of scales than factors.
         NonFiniteError, ArgumentError: a weight is not a finite number.
         OSError: a file cannot be written.
     """
@@ -62,8 +66,10 @@ def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
                 continue
             left.remove(layer)
             exact = weight.to("f32")
-            rounded = fake_quantize(exact, to)  # says what is wrong with a weight
-            tensors |= form.parts(key, exact, _DTYPES[str(weight.dtype)])
+            learned = (factors or {}).get(layer)
+            rounded = fake_quantize(exact, to, learned)  # says what is wrong with a weight
+            matrix = _matrix(exact, rounded, form, learned, _DTYPES[str(weight.dtype)])
+            tensors |= form.parts(key, matrix)
             if to in _CODES:
                 codes[key] = to
             lost = (rounded - exact).numpy()
@@ -84,55 +90,94 @@ def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
     return math.sqrt(error / length) if length else 0.0
 
 
+_Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A weight on the grid of a format."""
+
+    units: _Floats
+    """Its values in units of their scales, (scales, elements that share one)."""
+    scales: _Floats
+    shape: tuple[int, ...]
+    dtype: str
+    """The name of the dtype that it had."""
+
+
+def _matrix(
+    exact: Tensor, rounded: Tensor, form: _Form, factors: Tensor | None, dtype: str
+) -> _Matrix:
+    """What `rounded` is, a weight `exact` after rounding with its scales times `factors`."""
+    width = form.group or exact.shape[-1]
+    scales = np.abs(exact.numpy().reshape(-1, width)).max(1) / np.float32(form.largest)
+    # As for rounding: any scale is right for zeros.
+    scales = np.maximum(scales, np.finfo(np.float32).tiny)
+    if factors is not None:
+        scales = scales * factors.numpy()
+    units = rounded.numpy().reshape(-1, width) / scales[:, None]
+    return _Matrix(units, scales, tuple(exact.shape), dtype)
+
+
 @dataclass(frozen=True)
 class _Form:
     """How a format is stored."""
 
-    parts: Callable[[str, Tensor, str], dict[str, Tensor]]
-    """The codes of a weight, under its key, and what is beside them; takes its values in f32 and
-    the name of the dtype that it had."""
+    group: int | None
+    """Elements that share a scale; None: those of a row."""
+    largest: float
+    """What the largest magnitude of these is divided by to be their scale."""
+    parts: Callable[[str, _Matrix], dict[str, Tensor]]
+    """The codes of a weight, under its key, and what is beside them."""
     configuration: Callable[[str], dict[str, object]]
     """The `quantization_config`, of the dtype that is computed in."""
 
 
-def _nf4(key: str, exact: Tensor, dtype: str) -> dict[str, Tensor]:
-    rows, columns = exact.shape
-    scales = np.abs(exact.numpy().reshape(-1, _BLOCK)).max(1)
+def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
     state: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": _BLOCK,
-        "dtype": dtype,
-        "shape": [rows, columns],
+        "dtype": matrix.dtype,
+        "shape": list(matrix.shape),
     }
     packed = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+    values = _values()
+    codes = np.searchsorted((values[1:] + values[:-1]) / 2, matrix.units).astype(np.uint8)
+    pairs = codes.reshape(-1, 2)
     return {
-        key: tc.quantize(exact, "nf4").tensors()["codes"].reshape((-1, 1)),
-        f"{key}.absmax": tc.tensor(scales),
-        f"{key}.quant_map": tc.tensor(_values()),
+        key: tc.tensor(pairs[:, :1] << 4 | pairs[:, 1:]),
+        f"{key}.absmax": tc.tensor(matrix.scales),
+        f"{key}.quant_map": tc.tensor(values),
         f"{key}.quant_state.bitsandbytes__nf4": tc.tensor(packed),
     }
 
 
-def _int8(key: str, exact: Tensor, _dtype: str) -> dict[str, Tensor]:
+def _int8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
     layer = key.removesuffix("weight")
     return {
-        key: tc.quantize(exact, "int8").tensors()["codes"].reshape(exact.shape),
-        f"{layer}SCB": tc.tensor(np.abs(exact.numpy()).max(1)),
+        key: _codes(matrix, "int8"),
+        f"{layer}SCB": tc.tensor(matrix.scales * np.float32(_FORMS["int8"].largest)),
         # Weights lie row by row.
         f"{layer}weight_format": tc.tensor(np.array(0, np.uint8)),
     }
 
 
-def _fp8(key: str, exact: Tensor, _dtype: str) -> dict[str, Tensor]:
-    parts = tc.quantize(exact, "fp8").tensors()
-    return {
-        key: parts["codes"].reshape(exact.shape),
-        f"{key}_scale": parts["scales"].reshape((-1, 1)),
-    }
+def _fp8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
+    return {key: _codes(matrix, "fp8"), f"{key}_scale": tc.tensor(matrix.scales[:, None])}
 
 
-def _values() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The sixteen values of the codes: blocks whose scale is 1, rounded."""
+def _codes(matrix: _Matrix, to: str) -> Tensor:
+    """The codes of eight bits; a column of the largest value makes the scales 1."""
+    rows, columns = matrix.shape
+    largest = np.full((rows, 1), _FORMS[to].largest, np.float32)
+    codes = tc.quantize(tc.tensor(np.concatenate([matrix.units, largest], 1)), to).tensors()[
+        "codes"
+    ]
+    return tc.tensor(codes.numpy().reshape(rows, columns + 1)[:, :-1].copy())
+
+
+def _values() -> _Floats:
+    """The sixteen values of NF4: blocks whose scale is 1, rounded."""
     blocks = np.linspace(-1, 1, 64 * 63, dtype=np.float32).reshape(64, 63)
     blocks = np.concatenate([blocks, np.ones((64, 1), np.float32)], 1)
     return np.unique(fake_quantize(tc.tensor(blocks), "nf4").numpy())
@@ -173,10 +218,10 @@ def _compressed(_dtype: str) -> dict[str, object]:
     }
 
 
-_FORMS: Final = {
-    "nf4": _Form(_nf4, _bitsandbytes4),
-    "int8": _Form(_int8, _bitsandbytes8),
-    "fp8": _Form(_fp8, _compressed),
+_FORMS: Final[dict[str, _Form]] = {
+    "nf4": _Form(_BLOCK, 1, _nf4, _bitsandbytes4),
+    "int8": _Form(None, 127, _int8, _bitsandbytes8),
+    "fp8": _Form(None, 448, _fp8, _compressed),
 }
 _CODES: Final = ("int8", "fp8")
 FORMATS: Final = tuple(_FORMS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import trainable_candle as tc
 from trainable_candle.settings import TrainConfig
-from trainable_candle.settings.adapter import Adapter
+from trainable_candle.settings.adapter import Adapter, LearnedScales
 from trainable_candle.settings.data import Data, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
@@ -47,8 +47,8 @@ class CausalLM:
     summary: ClassVar[str] = "language models: Llama, Qwen, Mistral, SmolLM (a tiny one built in)"
     download: ClassVar[str] = ""
     groups: ClassVar[tuple[type[Group], ...]] = (
-        Data, Unusable, Texts, Adapter, Training, Validation, Previews, Writing, Machine, Several,
-        Files,
+        Data, Unusable, Texts, Adapter, LearnedScales, Training, Validation, Previews, Writing,
+        Machine, Several, Files,
     )  # fmt: skip
     parts: ClassVar[tuple[str, ...]] = ()
     component: ClassVar[str] = ""

@@ -132,6 +132,28 @@ class Adapter(Group):
         return Path(self.initial_adapter or "").expanduser()
 
 
+def _scales_contradiction(config: Any) -> str | None:
+    """What `qat_learned_scales` cannot be used with."""
+    if config.qat_learned_scales and config.qat == "int4":
+        return "--qat-learned-scales is for formats of merge --to, and --qat int4 is none of them"
+    return None
+
+
+@dataclass(frozen=True)
+class LearnedScales(Group):
+    """What quantization-aware training learns besides the adapters."""
+
+    section: ClassVar[str] = sections.ADAPTER
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(("qat_learned_scales",), lambda c: c.qat is not None, "--qat"),
+    )
+    contradictions: ClassVar = (_scales_contradiction,)
+
+    qat_learned_scales: Annotated[
+        bool, Setting("with --qat: learn the scales, too, for merge --to", rare=True)
+    ] = False
+
+
 @dataclass(frozen=True)
 class TrainingAdapters(Group):
     """What distilled models are trained over."""

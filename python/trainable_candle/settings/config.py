@@ -12,7 +12,13 @@ import yaml
 
 from trainable_candle.errors import ConfigError
 from trainable_candle.hub import is_name
-from trainable_candle.settings.adapter import Adapter, ClipSkip, TextEncoders, TrainingAdapters
+from trainable_candle.settings.adapter import (
+    Adapter,
+    ClipSkip,
+    LearnedScales,
+    TextEncoders,
+    TrainingAdapters,
+)
 from trainable_candle.settings.data import Captions, Data, DefaultCaption, Images, Parts, Unusable
 from trainable_candle.settings.files import Files
 from trainable_candle.settings.machine import Machine
@@ -36,13 +42,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 GROUPS: Final[tuple[type[Group], ...]] = (
-    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, TrainingAdapters,
-    TextEncoders, Training, NoisePrediction, Loss, NoiseLevels, ResolutionShift,
+    Data, Parts, Unusable, Images, DefaultCaption, Captions, Texts, Adapter, LearnedScales,
+    TrainingAdapters, TextEncoders, Training, NoisePrediction, Loss, NoiseLevels, ResolutionShift,
     DistilledGuidance, ClipSkip, Validation, Previews, Denoising, Drawing, Writing,
     Machine, Several, Files,
 )  # fmt: skip
 """Every group of settings, in the order of the help and of files."""
-IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Writing})
+IMAGE_GROUPS: Final = tuple(
+    group for group in GROUPS if group not in {Texts, LearnedScales, Writing}
+)
 """Those that mean something to models of images."""
 
 
@@ -51,7 +59,7 @@ IMAGE_GROUPS: Final = tuple(group for group in GROUPS if group not in {Texts, Wr
 class TrainConfig(
     Files, Several, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip,
     DistilledGuidance, ResolutionShift, NoiseLevels, Loss, NoisePrediction, Training, TextEncoders,
-    TrainingAdapters,
+    TrainingAdapters, LearnedScales,
     Adapter, Texts, Captions, DefaultCaption, Images, Unusable, Parts, Data,
 ):  # fmt: skip
     """Every setting of a training run.

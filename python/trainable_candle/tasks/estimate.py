@@ -226,7 +226,8 @@ def activations(
 def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig) -> Item:
     """The whole weights that quantization-aware training makes of the adapted layers.
 
-    The tape keeps each in the precision of the computation, int4 also in f32; under full
+    The tape keeps each in the precision of the computation, also in f32 for int4 and learned
+    scales; under full
     checkpointing only those of one block at a time. Besides, there are the f32 weight of one layer,
     its sum with the adapter, and the gradient.
     """
@@ -235,7 +236,8 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
     kept = sum(counts)
     if config.checkpointing == "full":
         kept //= max(1, facts.blocks)
-    bytes_each = ITEM_BYTES[config.precision] + (4 if config.qat == "int4" else 0)
+    in_f32 = config.qat == "int4" or config.qat_learned_scales
+    bytes_each = ITEM_BYTES[config.precision] + (4 if in_f32 else 0)
     return Item(component, "rounded weights", kept * bytes_each + 3 * 4 * max(counts, default=0))
 
 

@@ -102,7 +102,7 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
     start_from_rounding(adapter, family.model, original)
 
 
-def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:
+def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig:
     """The configuration of adapters in the settings; `targets` unless they name layers."""
     return tc.LoraConfig(
         r=config.rank,
@@ -114,4 +114,5 @@ def adapter_config(config: Adapter, targets: Sequence[str]) -> tc.LoraConfig:
         use_rslora=config.rslora,
         wd_on_output=config.dora_axis == "output",
         qat=config.qat,
+        qat_learned_scales=config.qat_learned_scales,
     )

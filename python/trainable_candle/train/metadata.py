@@ -28,6 +28,8 @@ BASE: Final = "trainable_candle.base_precision"
 """The entry with the format of the base, if that was quantized."""
 QAT: Final = "trainable_candle.qat"
 """The entry with what the adapted weights were rounded to."""
+QAT_SCALES: Final = "trainable_candle.qat_scales"
+"""The entry that is there if their scales were learned."""
 INIT: Final = "trainable_candle.init"
 """The entry with how the adapter started, if not without an effect."""
 
@@ -118,6 +120,7 @@ def roundings(config: TrainConfig) -> dict[str, str | None]:
     return {
         BASE: config.base_format,
         QAT: config.qat,
+        QAT_SCALES: "learned" if config.qat_learned_scales else None,
         INIT: None if config.init == INITS[0] else config.init,
     }
 

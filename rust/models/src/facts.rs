@@ -370,9 +370,14 @@ pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimize
     let selected = config.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4)))?;
     for name in selected.keys() {
         let settings: AdapterSettings = config.settings(name)?;
-        for (_, start) in with_base(&layers[name], |base| (kind.start)(base, &settings))? {
-            plan.parameters += start.dims.iter().product::<usize>();
-            plan.state_bytes += optimizer.state_bytes(&start.dims);
+        let starts = with_base(&layers[name], |base| (kind.start)(base, &settings))?;
+        let scales = config.qat.filter(|_| config.qat_learned_scales).and_then(|grid| match *layers[name] {
+            [rows, columns] => Some(vec![grid.scales(rows, columns)]),
+            _ => None,
+        });
+        for dims in starts.into_iter().map(|(_, start)| start.dims).chain(scales) {
+            plan.parameters += dims.iter().product::<usize>();
+            plan.state_bytes += optimizer.state_bytes(&dims);
         }
     }
     Ok(plan)

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var, device};
 use trainable_candle_nn::optim::{
-    Adam, Adam8bit, Adam8bitConfig, AdamConfig, AdamW, AdamW8bit, EMA, EMAConfig, GradScaler,
-    GradScalerConfig, Guard, Lion, Lion8bit, Lion8bitConfig, LionConfig, NormType, Optimizer, ParamGroup, SGD,
-    SGDConfig, StateDict, clip_grad_norm_, grad_norm,
+    Adam, Adam8bit, Adam8bitConfig, AdamConfig, AdamW, AdamW8bit, EMA, EMAConfig, GradScaler, GradScalerConfig, Guard,
+    Lion, Lion8bit, Lion8bitConfig, LionConfig, NormType, Optimizer, ParamGroup, SGD, SGDConfig, StateDict,
+    clip_grad_norm_, grad_norm,
 };
 
 const STEPS: usize = 5;

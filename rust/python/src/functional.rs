@@ -45,7 +45,8 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 }
 
 /// A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
-/// range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator).
+/// range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator). Factors on them have the
+/// gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>).
 ///
 /// ```python
 /// weight = tc.Var(tc.randn(64, 64))
@@ -57,18 +58,25 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 ///     input: floating point, (out_features, in_features).
 ///     format: "int8" or "fp8", as `quantize` followed by `dequantize` rounds; "nf4", likewise but with scales in f32;
 ///         "int4", torchao's symmetric weights: integers from -8 to 7 with a scale for each 32 elements of a row.
+///     factors: what the scales are multiplied by, one for each in the order of the rows.
 ///
 /// Returns:
 ///     the shape and dtype of the input.
 ///
 /// Raises:
-///     ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4".
+///     ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4"; if
+///         there is another number of factors than of scales.
 ///     DTypeError: if it is not floating point.
 ///     ArgumentError: if the format is unknown.
 #[pyfunction]
-pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str) -> Result<Tensor> {
+#[pyo3(signature = (input, format, factors=None))]
+pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str, factors: Option<&Tensor>) -> Result<Tensor> {
     let grid = format.parse()?;
-    compute(py, input.0.elem_count(), || fake::fake_quantize(&input.0, grid)).map(Tensor)
+    let rounded = || match factors {
+        Some(factors) => fake::fake_quantize_by(&input.0, &factors.0, grid),
+        None => fake::fake_quantize(&input.0, grid),
+    };
+    compute(py, input.0.elem_count(), rounded).map(Tensor)
 }
 
 /// The gradients of the two matrices of y = scale * (input @ lora_down.T) @ lora_up.T.

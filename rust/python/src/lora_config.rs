@@ -40,6 +40,7 @@ use crate::error::Result;
 ///     qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
 ///         does, to "int8", "int4", "fp8" or "nf4".
 ///     qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale per token.
+///     qat_learned_scales: learn a factor on each scale of the weights, which starts at 1.
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -51,7 +52,8 @@ impl LoraConfig {
     #[new]
     #[pyo3(signature = (r=Integer::of(8), lora_alpha=Argument::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Argument::of(0.0),
         use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
-        decompose_both=false, decompose_factor=Integer::of(-1), qat=None, qat_activations=false))]
+        decompose_both=false, decompose_factor=Integer::of(-1), qat=None, qat_activations=false,
+        qat_learned_scales=false))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
         r: Integer,
@@ -69,6 +71,7 @@ impl LoraConfig {
         decompose_factor: Integer,
         qat: Option<&str>,
         qat_activations: bool,
+        qat_learned_scales: bool,
     ) -> Result<Self> {
         const OP: &str = "LoraConfig";
         let rank =
@@ -91,6 +94,7 @@ impl LoraConfig {
             decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
             qat: qat.map(str::parse).transpose()?,
             qat_activations,
+            qat_learned_scales,
             rank_pattern: rank_pattern.unwrap_or_default().into_iter().map(rank).collect::<Result<_>>()?,
             alpha_pattern: alpha_pattern.get(OP, "alpha_pattern")?.unwrap_or_default(),
         };
@@ -199,6 +203,12 @@ impl LoraConfig {
     #[getter]
     const fn qat_activations(&self) -> bool {
         self.0.qat_activations
+    }
+
+    /// Whether a factor on each scale of the weights is learned.
+    #[getter]
+    const fn qat_learned_scales(&self) -> bool {
+        self.0.qat_learned_scales
     }
 
     /// Other ranks for layers by name.

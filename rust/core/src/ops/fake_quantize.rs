@@ -3,7 +3,8 @@
 //!
 //! The derivative of rounding is taken for 1 where a value is within the range of the codes, else for 0: the straight-through
 //! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants
-//! in the backward pass.
+//! in the backward pass, unless factors on them are learned: those have LSQ's gradient (Esser et al. 2020, arXiv:1902.08153,
+//! equation 3) as torchao's `range_learning` has it, without LSQ's factor on it, which the steps of Adam do not depend on.
 
 use std::str::FromStr;
 
@@ -13,11 +14,12 @@ use candle_core::DType;
 use super::case::{Case, Entry};
 use crate::cpu::{Binary, Real, Ternary};
 use crate::quantized::{self, Format};
-use crate::raw::is_float;
+use crate::raw::{Raw, is_float};
 use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
 use crate::{Error, Result, Tensor, compute};
 
 static FAKE_QUANTIZE: OpInfo = OpInfo::cheap("fake_quantize");
+static FAKE_QUANTIZE_BY: OpInfo = OpInfo::cheap("fake_quantize_by");
 
 /// Elements of a row that share a scale in [`Grid::Int4`], the group of torchao's configurations for int4 weights in training.
 const GROUP: usize = 32;
@@ -93,6 +95,41 @@ impl Grid {
         }
     }
 
+    /// The number of scales of a matrix that [`check`](Self::check) accepts.
+    pub fn scales(self, rows: usize, columns: usize) -> usize {
+        self.groups(rows, columns)[0]
+    }
+
+    /// Each value rounded to the grid of its group's scale.
+    fn round(self, x: &Raw, scale: &Raw) -> Result<Raw> {
+        match self {
+            Self::Int8 => compute::binary(x, scale, Int8),
+            Self::Int4 => compute::binary(x, scale, Int4),
+            Self::Fp8 => compute::binary(x, scale, E4m3),
+            Self::Nf4 => compute::binary(x, scale, Nf4),
+        }
+    }
+
+    /// Whether each value is in the range of the codes (u8): no further beyond the last than half the step before it.
+    fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
+        let [low, high] = match self {
+            Self::Int4 => {
+                let ones = Tensor::full(1.0, x.shape().clone(), x.dtype(), x.device())?;
+                let kept = Tensor::constant(compute::ternary(&ones.raw, &x.raw, &scale.raw, Int4)?);
+                return kept.eq(&ones);
+            }
+            Self::Int8 => [-127.5, 127.5],
+            Self::Fp8 => [-LARGEST_E4M3 - 16.0, LARGEST_E4M3 + 16.0],
+            Self::Nf4 => {
+                let beyond = |last: f32, next: f32| f64::from(last + (last - next) / 2.0);
+                let values = quantized::nf4_values();
+                [beyond(values[0], values[1]), beyond(values[15], values[14])]
+            }
+        };
+        let codes = x.div(scale)?;
+        codes.clamp(Some(low), Some(high))?.eq(&codes)
+    }
+
     /// The scale of a group is its largest magnitude divided by this number.
     const fn largest(self) -> f64 {
         match self {
@@ -119,12 +156,16 @@ impl FromStr for Grid {
 #[derive(Clone, Copy)]
 struct Int8;
 
+impl Int8 {
+    const HIGH: f64 = 127.0;
+}
+
 impl Binary for Int8 {
     const KERNEL: &'static str = "fake_int8";
 
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
-        round_to_even(x / scale) * scale
+        clamped(round_to_even(x / scale), -Self::HIGH, Self::HIGH) * scale
     }
 }
 
@@ -244,6 +285,29 @@ impl Backward for Straight {
     }
 }
 
+/// Factors on the scales have a gradient, too: per unit of its scale a value changes by what rounding added to it, or by its code
+/// where that is the first or the last for values out of range.
+struct Learned {
+    x: Saved,
+    scale: Saved,
+    factors: Saved,
+    grid: Grid,
+}
+
+impl Backward for Learned {
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let [x, scale, factors] = [self.x.get()?, self.scale.get()?, self.factors.get()?].map(Tensor::constant);
+        let grad = Tensor::constant(context.grad().clone());
+        let (inside, zero) = (self.grid.inside(&x, &scale)?, Tensor::zeros((), x.dtype(), x.device())?);
+        if context.needs(1) {
+            let rounded = Tensor::constant(self.grid.round(&x.raw, &scale.raw)?);
+            let added = rounded.sub(&Tensor::select(&inside, &x, &zero)?)?;
+            context.add(1, grad.mul(&added)?.sum(&[1], true)?.div(&factors)?.raw)?;
+        }
+        context.add(0, Tensor::select(&inside, &grad, &zero)?.raw)
+    }
+}
+
 /// A matrix (rows, columns) rounded to `grid`, in its own dtype; the gradient passes through where codes are in range. It is
 /// computed in f32, or f64 for f64.
 ///
@@ -255,6 +319,42 @@ impl Backward for Straight {
 /// # Errors
 /// [`Error::Shape`] if `x` is not a matrix or not of whole groups, [`Error::DType`] if it is not floating point.
 pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
+    rounded(x, grid, |grouped, scale| match grid {
+        Grid::Int4 => clipped(grouped, scale),
+        _ => record(&FAKE_QUANTIZE, &[grouped], || grid.round(&grouped.raw, &scale.raw), |_, _| Straight),
+    })
+}
+
+/// As [`fake_quantize`] with each scale times one of `factors` (scales), which have a gradient. [`Grid::scales`] is their number, and
+/// their order that of their groups in the rows of the matrix.
+///
+/// # Errors
+/// As [`fake_quantize`]; [`Error::Shape`] if there is another number of factors.
+pub fn fake_quantize_by(x: &Tensor, factors: &Tensor, grid: Grid) -> Result<Tensor> {
+    rounded(x, grid, |grouped, scale| {
+        if factors.dims() != [grouped.dims()[0]] {
+            let (found, expected) = (factors.dims(), grouped.dims()[0]);
+            let text = format!("found factors of shape {found:?}, expected ({expected}), one for each scale");
+            return Err(Error::shape(FAKE_QUANTIZE_BY.name, text));
+        }
+        let factors = factors.to_dtype(grouped.dtype())?.unsqueeze(1)?;
+        let scale = scale.mul(&factors.detach())?;
+        record(
+            &FAKE_QUANTIZE_BY,
+            &[grouped, &factors],
+            || grid.round(&grouped.raw, &scale.raw),
+            |saver, _| Learned {
+                x: saver.save(grouped),
+                scale: saver.save_raw(&scale.raw),
+                factors: saver.save(&factors),
+                grid,
+            },
+        )
+    })
+}
+
+/// What `round` makes of groups (groups, elements) and their scales (groups, 1), in the shape and the dtype of `x`.
+fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         let text = format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str());
         return Err(Error::dtype(FAKE_QUANTIZE.name, text));
@@ -269,17 +369,7 @@ pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
     // Any scale is right for a group of zeros.
     let smallest = f64::from(f32::MIN_POSITIVE);
     let scale = largest.div(&Tensor::full(grid.largest(), (), wide, x.device())?)?.clamp(Some(smallest), None)?;
-    let rounded = match grid {
-        Grid::Int8 => straight(&grouped, &scale, Int8),
-        Grid::Int4 => clipped(&grouped, &scale),
-        Grid::Fp8 => straight(&grouped, &scale, E4m3),
-        Grid::Nf4 => straight(&grouped, &scale, Nf4),
-    };
-    rounded?.reshape(x.shape().clone())?.to_dtype(x.dtype())
-}
-
-fn straight(x: &Tensor, scale: &Tensor, grid: impl Binary + Sync) -> Result<Tensor> {
-    record(&FAKE_QUANTIZE, &[x], || compute::binary(&x.raw, &scale.raw, grid), |_, _| Straight)
+    round(&grouped, &scale)?.reshape(x.shape().clone())?.to_dtype(x.dtype())
 }
 
 fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
@@ -294,20 +384,46 @@ fn clipped(x: &Tensor, scale: &Tensor) -> Result<Tensor> {
 /// Registry entry of this operation. The cases return x with the gradient of the rounded x, so finite differences are
 /// those of the straight-through estimator.
 #[cfg(feature = "testing")]
-pub static ENTRIES: &[Entry] = &[Entry {
-    info: &FAKE_QUANTIZE,
-    cases: || {
-        let passed = |grid: Grid| {
-            move |x: &[Tensor]| {
-                let rounded = fake_quantize(&x[0], grid)?;
-                x[0].detach().add(&rounded)?.sub(&rounded.detach())
-            }
-        };
-        vec![
-            Case::new("int8", &[&[3, 7]], passed(Grid::Int8)),
-            Case::new("fp8", &[&[3, 7]], passed(Grid::Fp8)),
-            Case::new("nf4", &[&[6, 32]], passed(Grid::Nf4)),
-            Case::new("empty", &[&[0, 5]], passed(Grid::Int8)),
-        ]
+pub static ENTRIES: &[Entry] = &[
+    Entry {
+        info: &FAKE_QUANTIZE,
+        cases: || {
+            let passed = |grid: Grid| {
+                move |x: &[Tensor]| {
+                    let rounded = fake_quantize(&x[0], grid)?;
+                    x[0].detach().add(&rounded)?.sub(&rounded.detach())
+                }
+            };
+            vec![
+                Case::new("int8", &[&[3, 7]], passed(Grid::Int8)),
+                Case::new("fp8", &[&[3, 7]], passed(Grid::Fp8)),
+                Case::new("nf4", &[&[6, 32]], passed(Grid::Nf4)),
+                Case::new("empty", &[&[0, 5]], passed(Grid::Int8)),
+            ]
+        },
     },
-}];
+    Entry {
+        info: &FAKE_QUANTIZE_BY,
+        cases: || {
+            // Factors above 1, so that no value is out of range. Their gradient is taken away again: 0 is left if it is right.
+            let passed = |grid: Grid| {
+                move |x: &[Tensor]| {
+                    let factors = x[1].exp()?.add_scalar(1.0)?;
+                    let rounded = fake_quantize_by(&x[0], &factors, grid)?;
+                    let groups = [factors.elem_count(), x[0].elem_count() / factors.elem_count().max(1)];
+                    let added = rounded.sub(&x[0])?.detach().reshape(&groups[..])?;
+                    let of_factors =
+                        added.mul(&factors.div(&factors.detach())?.unsqueeze(1)?)?.reshape(x[0].shape().clone())?;
+                    x[0].detach().add(&rounded)?.sub(&rounded.detach())?.sub(&of_factors)?.add(&of_factors.detach())
+                }
+            };
+            vec![
+                Case::new("int8", &[&[3, 7], &[3]], passed(Grid::Int8)),
+                Case::new("int4", &[&[3, 64], &[6]], passed(Grid::Int4)),
+                Case::new("fp8", &[&[3, 7], &[3]], passed(Grid::Fp8)),
+                Case::new("nf4", &[&[6, 32], &[3]], passed(Grid::Nf4)),
+                Case::new("empty", &[&[0, 5], &[0]], |x| fake_quantize_by(&x[0], &x[1], Grid::Int8)),
+            ]
+        },
+    },
+];

@@ -60,6 +60,9 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
+/// What precedes a layer's name in the key of its learned scales, which change no adapter: they say how to round its sum with the base.
+pub(super) const SCALES: &str = "qat_scales.";
+
 /// Endings of the Tucker form of convolutions, which is not supported.
 const TUCKER: [&str; 4] = [".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2"];
 
@@ -82,7 +85,7 @@ impl Contents {
         if names.is_empty() {
             return Err(Error::weights(path, "no adapter file: it has no tensors"));
         }
-        for key in names {
+        for key in names.into_iter().filter(|key| !key.starts_with(SCALES)) {
             if let Some(ending) = TUCKER.iter().find(|ending| key.ends_with(*ending)) {
                 return Err(Error::weights(
                     path,
@@ -134,6 +137,16 @@ pub(super) fn non_finite(values: &LayerValues) -> Result<Option<&str>> {
         }
     }
     Ok(None)
+}
+
+/// The learned scales that the file at `path` has, by layer.
+///
+/// # Errors
+/// As [`TensorFile::open`] and [`TensorFile::read`].
+pub(super) fn scales(path: &Path) -> Result<BTreeMap<String, Tensor>> {
+    let mut file = TensorFile::open(peft::file_to_read(path))?;
+    let keys: Vec<String> = file.names().into_iter().filter(|key| key.starts_with(SCALES)).collect();
+    keys.into_iter().map(|key| Ok((key[SCALES.len()..].to_owned(), file.read(&key, &Device::Cpu)?))).collect()
 }
 
 /// The keys of the adapter file at `path`, or of peft's file if `path` is a folder; reads no values.

@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{AdapterSet, LayerValues, TrainingAdapter};
 use trainable_candle_nn::{Base, Layer};
 
-use super::modules::{Contents, Stored, non_finite};
+use super::modules::{Contents, Stored, non_finite, scales};
 use super::places::places;
 use super::{PartNames, Style, alpha, fused, magnitude, peft};
 use crate::form::Form;
@@ -164,13 +164,14 @@ fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divid
     }
 }
 
-/// Read the parameters of an adapter file into `set`, which is on `part`.
+/// Read the parameters of an adapter file into `set`, which is on `part`, and learned scales where both have them.
 ///
 /// # Errors
-/// As [`read_adapters`] and [`AdapterSet::load`]; after an error nothing is changed.
+/// As [`read_adapters`], [`AdapterSet::load`] and [`AdapterSet::set_scales`].
 pub fn load_adapter(path: &Path, set: &AdapterSet, part: PartLayers<'_>) -> Result<()> {
     let mut found = read_adapters(path, &[part])?;
-    set.load(&found.pop().unwrap_or_default())
+    set.load(&found.pop().unwrap_or_default())?;
+    set.set_scales(&scales(path)?)
 }
 
 /// Put the adapters of a file on the layers of `part` that it names, with the file's ranks, kinds and alphas, and

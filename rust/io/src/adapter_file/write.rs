@@ -9,6 +9,7 @@ use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
 use super::fused::{self, Parameters};
 use super::grouping::{Adapted, Modules, modules};
+use super::modules::SCALES;
 use super::{AdapterFormat, OP, PartNames, Style, alpha, magnitude, metadata, peft};
 use crate::atomic::write_atomically;
 use crate::form::Form;
@@ -41,7 +42,8 @@ pub struct Saved {
 /// accordingly. In diffusers' format the factors include the whole scale if `ComfyUI` knows the names too. Under names
 /// of original checkpoints, layers that are one matrix there are one module. In peft's format, a path that is a folder
 /// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and
-/// `adapter_config.json`.
+/// `adapter_config.json`. Learned scales of rounded weights are f32 factors under `qat_scales.LAYER`, not in peft's
+/// format.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -121,6 +123,12 @@ pub fn prepare_adapters(
         }
     }
     entries.extend(options.metadata.clone());
+    // Tools that read peft's folders may reject keys that are no adapter's.
+    if peft::config_beside(path).is_none() {
+        for (name, factors) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
+            tensors.insert(format!("{SCALES}{name}"), Tensor::from_raw(&host_copy(factors.raw())?));
+        }
+    }
     let config = (format == AdapterFormat::Peft).then(|| peft::config_beside(path)).flatten();
     let config = config.zip(parts.first()).map(|(config, (_, set, layers))| {
         let text = peft::config_text(peft::configuration(set, layers));

@@ -40,6 +40,8 @@ pub struct LoraConfig {
     /// With `qat` in [`Grid::Int8`] or [`Grid::Fp8`]: also round the inputs of these layers to it, with one scale per
     /// token, as servers that multiply in eight bits do.
     pub qat_activations: bool,
+    /// With `qat`: learn a factor on each scale of the weights.
+    pub qat_learned_scales: bool,
     /// Other ranks for layers by name (the rules of `target_modules`).
     pub rank_pattern: BTreeMap<String, usize>,
     /// Other alphas for layers by name.
@@ -62,6 +64,7 @@ impl Default for LoraConfig {
             use_rslora: false,
             qat: None,
             qat_activations: false,
+            qat_learned_scales: false,
             rank_pattern: BTreeMap::new(),
             alpha_pattern: BTreeMap::new(),
         }
@@ -107,6 +110,9 @@ impl LoraConfig {
             return Err(Error::Config(format!(
                 "LoraConfig: qat_activations rounds inputs to the format of qat, which is {found}; expected int8 or fp8"
             )));
+        }
+        if self.qat_learned_scales && self.qat.is_none() {
+            return Err(Error::Config("LoraConfig: qat_learned_scales has no effect without qat; give that".into()));
         }
         self.kind()?;
         if self.decompose_factor == Some(0) {
@@ -349,6 +355,8 @@ mod tests {
         assert!(wrong.validate().unwrap_err().to_string().contains("expected 0 with qat \"int8\""));
         let wrong = LoraConfig { qat: Some(Grid::Nf4), qat_activations: true, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("which is nf4; expected int8 or fp8"));
+        let wrong = LoraConfig { qat_learned_scales: true, ..LoraConfig::default() };
+        assert!(wrong.validate().unwrap_err().to_string().contains("no effect without qat"));
         let wrong = LoraConfig { r: 0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("rank"));
     }

@@ -5,8 +5,8 @@
 //! format then adds no error that training has not seen (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, of weights
 //! alone).
 
-use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize};
-use trainable_candle_core::{Error, Result, Tensor, WeightRef};
+use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize, fake_quantize_by};
+use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};
 
 use super::{Adapter, AdapterSettings};
 use crate::base::{Base, Operation};
@@ -17,6 +17,8 @@ pub struct QuantizationAware {
     grid: Grid,
     /// Whether inputs are rounded to it too.
     activations: bool,
+    /// The logarithms of learned factors on the scales.
+    scales: Option<Var>,
 }
 
 impl QuantizationAware {
@@ -44,7 +46,7 @@ impl QuantizationAware {
         if let Err(Error::Shape { message, .. }) = grid.check(base.weight.dims()) {
             return refuse(format!("{message}; leave the layer out with exclude_modules"));
         }
-        Ok(Self { inner, grid, activations: false })
+        Ok(Self { inner, grid, activations: false, scales: None })
     }
 
     /// Round inputs too, with one scale per token, from its largest magnitude, as torchao's
@@ -53,6 +55,13 @@ impl QuantizationAware {
     #[must_use]
     pub fn with_activations(self, activations: bool) -> Self {
         Self { activations, ..self }
+    }
+
+    /// Multiply each scale of the weight by a learned factor, whose logarithm is in `scales`: a step of Adam, as large for every parameter,
+    /// is in proportion to the scale (Jain et al. 2019, arXiv:1903.08066, section 3.2), and zeros leave the scales as they are.
+    #[must_use]
+    pub fn with_scales(self, scales: Option<Var>) -> Self {
+        Self { scales, ..self }
     }
 
     /// The input as a server rounds it.
@@ -71,7 +80,11 @@ impl Adapter for QuantizationAware {
     }
 
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
-        fake_quantize(&self.inner.adapted_weight(base)?, self.grid)
+        let weight = self.inner.adapted_weight(base)?;
+        match &self.scales {
+            Some(scales) => fake_quantize_by(&weight, &scales.exp()?, self.grid),
+            None => fake_quantize(&weight, self.grid),
+        }
     }
 
     fn scale(&self) -> f64 {

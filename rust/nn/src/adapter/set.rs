@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use trainable_candle_core::{Error, FlatBuffer, Result, Tensor, Var, Weight};
+use trainable_candle_core::ops::fake_quantize::Grid;
+use trainable_candle_core::{DType, Error, FlatBuffer, Result, Tensor, Var, Weight};
 
 use super::kind::Parameters;
 use super::merged::Merged;
@@ -11,6 +12,9 @@ use super::{Adapter, AdapterKind, AdapterSettings, KINDS, LoraConfig, Quantizati
 use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
+
+/// What the learned scales of a layer are called among its parameters.
+const SCALES: &str = "qat_scales";
 
 /// One adapted layer.
 struct Member {
@@ -23,6 +27,8 @@ struct Member {
     slot: AdapterSlot,
     adapter: Arc<dyn Adapter>,
     parameters: Parameters<Var>,
+    /// The logarithms of learned factors on the scales of its rounded weight.
+    scales: Option<Var>,
 }
 
 impl Member {
@@ -172,19 +178,27 @@ impl AdapterSet {
                 taken.name
             )));
         }
-        let values: Vec<Tensor> = planned.iter().flat_map(|p| p.values.iter().map(|(_, v)| v.clone())).collect();
+        let learned = config.qat.filter(|_| config.qat_learned_scales);
+        let mut values = Vec::new();
+        for Planned { name, layer, values: own, .. } in &planned {
+            values.extend(own.iter().map(|(_, value)| value.clone()));
+            if let Some(grid) = learned {
+                values.push(unlearned(grid, &layer.base()).map_err(|e| at_layer(name, e))?);
+            }
+        }
         let buffer = FlatBuffer::new(&values)?;
         let mut vars = buffer.vars().iter().cloned();
         let mut members = Vec::with_capacity(planned.len());
         for Planned { name, layer, kind, settings, values } in planned {
             let parameters: Parameters<Var> =
                 values.iter().map(|(name, _)| *name).zip(vars.by_ref().take(values.len())).collect();
+            let scales = if learned.is_some() { vars.next() } else { None };
             let base = layer.base();
             let mut adapter = (kind.build)(&parameters, &base, &settings).map_err(|e| at_layer(name, e))?;
             if let Some(grid) = config.qat {
                 let aware = QuantizationAware::over(adapter, &base, &settings, grid);
                 let aware = aware.map_err(|e| at_layer(name, e))?;
-                adapter = Box::new(aware.with_activations(config.qat_activations));
+                adapter = Box::new(aware.with_activations(config.qat_activations).with_scales(scales.clone()));
             }
             members.push(Member {
                 name: name.to_string(),
@@ -196,6 +210,7 @@ impl AdapterSet {
                 slot: layer.slot().clone(),
                 adapter: adapter.into(),
                 parameters,
+                scales,
             });
         }
         let set = Self { config, members, buffer };
@@ -223,8 +238,44 @@ impl AdapterSet {
     pub fn named_vars(&self) -> Vec<(String, Var)> {
         self.members
             .iter()
-            .flat_map(|m| m.parameters.iter().map(|(suffix, var)| (format!("{}.{suffix}", m.name), var.clone())))
+            .flat_map(|m| {
+                let scales = m.scales.iter().map(|var| (SCALES, var));
+                let all = m.parameters.iter().map(|(suffix, var)| (*suffix, var)).chain(scales);
+                all.map(|(suffix, var)| (format!("{}.{suffix}", m.name), var.clone()))
+            })
             .collect()
+    }
+
+    /// The learned factors on the scales of rounded weights by layer; none if they are not learned.
+    ///
+    /// # Errors
+    /// Those of the arithmetic.
+    pub fn scales(&self) -> Result<Vec<(&str, Tensor)>> {
+        let learned = self.members.iter().filter_map(|m| Some((m.name.as_str(), m.scales.as_ref()?)));
+        learned.map(|(name, var)| Ok((name, var.detach().exp()?))).collect()
+    }
+
+    /// Take over learned factors by layer, as [`scales`](Self::scales) gives them; layers that have none there keep theirs.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if a layer has another number of scales, [`Error::Config`] if a factor is not above 0; nothing is changed then.
+    pub fn set_scales(&self, factors: &BTreeMap<String, Tensor>) -> Result<()> {
+        let mut updates = Vec::new();
+        for member in &self.members {
+            let Some((var, value)) = member.scales.as_ref().zip(factors.get(&member.name)) else { continue };
+            if value.dims() != var.dims() {
+                let text = format!("{}.{SCALES} has shape {:?}, expected {:?}", member.name, value.dims(), var.dims());
+                return Err(Error::shape("load_adapter", text));
+            }
+            let values = value.to_dtype(DType::F32)?.to_vec::<f32>()?;
+            if !values.iter().all(|factor| *factor > 0.0 && factor.is_finite()) {
+                let text = format!("load_adapter: {}.{SCALES}: expected finite factors above 0", member.name);
+                return Err(Error::Config(text));
+            }
+            let logarithms = values.into_iter().map(f32::ln).collect::<Vec<_>>();
+            updates.push((var, Tensor::from_vec(logarithms, var.dims(), var.device())?));
+        }
+        updates.into_iter().try_for_each(|(var, value)| var.set(&value))
     }
 
     /// The adapted layers, their parameters laid out as in files.
@@ -266,7 +317,8 @@ impl AdapterSet {
     /// is changed then.
     pub fn load(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
         self.check_sizes(values)?;
-        let here: Vec<String> = self.named_vars().into_iter().map(|(name, _)| name).collect();
+        let names = |m: &Member| m.parameters.iter().map(|(name, _)| format!("{}.{name}", m.name)).collect::<Vec<_>>();
+        let here: Vec<String> = self.members.iter().flat_map(names).collect();
         let there: Vec<String> = values
             .iter()
             .flat_map(|(layer, given)| given.parameters.keys().map(move |name| format!("{layer}.{name}")))
@@ -372,6 +424,14 @@ impl AdapterSet {
     }
 }
 
+/// Factors of 1 on the scales of a layer, as logarithms.
+fn unlearned(grid: Grid, base: &Base<'_>) -> Result<Tensor> {
+    let dims = base.weight.dims();
+    // Of another weight `QuantizationAware` says what is wrong.
+    let scales = if grid.check(dims).is_ok() { grid.scales(base.rows(), base.columns()) } else { 0 };
+    Tensor::zeros(scales, DType::F32, base.weight.device())
+}
+
 /// Parameters of a file as they are in memory, f32, in the kind's order.
 fn in_memory(
     layer: &str,
@@ -385,7 +445,7 @@ fn in_memory(
         .map(|(name, layout, value)| {
             let value = layout.from_file(base, value).map_err(|e| at_layer(&format!("{layer}.{name}"), e))?;
             // Files are read to the CPU.
-            Ok((name, value.to_dtype(trainable_candle_core::DType::F32)?.to_device(base.weight.device())?))
+            Ok((name, value.to_dtype(DType::F32)?.to_device(base.weight.device())?))
         })
         .collect()
 }

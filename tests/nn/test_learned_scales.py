@@ -1,0 +1,85 @@
+"""Factors on scales of `fake_quantize`, against the definition of LSQ (arXiv:1902.08153)."""
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ShapeError
+from trainable_candle.nn import functional as F
+
+# Table of appendix E of the paper of NF4 (https://arxiv.org/abs/2305.14314).
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+]  # fmt: skip
+SMALL = [fraction * 2.0**-9 for fraction in range(8)]
+LARGE = [(1 + fraction / 8) * 2.0**power for power in range(-6, 9) for fraction in range(8)]
+E4M3 = [*SMALL, *LARGE[:-1]]
+CODES = {
+    "int8": np.arange(-127, 128.0),
+    "int4": np.arange(-8, 8.0),
+    "fp8": np.unique([sign * value for value in E4M3 for sign in (-1, 1)]),
+    "nf4": np.array(NF4),
+}
+GROUPS = {"int8": 64, "int4": 32, "fp8": 64, "nf4": 64}
+LARGEST = {"int8": 127, "int4": 7.5, "fp8": 448, "nf4": 1}
+
+
+def defined(
+    values: np.ndarray, factors: np.ndarray, gradient: np.ndarray, format: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rounded values, and the gradients of values and factors: equations 1 to 3 of the paper.
+
+    There codes are integers; of others the range ends half a step beyond the last, too.
+    """
+    codes = CODES[format]
+    x = values.astype(np.float64).reshape(-1, GROUPS[format])
+    plain = np.abs(x).max(1, keepdims=True) / LARGEST[format]
+    scale = plain * factors[:, None]
+    v = x / scale
+    code = codes[np.abs(v[..., None] - codes).argmin(-1)]
+    low, high = (1.5 * codes[last] - 0.5 * codes[inner] for last, inner in ((0, 1), (-1, -2)))
+    inside = (v >= low) & (v <= high)
+    of_scale = np.where(inside, code - v, code)
+    gradient = gradient.reshape(x.shape)
+    of_factors = (gradient * of_scale * plain).sum(1)
+    shape = values.shape
+    return (code * scale).reshape(shape), (gradient * inside).reshape(shape), of_factors
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_values_and_gradients_are_those_of_lsq(format: str) -> None:
+    random = np.random.default_rng(3)
+    values, gradient = random.standard_normal((2, 16, 64)).astype(np.float32)
+    factors = random.uniform(0.5, 1.4, values.size // GROUPS[format]).astype(np.float32)
+    x, f = tc.Var(tc.tensor(values)), tc.Var(tc.tensor(factors))
+    y = F.fake_quantize(x, format, f)
+    (y * tc.tensor(gradient)).sum().backward()
+    expected, of_values, of_factors = defined(values, factors.astype(np.float64), gradient, format)
+    np.testing.assert_allclose(y.numpy(), expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(x.grad.numpy(), of_values.astype(np.float32))
+    assert 0 < (of_values == 0).mean() < 0.2
+    np.testing.assert_allclose(f.grad.numpy(), of_factors, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("format", CODES)
+def test_factors_of_one_change_no_bit(format: str, dtype: str) -> None:
+    random = np.random.default_rng(4)
+    values = tc.tensor(random.standard_normal((24, 128)).astype(np.float32)).to(dtype)
+    count = values.numel() // (128 if GROUPS[format] == 64 and format != "nf4" else GROUPS[format])
+    found = []
+    for factors in (None, tc.ones((count,))):
+        x = tc.Var(values)
+        y = F.fake_quantize(x, format, factors)
+        (y * y).sum().backward()
+        found.append([part.to("f32").numpy() for part in (y.detach(), x.grad)])
+    for plain, learned in zip(*found, strict=True):
+        np.testing.assert_array_equal(plain, learned)
+
+
+def test_another_number_of_factors_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"found factors of shape \[8\], expected \(16\)"):
+        F.fake_quantize(tc.zeros((8, 64)), "int4", tc.ones((8,)))
