@@ -112,6 +112,7 @@ def train_adapter(
     config = config.with_(device=placement.device, precision=placement.precision)
     config = _shared_out(config, world)
     check_settings(config)
+    _require_apart(config, Path(config.output).expanduser())
     group = make_group(
         world,
         config.device,
@@ -217,6 +218,19 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
         yield
+
+
+def _require_apart(config: TrainConfig, output: Path) -> None:
+    """Check that the run does not write over what it reads.
+
+    Raises:
+        ConfigError: a data set is the output folder, or a log in it.
+    """
+    written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
+    for name in ("dataset", "validation_dataset"):
+        path = getattr(config, name)
+        if path and Path(path).expanduser().resolve() in written:
+            raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
