@@ -1,4 +1,4 @@
-"""Real photographs on the built-in SDXL, as the README shows it."""
+"""Real photographs on the built-in SDXL, as `examples/04_sdxl_from_pictures.py` trains on them."""
 
 import random
 import signal
