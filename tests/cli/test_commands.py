@@ -55,7 +55,7 @@ def test_the_commands_are_found() -> None:
     assert {command[0] for command in FOUND.values()} > {"train", "sample", "merge", "ray", "chat"}
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", FOUND, ids=lambda name: name[:80])
 def test_a_command_lacks_nothing_but_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
