@@ -349,7 +349,9 @@ def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
     """The settings with the model's values for those that have none."""
-    defaults = family.defaults(config)
+    defaults = {**family.defaults(config)}
+    if config.finds_rate:
+        defaults["learning_rate"] = 1.0
     missing = {name: v for name, v in defaults.items() if getattr(config, name) is None}
     return config.with_(**missing)
 
