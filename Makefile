@@ -9,6 +9,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 VENV := .venv
 DIST := $(CURDIR)/dist
+GALLERY := $(DIST)/gallery
 export CARGO_TARGET_DIR := $(abspath $(or $(CARGO_TARGET_DIR),target))
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -38,7 +39,9 @@ help: ## List the targets
 # The GPU of this machine, if it has one: the demo is built for this GPU alone, which is minutes faster than building for all.
 GPU_ARCH := $(shell .ci/gpu_arch)
 
-setup: $(VENV)/.setup-$(or $(GPU_ARCH),cpu) ## Build the package, for the GPU if there is one, and install it for the demo into .venv
+SETUP := $(VENV)/.setup-$(or $(GPU_ARCH),cpu)
+
+setup: $(SETUP) ## Build the package, for the GPU if there is one, and install it for the demo into .venv
 
 demo: setup ## Set everything up and fine-tune the built-in models: the main job
 	trainable-candle demo --output demo-output/digits
@@ -140,8 +143,12 @@ release: release-check wheel test-wheel test-python wheel-cuda ## Build and chec
 	@ls -l $(DIST)/*.whl $(DIST)/*.tar.gz $(DIST)/cuda/*.whl
 
 # Without --quiet, which would hide warnings from --strict as well.
-docs: $(VENV)/.tools $(VENV)/.docs ## Build the documentation site in dist/site; a dead link fails
+docs: $(VENV)/.tools $(VENV)/.docs $(GALLERY)/gallery.md ## Build the documentation site in dist/site; a dead link fails
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --config-file .ci/site/mkdocs.yml
+
+# Takes a minute: the gallery is what this version makes.
+$(GALLERY)/gallery.md: .ci/site/gallery.py $(SETUP)
+	python $< $(GALLERY)
 
 clean: ## Remove what make built, except cargo's target folder
 	rm -rf $(VENV) $(DIST)

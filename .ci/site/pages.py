@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add the front page and the reference, and check that no name is missing."""
+"""Hooks of mkdocs: add front page, gallery and reference, and check that no name is missing."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+GALLERY = reference.ROOT / "dist" / "gallery"
 SOURCES = "https://github.com/trainable-candle/trainable-candle/blob/main/"
 
 
@@ -26,7 +27,13 @@ def page(path: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages."""
+    """Add the generated pages.
+
+    Raises:
+        PluginError: If there is no gallery.
+    """
+    if not (GALLERY / "gallery.md").exists():
+        raise PluginError(f"{GALLERY} has no gallery; run `make docs`, which makes it")
     made = {
         "index.md": page("README.md"),
         "examples.md": page("examples/README.md"),
@@ -34,6 +41,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
+    for file in sorted(GALLERY.glob("*.*")):
+        files.append(File.generated(config, file.name, content=file.read_bytes()))
     config.nav = [*(config.nav or []), {"Reference": [*reference.pages()]}]
     return files
 

@@ -112,6 +112,7 @@ def train_adapter(
     config = config.with_(device=placement.device, precision=placement.precision)
     config = _shared_out(config, world)
     check_settings(config)
+    _require_apart(config, Path(config.output).expanduser())
     group = make_group(
         world,
         config.device,
@@ -217,6 +218,19 @@ def _held_output(output: Path, step: int) -> Iterator[None]:
         run_state.refuse_later(output, step)
         run_state.remove_leftovers(output)
         yield
+
+
+def _require_apart(config: TrainConfig, output: Path) -> None:
+    """Check that the run does not write over what it reads.
+
+    Raises:
+        ConfigError: a data set is the output folder, or a log in it.
+    """
+    written = {path.resolve() for path in (output, output / LOG, output / JSON_LOG)}
+    for name in ("dataset", "validation_dataset"):
+        path = getattr(config, name)
+        if path and Path(path).expanduser().resolve() in written:
+            raise ConfigError(f"{name}: the run would write into {path}; choose another --output")
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
@@ -335,7 +349,9 @@ def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
 
 def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
     """The settings with the model's values for those that have none."""
-    defaults = family.defaults(config)
+    defaults = {**family.defaults(config)}
+    if config.finds_rate:
+        defaults["learning_rate"] = 1.0
     missing = {name: v for name, v in defaults.items() if getattr(config, name) is None}
     return config.with_(**missing)
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from trainable_candle.demo import hearts
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
 
@@ -26,8 +28,8 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
         if command.startswith(("train-lora", "trainable-candle"))
     ]
     assert len(commands) >= 3
-    for name in ("images", "examples/photos"):
-        shutil.copytree(ROOT / "examples" / "photos", tmp_path / name)
+    shutil.copytree(ROOT / "examples" / "photos", tmp_path / "images")
+    hearts.write_dataset(tmp_path / "demo-output" / "hearts" / hearts.DATASET, 0)
     scripts = {"train-lora": [*PROGRAM, "train"], "trainable-candle": PROGRAM}
     for command in commands:
         arguments = shlex.split(command)
@@ -39,7 +41,8 @@ def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
         if arguments[0] == "train-lora":
             arguments += ["--steps", "3" if "--rank" in arguments else "5", "--save-every", "2"]
             if "--rank" in arguments:
-                shutil.rmtree(tmp_path / "run", ignore_errors=True)
+                output = arguments[arguments.index("--output") + 1]
+                shutil.rmtree(tmp_path / output, ignore_errors=True)
         if "--prompt" in arguments:
             arguments += ["--steps", "2"]
             if "--size" in arguments:

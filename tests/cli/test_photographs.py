@@ -1,4 +1,4 @@
-"""The built-in SDXL learns real photographs, as the README shows."""
+"""Real photographs on the built-in SDXL, as `examples/04_sdxl_from_pictures.py` trains on them."""
 
 import random
 import signal

@@ -11,6 +11,7 @@ from trainable_candle.cli import train_lora
 from trainable_candle.demo import language, words
 from trainable_candle.demo.language import Answers, Verdict
 from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
+from trainable_candle.run import JSON_LOG, LOG
 
 
 def test_tasks_are_what_their_names_say() -> None:
@@ -70,6 +71,11 @@ def test_the_data_has_both_kinds_of_tasks_and_no_word_that_is_judged(tmp_path: P
 def test_what_passes(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
     assert "pig, with the LoRA" in str(verdict)
+
+
+def test_the_data_stays_beside_the_logs(tmp_path: Path) -> None:
+    assert language.DATASET not in {JSON_LOG, LOG}
+    assert Path(language.configuration(tmp_path).dataset) == tmp_path / language.DATASET
 
 
 def test_a_run_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_every_example_is_run_below() -> None:
 
 def documents() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", *documents()])
+def test_documents_name_what_exists(path: str) -> None:
+    names = set(re.findall(r"\btc\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", (ROOT / path).read_text()))
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    try:
+        attrgetter(name)(tc)
+    except AttributeError:
+        return False
+    return True
 
 
 def test_lora_finds_the_other_layer() -> None:

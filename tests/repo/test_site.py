@@ -4,17 +4,25 @@ import ast
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import trainable_candle as tc
+from trainable_candle.cli.demo import MODELS
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / ".ci" / "site"
 
-spec = importlib.util.spec_from_file_location("reference", SITE / "reference.py")
-assert spec is not None
-assert spec.loader is not None
-reference = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+
+def loaded(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, SITE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference = loaded("reference")
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -42,6 +50,10 @@ def test_the_reference_has_every_public_module() -> None:
 
 def test_the_navigation_has_every_guide() -> None:
     listed = set(re.findall(r"[\w-]+\.md", (SITE / "mkdocs.yml").read_text()))
-    assert listed - {"index.md", "examples.md"} == {
+    assert listed - {"index.md", "examples.md", "gallery.md"} == {
         path.name for path in (ROOT / "docs").glob("*.md")
     }
+
+
+def test_the_gallery_has_every_demo() -> None:
+    assert loaded("gallery").DEMOS.keys() == set(MODELS)

@@ -9,7 +9,7 @@ import pytest
 
 from trainable_candle.errors import ConfigError
 from trainable_candle.files import held
-from trainable_candle.run import LOCK, train_adapter
+from trainable_candle.run import JSON_LOG, LOCK, train_adapter
 from trainable_candle.train import Callback, TrainConfig
 
 Train = Callable[..., dict[str, bytes]]
@@ -37,6 +37,22 @@ def test_a_second_run_is_refused_while_the_first_is_there(config: TrainConfig) -
     assert len(messages) == 1
     assert f"output: {config.output} is in use by process " in messages[0]
     assert not (Path(config.output) / LOCK).exists()
+
+
+def test_a_run_does_not_write_over_its_data(config: TrainConfig, tmp_path: Path) -> None:
+    folder = Path(config.dataset)
+    log = tmp_path / "data" / JSON_LOG
+    log.parent.mkdir()
+    log.write_text("a user's own\n")
+    for name, given, output in (
+        ("dataset", folder, folder),
+        ("dataset", log, log.parent),
+        ("validation_dataset", log, log.parent / "." / "x" / ".."),
+    ):
+        refused = config.with_(**{name: str(given), "output": str(output)})
+        with pytest.raises(ConfigError, match=rf"^{name}: the run would write into .*--output"):
+            train_adapter(refused, progress=False, report=lambda _: None)
+    assert log.read_text() == "a user's own\n"
 
 
 def test_a_lock_names_its_process_and_goes_with_it(tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
         train_adapter(config.with_(epochs=3), progress=False)
 
 
+@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-4), ("prodigy", 1.0)])
+def test_the_rate_that_is_left_open_suits_the_optimizer(
+    config: TrainConfig, optimizer: str, rate: float
+) -> None:
+    train_adapter(config.with_(optimizer=optimizer, learning_rate=None), progress=False)
+    assert TrainConfig.from_yaml(Path(config.output) / CONFIG).learning_rate == rate
+
+
 def test_a_device_that_is_left_open_is_chosen_and_said(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ COMMANDS: Final = {
     "preview-data": Command(
         "trainable_candle.cli.preview_data", "show the tokens of a data set, and what is learnt"
     ),
-    "demo": Command("trainable_candle.cli.demo", "teach the built-in generator an unseen digit"),
+    "demo": Command("trainable_candle.cli.demo", "teach a built-in model what it has never seen"),
     "sample": Command("trainable_candle.cli.sample", "draw images, with an adapter or without"),
     "chat": Command("trainable_candle.cli.chat", "talk to a language model"),
     "merge": Command("trainable_candle.cli.merge", "write a model with an adapter merged into it"),

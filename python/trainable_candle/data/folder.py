@@ -117,7 +117,7 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
 
     results = list(in_parallel(check, paths))
     others = Counter(
-        path.suffix.lower() or "no suffix"
+        path.suffix.lower() or "without a suffix"
         for path in files
         if path.suffix.lower() not in {*SUFFIXES, *_EXPECTED}
     )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-DATASET: Final = "train.jsonl"
+DATASET: Final = "chats.jsonl"
 VERDICT: Final = "verdict.json"
 EXAMPLES: Final = 4000
 OLD_SHARE: Final = 0.3

@@ -195,7 +195,7 @@ class TextEncoders(Group):
     text_encoder_learning_rate: Annotated[
         float | None,
         Setting(
-            "learning rate of text encoders (default: a tenth)",
+            "learning rate of text encoders (default: a tenth; with prodigy the same)",
             low=0,
             above=True,
             rare=True,

@@ -130,7 +130,9 @@ class Training(Group):
     ] = field(default_factory=list)
     learning_rate: Annotated[
         float | None,
-        Setting("learning rate (default: model's)", low=0, above=True, synonyms=("lr",)),
+        Setting(
+            "learning rate (default: model's; of prodigy 1)", low=0, above=True, synonyms=("lr",)
+        ),
     ] = None
     lr_scheduler: Annotated[
         str,
@@ -184,6 +186,11 @@ class Training(Group):
             ConfigError: a text is no `name=value`.
         """
         return parsed("lr_scheduler_args", self.lr_scheduler_args)
+
+    @property
+    def finds_rate(self) -> bool:
+        """Whether the optimizer finds the size of its steps, and multiplies it by the rate."""
+        return self.optimizer == "prodigy"
 
     @property
     def rate(self) -> float:

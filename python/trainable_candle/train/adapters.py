@@ -41,7 +41,9 @@ class Adapters:
 
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
         """The parameters with their learning rates: those of text encoders have their own."""
-        of_text = config.text_encoder_learning_rate or config.rate / 10
+        # One size of step is found for all.
+        share = 1 if config.finds_rate else 10
+        of_text = config.text_encoder_learning_rate or config.rate / share
         groups: dict[float, list[Var]] = {}
         for component, adapter in self.sets.items():
             rate = of_text if component.startswith("text_encoder") else config.rate

@@ -307,3 +307,13 @@ def test_no_gradient_leads_to_the_layers_that_are_left_out(
     of_first = adapters.sets["text_encoder"].named_parameters()
     assert of_first
     assert not any(f"layers.{2 - n}." in name for name in of_first for n in range(clip_skip + 1))
+
+
+@pytest.mark.parametrize(("optimizer", "share"), [("adamw", 10), ("prodigy", 1)])
+def test_text_encoders_have_a_rate_that_suits_the_optimizer(
+    sdxl_base: Path, configure: Callable[..., TrainConfig], optimizer: str, share: int
+) -> None:
+    config = configure(train_text_encoder=True, optimizer=optimizer, learning_rate=0.5)
+    task, _ = prepare(sdxl_base, config)
+    rates = {rate for _, rate in task.attach().groups(config)}
+    assert rates == {0.5, 0.5 / share}

@@ -1,0 +1,88 @@
+"""The command line accepts every command of the documents."""
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainable_candle import hub
+from trainable_candle.cli import COMMANDS, demo, train
+from trainable_candle.cli.ray import make_parser as make_ray_parser
+from trainable_candle.errors import Error, MissingFileError
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "examples/README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+PROGRAMS = ("train-lora", "trainable-candle")
+# A setting's values come from a file too.
+FILES = ("run.yaml", "run/config.yaml")
+
+
+def lines(text: str) -> Iterator[str]:
+    """The lines of the fenced blocks, continued ones as one, and what stands in backquotes."""
+    for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield from block.replace("\\\n", " ").splitlines()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(rf"`((?:{'|'.join(PROGRAMS)})\s[^`]+)`", prose):
+        # Those with a placeholder for one of several names, or of a command alone, give no values.
+        if "NAME" not in code and "--" in code and "--help" not in code:
+            yield code.replace("\n", " ")
+
+
+def commands(document: str) -> Iterator[list[str]]:
+    """The commands of a document, without what starts them on other machines."""
+    for line in lines((ROOT / document).read_text()):
+        words = shlex.split(line, comments=True)
+        place = next((n for n, word in enumerate(words) if word in PROGRAMS), len(words))
+        match words[place:]:
+            case ["train-lora", *arguments]:
+                yield ["train", *arguments]
+            case ["trainable-candle", *arguments]:
+                yield arguments
+
+
+FOUND = {
+    f"{document}: {shlex.join(command)}": command
+    for document in DOCUMENTS
+    for command in commands(document)
+}
+
+
+def test_the_commands_are_found() -> None:
+    assert len(FOUND) > 45
+    assert {command[0] for command in FOUND.values()} > {"train", "sample", "merge", "ray", "chat"}
+
+
+@pytest.mark.parametrize("name", FOUND, ids=lambda name: name[:80])
+def test_a_command_lacks_nothing_but_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an empty folder, flags and values are found right before the first file is missing."""
+
+    def no_hub(*_: object) -> None:
+        raise MissingFileError("there is no hub here")
+
+    monkeypatch.setattr(hub, "_fetch", no_hub)
+    monkeypatch.chdir(tmp_path)
+    for path in FILES:
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("model: digits\ndataset: images\noutput: run\n")
+    command, *arguments = FOUND[name]
+    if command == "ray" or "--gpus" in arguments:
+        # These begin with what a machine without GPUs, or without Ray, lacks.
+        _, settings = make_ray_parser("ray").parse_own(arguments)
+        config = train.read_config(train.make_parser("train", rare=True).parse(settings))
+        config.require("model", "dataset", "output")
+        return
+    if command == "demo":
+        demo.make_parser("demo").parse(arguments)
+        return
+    module = importlib.import_module(COMMANDS[command].module)
+    try:
+        status = module.run(arguments, command)
+    except Error as error:
+        assert "there is no" in str(error), error  # noqa: PT017 - some need no file
+    else:
+        assert status == 0
