@@ -1,4 +1,4 @@
-"""What happens around the steps of one run: averages, validation, previews, saves, its end."""
+"""One run besides its steps: averages, validation, previews, saving, and the end."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Session:
         self.epochs = Epochs(self._batches.first_batch, config.gradient_accumulation * group.size)
         self.totals = Totals(task.counts)
         self._average = None
-        # All processes validate; the first one writes and draws as well.
+        # All processes validate, but only the first one writes and draws.
         if config.ema_decay and (group.rank == 0 or prepared.validation is not None):
             self._average = AdapterAverage(adapters, config.ema_decay)
         as_used: Callable[[], AbstractContextManager[None]] = partial(
@@ -102,7 +102,7 @@ class Session:
             self.callbacks.append(SameParameters(group, self._is_compared))
 
     def _is_compared(self, step: int) -> bool:
-        """Whether the processes compare their parameters: before a checkpoint, too."""
+        """Whether the processes compare their parameters at a step; also before a checkpoint."""
         config = self._config
         every = self._moments(config.save_every, config.save_every_epochs)
         return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
@@ -111,7 +111,7 @@ class Session:
         return steps if epochs is None else self.epochs.ends(epochs)
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
-        """The training loop with all of these."""
+        """The training loop of this run."""
         config = self._config
         optimizer = make_optimizer(config, self._adapters.groups(config))
         return Trainer(
@@ -139,7 +139,7 @@ class Session:
         )
 
     def announce(self, report: Callable[[str], None]) -> None:
-        """Say how many examples make a step, and how many epochs the steps are."""
+        """Report the number of examples in a step, and the number of epochs."""
         config = self._config
         batch, parts = config.batch_size, config.gradient_accumulation * self._group.size
         noun = self._task.noun if self._task.counts == "image" else "row"
@@ -162,7 +162,7 @@ class Session:
         return Stamped(self._task.adapter_file(self._adapters, path, self._metadata(step)), path)
 
     def conclude(self, step: int, report: Callable[[str], None]) -> None:
-        """Write the finished adapter, and say what there is now."""
+        """Write the finished adapter, and report the files that were written."""
         output = self._output
         finished = adapter_path(self._config, output)
         file = self.adapter_file(finished, step)

@@ -1,4 +1,4 @@
-"""A language model's folder with layers in eight or four bits, as its readers store them."""
+"""Quantizes layers in a language model's folder to eight or four bits, in its readers' formats."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
-    """Replace weights in a folder of transformers by quantized ones, in a form that it loads.
+    """Replace weights in a folder of transformers by quantized ones that transformers loads.
 
-    - `"nf4"`: bitsandbytes, scales in f32 (4.5 bits a weight), as those that `--qat nf4` trains
-      with. Keys follow `QuantState.as_dict(packed=True)` and the configuration
+    - `"nf4"`: bitsandbytes, with scales in f32 (4.5 bits a weight), like the rounding of
+      `--qat nf4`. Keys follow `QuantState.as_dict(packed=True)`, and the configuration
       `BitsAndBytesConfig`:
       <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
     - `"int8"`: bitsandbytes, the largest magnitude of each row in `SCB` (`Linear8bitLt`).
-    - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row, for weights alone:
+    - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row; weights only:
       <https://github.com/vllm-project/compressed-tensors>.
 
     Args:
-        folder: holds `config.json` and the weights; its files are replaced.
+        folder: the folder with `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
         to: one of `FORMATS`.
 
     Returns:
-        The relative error of the replaced weights: the length of the difference by theirs.
+        The relative error of the replaced weights: the norm of the difference divided by theirs.
 
     Raises:
-        MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
+            weight of a layer.
         NonFiniteError, ArgumentError: a weight is not a finite number.
         OSError: a file cannot be written.
     """
@@ -62,7 +63,7 @@ def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
                 continue
             left.remove(layer)
             exact = weight.to("f32")
-            rounded = fake_quantize(exact, to)  # says what is wrong with a weight
+            rounded = fake_quantize(exact, to)  # raises for weights that are not finite
             tensors |= form.parts(key, exact, _DTYPES[str(weight.dtype)])
             if to in _CODES:
                 codes[key] = to
@@ -86,13 +87,13 @@ def quantize_folder(folder: Path, layers: Collection[str], to: str) -> float:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a format is stored."""
+    """How weights in a format are stored."""
 
     parts: Callable[[str, Tensor, str], dict[str, Tensor]]
-    """The codes of a weight, under its key, and what is beside them; takes its values in f32 and
-    the name of the dtype that it had."""
+    """(key, values in f32, name of the original dtype) -> the weight's tensors by name: its codes,
+    under its key, and the tensors that belong to them."""
     configuration: Callable[[str], dict[str, object]]
-    """The `quantization_config`, of the dtype that is computed in."""
+    """The name of the dtype for computation -> the `quantization_config`."""
 
 
 def _nf4(key: str, exact: Tensor, dtype: str) -> dict[str, Tensor]:
@@ -118,7 +119,7 @@ def _int8(key: str, exact: Tensor, _dtype: str) -> dict[str, Tensor]:
     return {
         key: tc.quantize(exact, "int8").tensors()["codes"].reshape(exact.shape),
         f"{layer}SCB": tc.tensor(np.abs(exact.numpy()).max(1)),
-        # Weights lie row by row.
+        # 0 means row-major.
         f"{layer}weight_format": tc.tensor(np.array(0, np.uint8)),
     }
 
@@ -132,7 +133,7 @@ def _fp8(key: str, exact: Tensor, _dtype: str) -> dict[str, Tensor]:
 
 
 def _values() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The sixteen values of the codes: blocks whose scale is 1, rounded."""
+    """The values of the 16 codes, found by rounding blocks whose scale is 1."""
     blocks = np.linspace(-1, 1, 64 * 63, dtype=np.float32).reshape(64, 63)
     blocks = np.concatenate([blocks, np.ones((64, 1), np.float32)], 1)
     return np.unique(fake_quantize(tc.tensor(blocks), "nf4").numpy())
