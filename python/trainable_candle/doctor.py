@@ -1,4 +1,4 @@
-"""What there is on this machine to train with, what is wrong with it, and the cure."""
+"""A report of this machine's means to train, of what is wrong with them, and of the cures."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Finding:
     what: str
     found: str
     cure: str = ""
-    """What to do; of a fault there is one."""
+    """What to do; every fault has a cure."""
 
     def __str__(self) -> str:
-        """As a line, the cure below it."""
+        """One line, and the cure on a line below."""
         line = f"{self.state:<5}  {self.what:<9}  {self.found}"
         return f"{line}\n{'':18}-> {self.cure}" if self.cure else line
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Look at everything; `folder` is where runs are to be written.
+    """Run all checks; `folder` is where runs will be written.
 
     The last test trains a small layer, for less than ten seconds.
     """
@@ -124,7 +124,7 @@ def _disk(folder: Path) -> Finding:
 
 
 def _gpu() -> Finding:
-    """The NVIDIA GPU and its driver, as the driver's own tool tells them."""
+    """The NVIDIA GPU and its driver, as nvidia-smi reports them."""
     tool = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/lib/wsl/lib")
     if tool is None:
         if Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists():

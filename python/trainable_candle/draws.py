@@ -1,7 +1,7 @@
 """Random numbers of a run: streams keyed by the run's seed, a purpose and a number.
 
-The purposes are listed in `rust/core/src/rng/purpose.rs`. Nothing depends on what was drawn before,
-on how samples are put into batches, or on which process draws.
+The purposes are listed in `rust/core/src/rng/purpose.rs`. The numbers do not depend on earlier
+draws, on how samples are put into batches, or on which process draws.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["draw_from", "drawn", "generator", "normal_samples", "pair", "stream_
 
 
 def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
-    """The stream of a run for a purpose and a number, for draws with numpy."""
+    """A numpy generator of the stream for a seed, a purpose and a number."""
     return np.random.Generator(np.random.Philox(key=stream_seed(seed, purpose, number)))
 
 
 def drawn(seed: int, purpose: str, number: int, function: Callable[[], T]) -> T:
-    """Call a function whose draws from tc's generator come from such a stream instead."""
+    """Call a function; its draws from tc's generator come from this stream instead."""
     result: T = draw_from(stream_seed(seed, purpose, number), function)
     return result
 
 
 def pair(high: int, low: int) -> int:
-    """Two numbers below 2**32 as one."""
+    """Two numbers below 2**32 packed into one."""
     return high << 32 | low

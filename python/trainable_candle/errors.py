@@ -84,7 +84,7 @@ class ConfigError(Error, ValueError):
 
 
 class DistributedError(Error, RuntimeError):
-    """Processes that train together do not find each other, differ, or one has failed."""
+    """Processes that train together cannot connect, have different facts, or one has failed."""
 
 
 class FileError(Error, OSError):
@@ -108,6 +108,6 @@ class InternalError(Error, RuntimeError):
 class ReplayComplete(BaseException):
     """Leaves a checkpointed function when all needed values have been recomputed.
 
-    Never reaches the caller of `backward`. Not an `Exception`, so that functions that catch those
-    let it pass.
+    It never reaches the caller of `backward`. It is not an `Exception`, so that functions which
+    catch exceptions let it pass.
     """

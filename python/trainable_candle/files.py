@@ -1,4 +1,4 @@
-"""Files that are complete or absent, whatever happens while they are written."""
+"""Reading and writing of files; a file that is written is complete or absent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _TOO_DEEP: Final = "its values are nested too deeply"
 _LARGEST_HEADER: Final = 100_000_000
-"""Bytes, as for the safetensors library."""
+"""Bytes, as in the safetensors library."""
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> None:
@@ -29,13 +29,14 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
     Args:
         path: the file; one that exists is replaced.
         content: text is written as UTF-8.
-        sync: whether it must survive a power failure; without, it may then be empty or damaged.
+        sync: whether the file must survive a power failure; if not, it may be empty or damaged
+            after one.
 
     Raises:
-        OSError: it cannot be written; what was there before is as it was.
+        OSError: it cannot be written; an existing file is unchanged.
     """
     data = content.encode() if isinstance(content, str) else content
-    # Processes of several machines, or containers, may have one number.
+    # Processes on different machines or in different containers may have the same pid.
     unique = f"{os.getpid()}-{secrets.token_hex(4)}"
     partial = path.with_name(f".{path.name}.{unique}.partial")
     try:
@@ -48,7 +49,7 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            # About the file that was asked for, not its temporary name.
+            # Name the requested file, not the temporary one.
             raise type(error)(error.errno, error.strerror, str(path)) from None
         raise
     if sync:
@@ -56,13 +57,13 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = True) -> 
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML's plain values; a mapping that has a key twice is an error, not its last value."""
+    """YAML's plain values; rejects a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As in `SafeLoader`.
 
         Raises:
-            yaml.YAMLError: a key is there twice.
+            yaml.YAMLError: a key occurs twice.
         """
         seen = set()
         for key, _ in node.value:
@@ -101,21 +102,22 @@ def parse_json(text: str | bytes) -> Any:
 
 @contextmanager
 def held(path: Path, refusal: str) -> Iterator[None]:
-    """Hold a lock file; it disappears with the context, and is free when its process has gone.
+    """Hold a lock file, which is removed at the end; the lock is released if the process dies.
 
     Args:
         path: the file, in a folder that exists.
-        refusal: the start of the message if another process has it.
+        refusal: the start of the message if another process holds the lock.
 
     Raises:
-        ConfigError: another process, which is named, or another thread has it.
-        OSError: the file cannot be made.
+        ConfigError: another process, which the message names, or another thread holds the lock.
+        OSError: the file cannot be created.
     """
     handle = _lock(path, refusal)
     try:
         yield
     finally:
-        # While it is held, so that no other process holds a file without a name.
+        # Remove the file before unlocking: otherwise another process could lock it in between, and
+        # hold a file that has no name.
         path.unlink(missing_ok=True)
         os.close(handle)
 
@@ -142,7 +144,7 @@ def _lock(path: Path, refusal: str) -> int:
 
 
 def _try_lock(handle: int) -> None:
-    """Lock an open file, if its file system knows locks: those of some clusters do not."""
+    """Lock an open file if its file system supports locks; some file systems of clusters do not."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -151,7 +153,7 @@ def _try_lock(handle: int) -> None:
 
 
 def _is_named(handle: int, path: Path) -> bool:
-    """Whether the open file is the one at `path`: its last holder may just have removed it."""
+    """Whether the open file is still at `path`; the last holder may have removed it meanwhile."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -159,7 +161,7 @@ def _is_named(handle: int, path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power failure.
+    """Sync a folder, so that new and renamed files in it survive a power failure.
 
     Raises:
         OSError: the file system reports a failure.
@@ -172,11 +174,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
-    """The text entries of a safetensors file's header; none if it has none.
+    """The metadata in a safetensors file's header; empty if it has none.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not such a file.
+        ValueError: it is not a safetensors file.
     """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -21,10 +21,10 @@ _HALF: Final = (
 
 
 def download(name: str, subfolders: list[str], half: bool = False) -> str:
-    """The local folder of a model on the hub, fetched if it is not in the client's cache.
+    """The local folder of a model on the hub, downloaded if it is not in the client's cache.
 
-    Fetches only the configuration and the safetensors weights of one variant. Without a connection,
-    uses the cache.
+    Downloads only the configuration and the safetensors weights of one variant. Without a
+    connection, uses the cache.
 
     Args:
         name: "organisation/name".
@@ -70,12 +70,12 @@ def is_name(text: str) -> bool:
 
 
 def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
-    """The local folder of what may be a model on the hub; None if it is not a name of one.
+    """The local folder of a model on the hub; None if `name` is not the name of one.
 
     Args:
-        name: perhaps "organisation/name".
+        name: "organisation/name", or something else.
         subfolders: as for `download`.
-        half: likewise.
+        half: as for `download`.
 
     Raises:
         MissingFileError: as `download`.
@@ -84,7 +84,7 @@ def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
 
 
 def download_pipeline(name: str, parts: Sequence[str], half: bool = False) -> Path:
-    """The local folder of a pipeline on the hub, fetched if it is not in the client's cache.
+    """The local folder of a pipeline on the hub, downloaded if it is not in the client's cache.
 
     Args:
         name: "organisation/name".
@@ -120,7 +120,7 @@ def download_texts(name: str, suffixes: Sequence[str]) -> Path:
 
     Args:
         name: "organisation/name".
-        suffixes: those of the files with texts.
+        suffixes: the endings of the files with texts.
 
     Raises:
         MissingFileError: as `download`.

@@ -41,11 +41,11 @@ __all__ = [
 ]
 
 _END = object()
-"""After the last batch of an iterable."""
+"""Follows the last batch of an iterable."""
 
 
 class Dataset:
-    """The base of data sets, for those who like one: any sequence will do.
+    """An optional base class of data sets; a `DataLoader` takes any sequence.
 
     A subclass has `__len__` and `__getitem__`.
 
@@ -90,7 +90,7 @@ class TensorDataset(Dataset):
         self.tensors = tensors
 
     def __getitem__(self, place: int) -> tuple[Tensor, ...]:
-        """Return a row of each."""
+        """Return one row of each tensor."""
         return tuple(tensor[place] for tensor in self.tensors)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Subset(Dataset):
 
     Args:
         dataset: The data set.
-        indices: Their places, in order.
+        indices: The places of the items, in order.
     """
 
     @explained
@@ -133,7 +133,7 @@ def random_split(
     Args:
         dataset: The data set.
         lengths: Numbers of items, or parts that sum to 1.
-        generator: Where the order is drawn; default the library's (`manual_seed`).
+        generator: Draws the order; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If a length is negative, or they do not sum to the number of items.
@@ -191,10 +191,10 @@ def default_collate(items: Sequence[Any]) -> Any:
 
 
 class DataLoader:
-    """Batches of a sequence, or of an iterable; each `for` is a new pass.
+    """Batches of a sequence, or of an iterable; each `for` is a new epoch.
 
-    The workers are threads: reading files, decoding and numpy run beside the training. An iterable
-    is read by one of them. A batch stays on the CPU unless items are elsewhere.
+    The workers are threads, because reading files, decoding and numpy run in parallel with
+    training. Only one of them reads an iterable. A batch is on the device of its items.
 
         rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
         for inputs, targets in tc.loader.DataLoader(rows, 5, shuffle=True, num_workers=2):
@@ -202,18 +202,18 @@ class DataLoader:
 
     Args:
         dataset: Anything with `__len__` and `__getitem__`, or an iterable.
-        batch_size: Items of a batch; None for items as they are.
-        shuffle: Whether each pass has a new order.
-        sampler: Places in the order to take; excludes `shuffle`.
-        batch_sampler: Lists of places; excludes the three above and `drop_last`.
-        num_workers: Threads that make batches ahead; 0 for none.
-        collate_fn: Makes a batch of a list of items.
+        batch_size: Items of a batch; None for single items instead of batches.
+        shuffle: Whether each epoch has a new order.
+        sampler: The places of items, in order; excludes `shuffle`.
+        batch_sampler: Lists of places, one per batch; excludes the three above and `drop_last`.
+        num_workers: Threads that prepare batches in advance; 0 for none.
+        collate_fn: Turns a list of items into a batch.
         drop_last: Whether a last batch that is not full is left out.
-        prefetch_factor: Batches that a worker is ahead; default 2.
-        generator: Where orders are drawn; default the library's (`manual_seed`).
-        worker_init_fn: What each worker calls with its number before its first batch of a pass.
-        pin_memory: Ignored: memory is not pinned by hand.
-        persistent_workers: Ignored: threads start at once.
+        prefetch_factor: Batches that each worker prepares in advance; default 2.
+        generator: Draws the orders; default the library's (`manual_seed`).
+        worker_init_fn: Each worker calls it with its number before its first batch of an epoch.
+        pin_memory: Ignored, because the library manages pinned memory itself.
+        persistent_workers: Ignored, because threads start quickly.
 
     Raises:
         ArgumentError: If arguments exclude each other, or a number is out of range.
@@ -272,7 +272,7 @@ class DataLoader:
         self.collate_fn = collate_fn or default_collate
 
     def __len__(self) -> int:
-        """Return how many batches a pass has."""
+        """Return how many batches an epoch has."""
         if self.batch_sampler is not None:
             return len(self.batch_sampler)  # type: ignore[arg-type]  # a list, most often
         items = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
@@ -281,10 +281,10 @@ class DataLoader:
         return items // self.batch_size if self.drop_last else -(-items // self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batches of a pass."""
+        """Iterate over the batches of an epoch."""
         if not self.is_sequence:
             made = (self._joined(items) for items in self._batches(iter(self.dataset)))
-            # Only one thread at a time can take the next item.
+            # One worker, because a generator cannot run in two threads at once.
             return self._ahead(repeat(partial(next, made, _END)), 1) if self.num_workers else made
         if self.num_workers:
             tasks = (partial(self._read, places) for places in self._places())
@@ -327,7 +327,7 @@ class DataLoader:
         return self.collate_fn(items)
 
     def _ahead(self, tasks: Iterator[Callable[[], Any]], threads: int) -> Iterator[Any]:
-        """What the tasks return, in order, up to `_END`; the workers do the next ones."""
+        """Yield the results of tasks in order, up to `_END`, while workers run the next tasks."""
         waiting, numbers = deque[Any](), count()
         beginning = _Beginning(lambda: (self.worker_init_fn or _nothing)(next(numbers)))
         with ThreadPoolExecutor(threads, "loader", beginning) as workers:
@@ -346,11 +346,11 @@ class DataLoader:
 
 
 def _nothing(number: int) -> None:
-    """Prepare no worker."""
+    """Prepare nothing."""
 
 
 class _Beginning:
-    """What each worker does first; an error of it arrives with the worker's results."""
+    """Prepares each worker; an error in this appears when the results are read."""
 
     def __init__(self, prepare: Callable[[], Any]) -> None:
         self._prepare = prepare

@@ -1,4 +1,4 @@
-"""Adapters on models written in Python, under peft's names and in its files."""
+"""Adapters on models written in Python, with peft's names and file format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Adapted = LoRALinear | DoRALinear | LoRAConv2d
 
 
 class _Place(NamedTuple):
-    """A layer and where it is."""
+    """A layer, its owner (a module, list or dict), and its key there."""
 
     owner: Any
     key: Any
@@ -46,8 +46,8 @@ class _Place(NamedTuple):
 class ModuleAdapter:
     """The adapters of a module written in Python; `Module.add_adapter` makes it.
 
-    Linear layers become `nn.LoRALinear` or `nn.DoRALinear`, convolutions `nn.LoRAConv2d`, in their
-    places and with the same weights, which are frozen with all others.
+    Linear layers are replaced by `nn.LoRALinear` or `nn.DoRALinear`, convolutions by
+    `nn.LoRAConv2d`, with the same weights. All weights of the module are frozen.
 
     ```python
     adapter = model.add_adapter(tc.LoraConfig(r=2, target_modules="all-linear"))
@@ -56,12 +56,11 @@ class ModuleAdapter:
     ```
 
     Args:
-        module: Holds `nn.Linear` and `nn.Conv2d` layers in its attributes, however deep.
-        config: Which layers, what kind and size; LoRA and DoRA.
+        module: A module with `nn.Linear` and `nn.Conv2d` layers at any depth.
+        config: The layers to adapt, and the kind (LoRA or DoRA) and size of the adapters.
 
     Raises:
-        ConfigError: If the configuration names no layer, or an adapter that these layers cannot
-            have.
+        ConfigError: If the configuration matches no layer, or its adapter does not suit the layers.
     """
 
     def __init__(self, module: Module, config: LoraConfig) -> None:
@@ -104,7 +103,7 @@ class ModuleAdapter:
         return list(self.named_parameters().values())
 
     def set_enabled(self, enabled: bool) -> None:
-        """Let the module compute through the adapters, or as if there were none."""
+        """Let the module compute with the adapters, or as if there were none."""
         for layer in self.layers.values():
             layer.enabled = enabled
 
@@ -163,7 +162,7 @@ class ModuleAdapter:
         }
 
     def load(self, folder: str | Path) -> None:
-        """Read the parameters of peft's folder, or of its file, with the same layers and ranks.
+        """Read parameters from peft's folder, or its file, with the same layers and ranks.
 
         Raises:
             MissingFileError, WeightsFormatError: If there is no such file, or its layers differ.
@@ -191,9 +190,9 @@ class ModuleAdapter:
 
 
 class PeftModel(Module):
-    """A module with adapters, as peft's class of this name; `get_peft_model` makes it.
+    """A module with adapters, like peft's class of this name; `get_peft_model` makes it.
 
-    Calls go to the module; `parameters` are those of the adapters.
+    Calls are forwarded to the module; `parameters` are those of the adapters.
 
         model = tc.get_peft_model(model, tc.LoraConfig(r=2, target_modules=["0"]))
         model.save_pretrained("adapters")
@@ -213,12 +212,12 @@ class PeftModel(Module):
 
     @classmethod
     def from_pretrained(cls, module: Module, folder: str | Path) -> PeftModel:
-        """Put the adapters of a folder that this class or peft has written on a module.
+        """Attach adapters to a module from a folder that this class or peft has written.
 
         Raises:
             MissingFileError, WeightsFormatError: If a file is missing, damaged, or of another
                 model.
-            ConfigError: If it holds another kind of adapter than LoRA and DoRA.
+            ConfigError: If the adapters are neither LoRA nor DoRA.
         """
         path = Path(folder).expanduser()
         model = get_peft_model(module, _read_config(path / _CONFIG))
@@ -226,7 +225,7 @@ class PeftModel(Module):
         return model
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the adapters in peft's form; raises as `ModuleAdapter.save`."""
+        """Write the adapters in peft's format; raises as `ModuleAdapter.save`."""
         self._adapter.save(folder)
 
     def merge_and_unload(self) -> Module:
@@ -248,7 +247,7 @@ class PeftModel(Module):
 
 
 def get_peft_model(module: Module, config: LoraConfig) -> PeftModel:
-    """Freeze a module written in Python and put adapters on it, as peft's function of this name.
+    """Freeze a module written in Python and attach adapters, like peft's function of this name.
 
         model = tc.nn.Sequential(tc.nn.Linear(4, 8), tc.nn.ReLU(), tc.nn.Linear(8, 2))
         model = tc.get_peft_model(model, tc.LoraConfig(r=8, target_modules=["0", "2"]))
@@ -266,7 +265,7 @@ def _expect(function: str, name: str, value: object, kind: type) -> None:
 
 
 def _places(module: Module) -> dict[str, _Place]:
-    """The layers that can have adapters by name; one that is used in two places comes once."""
+    """The layers that can have adapters, by name; a layer used in two places occurs once."""
     found: dict[str, _Place] = {}
     seen: set[int] = set()
     for name, owner, key, layer in module.named_children():

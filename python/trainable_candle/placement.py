@@ -1,4 +1,4 @@
-"""The device and the precision of a command where the user leaves them open."""
+"""Chooses the device and the precision of a command if the user has not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Placement:
     precision: str
     """`f32`, `bf16` or `f16`."""
     reason: str | None = None
-    """Why `auto` did not take a GPU; None if it did, or if the user named the device."""
+    """Why `auto` did not choose a GPU; None if it did, or if the user named the device."""
 
     def __str__(self) -> str:
         """One line for the user."""
@@ -30,8 +30,8 @@ class Placement:
 def choose(device: str, precision: str) -> Placement:
     """Resolve names and `auto` to a device and a precision.
 
-    `auto` takes the first GPU if CUDA can be used, else the CPU. It computes in bf16 on a GPU,
-    which every supported GPU has, and in f32 on the CPU. A named device is not checked here.
+    The device `auto` is the first GPU if CUDA can be used, else the CPU. The precision `auto` is
+    bf16 on a GPU (every supported GPU has it), and f32 on the CPU. A named device is not checked.
     """
     reason = None
     if device == AUTO:

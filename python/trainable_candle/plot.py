@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def prepare() -> None:
-    """Import what `loss_curve` needs in the background, if it is installed.
+    """Import matplotlib, if it is installed, in the background for `loss_curve`.
 
-    The import takes half a second, which a run that trains in the meantime does not wait for.
+    The import takes half a second, which thus passes during training.
     """
 
     def load() -> None:
-        # `loss_curve` says what is missing, when it is called.
+        # `loss_curve` raises if matplotlib is missing.
         with suppress(ImportError):
             import matplotlib.backends.backend_agg  # noqa: PLC0415 - optional, and slow to import
             import matplotlib.figure  # noqa: F401, PLC0415
@@ -44,14 +44,14 @@ def loss_curve(
     validation: Sequence[tuple[int, float]] = (),
     title: str = "Training loss",
 ) -> None:
-    """Draw the loss of every step, its running mean over a twentieth of the run, and validations.
+    """Draw the loss of every step, its running mean over a twentieth of the run, and validation.
 
     Args:
         path: the PNG file to write.
         steps: the steps that the losses belong to, ascending.
-        losses: as many.
-        validation: steps and validation losses, ascending.
-        title: above the curve.
+        losses: the loss of each step.
+        validation: steps and their validation losses, ascending.
+        title: the title above the curve.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to install it.
@@ -87,7 +87,7 @@ def loss_curve(
 
 
 def running_mean(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """The mean of each value with those before it, at most a twentieth of all; same length."""
+    """The mean of each value and the values before it, over a twentieth of all; same length."""
     width = max(1, len(values) // 20)
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     ends = np.arange(1, len(values) + 1)
@@ -139,7 +139,7 @@ def visible_scale(pictures: npt.NDArray[np.uint8]) -> int:
 
 
 def padded(pictures: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-    """RGB images of any sizes as one array, white where they do not reach the largest."""
+    """RGB images of any sizes as one array, padded with white to the largest height and width."""
     height, width = (max(picture.shape[side] for picture in pictures) for side in (0, 1))
     whole = np.full((len(pictures), height, width, 3), 255, np.uint8)
     for place, picture in zip(whole, pictures, strict=True):
@@ -153,7 +153,7 @@ def save_png(image: Image.Image, path: Path, parameters: str | None = None) -> N
     Args:
         image: the image.
         path: the file.
-        parameters: a text for the entry in which A1111 and others look for the prompt.
+        parameters: a text for the entry from which A1111 and other tools read the prompt.
 
     Raises:
         OSError: the file cannot be written.

@@ -51,7 +51,7 @@ TENSORBOARD: Final = "tensorboard"
 CURVE: Final = "loss.png"
 LOCK: Final = ".lock"
 _FIRST_STEPS: Final = 20
-"""Steps in which a run that runs out of memory is planned anew, once."""
+"""If memory runs out within this many steps, the run is planned again, once."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainingRun:
     """The result of `train_adapter` in memory."""
 
     task: Task
-    """The model with the adapters on it, as they were written: averaged if an average is kept."""
+    """The model with the adapters as they were written: averaged if an average is kept."""
     adapter: Adapters
     output: Path
     step: int
@@ -88,18 +88,18 @@ def train_adapter(
     """Train an adapter; writes it, its configuration, logs, previews and checkpoints to `output`.
 
     Args:
-        config: `model`, `dataset` and `output` must be given, `weights` too unless the package
-            ships the model's.
-        callbacks: called after those that write the logs and show the progress.
+        config: `model`, `dataset` and `output` must be given; `weights` too, unless the package
+            has weights for the model.
+        callbacks: called after the callbacks that write the logs and show the progress.
         progress: whether to show a progress bar.
         report: gets a line at each stage.
         world: the place of this process among those that train together; only the first of them
             writes, draws, validates and reports.
 
     Raises:
-        ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: before the first
-            step.
-        CudaUnavailableError, DeviceError: there is no such device; before anything is read.
+        ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data,
+            weights or memory do not suffice; raised before the first step.
+        CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
         NonFiniteError: the loss or the gradient is NaN or infinite.
         DistributedError: another process of the run is missing, differs, or has failed.
     """
@@ -141,9 +141,9 @@ def _train_in(
 
     Args:
         group: the processes.
-        family: the model's.
+        family: the model's family.
         config: the settings, complete.
-        placement: what chose device and precision.
+        placement: the choice of device and precision, for the log.
         shown: the callbacks of the caller, and whether to show a progress bar.
         report: gets a line at each stage.
     """
@@ -191,7 +191,7 @@ def _train_in(
         try:
             return run(tried.config)
         except OutOfMemoryError as error:
-            # A checkpoint of this try would look newer than those of the next.
+            # A checkpoint of this attempt would look newer than those of the next attempt.
             saved = any(run_state.step_of(kept) > step for kept in run_state.checkpoints(output))
             if group.size > 1 or taken.steps >= _FIRST_STEPS or saved:
                 raise
@@ -202,7 +202,7 @@ def _train_in(
             if plan.config == tried.config:
                 raise
         _tell(plan, budget, report)
-        # With the exception, what the models hold is gone.
+        # Outside the `except` block nothing refers to the models of the first attempt any more.
         gc.collect()
         if config.on_gpu:
             tc.cuda.empty_cache(config.device)
@@ -211,7 +211,7 @@ def _train_in(
 
 @contextmanager
 def _held_output(output: Path, step: int) -> Iterator[None]:
-    """Within this context the output is this run's alone; it continues from `step`."""
+    """Reserve the output folder for this run, which continues from `step`."""
     _make_writable(output)
     with held(output / LOCK, f"output: {output} is in use"):
         # Another run may have used the folder in the meantime.
@@ -234,10 +234,10 @@ def _require_apart(config: TrainConfig, output: Path) -> None:
 
 
 def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, TrainConfig]:
-    """The checkpoint to continue from with its step, -1 for none, and the settings.
+    """The checkpoint to continue from, its step (-1 for none), and the settings.
 
-    What was planned for the earlier run and decides over its results is kept where the settings
-    leave it open.
+    Settings that the earlier run planned by itself and that affect results are kept, unless the
+    user sets them now.
 
     Raises:
         ConfigError: there is no such checkpoint, no step is left, or the folder has later ones.
@@ -251,7 +251,7 @@ def _resumed(config: TrainConfig, output: Path) -> tuple[Path | None, int, Train
     earlier = state.settings if state else {}
     planned = {name: earlier[name] for name in KEPT if earlier.get(name) is not None}
     known = {name: value for name, value in planned.items() if is_open(config, name)}
-    # What is checked and estimated of a start holds where `auto` finds no checkpoint.
+    # Without a checkpoint, clear `resume`, so that checks and estimates are those of a new run.
     return start, step, config.with_(**known, resume=config.resume if start else None)
 
 
@@ -266,7 +266,7 @@ class _Taken(Callback):
 
 
 def _tell(plan: Plan, budget: Budget, report: Callable[[str], None]) -> None:
-    """Report what a run will hold in memory, and what was chosen for that."""
+    """Report the estimated memory of a run, and the settings that were chosen to fit."""
     for line in [*plan.estimate.table(), *plan.lines(budget)]:
         report(line)
 
@@ -281,15 +281,15 @@ def _train(
     report: Callable[[str], None],
     config: TrainConfig,
 ) -> TrainingRun:
-    """Load, encode, train, write to the output, which the caller holds.
+    """Load, encode, train, and write to the output, whose lock the caller holds.
 
     Args:
         group: the processes that train together.
-        family: the model's.
-        weights: the model's.
+        family: the model's family.
+        weights: the model's weights.
         start: the checkpoint to continue from.
-        data: what the task has read.
-        callbacks: those to call before the run's own, and after.
+        data: the data that the task has read.
+        callbacks: the callbacks to call before the run's own, and those to call after.
         report: gets a line at each stage.
         config: the settings.
     """
@@ -338,7 +338,7 @@ def _train(
 
 @contextmanager
 def _multiplying_codes(config: TrainConfig) -> Iterator[None]:
-    """Within this context products are of codes if the settings say so."""
+    """A context in which matrix products multiply 8-bit codes, if `w8a8` is set."""
     before = tc.get_w8a8()
     tc.set_w8a8(before or config.w8a8)
     try:
@@ -357,10 +357,10 @@ def _with_defaults(config: TrainConfig, family: type[Family]) -> TrainConfig:
 
 
 def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
-    """The settings of one of several processes: its accumulation, its CPU threads.
+    """The settings of one of several processes: its gradient accumulation and CPU threads.
 
     Raises:
-        ConfigError: the effective batch cannot be dealt out evenly.
+        ConfigError: the effective batch cannot be divided evenly among the processes.
     """
     size = 1 if world is None else world.size
     whole = config.effective_batch
@@ -382,7 +382,8 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
 def _agreed(config: TrainConfig) -> dict[str, str]:
     """The settings that must be equal in all processes.
 
-    Machines may keep their files in folders of their own; what is in those is compared.
+    Machines may have their files in different folders, so paths are left out; `_require_same_files`
+    compares the files.
     """
     own = {name for name, (_, setting) in known_settings().items() if setting.path}
     own = (own - {"resume"}) | {"device", "threads"}
@@ -390,14 +391,14 @@ def _agreed(config: TrainConfig) -> dict[str, str]:
 
 
 def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
-    """Check that all processes have read the same files: machines may have folders of their own.
+    """Check that all processes have read the same files, perhaps from folders of their machines.
 
     Raises:
-        DistributedError: those of a process differ.
+        DistributedError: the files of a process differ.
     """
     files = sorted(weights.rglob("*")) if weights.is_dir() else [weights]
     folder = weights if weights.is_dir() else weights.parent
-    # Sizes alone: to hash the weights would take minutes.
+    # Compare sizes only, because hashing the weights would take minutes.
     sizes = {
         file.relative_to(folder).as_posix(): f"{file.stat().st_size} bytes"
         for file in files
@@ -410,7 +411,7 @@ def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
 
 
 def _silent(_line: str) -> None:
-    """Report nothing: the first process does."""
+    """Report nothing, because the first process reports."""
 
 
 def _in_steps(
@@ -420,7 +421,7 @@ def _in_steps(
     size: int,
     report: Callable[[str], None],
 ) -> TrainConfig:
-    """The settings with the number of steps of their epochs, on `size` processes."""
+    """The settings, with their epochs converted to steps on `size` processes."""
     epochs = config.epochs or 0
     batches = data.batches(config.batch_size).first_batch(epochs)
     steps = max(1, math.ceil(batches / (config.gradient_accumulation * size)))
@@ -450,7 +451,7 @@ def _logs(config: TrainConfig, output: Path) -> list[Callback]:
 
 
 def _make_writable(folder: Path) -> None:
-    """Make a folder; raises now rather than after a model has been loaded."""
+    """Make a folder, and check now, before a model is loaded, that it can be written to."""
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))

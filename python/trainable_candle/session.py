@@ -1,4 +1,4 @@
-"""What happens around the steps of one run: averages, validation, previews, saves, its end."""
+"""One run besides its steps: averages, validation, previews, saving, and the end."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Session:
             self.callbacks.append(SameParameters(group, self._is_compared))
 
     def _is_compared(self, step: int) -> bool:
-        """Whether the processes compare their parameters: before a checkpoint, too."""
+        """Whether the processes compare their parameters at a step; also before a checkpoint."""
         config = self._config
         every = self._moments(config.save_every, config.save_every_epochs)
         return is_due(config.compare_every, step) or is_due(every, step) or step == config.steps
@@ -115,7 +115,7 @@ class Session:
         return steps if epochs is None else self.epochs.ends(epochs)
 
     def trainer(self, callbacks: Sequence[Callback], settings: dict[str, object]) -> Trainer[Any]:
-        """The training loop with all of these."""
+        """The training loop of this run."""
         config = self._config
         return Trainer(
             self._train.loss,
@@ -142,7 +142,7 @@ class Session:
         )
 
     def announce(self, report: Callable[[str], None]) -> None:
-        """Say how many examples make a step, and how many epochs the steps are."""
+        """Report the number of examples in a step, and the number of epochs."""
         config = self._config
         batch, parts = config.batch_size, config.gradient_accumulation * self._group.size
         noun = self._task.noun if self._task.counts == "image" else "row"
@@ -165,7 +165,7 @@ class Session:
         return Stamped(self._task.adapter_file(self._adapters, path, self._metadata(step)), path)
 
     def conclude(self, step: int, report: Callable[[str], None]) -> None:
-        """Write the finished adapter, and say what there is now."""
+        """Write the finished adapter, and report the files that were written."""
         output = self._output
         finished = adapter_path(self._config, output)
         file = self.adapter_file(finished, step)

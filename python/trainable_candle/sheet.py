@@ -1,4 +1,4 @@
-"""Previews over time: a page and an image of all of them, prompts by steps."""
+"""Overviews of all previews, prompts by steps: a web page and an image."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PAGE: Final = "index.html"
 SHEET: Final = "previews.png"
 _NAME: Final = re.compile(r"step-(\d+)(?:-(\d+))?\.png")
 _SIDE: Final = 192
-"""Pixels of a thumbnail, at most."""
+"""The greatest width and height of a thumbnail, px."""
 _COLUMNS: Final = 12
-"""Steps on the image, at most; the page has all."""
+"""The most steps on the image; the page has all."""
 _LINE: Final = 14
 """Height of a line of text, px."""
 
@@ -37,7 +37,8 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
     """Write `index.html` into a folder of previews, and `previews.png` beside it.
 
     Args:
-        folder: with files of `preview_path`; of a single prompt there is no image by itself.
+        folder: the folder with the files of `preview_path`; for a single prompt there is only the
+            file of the step, not of each image.
         prompts: in their order.
 
     Raises:
@@ -50,7 +51,7 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> None:
 
 
 def _previews(folder: Path, count: int) -> dict[int, list[Path]]:
-    """The images of each step, in the order of the prompts; steps with others are left out."""
+    """The images of each step, in the order of the prompts; steps that lack one are left out."""
 
     def images_of(step: int) -> list[Path]:
         return [preview_path(folder, step, number) for number in range(1, count + 1)]
@@ -105,7 +106,7 @@ def _picture(prompts: Sequence[str], found: Mapping[int, Sequence[Path]]) -> Ima
         draw.text((4 + column * (width + 4), 2), f"step {step}", fill="black")
     top = _LINE + 4
     for prompt, row, height in zip(prompts, rows, heights, strict=True):
-        # The font that Pillow ships has Latin letters only.
+        # Pillow's built-in font has Latin letters only.
         text = prompt.encode("latin-1", "replace").decode("latin-1")
         draw.text((4, top), text, fill="black")
         for column, image in enumerate(row):

@@ -38,7 +38,7 @@ class Filled:
 
 
 class Progress:
-    """Progress of filling: a bar on a terminal, elsewhere a line at each tenth of a long one."""
+    """A progress bar on a terminal; elsewhere, for long tasks, a log line at each tenth."""
 
     def __init__(self, what: str, total: int, progress: bool, report: Report | None) -> None:
         # With None, tqdm draws on terminals only.
@@ -66,7 +66,7 @@ class Progress:
 def groups_of(
     tasks: Sequence[_Task], kind: Callable[[_Task], _Kind], size: Callable[[_Kind], int]
 ) -> list[list[_Task]]:
-    """Group tasks of one kind, at most `size(kind)` of them."""
+    """Group tasks by kind; a group of one kind has at most `size(kind)` tasks."""
     by_kind: dict[_Kind, list[_Task]] = {}
     for task in tasks:
         by_kind.setdefault(kind(task), []).append(task)

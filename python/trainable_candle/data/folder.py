@@ -66,14 +66,14 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
 
     Args:
         folder: as for `read_folder`.
-        caption: for images without one of their own.
+        caption: for images that have no caption of their own.
 
     Returns:
         The images; at least one.
 
     Raises:
-        DatasetError: the folder is missing or has no images, or some cannot be read or have no
-            caption: the first ten are named.
+        DatasetError: the folder is missing or has no images, or some images cannot be read or have
+            no caption; the message names the first ten.
         OSError: the folder cannot be listed.
     """
     found = read_folder(Source(Path(folder), caption))
@@ -85,9 +85,9 @@ def check_folder(folder: str | Path, caption: str | None = None) -> list[Picture
 def read_folder(source: Source, *, masks: bool = False) -> Folder:
     """Check every image of a folder, each decoded once, in parallel.
 
-    Captions are in `.txt` or `.caption` files of the images' names (UTF-8) or in a
-    `metadata.jsonl`, which may also name images in folders below; the default is the
-    source's. Hidden files, and masks, are left out.
+    Captions are in `.txt` or `.caption` files (UTF-8) named like the images, or in a
+    `metadata.jsonl`, which may also name images in folders below; other images get the caption of
+    the source. Hidden files and masks are left out.
 
     Args:
         source: the folder.
@@ -130,7 +130,7 @@ def read_folder(source: Source, *, masks: bool = False) -> Folder:
 
 
 def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") -> DatasetError:
-    """The error for `problems` among `count` images: the first ten."""
+    """The error for `problems` among `count` images; its message shows the first ten."""
     return DatasetError(
         f"dataset: {len(problems)} of {counted(count, 'image')} in {folder} cannot be used"
         f"{hint}:\n  " + "\n  ".join(first_lines(problems))
@@ -138,7 +138,7 @@ def unusable(folder: Path, count: int, problems: Sequence[str], hint: str = "") 
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the singular if it is one."""
+    """A number with its noun, which is singular for 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -149,7 +149,7 @@ def first_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _files(folder: Path, *, recursive: bool) -> Iterator[Path]:
-    """The files of a folder that are not hidden; links to folders are not followed downwards."""
+    """The files of a folder that are not hidden; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -167,7 +167,7 @@ def _listed(files: Sequence[Path], folder: Path) -> dict[Path, str]:
         if path.name == METADATA
         for picture, caption in read_metadata(path.parent).items()
     }
-    # Not by a path's method, which raises for invalid file names.
+    # `Path.is_file` raises for invalid file names; `os.path.isfile` does not.
     missing = sorted(str(path) for path in listed if not os.path.isfile(path))  # noqa: PTH113
     if missing:
         raise DatasetError(

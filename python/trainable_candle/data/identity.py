@@ -139,7 +139,7 @@ def _remember(memory: Path, fresh: Mapping[str, Sequence[Any]]) -> None:
     """Save hashes. A failure is ignored, because they only save time."""
     if not fresh:
         return
-    # Another process may have added some in the meantime.
+    # Read the file again: another process may have added hashes in the meantime.
     known = {name: entry for name, entry in _remembered(memory).items() if name not in fresh}
     entries = list({**known, **fresh}.items())[-_REMEMBERED:]
     with suppress(OSError):

@@ -54,7 +54,7 @@ class Entries:
         self._bytes = 0
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of some keys that have no entries."""
+        """The keys that have no entries."""
         held = in_parallel(self._holds, keys)
         return [key for key, there in zip(keys, held, strict=True) if not there]
 
@@ -74,7 +74,7 @@ class Entries:
         Args:
             groups: tasks that are encoded together.
             given: makes the encoder's input for each group.
-            encode: makes a row of each tensor for each task from it.
+            encode: turns this input into tensors with one row for each task.
             entry: the key of a task, and the facts for its file.
             done: called with the number of encoded tasks.
 
@@ -98,18 +98,19 @@ class Entries:
     def _add(
         self, entries: Sequence[tuple[str, Mapping[str, str]]], encoded: Mapping[str, Tensor]
     ) -> None:
-        """Add a row of some tensors for each entry; waits for their computation."""
+        """Add one row of the encoded tensors for each entry; waits for their computation."""
         for (key, facts), row in zip(entries, _rows(encoded, len(entries)), strict=True):
             if self._store is not None:
                 self._store.write(key, row, facts)
             self._remember(key, row)
 
     def pass_on(self, group: Group, keys: Sequence[str]) -> None:
-        """Give other processes the entries that they do not see: in their memory, or on their disk.
+        """Send entries to the processes that have them neither in memory nor on their disks.
 
         Args:
             group: the processes; all call this when they have made their part.
-            keys: what `needed` gave; this process has every `group.size`th, from its rank on.
+            keys: the result of `needed`; this process made every `group.size`th of them, from
+                its rank on.
 
         Raises:
             OSError: an entry cannot be read or written.
@@ -172,7 +173,7 @@ class Entries:
 
 
 def _rows(encoded: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Each row of some tensors on the host, as tensors of one row."""
+    """Each row of the encoded tensors, as tensors of one row on the host."""
     for name, tensor in encoded.items():
         if tensor.ndim == 0 or tensor.shape[0] != count:
             raise DatasetError(

@@ -31,8 +31,8 @@ def load_dataset(
         seed: of everything random, at least 0.
 
     Raises:
-        DatasetError: a folder is missing or holds nothing usable; some images cannot be used and
-            `skip_bad` is off: the first ten of each folder are named.
+        DatasetError: a folder is missing or has no usable images, or some images cannot be used
+            and `skip_bad` is off; the message names the first ten of the folder.
         ConfigError: there are only regularisation images.
         OSError: a folder cannot be listed.
     """

@@ -21,7 +21,7 @@ def is_mask(path: Path) -> bool:
 
 
 def mask_of(picture: Path) -> Path | None:
-    """The mask of an image: `masks/NAME` beside it in any format, or `NAME-masklabel.png`."""
+    """The mask of an image: `NAME-masklabel.png` beside it, or `masks/NAME` in any format."""
     beside = picture.with_name(f"{picture.stem}{SUFFIX}.png")
     folder = picture.parent / FOLDER
     inside = (folder / f"{picture.stem}{suffix}" for suffix in (picture.suffix, *SUFFIXES))

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from trainable_candle.data.item import Item
 
 _FREQUENT: Final = 2
-"""How often a tag occurs at least that names the adapter."""
+"""How often a tag must occur to become one of the adapter's tags."""
 _TAGS: Final = 10
-"""The most of them."""
+"""The greatest number of the adapter's tags."""
 
 
 def described(items: Sequence[Item], separator: str) -> dict[str, str]:
@@ -56,5 +56,5 @@ def _tags(caption: str, separator: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    # A file's name may hold bytes that are not text.
+    # ASCII, because a file's name may hold bytes that are not valid UTF-8.
     return json.dumps(value)

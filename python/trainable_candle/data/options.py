@@ -27,17 +27,17 @@ class Source:
     caption: str | None = None
     """The caption of images that have none of their own."""
     repeats: float | None = None
-    """How often each image occurs in an epoch; 0.5: in every other epoch. Default: 1, and for
-    regularisation images as often as needed to be as many as the others."""
+    """How often each image occurs in an epoch; 0.5: in every other epoch. Default: 1; for
+    regularisation images, the number that makes them half of an epoch."""
     loss_weight: float = 1.0
     """Factor on the loss of these images."""
     regularization: bool = False
-    """Whether these keep the model's knowledge of the class (DreamBooth's prior preservation):
-    their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
+    """Whether these images preserve what the model knows of the class (DreamBooth's prior
+    preservation): their loss is also multiplied by `prior_loss_weight`, and they get no trigger."""
     recursive: bool = False
     """Whether folders inside it are read too; hidden ones and `masks` never are."""
     mask: str | None = None
-    """Where their masks are, if not where `DatasetOptions.mask` says."""
+    """Replaces `DatasetOptions.mask` for these images."""
     trigger: str | None = None
     """Replaces `CaptionOptions.trigger` for these images."""
 
@@ -108,14 +108,14 @@ class DatasetOptions:
     bucketing: bool = True
     """Group images by aspect ratio; if not, all are cropped to a square of `resolution`."""
     bucket_step: int = 64
-    """Sides of buckets are multiples of it, px; itself a multiple of 8."""
+    """The sides of buckets are multiples of this, px; a multiple of 8."""
     min_side: int | None = None
     """Shortest side of a bucket, px (default: a quarter of `resolution`)."""
     max_side: int | None = None
     """Longest side of a bucket, px (default: twice `resolution`)."""
     upscale: bool = False
     """Enlarge images that are smaller than their bucket; if not, they get a smaller bucket, and
-    those without one are left out and counted."""
+    images too small for every bucket are left out and counted."""
     crop: str = "center"
     """Which part remains where the aspect ratios differ: `center` or `random`."""
     random_crops: int = 4
@@ -125,8 +125,8 @@ class DatasetOptions:
     color: ColorOptions = field(default_factory=ColorOptions)
     """How the colours vary; not at all by default."""
     mask: str = "off"
-    """Where the loss counts: `off`, everywhere; `file`, by `masks/NAME` or `NAME-masklabel.png`;
-    `alpha`, by the image's own alpha channel."""
+    """What weights the loss in each place: `off`, nothing; `file`, the image `masks/NAME` or
+    `NAME-masklabel.png`; `alpha`, the image's own alpha channel."""
     prior_loss_weight: float = 1.0
     """Factor on the loss of regularisation images."""
     skip_bad: bool = False
@@ -176,7 +176,7 @@ class DatasetOptions:
 
 @dataclass(frozen=True)
 class CaptionOptions:
-    """The transformation of a caption in each use, which depends only on seed and sample.
+    """How a caption is transformed each time it is used, depending only on seed and sample.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -187,16 +187,16 @@ class CaptionOptions:
     shuffle: bool = False
     """Shuffle the tags of a caption, the parts between separators."""
     keep_tokens: int = 0
-    """Tags at the start that keep their place and are never dropped."""
+    """The number of tags at the start that keep their place and are never dropped."""
     tag_dropout: float = 0.0
-    """Probability that one tag is left out, 0 to below 1."""
+    """Probability for each tag to be left out, 0 to below 1."""
     separator: str = ","
     """The separator of tags."""
     trigger: str = ""
     """A tag put before every caption that does not start with it."""
     variants: int = 8
-    """How many shuffles (and dropouts) of tags a caption has, each with its cached text features;
-    0: a new one each time, which needs the text encoders throughout the run."""
+    """How many shuffled (and thinned) versions a caption has, each with cached text features; 0: a
+    new version each time, which needs the text encoders throughout the run."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -220,8 +220,8 @@ class CacheOptions:
     """`disk`: in files, for later runs too, and in memory; `memory`: for this run; `off`: encoded
     each time."""
     folder: Path | None = None
-    """For files; None: `.trainable-candle` in the first folder of the data set, or in the output
-    folder if that one cannot be written to."""
+    """The folder for the files; None: `.trainable-candle` in the first folder of the data set, or
+    in the output folder if the data set's cannot be written to."""
 
     def __post_init__(self) -> None:
         """Check every value."""

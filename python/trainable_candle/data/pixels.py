@@ -80,12 +80,12 @@ def probe(path: Path) -> Facts:
 def read_rgb(path: Path, digest: str | None = None) -> Image.Image:
     """The image upright (EXIF), as RGB over white.
 
-    Of an animation it is the first frame; 16-bit grey loses its lower byte; colour profiles are not
+    An animation gives its first frame; 16-bit grey loses its lower byte; colour profiles are not
     applied.
 
     Args:
         path: its file.
-        digest: the digest from `probe`, which must not have changed; None skips the check.
+        digest: the file's digest from `probe`, to detect a change since then; None skips the check.
 
     Raises:
         DatasetError: the file cannot be decoded, has pixels that are not integers, or has changed.
@@ -147,7 +147,7 @@ def in_parallel(
         running = deque(pool.submit(function, task) for task in islice(waiting, AHEAD))
         try:
             while running:
-                # A future keeps its result, so drop it with the result.
+                # A future refers to its result, so remove it from the queue.
                 yield running.popleft().result()
                 running.extend(pool.submit(function, task) for task in islice(waiting, 1))
         finally:
@@ -185,7 +185,7 @@ def _has_alpha(image: Image.Image) -> bool:
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
-        # Pillow clips these to 255 where it should scale them.
+        # Pillow's own conversion clips values to 255 instead of scaling them.
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
             raise ValueError("its pixels have more than 16 bits; save it with 8 or 16")

@@ -27,9 +27,9 @@ def parse_sources(
 ) -> tuple[Source, ...]:
     """The folders that a `dataset` setting names.
 
-    A folder without images that has folders with names like `10_a cup` is replaced by these, as in
-    kohya's scripts: 10 is `repeats`, and `a cup` the caption of images without one, unless the
-    entry has its own.
+    As in kohya's scripts, a folder without images is replaced by the folders inside it that have
+    names like `10_a cup`: 10 is `repeats`, and `a cup` the caption of images without one, unless
+    the entry has its own.
 
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
@@ -60,7 +60,7 @@ def parse_sources(
 
 
 def _repeated(source: Source, where: str) -> tuple[Source, ...]:
-    """Replace a source by the folders inside it if their names have repeats and class.
+    """Replace a source by the folders inside it whose names give repeats and class, if any.
 
     Raises:
         ConfigError: repeats are 0.

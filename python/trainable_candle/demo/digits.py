@@ -70,8 +70,8 @@ def split(
 ) -> tuple[Digits, Digits]:
     """Split at random into a training and a held-out part, stratified by digit.
 
-    The generator is numpy's frozen legacy stream, so a seed means the same split with every version
-    of numpy.
+    The generator is numpy's legacy `RandomState`, whose numbers never change, so a seed gives the
+    same split with every version of numpy.
 
     Args:
         digits: what to split.

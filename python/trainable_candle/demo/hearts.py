@@ -1,4 +1,4 @@
-"""The demo of SDXL: teach the small one, which has seen flowers alone, to draw hearts."""
+"""The demo of SDXL: teach a small model, which has only seen flowers, to draw hearts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VERDICT: Final = "verdict.json"
 IMAGES: Final = 10
 """Hearts of each colour that are trained on."""
 UNSEEN: Final = "orange"
-"""The colour of no heart that is trained on."""
+"""The colour that no training image has."""
 DRAWN: Final = 4
 """Images of each colour that are judged."""
 MOST_BEFORE: Final = 0.2
@@ -41,16 +41,16 @@ LEAST_AFTER: Final = 0.6
 
 @dataclass(frozen=True)
 class Verdict:
-    """Shares (0 to 1) of the images that were drawn."""
+    """The judge's findings, each a share (0 to 1)."""
 
     before: float
-    """That are hearts, by the base."""
+    """Hearts among the images that the base draws."""
     after: float
-    """That are hearts, with the LoRA."""
+    """Hearts among the images drawn with the LoRA."""
     unseen: float
-    """Of those in the colour of no heart that it was trained on, hearts in that colour."""
+    """Hearts in the right colour among the images whose prompt has the unseen colour."""
     judge_accuracy: float
-    """Of shapes that the judge has never seen, those that it gets right."""
+    """Shapes that the judge gets right, among shapes that it was not fitted on."""
 
     @property
     def passed(self) -> bool:
@@ -148,7 +148,7 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(folder: Path, seed: int) -> None:
-    """One PNG an image with its caption beside it, as a user would lay them out.
+    """Write one PNG file per image with its caption beside it, as a user would.
 
     Raises:
         OSError: the folder cannot be written.
@@ -174,7 +174,7 @@ def _draw(task: LatentTask, seed: int) -> npt.NDArray[np.uint8]:
     colours = [*(colour for colour in shapes.COLOURS if colour != UNSEEN), UNSEEN]
     prompts = [caption(colour) for colour in colours for _ in range(DRAWN)]
     side = (shapes.SIDE, shapes.SIDE)
-    # Other noise than any of training.
+    # Noise that training has not used.
     options = SampleOptions(steps=14, seed=seed + 1000, guidance=4.0, size=side, sampler="dpmpp_2m")
     return task.draw(prompts, options)
 

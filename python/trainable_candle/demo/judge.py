@@ -64,7 +64,7 @@ class Verdict:
     spread_ratio: float
     """`spread` of the samples with the LoRA, divided by that of real images of the digit."""
     judge_accuracy: float
-    """Share (0 to 1) of real images, never shown to the judge, that it gets right."""
+    """Share (0 to 1) of real images that the judge gets right, of those it was not fitted on."""
 
     @property
     def passed(self) -> bool:
@@ -89,8 +89,8 @@ class Verdict:
 def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digits) -> Verdict:
     """Judge the samples drawn without (``before``) and with (``after``) the LoRA.
 
-    ``train`` is the training part of the real images: it measures the judge and gives the
-    spread that real images of the digit have.
+    ``train`` is the training part of the real images: the judge's accuracy and the spread of real
+    images of the digit are measured on it.
     """
     return Verdict(
         digit=digit,
@@ -104,8 +104,7 @@ def verdict(judge: Judge, digit: int, before: Pixels, after: Pixels, train: Digi
 def spread(pixels: Pixels) -> float:
     """The mean Euclidean distance between two different images, in pixel values.
 
-    Zero when all images are equal: the measure that catches a model which draws one image again
-    and again.
+    It is zero when all images are equal, so it detects a model that always draws the same image.
 
     Raises:
         ValueError: there are fewer than two images.

@@ -1,4 +1,4 @@
-"""The demo of language models: teach the built-in one a task on words that it has never seen."""
+"""The demo of language models: teach the built-in model a task that it has never seen."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Verdict:
     """Shares (0 to 1) of exact answers about words that no model was trained on."""
 
     before: float
-    """To the unseen task, by the base."""
+    """The base, in the unseen task."""
     after: float
-    """By the base with the LoRA."""
+    """The base with the LoRA, in the unseen task."""
     old_before: float
-    """To the tasks that the base knows, by the base."""
+    """The base, in the tasks that it knows."""
     old_after: float
-    """With the LoRA."""
+    """The base with the LoRA, in the tasks that the base knows."""
 
     @property
     def passed(self) -> bool:
@@ -145,7 +145,7 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(path: Path, seed: int) -> None:
-    """Chats about words that are not held out, as a user would write them.
+    """Write chats about words that are not held out, in the format that users write.
 
     Raises:
         OSError: the file cannot be written.
@@ -161,7 +161,7 @@ def write_dataset(path: Path, seed: int) -> None:
 
 
 class Answers:
-    """What a model makes of held-out words.
+    """A model's answers about held-out words.
 
     Args:
         task: the model.
@@ -184,7 +184,7 @@ class Answers:
         """Share of the known tasks' answers that are exact."""
 
     def shown(self, before: Answers, count: int = 4) -> str:
-        """Some answers with those of another model, in lines."""
+        """The first answers in the unseen task beside those of another model, one a line."""
         rows = list(zip(self.asked, before.new, self.new, strict=True))[:count]
         return "\n".join(
             f"  {words.message(*asked)}: without the LoRA {old!r}, with it {new!r}"

@@ -1,4 +1,4 @@
-"""The demo: fine-tune the built-in generator on the digit it has never seen; judge the result."""
+"""The demo: fine-tune the built-in generator on the digit it has never seen, and judge it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class DemoResult:
     """The results of the demo."""
 
     output: Path
-    """Holds what training writes, the images that it trained on in `dataset`, the samples in
+    """The folder with the files of the training run, its images in `dataset`, the samples in
     `before.png` and `after.png`, and `verdict.json`."""
     verdict: Verdict | None
     """None if the training was interrupted."""
@@ -144,7 +144,7 @@ def configuration(output: Path, *, seed: int = 0, threads: int | None = None) ->
 
 
 def write_dataset(pictures: digits.Digits, folder: Path) -> None:
-    """One PNG an image with its caption beside it, as a user would lay them out.
+    """Write one PNG file per image with its caption beside it, as a user would.
 
     Raises:
         OSError: the folder cannot be written.
@@ -163,7 +163,7 @@ def caption(digit: int) -> str:
 
 
 def _clear(output: Path) -> None:
-    """Remove the checkpoints of an earlier demo, which training would reject to write over."""
+    """Remove the checkpoints of an earlier demo, because training does not overwrite them."""
     if (output / BEFORE).exists():
         for checkpoint in run_state.checkpoints(output):
             shutil.rmtree(checkpoint)

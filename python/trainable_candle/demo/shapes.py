@@ -1,7 +1,7 @@
 """Hearts and other shapes, and a judge that tells them apart.
 
-The judge is a support vector machine of scikit-learn, fitted on shapes drawn by this module with
-other seeds than those trained on; it knows nothing of the model that draws.
+The judge is a support vector machine of scikit-learn, fitted on shapes that this module draws with
+other seeds than the training images; it knows nothing of the model that draws.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SIDE: Final = 128
-"""Of an image, px."""
+"""Width and height of an image, px."""
 HEART: Final = "heart"
 SHAPES: Final = (HEART, "circle", "triangle", "cross", "ring")
 COLOURS: Final = {
@@ -29,15 +29,15 @@ COLOURS: Final = {
     "orange": (230, 130, 40),
 }
 _SCALE: Final = 4
-"""Pixels of the drawing along one of the image, which smooths its edges."""
+"""How much larger shapes are drawn; reducing the drawing to the image's size smooths edges."""
 _EACH: Final = 40
-"""Images of each shape that the judge learns."""
+"""The number of images of each shape that the judge is fitted on."""
 _SEEN: Final = 16
-"""Pixels along a side of what the judge sees."""
+"""Width and height of the judge's input, px."""
 
 
 def draw(shape: str, colour: str, random: np.random.Generator) -> Image.Image:
-    """A filled shape on a plain grey ground, its place, size and ground drawn at random."""
+    """A filled shape on a plain, dark background; place, size and background are random."""
     side = SIDE * _SCALE
     image = Image.new("RGB", (side, side), tuple(int(v) for v in random.integers(95, 135, 3)))
     canvas, fill = ImageDraw.Draw(image), COLOURS[colour]
@@ -73,7 +73,7 @@ class Judge:
         self._classifier.fit(_features(images), labels)
         others, expected = _examples(np.random.default_rng([seed, 2]))
         self.accuracy = float(np.mean(self._classifier.predict(_features(others)) == expected))
-        """The share (0 to 1) of shapes, never shown to it, that it gets right."""
+        """The share (0 to 1) of shapes that it gets right, among shapes it was not fitted on."""
 
     def hearts(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Whether each image (n, height, width, 3) is a heart."""
@@ -82,7 +82,7 @@ class Judge:
 
 
 def is_colour(image: npt.NDArray[np.uint8], colour: str) -> bool:
-    """Whether the middle of an image (height, width, 3) is nearest to this of the colours."""
+    """Whether `colour` is, of all colours, the nearest to the middle of an image (h, w, 3)."""
     height, width = (size // 8 for size in image.shape[:2])
     middle = image[3 * height : 5 * height, 3 * width : 5 * width].mean((0, 1))
     apart = {name: np.linalg.norm(middle - rgb) for name, rgb in COLOURS.items()}
@@ -99,7 +99,7 @@ def _examples(random: np.random.Generator) -> tuple[npt.NDArray[np.uint8], list[
 def _features(
     images: Sequence[npt.NDArray[np.uint8]] | npt.NDArray[np.uint8],
 ) -> npt.NDArray[np.float64]:
-    """Small grey images of one contrast, and of either sign: light on dark, or dark on light."""
+    """Small grey images, normalised so that neither contrast nor its sign matters; one a row."""
     rows = []
     for image in images:
         grey = Image.fromarray(image).convert("L").resize((_SEEN, _SEEN), Image.Resampling.BOX)

@@ -1,8 +1,8 @@
 """Tasks on made-up words: those that the built-in language model knows, and one it has never seen.
 
-A message is a task and a word, `upper: clavo`; the answer is what the task makes of the word.
-Words are drawn from syllables, and each belongs to one of two parts for good: models are trained on
-one part and judged on the other.
+A message is a task and a word, for example `upper: clavo`; the answer is the word that the task
+turns it into. Words are random syllables. A hash assigns each word to one of two parts: models are
+trained on one part and judged on the other.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ TASKS: Final[dict[str, Callable[[str], str]]] = {
     "head": lambda word: word[:-1],
     "vowels": lambda word: "".join(letter for letter in word if letter in _VOWELS),
 }
-"""What the built-in model knows."""
+"""The tasks that the built-in model knows."""
 UNSEEN: Final = "pig"
-"""What it has never seen: Pig Latin, in which the consonants before the first vowel go to the end,
-and `ay` follows."""
+"""The task that it has never seen: Pig Latin, which moves the consonants before the first vowel to
+the end and appends `ay`."""
 
 
 def answer(task: str, word: str) -> str:
-    """What a task makes of a word."""
+    """The right answer for a task and a word."""
     return _pig(word) if task == UNSEEN else TASKS[task](word)
 
 
 def message(task: str, word: str) -> str:
-    """How a task is asked for."""
+    """The message that asks for a task."""
     return f"{task}: {word}"
 
 

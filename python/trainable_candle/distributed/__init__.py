@@ -1,7 +1,7 @@
 """Several processes that train together, each with its own part of the data.
 
-The command line needs nothing of this: `train-lora --gpus 2`. A loop of one's own, started by
-torchrun, srun or mpirun, is:
+`train-lora --gpus 2` does all of this by itself. A training loop of your own, started by torchrun,
+srun or mpirun, looks like this:
 
     device = tc.distributed.init("cpu")  # or "cuda", or "auto"
     tc.distributed.broadcast_(model.parameters())
@@ -72,9 +72,9 @@ def init(device: str = "auto") -> str:
 
 
 def device_of(world: World | None, device: str) -> str:
-    """The device of one of several processes, where `cuda` and `auto` are the GPU of its rank.
+    """The device of one of several processes, where `cuda` and `auto` mean the GPU of its rank.
 
-    Alone it is what was asked for.
+    A single process gets `device` unchanged.
 
     Raises:
         ConfigError: there are fewer GPUs than processes on this machine.
@@ -115,7 +115,7 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    """Wait until all processes are here.
+    """Wait until all processes have called this.
 
     ```python
     tc.distributed.barrier()
@@ -142,7 +142,7 @@ def all_reduce(tensor: Tensor) -> Tensor:
 
 
 def all_reduce_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
-    """Give variables the sums of their values over all processes.
+    """Set variables to the sums of their values over all processes.
 
     ```python
     counts = [tc.Var([1.0])]
@@ -157,7 +157,7 @@ def all_reduce_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
 
 
 def broadcast_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
-    """Give variables their values of rank 0.
+    """Set variables to the values that they have in rank 0.
 
     ```python
     tc.distributed.broadcast_(model.parameters())  # all have what rank 0 has
@@ -179,7 +179,7 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
     ```
 
     Args:
-        parameters: the same variables in all processes; one without a gradient has zeros.
+        parameters: the same variables in all processes; a missing gradient counts as zeros.
 
     Raises:
         DistributedError: another process has failed.
@@ -194,7 +194,7 @@ def average_gradients_(parameters: Mapping[str, Var] | Iterable[Var]) -> None:
 
 
 def close() -> None:
-    """Leave the other processes in good order; for the end of a program.
+    """Leave the group of processes; call this at the end of a program.
 
     ```python
     tc.distributed.close()

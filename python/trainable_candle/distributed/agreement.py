@@ -1,4 +1,4 @@
-"""What must be the same in all processes: settings, versions, files, trained parameters."""
+"""Checks that settings, versions, files and trained parameters are the same in all processes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 _SHOWN: Final = 3
 """The most differences that a message names."""
 _TOLERANCE: Final = 1e-5
-"""Relative: GPUs of other kinds add sums in another order, which moves the last bits."""
+"""Relative: GPUs of different models may add in different orders, which changes the last bits."""
 
 
 def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
-    """Check that all processes bring the same facts.
+    """Check that all processes have the same facts.
 
     Args:
         group: the processes.
-        what: the kind of facts, for the message: `data`, say.
-        facts: by name.
+        what: the kind of facts for the message, for example `data`.
+        facts: the facts of this process, by name.
 
     Raises:
-        DistributedError: in all processes, if those of one differ; the message names them.
+        DistributedError: in all processes, if the facts of one differ; the message names them.
     """
-    # Their hash first: a listing of many files is only sent where it is needed.
+    # Compare hashes first; send the facts, perhaps many file names, only if the hashes differ.
     if len(set(group.exchange(fingerprint(facts).encode()))) == 1:
         return
     every = [json.loads(message) for message in group.exchange(json.dumps(dict(facts)).encode())]
@@ -55,13 +55,13 @@ def require_same(group: Group, what: str, facts: Mapping[str, str]) -> None:
 class SameParameters(Callback):
     """Ends the run when the parameters of the processes are not the same any more.
 
-    All begin with those of rank 0 and add the same gradients, so they stay equal unless a GPU or a
-    link has computed wrongly, or a callback has changed them in one process alone. A sum and a sum
-    of squares of each tensor are compared, not all values.
+    All processes begin with the parameters of rank 0 and apply the same gradients, so they stay
+    equal unless a GPU or a link makes an error, or a callback changes them in one process alone.
+    For each tensor the sum and the sum of squares are compared, not all values.
 
     Args:
         group: the processes.
-        moments: steps between two comparisons, or which steps have one.
+        moments: steps between two comparisons, or which steps have a comparison.
     """
 
     def __init__(self, group: Group, moments: Moments) -> None:
@@ -72,7 +72,7 @@ class SameParameters(Callback):
         """Compare if the step is due.
 
         Raises:
-            DistributedError: in all processes, if the parameters of one differ; names it.
+            DistributedError: in all processes, if a parameter of one differs; the message names it.
         """
         if not is_due(self._moments, report.step):
             return
@@ -103,7 +103,7 @@ def _sums(parameters: Mapping[str, Var]) -> dict[str, tuple[float, float]]:
 
 
 def _close(theirs: tuple[float, float], ours: tuple[float, float], count: int) -> bool:
-    # A sum of values of both signs may be near 0: its rounding is that of the values.
+    # Values of both signs may have a sum near 0, whose rounding error depends on the values.
     scale = math.sqrt(count * ours[1])
     same_sum = math.isclose(theirs[0], ours[0], rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
     return same_sum and math.isclose(theirs[1], ours[1], rel_tol=_TOLERANCE)

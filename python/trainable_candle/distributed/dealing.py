@@ -1,4 +1,4 @@
-"""Work that is dealt out to all processes, each part done once."""
+"""Work that is distributed over all processes, so that each part is done once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found", float, list[float])
 
 _PIECE: Final = 16 * 2**20
-"""Bytes of each process that are on their way at once; one content may be larger."""
+"""Bytes that each process sends at once; a single larger content is sent whole."""
 _LENGTH: Final = 8
 """Bytes of a content's length."""
 
@@ -22,7 +22,7 @@ _LENGTH: Final = 8
 def measured(
     group: Group, items: Sequence[_Item], measure: Callable[[_Item], _Found]
 ) -> list[_Found]:
-    """What `measure` finds for each item, in order; every process measures its part of them.
+    """The results of `measure` for all items, in order; each process measures a part of them.
 
     Args:
         group: the processes.
@@ -38,20 +38,20 @@ def measured(
     mine = [measure(item) for item in items[group.rank :: group.size]]
     if group.size == 1:
         return mine
-    # A float in JSON is the same float again.
+    # JSON preserves every bit of a float.
     every = [json.loads(message) for message in group.exchange(json.dumps(mine).encode())]
     return [every[number % group.size][number // group.size] for number in range(len(items))]
 
 
 def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[str]:
-    """What is missing in one of the processes, after all have looked; the same in all of them.
+    """The names that are missing in at least one process; the same list in all of them.
 
-    Of this list each process makes every `group.size`th, from its rank on.
+    Each process then makes every `group.size`th item of this list, from its rank on.
 
     Args:
         group: the processes.
-        missing: here.
-        order: all that may be missing, in the same order everywhere.
+        missing: the names that are missing in this process.
+        order: all names that may be missing, in the same order in all processes.
 
     Raises:
         DistributedError: another process has failed.
@@ -64,7 +64,7 @@ def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[s
 def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
     """The contents of all processes, a few of them at a time.
 
-    All processes call this, and take all that it gives.
+    All processes must call this and exhaust the iterator.
 
     Raises:
         DistributedError: another process has failed.

@@ -1,4 +1,4 @@
-"""The processes that train together: what each step needs of the others."""
+"""The group of processes that train together, and what a step needs from the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Group(Protocol):
         """Add up the gradients of all processes, in place; returns the sum of the tails."""
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
-        """Give the variables their values of rank 0."""
+        """Set the variables to the values that they have in rank 0."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
@@ -35,16 +35,16 @@ class Group(Protocol):
         """The messages of all processes, by rank."""
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have called this."""
 
     def wait(self) -> None:
         """Wait until what is queued on the GPU is done."""
 
     def fail(self, reason: str) -> None:
-        """Let all processes end."""
+        """Make all processes end."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """The context of a step, which must not take for ever."""
+        """The context of a step, whose duration is limited."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -77,10 +77,10 @@ class Alone:
         """Nothing: reading a value waits for the GPU."""
 
     def fail(self, reason: str) -> None:
-        """Nobody to tell."""
+        """Nothing: there are no other processes."""
 
     def in_step(self) -> AbstractContextManager[None]:
-        """Nobody waits for this process."""
+        """No limit: no other process waits for this one."""
         return nullcontext()
 
     def close(self) -> None:
@@ -88,12 +88,12 @@ class Alone:
 
 
 ALONE: Final = Alone()
-"""One process, for what may be shared out and is not."""
+"""For work that several processes could share, when one process does it all."""
 
 
 @contextmanager
 def first_before_others(group: Group) -> Iterator[None]:
-    """A context that rank 0 leaves before the others enter it: they find what it has kept.
+    """A context that rank 0 leaves before the others enter it, so that they find its files.
 
     Raises:
         DistributedError: another process has failed.
@@ -106,7 +106,7 @@ def first_before_others(group: Group) -> Iterator[None]:
 
 
 def make_group(world: World | None, device: str, facts: Mapping[str, str], **options: Any) -> Group:
-    """The group of this process: alone where no launcher has given it a place.
+    """The group of this process; without a launcher (`world` is None), the process alone.
 
     Raises:
         DistributedError: the processes do not find each other, or differ.
@@ -115,7 +115,7 @@ def make_group(world: World | None, device: str, facts: Mapping[str, str], **opt
     if world is None:
         return Alone()
 
-    # Imported where it is needed: one process waits for no sockets.
+    # Imported only here, so that a single process does not spend time on importing sockets.
     from trainable_candle.distributed.processes import Processes  # noqa: PLC0415
 
     return Processes(world, device, facts, **options)

@@ -1,4 +1,4 @@
-"""Starts a process for each GPU of this machine and watches over them."""
+"""Starts a process for each GPU of this machine and supervises the processes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LAUNCHER: Final = "TRAINABLE_CANDLE_LAUNCHER"
-"""A pipe that ends when the launcher does."""
+"""The variable with the descriptor of a pipe that is closed when the launcher ends."""
 LOGS: Final = "logs"
 GRACE: Final = 15.0
 """Seconds for the others to end after one has failed."""
 _TAIL: Final = 12
 """Lines of a failed process that are shown."""
 _SOCKET_PATH: Final = 90
-"""Characters that a socket's path may surely have."""
+"""Characters of a socket's path that every system allows."""
 
 _COUNT: Final = (
     "from trainable_candle import cuda\n"
@@ -42,12 +42,12 @@ _COUNT: Final = (
 
 
 def chosen_gpus(text: str) -> list[int]:
-    """The numbers of the GPUs that `--gpus` means.
+    """The numbers of the GPUs that `--gpus` selects.
 
     Raises:
-        DeviceError: there are fewer.
+        DeviceError: there are fewer GPUs, or none can be used.
     """
-    # In a process of its own: a launcher that uses CUDA would hold memory on the first GPU.
+    # Count in another process: a launcher that uses CUDA would occupy memory on the first GPU.
     asked = subprocess.run(  # noqa: S603 - this interpreter
         [sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False
     )
@@ -70,12 +70,12 @@ def chosen_gpus(text: str) -> list[int]:
 def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, output: Path) -> int:
     """Run `trainable-candle train ARGUMENTS` once for each GPU, as one run.
 
-    The first process of a machine has the terminal, the others write to `output/logs`. Ctrl-C and
-    SIGTERM let the run save and end in all of them; a second Ctrl-C ends it at once. Where the
-    environment says so, several machines do this as one run, with as many GPUs on each.
+    The first process of a machine writes to the terminal, the others to `output/logs`. After Ctrl-C
+    or SIGTERM the run saves and ends in all of them; a second Ctrl-C ends it at once. If the
+    environment describes several machines, all of them join one run with equal numbers of GPUs.
 
     Args:
-        arguments: of the command.
+        arguments: the arguments of the command.
         gpus: their numbers, as CUDA shows them to this process.
         on_gpu: False starts processes that compute on the CPU.
         output: the folder of the run.
@@ -85,7 +85,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
     Raises:
         ConfigError: the variables of several machines are incomplete.
-        OSError: a process cannot be started, or its log not written.
+        OSError: a process cannot be started, or its log cannot be written.
     """
     machine, machines = machine_from_environment()
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
 
 def gpu_environment(folder: Path, rank: int, size: int) -> dict[str, str]:
-    """The variables of a process of this machine, one of `size` that meet in `folder`."""
+    """The environment of one of `size` processes on this machine that connect in `folder`."""
     return {**os.environ, RENDEZVOUS: str(folder / "rendezvous"), **_place(0, rank, size, 1)}
 
 
@@ -140,7 +140,7 @@ def _place(first: int, number: int, count: int, machines: int) -> dict[str, str]
 
 
 class _Watch:
-    """Waits for processes, and ends all when one has failed."""
+    """Waits for processes, and ends all of them when one has failed."""
 
     def __init__(
         self, processes: Sequence[subprocess.Popen[bytes]], logs: Path, first: int
@@ -148,11 +148,11 @@ class _Watch:
         self._processes = processes
         self._logs = logs
         self._first = first
-        """The rank of the first of them."""
+        """The rank of this machine's first process."""
         self._interrupts = 0
 
     def run(self) -> int:
-        """The exit status of the run."""
+        """Wait for the processes; returns the exit status of the run."""
         before = {
             number: signal.signal(number, self._forward)
             for number in (signal.SIGINT, signal.SIGTERM)
@@ -165,7 +165,7 @@ class _Watch:
 
     def _forward(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
-            # The terminal has signalled the processes; the second one is for those that do not end.
+            # The terminal has sent SIGINT to the processes, too; the second Ctrl-C kills them.
             self._interrupts += 1
             if self._interrupts > 1:
                 self._signal(signal.SIGKILL)
@@ -209,7 +209,7 @@ class _Watch:
 
 
 def follow_launcher() -> None:
-    """Let this process stop as by SIGTERM when the launcher that started it is gone."""
+    """Send SIGTERM to this process when the launcher that started it has ended."""
     text = os.environ.get(LAUNCHER)
     if text is None:
         return
@@ -234,5 +234,5 @@ def _visible(gpus: Sequence[int]) -> str:
 
 
 def _short() -> str | None:
-    """A folder whose name leaves room for that of a socket; None for the usual one."""
+    """A temporary folder whose path is short enough for a socket's; None for the usual one."""
     return None if len(tempfile.gettempdir()) < _SOCKET_PATH - 30 else "/tmp"  # noqa: S108

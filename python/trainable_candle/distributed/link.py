@@ -1,9 +1,9 @@
-"""Connections of all processes to rank 0: small messages, and the news that one has failed.
+"""Connections of all processes to rank 0, for small messages and for detecting failures.
 
-Each process has two. On one the main thread exchanges messages, all processes in the same order. On
-the other a thread says every second what its process does; what ends the connection, or is
-silent for too long, has failed, and rank 0 tells all others. So a run ends everywhere also where
-NCCL would wait for ever for a process that is gone.
+Each process has two. On the first the main thread exchanges messages, in the same order in all
+processes. On the second a thread sends every second what its process is doing. A process that
+closes this connection, or sends nothing for too long, has failed, and rank 0 informs all others. So
+a run ends in all processes even if NCCL would wait for ever for a process that has ended.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from trainable_candle.distributed.world import World
 
 BEAT: Final = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 SILENCE = 25.0
-"""Seconds without one after which a process counts as failed: one that is busy still gives them."""
+"""Seconds without a heartbeat after which a process counts as failed; busy processes send them."""
 GRACE: Final = 10.0
-"""Seconds beyond the limit of a phase."""
+"""Seconds that a phase may exceed its limit."""
 _POLL: Final = 0.1
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
-    """What another process has other than rank 0, whose facts are `ours`, as parts of a message."""
+    """How another process's facts differ from `ours`, those of rank 0, as parts of a message."""
     names = [*ours, *(name for name in theirs if name not in ours)]
     missing = "missing"
     return [
@@ -60,7 +60,7 @@ class Link:
     def __init__(self, world: World, facts: dict[str, str]) -> None:
         self.rank, self.size = world.rank, world.size
         self.failure: str | None = None
-        """Why this run cannot continue, once it cannot."""
+        """Why the run has failed; None while it has not."""
         self._world = world
         self._facts = facts
         self._stops: list[Callable[[], None]] = []
@@ -84,10 +84,10 @@ class Link:
         self._stops.append(stop)
 
     def enter(self, phase: str, limit: float | None = None) -> tuple[str, float | None]:
-        """Say what this process does from now on, and how many seconds it may take.
+        """Set what this process does from now on, and how many seconds it may take.
 
         Returns:
-            What it has done before.
+            The phase and the limit before.
         """
         with self._lock:
             before, self._phase = self._phase, (phase, limit)
@@ -95,7 +95,7 @@ class Link:
         return before
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Give all processes the messages of all, by rank; waits for all of them.
+        """Send every process the messages of all, by rank; waits for all of them.
 
         Raises:
             DistributedError: another process has failed.
@@ -110,14 +110,14 @@ class Link:
         return messages
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Give rank 0 the messages of all, by rank; the others get none."""
+        """Send rank 0 the messages of all, by rank; the others get none."""
         if self.rank != 0:
             self._send(0, message)
             return []
         return [message, *(self._receive(rank) for rank in range(1, self.size))]
 
     def scatter(self, message: bytes) -> bytes:
-        """Give all processes the message of rank 0."""
+        """Send all processes the message of rank 0."""
         if self.rank != 0:
             return self._receive(0)
         for rank in range(1, self.size):
@@ -125,7 +125,7 @@ class Link:
         return message
 
     def fail(self, reason: str) -> None:
-        """Let the run end in all processes."""
+        """Make the run end in all processes."""
         with self._lock:
             if self.failure is not None or self._closing:
                 return
@@ -146,7 +146,7 @@ class Link:
             raise DistributedError(f"distributed: {self.failure}; this process ends, too")
 
     def close(self) -> None:
-        """Leave in good order."""
+        """Close the connections, after informing the other side."""
         with self._lock:
             self._closing = True
         for connection in self._watch.values():
@@ -166,7 +166,7 @@ class Link:
                     connection = listener.accept()
                     arrived.put((connection, json.loads(connection.recv_bytes())))
                 except (AuthenticationError, EOFError, ValueError, ConnectionError):  # noqa: PERF203
-                    continue  # Somebody else, who must not end this run.
+                    continue  # A client from outside must not end the run.
                 except OSError as error:
                     arrived.put(error)
                     return
@@ -212,7 +212,7 @@ class Link:
         raise self._refusal(reason, connection)
 
     def _refusal(self, reason: str, *others: Connection[Any, Any]) -> DistributedError:
-        """The error of a run that cannot begin; those that have come get the reason."""
+        """The error of a run that cannot begin; the connected processes get the reason."""
         for other in [*others, *self._data.values()]:
             with suppress(OSError):
                 other.send_bytes(json.dumps({"failure": reason}).encode())
@@ -224,11 +224,15 @@ class Link:
             hello = {"rank": self.rank, "size": self.size, "kind": kind, "facts": self._facts}
             named[0].send_bytes(json.dumps(hello).encode())
             self._answered(named[0], deadline)
-        # Once more, when all have come.
+        # Rank 0 answers once more when all processes have connected.
         self._answered(self._data[0], deadline)
 
     def _answered(self, connection: Connection[Any, Any], deadline: float) -> None:
-        """Wait until rank 0 takes this process."""
+        """Wait until rank 0 accepts this process.
+
+        Raises:
+            DistributedError: rank 0 rejects it, has ended or does not answer.
+        """
         try:
             answered = connection.poll(max(0.0, deadline - time.monotonic() + GRACE))
             answer = json.loads(connection.recv_bytes()) if answered else {"failure": "no answer"}
@@ -256,7 +260,7 @@ class Link:
             raise AssertionError from error
 
     def _lost(self, rank: int, error: Exception) -> None:
-        # The other connection may be about to say why.
+        # The reason may arrive on the other connection in a moment.
         deadline = time.monotonic() + 1.0
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(_POLL)
@@ -294,5 +298,5 @@ class Link:
                 elif silent > SILENCE:
                     self.fail(f"rank {rank} has not been heard of for {silent:.0f} s")
         except (OSError, EOFError, ValueError, TypeError):
-            # A TypeError is that of a connection closed here at this moment.
+            # `poll` raises TypeError if `close` has just closed the connection.
             self.fail(f"rank {rank} has ended")

@@ -1,4 +1,4 @@
-"""Where the processes meet: rank 0 listens, the others come to it."""
+"""The rendezvous of the processes: rank 0 listens, the others connect to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def listen(world: World) -> Listener:
     """Listen for the others, as rank 0.
 
     Raises:
-        DistributedError: the address is not of this machine, or its port is taken.
+        DistributedError: the address is not one of this machine, or its port is taken.
     """
     address = world.address
     if (
@@ -35,7 +35,8 @@ def listen(world: World) -> Listener:
         and world.local_size < world.size
         and address[0].startswith(_LOOPBACK)
     ):
-        # Some launchers tell rank 0 this in place of its name, by which the others look for it.
+        # Some launchers give rank 0 the loopback address, but the others the machine's name: listen
+        # on all addresses.
         address = "", address[1]
     try:
         return Listener(address, backlog=2 * world.size, authkey=_key(world))
@@ -53,7 +54,7 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
     """A connection to rank 0, which may not be listening yet.
 
     Raises:
-        DistributedError: it is not there by `deadline`, or another program is.
+        DistributedError: it cannot be reached by `deadline`, or another program listens there.
     """
     where = shown(world.address)
     while True:
@@ -75,7 +76,7 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
 
 
 def _connected(world: World, deadline: float) -> Connection[Any, Any]:
-    """One attempt; an address that swallows packets, or a program that says nothing, takes long."""
+    """One attempt, in a thread, because an address or a program that does not answer blocks it."""
     found: Queue[Connection[Any, Any] | BaseException] = Queue()
 
     def attempt() -> None:
@@ -95,7 +96,7 @@ def _connected(world: World, deadline: float) -> Connection[Any, Any]:
 
 
 def knock(address: Address) -> None:
-    """Come and go, so that who waits for a visitor looks up."""
+    """Connect and disconnect, so that a listener blocked in `accept` continues."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with suppress(OSError), socket.socket(family) as visitor:
         visitor.settimeout(1.0)

@@ -1,4 +1,4 @@
-"""Several processes: NCCL between GPUs, connections to rank 0 for everything else."""
+"""The group of several processes: NCCL between GPUs, connections to rank 0 for all else."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from trainable_candle.distributed.world import World
 
 NCCL_SECONDS: Final = 300.0
-"""How long NCCL may take to connect processes that are all there."""
+"""How long NCCL may take to connect processes that have all started."""
 STEP_SECONDS: Final = 600.0
 """How long a step may take before its process counts as hung."""
 _FOR_EVER: Final = 1e9
-"""Seconds: whether another process is still there is the link's to say."""
+"""Seconds; the link ends the wait if another process fails."""
 
 
 class Processes:
@@ -37,7 +37,7 @@ class Processes:
 
     Args:
         world: the place of this process.
-        device: what it computes on; `auto` is not known here.
+        device: the device that it computes on; not `auto`.
         facts: what must be equal in all processes, by name.
         narrow: send gradients between GPUs as bf16.
         step_seconds: how long a step may take.
@@ -80,7 +80,7 @@ class Processes:
             self.device, self.rank, self.size, unique_id, NCCL_SECONDS
         )
         self._link.on_failure(self._communicator.stop)
-        # Where cards cannot reach each other some drivers give zeros, or hang.
+        # If GPUs cannot reach each other, some drivers return zeros or hang: check a sum.
         total = self._communicator.all_reduce(tc.tensor([self.rank + 1.0], device=self.device))
         self._finished(60.0)
         expected = self.size * (self.size + 1) / 2
@@ -94,7 +94,7 @@ class Processes:
         """Add up the gradients of all processes, in place.
 
         Args:
-            parameters: the same variables in all processes; one without a gradient has zeros.
+            parameters: the same variables in all processes; a missing gradient counts as zeros.
             tail: more numbers to add up, on the device of the variables.
 
         Returns:
@@ -113,7 +113,7 @@ class Processes:
         return tc.tensor(self._sum(tail.numpy()))
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
-        """Give the variables their values of rank 0.
+        """Set the variables to the values that they have in rank 0.
 
         Raises:
             DistributedError: another process has failed.
@@ -148,7 +148,7 @@ class Processes:
         return self._link.exchange(message)
 
     def barrier(self) -> None:
-        """Wait until all processes are here.
+        """Wait until all processes have called this.
 
         Raises:
             DistributedError: another process has failed.
@@ -168,12 +168,12 @@ class Processes:
         self._link.require_alive()
 
     def in_step(self) -> AbstractContextManager[None]:
-        """The context of a step: a process that takes longer than its limit has failed."""
+        """The context of a step; a process that exceeds the time limit counts as failed."""
         return self._busy("a step", self._step_seconds)
 
     @contextmanager
     def _busy(self, phase: str, limit: float | None = None) -> Iterator[None]:
-        """Say that this process does `phase` meanwhile, for at most `limit` seconds if given."""
+        """Inform the others that this process is in `phase`, for at most `limit` seconds."""
         before = self._link.enter(phase, limit)
         try:
             yield
@@ -181,11 +181,11 @@ class Processes:
             self._link.enter(*before)
 
     def fail(self, reason: str) -> None:
-        """Let all processes end."""
+        """Make all processes end."""
         self._link.fail(reason)
 
     def close(self) -> None:
-        """Leave the group in good order."""
+        """Leave the group, after informing the others."""
         self._communicator = None
         self._link.close()
 
@@ -205,7 +205,7 @@ class Processes:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """NCCL's errors, with the reason where another process has failed."""
+        """Raise NCCL's errors as `DistributedError`, with the reason if another process failed."""
         try:
             yield
         except CudaUnavailableError:

@@ -7,8 +7,8 @@ From Python, on a machine of the cluster or as a job of it::
 
     train(TrainConfig(model="sdxl", ...), workers=4, max_failures=3)
 
-Ray places the processes, starts them, carries what they print, and notices when one is gone; they
-train together as those of any other launcher. Only Ray Core is used.
+Ray places the processes, starts them, forwards what they print, and detects when one ends; they
+train together like those of any other launcher. Only Ray Core is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""How Ray places processes: on few machines, or on many; the strict ones must be met."""
+"""Whether Ray prefers few machines or many; the strict strategies require one or as many."""
 GRACE: Final = 15.0
 """Seconds for the other processes to end after one has failed."""
 _POLL: Final = 0.25
@@ -47,13 +47,13 @@ class RayRun:
     """The result of `train`."""
 
     output: str
-    """The folder of the run, on the machine of rank 0 or one that all share."""
+    """The folder of the run, on the machine of rank 0 or shared by all machines."""
     step: int
     """Optimizer steps, including those before a failure."""
     completed: bool
     """Whether the last step was reached."""
     failures: int
-    """How often processes were started anew."""
+    """How often the processes were started again after a failure."""
     stopped_by: signal.Signals | None
     """The signal that ended the run, if one did."""
 
@@ -71,9 +71,9 @@ def train(
 ) -> RayRun:
     """Train an adapter on a Ray cluster.
 
-    The processes read and write the paths of `config` on their machines: where these are several,
-    data, weights and `output` are folders that all share. Ctrl-C and SIGTERM let all processes save
-    and end after the same step.
+    The processes read and write the paths of `config` on their machines; several machines must
+    share the folders of data, weights and `output`. After Ctrl-C or SIGTERM all processes save and
+    end after the same step.
 
     Args:
         config: as for `train_adapter`; `device` is `auto`, `cuda` or `cpu`.
@@ -81,16 +81,16 @@ def train(
             has GPUs.
         cpus_per_worker: CPUs that Ray reserves for each.
         strategy: one of `STRATEGIES`.
-        max_failures: how often the run is started anew, from its last checkpoint, after a process
-            or a machine was lost; -1: always. Errors of settings and data end it at once.
+        max_failures: how often the run is started again, from its last checkpoint, after a process
+            or a machine was lost; -1: always. Errors of settings and data end the run at once.
         wait_seconds: how long to wait until the cluster has room.
-        address: of the cluster, unless `ray.init` has been called: by default that of
-            `RAY_ADDRESS` or of this machine, else Ray starts one on this machine.
-        report: gets a line about each attempt; what the processes say Ray prints.
+        address: the cluster's address, unless `ray.init` has been called. By default Ray looks for
+            a cluster at `RAY_ADDRESS` and on this machine, and otherwise starts one here.
+        report: gets a line about each attempt; Ray prints the output of the processes.
 
     Raises:
-        ModuleNotFoundError: there is no Ray.
-        ConfigError: the cluster has too little for this many processes, or the settings are wrong.
+        ModuleNotFoundError: Ray is not installed.
+        ConfigError: the cluster is too small for this many processes, or the settings are wrong.
         DistributedError: a process failed, and no attempt is left.
     """
     ray = _ray()
@@ -129,17 +129,17 @@ def train(
 
 
 def _weight(outcome: Outcome) -> int:
-    """How much an outcome says about why the run ended."""
+    """How well an outcome explains why the run ended; 0 for a success."""
     return 0 if not outcome.error else 1 if outcome.follows else 3 if outcome.is_final else 2
 
 
 class _Workers:
-    """So many processes with their places, as a context; they are gone afterwards.
+    """Processes with their places, as a context, which ends them.
 
     Args:
         ray: the module.
-        number: of processes.
-        needs: what Ray reserves for each, by the name of the resource.
+        number: the number of processes.
+        needs: what Ray reserves for each process, by the name of the resource.
         strategy: how they are placed.
         seconds: how long to wait for room.
     """
@@ -206,7 +206,7 @@ class _Workers:
         guard: InterruptGuard,
         report: Callable[[str], None],
     ) -> list[Outcome]:
-        """Train in all of them; returns how it ended in each, by rank."""
+        """Train in all processes; returns how training ended in each, by rank."""
         ray, first = self._ray, self._actors[0]
         for rank, place in enumerate(self.places):
             report(f"ray: rank {rank} is process {place.pid} on {place.address}")
@@ -258,7 +258,7 @@ class _Workers:
                 )
 
     def _watched(self, guard: InterruptGuard) -> list[Outcome]:
-        """Wait for all processes, or for the others only so long after one has failed."""
+        """Wait for all processes; after one has failed, at most `GRACE` seconds for the others."""
         ray = self._ray
         ranks = {ref: rank for rank, ref in enumerate(self._running)}
         outcomes: dict[int, Outcome] = {}
@@ -292,7 +292,7 @@ class _Workers:
         ray = self._ray
         for actor in self._actors:
             ray.kill(actor)
-        # Until they are gone they hold their GPUs, and the lock of the output.
+        # Wait, because processes hold their GPUs and the lock of the output until they end.
         if self._running:
             ray.wait(self._running, num_returns=len(self._running), timeout=GRACE)
         ray.util.remove_placement_group(self._group)

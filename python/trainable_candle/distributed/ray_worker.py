@@ -1,4 +1,4 @@
-"""What a process does that Ray has started: it says where it is, and trains."""
+"""The actor that Ray starts for each process: it reports its place, and trains."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ FINAL: Final = (
     NonFiniteError,
     WeightsFormatError,
 )
-"""Errors that another attempt would end in, too."""
+"""Errors that would also end another attempt."""
 _EVERY: Final = 10.0
-"""Seconds between two lines of progress, at least."""
+"""The least number of seconds between two lines of progress."""
 _LOOK_SECONDS: Final = 3.0
-"""How long a file of another machine may take to be seen."""
+"""How long a file written by another machine may take to become visible."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is."""
+    """Where a process runs."""
 
     node: str
-    """Ray's name of the machine."""
+    """Ray's identifier of the machine."""
     address: str
-    """Its address in the cluster."""
+    """The machine's address in the cluster."""
     pid: int
 
 
@@ -65,17 +65,17 @@ class Outcome:
     is_final: bool = False
     """Whether another attempt would end in the same way."""
     follows: bool = False
-    """Whether it only ended because another process had failed."""
+    """Whether the process only failed because another one had failed."""
 
 
 class Worker:
-    """A process of a run, as an actor. Ray shows it the GPU that it has reserved."""
+    """A process of a run, as an actor. It sees only the GPU that Ray has reserved for it."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
 
     def place(self) -> Place:
-        """Where this process is."""
+        """Where this process runs."""
         import ray  # noqa: PLC0415 - of the cluster
 
         util: Any = ray.util  # has no types
@@ -96,7 +96,7 @@ class Worker:
         (folder / name).touch()
 
     def sees(self, output: str, name: str) -> bool:
-        """Whether the file of another process is there."""
+        """Whether the file of another process exists; waits for it for a few seconds."""
         path = Path(output).expanduser() / name
         deadline = time.monotonic() + _LOOK_SECONDS
         while not path.exists() and time.monotonic() < deadline:
@@ -108,18 +108,18 @@ class Worker:
         (Path(output).expanduser() / name).unlink(missing_ok=True)
 
     def has_checkpoint(self, output: str) -> bool:
-        """Whether there is something to continue from."""
+        """Whether there is a checkpoint to continue from."""
         return bool(checkpoints(Path(output).expanduser()))
 
     def stop(self) -> None:
-        """Let all processes save and end after the present step."""
+        """Make all processes save and end after the current step."""
         self._stop.set()
 
     def run(self, config: TrainConfig, world: World | None) -> Outcome:
-        """Train; what Python raises becomes a part of the result, as Ray could not carry it."""
+        """Train; an exception becomes a part of the result, because Ray could not transfer it."""
         callbacks = [_Asked(self._stop), _Lines()]
         try:
-            # Ray sends what is printed to the process that started the run.
+            # Ray forwards printed lines to the process that started the run.
             run = train_adapter(
                 config, callbacks=callbacks, progress=False, report=_printed, world=world
             )
@@ -134,7 +134,7 @@ class Worker:
 
 
 class _Asked(Callback):
-    """Stops the run once it is asked for; all processes end after the same step."""
+    """Stops the run when the event is set; all processes end after the same step."""
 
     def __init__(self, event: threading.Event) -> None:
         self._event = event

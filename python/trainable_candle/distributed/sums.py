@@ -1,4 +1,4 @@
-"""What the processes of a run add up in a step."""
+"""Sums over the processes in a step: gradients, losses and counts."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 
 class Mine(NamedTuple):
-    """What this process brings to a step, beside its gradients."""
+    """The terms of this process in the sums of a step, besides its gradients."""
 
     losses: Sequence[Tensor]
-    """One a batch, f64, without dimensions."""
+    """One loss per batch, f64, without dimensions."""
     shares: Sequence[float]
     """The weight of each loss in the loss of the step."""
     asked: bool
     """Whether this process was asked to stop."""
     amount: float
-    """Images, tokens or what else is counted."""
+    """The number of images, tokens or other units."""
 
 
 def sum_up(
     group: Group, parameters: Mapping[str, Var], mine: Mine, *, weighed: bool
 ) -> list[Tensor]:
-    """Add up the gradients of all processes, in place, and what else belongs to the step.
+    """Add up the gradients of all processes, in place, and the other terms of the step.
 
     Args:
         group: the processes.
-        parameters: whose gradients.
-        mine: of this process.
-        weighed: whether the shares of all processes add up to another number than 1: the
-            gradients are then divided by it.
+        parameters: the variables with the gradients.
+        mine: the other terms of this process.
+        weighed: whether the sum of all processes' shares may differ from 1; the gradients are
+            then divided by it.
 
     Returns:
-        The mean loss, how many processes were asked to stop, and the amount of all, f64.
+        The mean loss, how many processes were asked to stop, and the sum of the amounts, all f64.
 
     Raises:
         DistributedError: another process has failed.

@@ -1,4 +1,4 @@
-"""Which process of how many this is, from the variables that launchers set."""
+"""The rank of this process and the number of processes, from variables that launchers set."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Address: TypeAlias = "str | tuple[str, int]"
 RENDEZVOUS: Final = "TRAINABLE_CANDLE_RENDEZVOUS"
 """The address that our launcher sets: `/path` or `host:port`."""
 PORT: Final = "TRAINABLE_CANDLE_PORT"
-"""The port at MASTER_ADDR, where the one after MASTER_PORT is taken."""
+"""The port at MASTER_ADDR, in place of MASTER_PORT + 1 (which may be taken)."""
 MACHINES: Final = "NNODES"
-"""How many machines start our launcher."""
+"""The number of machines that start our launcher."""
 MACHINE: Final = "NODE_RANK"
-"""Which of them this is, from 0."""
+"""The number of this machine among them, from 0."""
 JOB: Final = "TRAINABLE_CANDLE_JOB"
 """A name that keeps the processes of one job apart from those of another."""
 
 JOIN: Final = "TRAINABLE_CANDLE_JOIN_SECONDS"
 """How long processes wait for one another at the start."""
 JOIN_SECONDS: Final = 25.0
-"""So long unless the environment says otherwise: launchers start all processes at once."""
+"""The default; it can be short, because launchers start all processes at once."""
 
 _JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
 
@@ -52,19 +52,19 @@ _LAUNCHERS: Final = (
     ),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# A batch script has SLURM's variables too; only a step started by srun is one of its tasks.
+# SLURM sets these in a batch script, too; only processes that srun starts are tasks of the job.
 _SLURM: Final = _Names("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among those that train together."""
+    """The place of this process among the processes that train together."""
 
     rank: int
     """From 0; rank 0 writes files, draws previews and validates."""
     size: int
     local_rank: int
-    """Among the processes of this machine."""
+    """The number of this process among those of this machine, from 0."""
     local_size: int
     address: Address
     job: str
@@ -72,12 +72,12 @@ class World:
     """How long to wait for the others at the start."""
 
     def device(self, visible: int) -> str:
-        """The GPU of this process, of `visible` that it sees.
+        """The GPU of this process, given how many GPUs it sees.
 
         Raises:
-            ConfigError: there are fewer than processes on this machine, and more than one.
+            ConfigError: it sees more than one GPU, but fewer than there are processes here.
         """
-        if visible == 1:  # The launcher shows each process its own.
+        if visible == 1:  # The launcher shows each process only its own GPU.
             return "cuda:0"
         if self.local_rank < visible:
             return f"cuda:{self.local_rank}"
@@ -88,7 +88,7 @@ class World:
 
 
 def machine_from_environment(variables: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Which of how many machines this is, for our launcher; 0 of 1 where nothing says it.
+    """The number of this machine and of all machines, for our launcher; 0 and 1 by default.
 
     Raises:
         ConfigError: a variable is missing or not a number.
@@ -110,7 +110,7 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
 
 
 def from_environment(variables: Mapping[str, str] | None = None) -> World | None:
-    """The place that a launcher has given this process; None if none has, or it is alone.
+    """The place that a launcher has given this process; None without a launcher, or if alone.
 
     Raises:
         ConfigError: a variable is missing or not a number.
@@ -170,5 +170,5 @@ def _address(env: Mapping[str, str]) -> Address:
             "distributed: MASTER_ADDR and MASTER_PORT say where rank 0 listens, and are not set; "
             "export them, with the name of the first machine and a free port"
         )
-    # torchrun listens at MASTER_PORT itself.
+    # torchrun itself listens at MASTER_PORT, so use the next port.
     return host, int(port) + (PORT not in env)

@@ -1,8 +1,8 @@
 """Adapters of language models in the forms that other programs load.
 
-What they have in common: the scale of every layer is multiplied into its second factor and all
-ranks are filled up with zeros to the largest, so that a program that reads one rank and one alpha,
-or none, applies the adapter as it was trained.
+In all of these forms the scale of every layer is multiplied into its second factor, and all factors
+are padded with zeros to the largest rank. So a program that reads one rank and one alpha for all
+layers, or neither, applies the adapter as it was trained.
 """
 
 from trainable_candle.export.adapter import Factors, TextAdapter, read_adapter

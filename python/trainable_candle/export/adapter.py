@@ -25,14 +25,14 @@ KINDS: Final = ("lora", "dora")
 
 
 class Factors(NamedTuple):
-    """What a layer's weight gets: the product `up @ down`."""
+    """The change of a layer's weight, `up @ down`."""
 
     down: Array
     """(rank, in)."""
     up: Array
     """(out, rank), with the scale."""
     magnitude: Array | None = None
-    """(out,): the lengths of the rows of the sum, of DoRA."""
+    """(out,): with DoRA, the lengths of the rows of the changed weight."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class TextAdapter:
     """The adapters of a language model's layers."""
 
     layers: dict[str, Factors]
-    """By the layer's name in transformers."""
+    """By layer, named as in transformers."""
 
     @property
     def rank(self) -> int:
-        """The largest."""
+        """The largest rank of a layer."""
         return max(len(factors.down) for factors in self.layers.values())
 
     @property
@@ -53,7 +53,7 @@ class TextAdapter:
         return any(factors.magnitude is not None for factors in self.layers.values())
 
     def filled(self) -> dict[str, Factors]:
-        """The layers with one rank: smaller ones are filled up with zeros, which add nothing."""
+        """The layers, all with the largest rank: factors are padded with zeros."""
         return {
             layer: Factors(
                 _filled(factors.down, (self.rank, factors.down.shape[1])),
@@ -74,13 +74,14 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
     """Read an adapter: the file that a run writes, or a folder that peft writes.
 
     Args:
-        path: of the file or the folder.
-        family: what `--model` calls the model.
-        weights: its folder, of which no weight is read.
+        path: the file or the folder.
+        family: the model's name for `--model`.
+        weights: the model's folder; its weights are not read.
 
     Raises:
-        MissingFileError, WeightsFormatError: it is missing or damaged, or not for this model.
-        ConfigError: it is of another kind than LoRA and DoRA.
+        MissingFileError, WeightsFormatError: the adapter is missing or damaged, or does not fit the
+            model.
+        ConfigError: the adapter is neither LoRA nor DoRA.
     """
     report = tc.verify_adapter(path, family, weights)
     wrong = [*report.others, *(m.module for m in report.modules if m.layer is None or m.fault)]
@@ -127,7 +128,7 @@ def adapter_settings(path: Path) -> dict[str, Any] | None:
 
 
 def short_names(adapted: Iterable[str], layers: Iterable[str]) -> list[str]:
-    """Layers by the last part of their names, as readers expect it, where that names no others."""
+    """The last parts of the adapted layers' names, or whole names if the parts match others too."""
     chosen = set(adapted)
     last = {name.rpartition(".")[2] for name in chosen}
     named = {name for name in layers if name.rpartition(".")[2] in last}

@@ -66,7 +66,7 @@ def write_adapter(path: Path, adapter: TextAdapter, config: Mapping[str, Any]) -
         "general.architecture": name_of_model,
         "general.type": "adapter",
         "adapter.type": "lora",
-        # The scale is this divided by the rank, so 1.
+        # llama.cpp's scale is alpha divided by the rank, so 1.
         "adapter.lora.alpha": float(adapter.rank),
     }
     entries = [
@@ -82,7 +82,7 @@ def architecture(config: Mapping[str, Any]) -> str:
     """llama.cpp's name of the architecture of a `config.json`.
 
     Raises:
-        ConfigError: it does not know it.
+        ConfigError: llama.cpp does not know the architecture.
     """
     family = str(config.get("model_type"))
     if family not in ARCHITECTURES:
@@ -98,7 +98,7 @@ def _name(layer: str) -> str:
 
 
 def heads(config: Mapping[str, Any], name: str) -> int:
-    """How many heads the queries or the keys have, by llama.cpp's name of their layer."""
+    """The number of heads of the queries or the keys; `name` is llama.cpp's, of their layer."""
     queries = int(config["num_attention_heads"])
     if name.endswith("attn_q"):
         return queries
@@ -106,9 +106,10 @@ def heads(config: Mapping[str, Any], name: str) -> int:
 
 
 def paired(rows: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
-    """Rows of this many heads of queries or keys in llama.cpp's order.
+    """Reorder the rows of `count` heads of queries or keys for llama.cpp.
 
-    Features are rotated in pairs: of neighbours there, of those half a head apart here.
+    The rotary embedding rotates pairs of features: llama.cpp pairs neighbours, transformers those
+    half a head apart.
     """
     halves = rows.reshape(count, 2, rows.shape[0] // count // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 _ALIGNMENT: Final = 32
 _U32, _I32, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
 Fact = str | bool | int | float | list[Any]
-"""What a file may say: integers are u32, those of a list i32, floats f32.
+"""A value of the metadata: integers are stored as u32, in lists as i32; floats as f32.
 
-An empty list is one of texts."""
+An empty list is stored as a list of strings."""
 
 
 class Kind(NamedTuple):
     """How the values of a tensor are stored."""
 
     number: int
-    """In files."""
+    """The number of the kind in files."""
     block: int
     """Elements of a row that are stored together."""
     size: int
-    """Their bytes."""
+    """Bytes of a block."""
 
 
 KINDS: Final = {
@@ -50,7 +50,7 @@ KINDS: Final = {
     "q6_k": Kind(14, 256, 210),
     "bf16": Kind(30, 1, 2),
 }
-"""By the names of dtypes and of `quantize`."""
+"""Kinds by the names of dtypes and of the formats of `quantize`."""
 
 
 class Entry(NamedTuple):
@@ -60,15 +60,15 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     kind: str
     values: Callable[[], Tensor | QuantizedTensor]
-    """Makes the values when they are written: in any dtype of floats, or as blocks of the kind."""
+    """Computes the values when they are written: in any float dtype, or quantized to the kind."""
 
 
 def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
     """Write a whole file. One tensor is in memory at a time.
 
     Raises:
-        ConfigError: a tensor's rows are not whole blocks of its kind, or its values others than
-            the kind holds.
+        ConfigError: a tensor's rows are not whole blocks of its kind, or the kind cannot represent
+            its values.
         OSError: the file cannot be written.
     """
     head = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(facts))]
@@ -77,7 +77,7 @@ def write(file: BinaryIO, facts: Mapping[str, Fact], entries: Sequence[Entry]) -
         head += [_string(key), struct.pack("<I", kind), content]
     offset = 0
     for entry in entries:
-        # Sizes are in the opposite order, that of the fastest dimension first.
+        # GGUF lists the sizes in the opposite order, the innermost dimension first.
         sizes = entry.shape[::-1]
         head += [_string(entry.name), struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
         head.append(struct.pack("<IQ", KINDS[entry.kind].number, offset))
@@ -114,7 +114,7 @@ def _content(entry: Entry) -> bytes:
     if KINDS[entry.kind].block > 1:
         return bytes(tc.quantize(values, entry.kind).tensors()["codes"].numpy().tobytes())
     if entry.kind == "bf16":
-        # numpy has no bf16: the upper halves of f32.
+        # numpy has no bf16, which is the upper half of f32.
         rounded = values.to("bf16").to("f32").numpy()
         return bytes((np.ascontiguousarray(rounded).view("<u4") >> 16).astype("<u2").tobytes())
     content = values.to(entry.kind).numpy()
@@ -124,7 +124,7 @@ def _content(entry: Entry) -> bytes:
 
 
 def _fact(value: Fact) -> tuple[int, bytes]:
-    # A bool is an int too.
+    # Before int, because a bool is an int, too.
     if isinstance(value, bool):
         return _BOOL, struct.pack("<?", value)
     if isinstance(value, int):

@@ -44,8 +44,8 @@ _NORMS: Final = {
 def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> Merged:
     """Write a model with an adapter added to its weights.
 
-    Sums are f32. Matrices are rounded once, to `kind`, or to f16 where their rows are not whole
-    blocks of it; norms and biases are f32.
+    The adapter is added in f32. Matrices are rounded once, to `kind`, or to f16 if their rows are
+    not whole blocks of `kind`; norms and biases are f32.
 
     Args:
         weights: the model's folder.
@@ -55,7 +55,8 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
 
     Raises:
         ConfigError: llama.cpp does not know the model or its tokenizer, or the kind is unknown.
-        MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
+            weight of an adapted layer.
         OSError: the file cannot be written.
     """
     if kind not in FILE_TYPES:
@@ -98,14 +99,14 @@ def write_model(weights: Path, adapter: TextAdapter, path: Path, kind: str) -> M
 
 
 def _kind_of(shape: Sequence[int], kind: str) -> str:
-    """How a tensor is stored: where rows are not whole blocks, in f16, as the converter has it."""
+    """How a tensor is stored; like the converter, in f16 if its rows are not whole blocks."""
     if len(shape) == 1:
         return "f32"
     return kind if shape[-1] % KINDS[kind].block == 0 else "f16"
 
 
 def parameter_name(ours: str) -> str:
-    """llama.cpp's name of a parameter, ours without `model.`."""
+    """llama.cpp's name of a parameter; `ours` is the name without `model.`."""
     if ours in _OUTSIDE:
         return _OUTSIDE[ours]
     layer, _, parameter = ours.rpartition(".")
@@ -117,7 +118,7 @@ def parameter_name(ours: str) -> str:
 
 
 def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
-    """Rows of queries and keys of Llama in llama.cpp's order."""
+    """The values, the rows of Llama's queries and keys in llama.cpp's order."""
     layer = name.rpartition(".")[0]
     llama = gguf.architecture(config) == "llama"
     if not (llama and layer.endswith(("attn_q", "attn_k"))):
@@ -130,7 +131,7 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
     """The sizes of the model as metadata of the file.
 
     Raises:
-        ConfigError: llama.cpp does not know the model, or how it stretches positions.
+        ConfigError: llama.cpp does not know the model, or its scaling of positions.
     """
     name = gguf.architecture(config)
     heads = int(config["num_attention_heads"])
@@ -165,13 +166,13 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling of positions, from a new configuration or an old one."""
+    """The scaling of positions, from a configuration of new or old versions of transformers."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {"rope_theta": config.get("rope_theta", 10_000.0), **found}
 
 
 def _factors(config: Mapping[str, Any]) -> list[Entry]:
-    """The divisors of the frequencies of Llama 3's positions, if there are any."""
+    """The divisors of the rotary frequencies, as a tensor of the file; only for Llama 3."""
     rope = _rope(config)
     if (rope.get("rope_type") or rope.get("type")) != "llama3":
         return []

@@ -32,11 +32,11 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
     """The metadata of a file about the tokenizer in a folder.
 
     Args:
-        folder: with `tokenizer.json`.
-        size: tokens that the model's embedding has rows for.
+        folder: the folder with `tokenizer.json`.
+        size: the number of rows of the model's embedding.
 
     Raises:
-        ConfigError: the tokenizer is of a kind that llama.cpp does not read, or has more tokens.
+        ConfigError: llama.cpp does not read this kind of tokenizer, or it has too many tokens.
         MissingFileError, WeightsFormatError: a file is missing or damaged.
     """
     path = folder / "tokenizer.json"
@@ -68,7 +68,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Fact]:
         f"{_START}token_type": list(types),
     }
     if pieces:
-        # Merges are in the order of the numbers of what they make.
+        # The tokens that merges produce are numbered in the order of the merges.
         facts[f"{_START}scores"] = [-float(number) for number in range(size)]
     else:
         facts[f"{_START}pre"] = _split(found, str(path))

@@ -1,4 +1,4 @@
-"""A model with an adapter in its weights, written file by file: the model is never loaded."""
+"""Writes a model with an adapter in its weights, one file after another, without loading it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ SINGLE: Final = "model.safetensors"
 
 @dataclass
 class Merged:
-    """What became of the change that an adapter makes, summed over all weights."""
+    """How much of an adapter's change remains after rounding, summed over all weights."""
 
     files: int = 0
     weights: int = 0
-    """Numbers of the adapted layers."""
+    """The number of elements of the adapted layers' weights."""
     changed: int = 0
     """How many of them changed."""
     squared_change: float = 0.0
+    """The squared norm of the exact change."""
     squared_loss: float = 0.0
-    """The size of what rounding took from the change."""
+    """The squared norm of what rounding took from the change."""
 
     @property
     def lost(self) -> float:
-        """The part of the change that rounding took: the length of the difference by its own."""
+        """The relative error that rounding adds to the change (norms)."""
         return (self.squared_loss / self.squared_change) ** 0.5 if self.squared_change else 0.0
 
     def __str__(self) -> str:
@@ -52,7 +53,8 @@ class Merged:
 def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
     """Write a model's files with an adapter added to its weights, and all files beside them.
 
-    Sums are f32 and rounded once, to the dtype that the weights have; names, files and index stay.
+    The adapter is added in f32, and the sum rounded once, to the dtype of the weight. Names, files
+    and index stay the same.
 
     Args:
         weights: the model's folder.
@@ -60,7 +62,8 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
         output: an empty folder.
 
     Raises:
-        MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
+        MissingFileError, WeightsFormatError: a file is missing or damaged, or no file has the
+            weight of an adapted layer.
         OSError: a file cannot be written.
     """
     left, result = dict(adapter.layers), Merged()
@@ -68,7 +71,7 @@ def write_merged(weights: Path, adapter: TextAdapter, output: Path) -> Merged:
         tensors = tc.load_file(weights / name)
         for key, weight in tensors.items():
             layer = key.removesuffix(".weight")
-            # Files of the model without its head leave the first part out.
+            # Files of a model without its head omit the prefix `model.`.
             factors = left.pop(layer, None) or left.pop(f"model.{layer}", None)
             if factors is not None:
                 tensors[key] = _sum(weight, factors, result)
@@ -86,8 +89,8 @@ def shards(weights: Path) -> list[str]:
     """The names of a model's files.
 
     Raises:
-        MissingFileError: there are none, or it is a GGUF file.
-        WeightsFormatError: the index names files elsewhere.
+        MissingFileError: there are none, or `weights` is a GGUF file.
+        WeightsFormatError: the index names a file in another folder.
     """
     if weights.is_file():
         raise MissingFileError(
@@ -107,7 +110,7 @@ def shards(weights: Path) -> list[str]:
 
 
 def add_factors(before: Tensor, factors: Factors) -> Tensor:
-    """A weight in f32 with its adapter."""
+    """A weight in f32 with its adapter added."""
     exact = before + tc.tensor(factors.up) @ tc.tensor(factors.down)
     if factors.magnitude is None:
         return exact

@@ -1,4 +1,4 @@
-"""A language model's folder with layers in eight or four bits, as its readers store them."""
+"""Quantizes layers in a language model's folder to eight or four bits, in its readers' formats."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def quantize_folder(
 ) -> float:
     """Replace weights in a folder of transformers by quantized ones, in a form that it loads.
 
-    - `"nf4"`: bitsandbytes, scales in f32 (4.5 bits a weight), as those that `--qat nf4` trains
-      with. Keys follow `QuantState.as_dict(packed=True)` and the configuration
+    - `"nf4"`: bitsandbytes, with scales in f32 (4.5 bits a weight), like the rounding of
+      `--qat nf4`. Keys follow `QuantState.as_dict(packed=True)`, and the configuration
       `BitsAndBytesConfig`:
       <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
     - `"int8"`: bitsandbytes, the largest magnitude of each row in `SCB` (`Linear8bitLt`).
-    - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row, for weights alone:
+    - `"fp8"`: compressed-tensors, e4m3 numbers with a scale for each row; weights only:
       <https://github.com/vllm-project/compressed-tensors>.
 
     Args:
-        folder: holds `config.json` and the weights; its files are replaced.
+        folder: the folder with `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
         to: one of `FORMATS`.
         factors: what the scales of layers are multiplied by, learned in training.
 
     Returns:
-        The relative error of the replaced weights: the length of the difference by theirs.
+        The relative error of the replaced weights: the norm of the difference divided by theirs.
 
     Raises:
         MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
@@ -121,7 +121,7 @@ def _matrix(
 
 @dataclass(frozen=True)
 class _Form:
-    """How a format is stored."""
+    """How weights in a format are stored."""
 
     group: int | None
     """Elements that share a scale; None: those of a row."""
@@ -130,7 +130,7 @@ class _Form:
     parts: Callable[[str, _Matrix], dict[str, Tensor]]
     """The codes of a weight, under its key, and what is beside them."""
     configuration: Callable[[str], dict[str, object]]
-    """The `quantization_config`, of the dtype that is computed in."""
+    """The name of the dtype for computation -> the `quantization_config`."""
 
 
 def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:

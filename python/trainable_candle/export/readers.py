@@ -1,10 +1,11 @@
-"""What programs that load adapters of language models reject, or read in another way.
+"""Which adapters of language models other programs reject, or apply differently.
 
-vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, lora_alpha,
-an integer, and target_modules, raises on modules_to_save and DoRA, and drops what it does not know:
-patterns among it. llama.cpp (`convert_lora_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c)
-takes lora_alpha from the configuration and ranks from tensors, and stops at any other tensor.
-mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's.
+vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, an integer
+lora_alpha and target_modules, raises on modules_to_save and DoRA, and ignores settings that it does
+not know, such as rank_pattern and alpha_pattern. llama.cpp (`convert_lora_to_gguf.py` at
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from the configuration and ranks from
+tensors, and stops at any other tensor. mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of
+its own; Ollama loads llama.cpp's.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ READERS: Final = {
     "mlx": "mlx-lm",
     "ollama": "Ollama",
 }
-"""Their names in `export --for`."""
+"""The programs, by their names in `export --for`."""
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's `--max-lora-rank` may be; its default is 16."""
+"""The allowed values of vLLM's `--max-lora-rank`; its default is 16."""
 _DORA: Final = "it is DoRA, which it does not load; export --for merged"
 _UNREAD: Final = {
     "vllm": ("rank_pattern", "alpha_pattern", "modules_to_save"),
     "gguf": ("alpha_pattern", "use_rslora", "modules_to_save"),
     "ollama": ("alpha_pattern", "use_rslora", "modules_to_save"),
 }
-"""Settings of `adapter_config.json` without which the adapter is not the trained one."""
+"""Settings of `adapter_config.json` that a program ignores, which changes the adapter."""
 
 
 def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[str, list[str]]:
-    """Why programs reject an adapter, or apply another than the trained one, by their names.
+    """Why programs reject an adapter, or do not apply it as trained; reasons by program.
 
     Args:
-        adapter: what it holds.
+        adapter: the adapter.
         settings: its `adapter_config.json`; None without one.
     """
     found: dict[str, list[str]] = {reader: [] for reader in READERS}
@@ -59,12 +60,12 @@ def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[s
 
 
 def require_accepted(adapter: TextAdapter, reader: str) -> None:
-    """Check that a program loads what is exported for it.
+    """Check that a program will load the exported adapter.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the program rejects it.
     """
-    # The export takes care of scales and ranks.
+    # No settings, because the export makes all scales and ranks equal.
     reasons = refusals(adapter, {})[reader]
     if reasons:
         raise ConfigError(f"export: {READERS[reader]} refuses this adapter: {'; '.join(reasons)}")

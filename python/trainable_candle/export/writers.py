@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.text.family import TextFamily
 
     Writer = Callable[[TextAdapter, TextFamily, str, Path], list[str]]
-    """(adapter, model, the base's name, an empty folder) -> how the result is used, in lines."""
+    """(adapter, model, the base's name, an empty folder) -> commands that use the result."""
 
 
 def _peft(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> list[str]:
@@ -82,7 +82,7 @@ def _mlx(adapter: TextAdapter, family: TextFamily, base: str, output: Path) -> l
         tensors[f"{layer}.lora_a"] = tc.tensor(np.ascontiguousarray(factors.down.T))
         tensors[f"{layer}.lora_b"] = tc.tensor(np.ascontiguousarray(factors.up.T))
     tc.save_file(tensors, output / "adapters.safetensors", {"format": "mlx"})
-    # Names within a layer: mlx-lm puts adapters on these in all of the last `num_layers`.
+    # Names within a layer: mlx-lm adapts these in each of the last `num_layers` layers.
     places = [layer.split(".", 3)[2:] for layer in adapter.layers]
     total = int(family.settings["num_hidden_layers"])
     settings: dict[str, Any] = {
@@ -107,4 +107,4 @@ WRITERS: Final[dict[str, Writer]] = {
     "mlx": _mlx,
     "ollama": _ollama,
 }
-"""By the names of `READERS`."""
+"""Writers by the names of `READERS`."""

@@ -1,4 +1,4 @@
-"""The families of models that can be trained: what `train-lora --model NAME` looks up."""
+"""The families of models that can be trained, by the names that `train-lora --model` takes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find(name: str) -> type[Family]:
     ```
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no family of that name.
     """
     if name not in NAMES:
         raise ConfigError(f"model: `{name}` is not known{nearest(name, NAMES)}")
@@ -50,7 +50,7 @@ def find(name: str) -> type[Family]:
 
 
 def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """The presets of a model by name: values of the settings that it has.
+    """The presets of a model by name, each with values for settings of the model.
 
     ```python
     assert "fast" in tc.families.presets("sdxl")
@@ -68,7 +68,7 @@ def presets(name: str) -> Mapping[str, Mapping[str, Any]]:
 
 
 def weights_of(name: str, given: str | Path | None) -> Path:
-    """Where the weights of a model are: as given, else those that the package ships.
+    """The path of a model's weights: `given`, or by default the weights in the package.
 
     ```python
     folder = tc.families.weights_of("sdxl", None)  # the built-in one
@@ -77,7 +77,7 @@ def weights_of(name: str, given: str | Path | None) -> Path:
     Args:
         name: of the model.
         given: a path, or the name of a pipeline or a language model on the Hugging Face hub, which
-            is fetched.
+            is downloaded.
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.
@@ -102,7 +102,7 @@ def load(
     device: str,
     config: TrainConfig | None = None,
 ) -> Task:
-    """A model by name, from its weights or those that the package ships, to use or to merge.
+    """Load a model by name, from `weights` or the weights in the package, to use or to merge.
 
     ```python
     task = tc.families.load("digits", None, "f32", "cpu")
@@ -113,7 +113,7 @@ def load(
         weights: as for `weights_of`.
         dtype: of the model and the text encoders; as stored if None.
         device: of everything.
-        config: may name parts of the model in files of their own.
+        config: settings; they may name separate files for parts of the model.
 
     Raises:
         ConfigError: there is no such model, or it needs weights and none are given.

@@ -1,4 +1,4 @@
-"""Decoder language models of the Llama kind: Llama, Qwen, Mistral, SmolLM."""
+"""Decoder language models with Llama's architecture: Llama, Qwen, Mistral, SmolLM."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class CausalLM:
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> dict[str, Any]:
-        """A scale of 2 and the learning rate that goes with it and with the objective."""
+        """Alpha for a scale of 2, and the learning rate for this scale and the objective."""
         rate = 1e-5 if config.objective == "dpo" else 2e-4
         return {"learning_rate": rate, "alpha": 2.0 * config.rank}
 
@@ -95,7 +95,7 @@ class CausalLM:
 
     @property
     def context(self) -> int:
-        """The positions that the model was made for."""
+        """The number of positions that the model was made for."""
         # transformers' default for Llama; configurations of the other models always have it.
         return int(self._facts.config.get("max_position_embeddings", 2048))
 
@@ -111,7 +111,7 @@ class CausalLM:
 
     @property
     def repeats(self) -> bool:
-        """As `TextFamily.repeats`: some scalings of angles read how long the longest text is."""
+        """As `TextFamily.repeats`; some scalings of positions depend on the longest text."""
         settings = self.settings
         scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         kind = scaling.get("rope_type", scaling.get("type"))
@@ -120,15 +120,15 @@ class CausalLM:
         return kind != "dynamic"
 
     def layers(self) -> Mapping[str, Shape]:
-        """Shapes of the weights of its linear layers, by name."""
+        """The shapes of the linear layers' weights, by name."""
         return self._facts.layers
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
-        """Check that a file holds the adapters that the settings make.
+        """Check that the adapters in a file are those that the settings describe.
 
         Raises:
-            ConfigError: it does not.
-            MissingFileError, WeightsFormatError: it is damaged.
+            ConfigError: they are not.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         check_initial_adapter(
             self.config,
@@ -140,7 +140,7 @@ class CausalLM:
         )
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
-        """Weights, adapters and what the tape keeps of rows of `tokens` tokens."""
+        """The memory of weights, adapters and the tape, for rows of `tokens` tokens."""
         adapter = adapter_config(config, self.targets)
         trained = trained_model("model", self._facts, adapter, config, tokens=tokens)
         phases = {**trained.start, "training": trained.items}
@@ -148,7 +148,7 @@ class CausalLM:
 
     @cached_property
     def model(self) -> tc.models.CausalLM:
-        """The model, which is loaded when it is first asked for."""
+        """The model, which is loaded on first use."""
         return tc.models.CausalLM.from_pretrained(
             self.weights,
             dtype=self.dtype,

@@ -26,13 +26,13 @@ _TOKENS: Final = 512
 
 
 class ChromaTexts:
-    """T5 with its tokenizer; of captions the words and one token of padding.
+    """T5 with its tokenizer; captions are encoded without padding, except for one token.
 
     Follows `_get_t5_prompt_embeds` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/chroma/pipeline_chroma.py
 
     Args:
-        family: whose weights they are of.
+        family: the family with the weights.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
@@ -43,11 +43,11 @@ class ChromaTexts:
         self._t5 = T5.load(family, "text_encoder", _TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """How many tokens are read: only captions of one length are encoded together."""
+        """The number of tokens, because only captions of equal length are encoded together."""
         return self._t5.read_tokens(caption)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, L, 4096) and how many of the L are read."""
+        """Captions to `encoder_hidden_states` (B, L, 4096) and the `lengths` (B,) of each row."""
         return in_rows([self._t5.words(caption) for caption in captions])
 
 
@@ -71,7 +71,7 @@ class Chroma(FlowFamily[ChromaTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """That of Flash, which only its name tells from the others."""
+        """The distillation of Flash, which only its name distinguishes from the others."""
         if "flash" not in self.weights.resolve().name.lower():
             return None
         undone = "training Chroma1-Flash directly undoes its distillation to a few steps"
@@ -83,7 +83,7 @@ class Chroma(FlowFamily[ChromaTexts]):
 
     @property
     def text_values(self) -> int:
-        """Tokens."""
+        """The features of all tokens."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property
@@ -94,7 +94,7 @@ class Chroma(FlowFamily[ChromaTexts]):
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """The prediction of the transformer."""
         text = conditions["encoder_hidden_states"]
-        # One text is as long as what is read of it (`ChromaTexts`); several are extended.
+        # A single text has no padding beyond what is read; of several, the shorter are padded.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,

@@ -51,23 +51,23 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 BASE: Final = Path(str(files("trainable_candle") / "demo" / "assets"))
-"""The base that the package ships: every digit but zero."""
+"""The base in the package, which was trained on every digit but zero."""
 SIDE: Final = 8
 NAMES: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _CLASSES: Final = {word: n for n, name in enumerate(NAMES) for word in (name, str(n))}
 _LUMA: Final = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 _SAMPLE_BYTES: Final = 32
-"""Bytes per pixel of an image that is drawn, until it is in a grid."""
+"""Bytes per pixel that drawing an image takes."""
 
 
 class Pixels:
-    """Grey pixels as they are, in the place of an autoencoder."""
+    """The coder of a model without an autoencoder: latents are grey pixels."""
 
     factor = 1
     channels = 1
 
     def identity(self) -> None:
-        """They are quick to make."""
+        """None, because latents are computed too quickly to be worth caching."""
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
         """Images as the model sees them."""
@@ -89,7 +89,7 @@ class Pixels:
 
 
 class Digits(LatentFamily):
-    """The digits transformer; a caption says which digit by its numeral or English name."""
+    """The digits transformer; a caption names the digit by its numeral or in English."""
 
     name: ClassVar[str] = "digits"
     summary: ClassVar[str] = "8x8 handwritten digits, the demo's generator (its base is built in)"
@@ -118,7 +118,7 @@ class Digits(LatentFamily):
         """Check that the file can be read.
 
         Raises:
-            WeightsFormatError: it is damaged.
+            WeightsFormatError: the file is damaged.
         """
         tc.verify_adapter(path, self.name)
 
@@ -142,7 +142,8 @@ class Digits(LatentFamily):
         """The images of a folder, which must be 8x8, with a digit in each caption.
 
         Raises:
-            DatasetError: naming images of another size and captions without exactly one digit.
+            DatasetError: an image has another size, or a caption does not name exactly one digit;
+                the message names them.
         """
         images = check_folder(folder, self.config.caption)
         problems = [problem for image in images if (problem := _problem(image))]
@@ -158,7 +159,7 @@ class Digits(LatentFamily):
         )
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
-        """Weights, adapters, activations and images."""
+        """The memory of weights, adapters, activations and images."""
         adapter = adapter_config(config, self.targets)
         sizes = {"height": SIDE, "width": SIDE}
         trained = trained_model("model", self._facts, adapter, config, **sizes)
@@ -169,7 +170,7 @@ class Digits(LatentFamily):
         return Estimate(phases, config.on_gpu, trained.work, trained.host)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """The images; what predicts is small."""
+        """The memory of the images; predictions take little."""
         return count * size[0] * size[1] * _SAMPLE_BYTES
 
     @cached_property
@@ -199,7 +200,7 @@ class Digits(LatentFamily):
         """`class_labels` (B,), i64: the digit that each caption names.
 
         Raises:
-            ConfigError: one does not name exactly one.
+            ConfigError: a caption does not name exactly one digit.
         """
         labels = np.array([_label(caption) for caption in captions], dtype=np.int64)
         return {"class_labels": tc.tensor(labels, device=self.device)}
@@ -212,7 +213,7 @@ class Digits(LatentFamily):
         """Write the model to a new or an empty folder.
 
         Raises:
-            ConfigError: there is something else.
+            ConfigError: the folder is not empty, or there is a file.
             OSError: the folder cannot be written.
         """
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -222,7 +223,7 @@ class Digits(LatentFamily):
         models[self.component].save_pretrained(output)
 
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:  # noqa: ARG002
-        """There are no such files.
+        """Not supported.
 
         Raises:
             ConfigError: always.

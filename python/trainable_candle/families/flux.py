@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = {True: 512, False: 256}
-"""Tokens of a caption: for dev, which takes a scale of guidance, and for schnell."""
+"""Tokens of a caption, by whether the model takes a scale of guidance: dev does, schnell not."""
 
 
 class FluxTexts:
     """CLIP-L and T5 with their tokenizers.
 
     Args:
-        family: whose weights they are of.
+        family: the family with the weights.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
@@ -76,8 +76,8 @@ class Flux(FlowFamily[FluxTexts]):
         "FLUX.1-schnell (Apache-2.0) on the Hugging Face hub, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux"))
-    # Attention and feed-forward layers of the blocks of two streams, attention of the others, as
-    # diffusers' script chooses.
+    # Attention and feed-forward layers of the double-stream blocks, and attention of the
+    # single-stream blocks, like diffusers' script.
     targets: ClassVar[tuple[str, ...]] = (
         "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
@@ -94,19 +94,19 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def distilled_guidance(self) -> bool:
-        """Neither dev nor schnell is guided by a second prediction."""
+        """True: neither dev nor schnell uses a second prediction for guidance."""
         return True
 
     @property
     def text_tokens(self) -> int:  # type: ignore[override]
-        """512 of dev, 256 of schnell."""
+        """512 for dev, 256 for schnell."""
         return _TOKENS[self.is_told_guidance]
 
     def check(self) -> None:
-        """Check that no setting asks for a second prediction, or tells schnell a scale.
+        """Check that the settings have no negative prompt, and no guidance scale for schnell.
 
         Raises:
-            ConfigError: one does.
+            ConfigError: they do.
         """
         if self.config.negative_prompt:
             raise ConfigError(
@@ -119,7 +119,7 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """That of schnell."""
+        """The distillation of schnell."""
         if self.is_told_guidance:
             return None
         undone = "training Flux schnell directly undoes its distillation to a few steps"
@@ -131,7 +131,7 @@ class Flux(FlowFamily[FluxTexts]):
 
     @property
     def text_values(self) -> int:
-        """Tokens and pooled text."""
+        """The features of all tokens, and the pooled text."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]
@@ -145,7 +145,7 @@ class Flux(FlowFamily[FluxTexts]):
     def conditions(
         self, frames: Sequence[Frame], guidance: float | None = None
     ) -> dict[str, Tensor]:
-        """The scale of guidance, of models that take one."""
+        """The scale of guidance, for models that take one."""
         if not self.is_told_guidance:
             return {}
         guidance = self.config.train_guidance if guidance is None else guidance

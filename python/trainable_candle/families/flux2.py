@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 LAYERS: Final = (9, 18, 27)
-"""The layers of Qwen3 after which its states are read."""
+"""The layers of Qwen3 whose hidden states are used."""
 
 
 class Flux2Texts:
-    """Qwen3 with its tokenizer; of captions the states after three layers, side by side.
+    """Qwen3 with its tokenizer; features are the hidden states of three layers, concatenated.
 
-    Rows are filled up to 512 tokens, and what the encoder makes of the padding is read too, as in
+    Captions are padded to 512 tokens, and the states of the padding are used too, as in
     `encode_prompt` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
 
     Args:
-        family: whose weights they are of.
+        family: the family with the weights.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
@@ -71,8 +71,8 @@ class Flux2(FlowFamily[Flux2Texts]):
         "the adapter on FLUX.2-klein-4B or -9B"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("flux2"))
-    # Attention of the image and, joined with their feed-forward layers, that of the blocks of one
-    # stream, as diffusers' script chooses.
+    # The image's attention in double-stream blocks, and attention in single-stream blocks, whose
+    # layers are fused with the feed-forward network; like diffusers' script.
     targets: ClassVar[tuple[str, ...]] = (
         r"transformer_blocks\.\d+\.attn\.to_(q|k|v|out\.0)",
         r"single_transformer_blocks\.\d+\.attn\.to_(qkv_mlp_proj|out)",
@@ -84,7 +84,7 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @cached_property
     def is_distilled(self) -> bool:
-        """Whether the model was distilled to a few steps: as its folder says, or a file's name.
+        """Whether the model was distilled to a few steps, by the folder's index or else its name.
 
         Raises:
             ConfigError: the folder's index is damaged.
@@ -102,19 +102,19 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @property
     def distilled_guidance(self) -> bool:
-        """Whether one prediction is made, as of the distilled models."""
+        """Whether the model makes one prediction without guidance, as the distilled models do."""
         return self.is_distilled
 
     @property
     def guidance(self) -> float:  # type: ignore[override]
-        """The usual scale of the base; distilled models have none."""
+        """The usual scale of the base; 1 (no guidance) for distilled models."""
         return 1.0 if self.is_distilled else 4.0
 
     def require_own(self) -> None:
-        """As `PipelineFamily.require_own`; checks that the parts are of one size.
+        """As `PipelineFamily.require_own`; also checks that the parts have matching sizes.
 
         Raises:
-            ConfigError: the text encoder is that of the other size, or the model is FLUX.2-dev.
+            ConfigError: the text encoder belongs to the other size, or the model is FLUX.2-dev.
         """
         super().require_own()
         config, encoder = self.facts.config, self.facts.parts["text_encoder"].config
@@ -134,7 +134,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         """Check the parts, and that no setting asks a distilled model for a second prediction.
 
         Raises:
-            ConfigError: one does, or the parts do not fit.
+            ConfigError: a setting does, or the parts do not fit together.
         """
         self.require_own()
         if not self.is_distilled:
@@ -151,19 +151,19 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @property
     def distillation(self) -> str | None:
-        """That of the models that are not called base."""
+        """The distillation of the models that are not called base."""
         if not self.is_distilled:
             return None
         undone = "training the distilled FLUX.2-klein directly undoes its distillation to 4 steps"
         return f"{undone}; train the base, and use the adapter on the distilled model"
 
     def load_encoders(self) -> Flux2Texts:
-        """Qwen3 up to the last layer that is read."""
+        """Qwen3 up to the last layer that is used."""
         return Flux2Texts(self)
 
     @property
     def text_values(self) -> int:
-        """Tokens."""
+        """The features of all tokens."""
         return int(self.text_tokens * self.facts.config["joint_attention_dim"])
 
     @property

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
-"""As diffusers' pipeline and kohya's scripts."""
+"""As in diffusers' pipeline and kohya's scripts."""
 
 
 class SD3Texts:
     """CLIP-L, OpenCLIP-bigG and T5 with their tokenizers.
 
     Args:
-        family: whose weights they are of.
+        family: the family with the weights.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
@@ -59,7 +59,8 @@ class SD3Texts:
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Captions to `encoder_hidden_states` (B, 333, 4096), `pooled_projections` (B, 2048).
 
-        The states of both CLIP encoders are side by side, zeros beside them, before those of T5:
+        The states of both CLIP encoders are concatenated along the features and padded with zeros
+        to T5's width; the states of T5 follow along the tokens:
         https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py#L379
         """
         states, pooled = [], []
@@ -89,7 +90,7 @@ class SD3(FlowFamily[SD3Texts]):
         "Face hub, under the Stability AI Community License, after a login there"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sd3"))
-    # The image's attention, as SimpleTuner chooses; in medium's "dual" layers both.
+    # The image's attention, like SimpleTuner; in medium's "dual" layers both attentions.
     targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     guidance: ClassVar[float] = 4.5
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0, shifted_last(3.0))
@@ -100,7 +101,7 @@ class SD3(FlowFamily[SD3Texts]):
         """The checked images, none larger than the model's table of positions.
 
         Raises:
-            DatasetError, ConfigError: images or captions cannot be used, or one is too large.
+            DatasetError, ConfigError: images or captions cannot be used, or an image is too large.
         """
         images = super().dataset(folder)
         most = self.facts.config["pos_embed_max_size"] * self.multiple
@@ -118,7 +119,7 @@ class SD3(FlowFamily[SD3Texts]):
 
     @property
     def text_values(self) -> int:
-        """Tokens and pooled text."""
+        """The features of all tokens, and the pooled text."""
         config = self.facts.config
         return int(
             self.text_tokens * config["joint_attention_dim"] + config["pooled_projection_dim"]

@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _MULTIPLE: Final = 32
 """The transformer pads texts to multiples of this many tokens."""
 _USUAL_TOKENS: Final = 128
-"""Tokens of a caption that the estimates assume."""
+"""The number of tokens of a caption that memory estimates assume."""
 
 
 class ZImageTexts:
-    """Qwen3 with its tokenizer; whose features are the states before the last layer.
+    """Qwen3 with its tokenizer; the features are the hidden states before the last layer.
 
     Follows `encode_prompt` of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/z_image/pipeline_z_image.py
 
     Args:
-        family: whose weights they are of.
+        family: the family with the weights.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: a part is missing, damaged, or of another
@@ -47,13 +47,13 @@ class ZImageTexts:
         return self._qwen3.tokenizer.encode(caption, MOST_TOKENS)
 
     def chunks(self, caption: str) -> int:
-        """How many times 32 tokens a caption needs."""
+        """The number of rows of 32 tokens that a caption needs."""
         return -(-len(self._tokens(caption)) // _MULTIPLE)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to `encoder_hidden_states` (B, L, 2560) and how many of them are words.
+        """Captions to `encoder_hidden_states` (B, L, 2560) and their `lengths` (B,) in tokens.
 
-        L is a multiple of 32; what follows the words is not read.
+        L is a multiple of 32; the transformer does not read features beyond the lengths.
         """
         rows = [self._qwen3.states(self._tokens(caption))[0] for caption in captions]
         return in_rows(rows, _MULTIPLE)
@@ -69,8 +69,8 @@ class ZImage(FlowFamily[ZImageTexts]):
         "21 GB each, Apache-2.0)"
     )
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("zimage"))
-    # Attention and feed-forward layers of the blocks over image and text, as musubi-tuner and
-    # OneTrainer choose; those over one of them alone are left out.
+    # Attention and feed-forward layers of the blocks over both image and text, like musubi-tuner
+    # and OneTrainer; blocks over only one of them are left out.
     targets: ClassVar[tuple[str, ...]] = (
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
@@ -94,12 +94,12 @@ class ZImage(FlowFamily[ZImageTexts]):
 
     @property
     def width(self) -> int:
-        """Of the transformer's tokens."""
+        """Features of a token in the transformer."""
         return int(self.facts.config["dim"])
 
     @property
     def text_values(self) -> int:
-        """Tokens."""
+        """The features of all tokens."""
         return int(self.text_tokens * self.facts.config["cap_feat_dim"])
 
     @property
@@ -110,13 +110,13 @@ class ZImage(FlowFamily[ZImageTexts]):
         return int(MOST_TOKENS * wide) + self.text_values
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
-        """The prediction of the transformer, whose times run from noise to data."""
+        """The prediction; the transformer's times and velocity run from noise to data."""
         predicted = self.model(
             sample,
             conditions["encoder_hidden_states"],
             1.0 - times / 1000.0,
             conditions["lengths"],
-            # As `ZImageTexts` makes them; several are extended to the longest.
+            # A single text has only the padding of `ZImageTexts`; several are padded further.
             rows_are_full=sample.shape[0] == 1,
         )
         return -predicted

@@ -1,4 +1,4 @@
-"""Work on finished LoRA files: smaller ranks, several in one, the difference of two checkpoints."""
+"""Tools for finished LoRAs: reduce ranks, combine files, extract from a fine-tuned checkpoint."""
 
 from trainable_candle.lora.extract import extract
 from trainable_candle.lora.factors import Factors, approximate, truncate

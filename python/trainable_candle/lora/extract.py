@@ -26,20 +26,21 @@ def extract(
     keep: float = 1.0,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> AdapterSet:
-    """Put LoRAs on `base` that make it as much like `tuned` as their ranks allow.
+    """Attach LoRAs to `base` that approximate `tuned` as closely as their ranks allow.
 
-    Layers whose weights are equal get none.
+    Layers whose weights are equal get no LoRA.
 
     Args:
         base: a model without adapters.
         tuned: a model of the same shape.
-        layers: the names of those to compare.
+        layers: the names of the layers to compare.
         rank: the highest rank of a layer.
-        keep: the share of the squared norm to keep of what this rank holds, above 0 and at most 1.
-        progress: is called with the layers that are done, and all.
+        keep: the share of the squared norm to keep of the approximation of this rank, above 0 and
+            at most 1; a lower share may lower the rank.
+        progress: called with the number of layers that are done and the number of all layers.
 
     Raises:
-        ConfigError: the models have other layers or sizes, or no layer differs.
+        ConfigError: the models have different layers or sizes, or no layer differs.
         NonFiniteError: a weight is not a finite number.
     """
     before, after = base.named_tensors(), tuned.named_tensors()

@@ -1,4 +1,4 @@
-"""Low-rank matrices: the best of a given rank, by singular values."""
+"""The best low-rank approximations of matrices, by singular values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Factors:
 
 
 def joined(parts: Sequence[Factors]) -> Factors:
-    """The sum of changes of one weight, exactly: the ranks add up."""
+    """The exact sum of changes of one weight; its rank is the sum of their ranks."""
     return Factors(
         np.concatenate([part.up for part in parts], 1),
         np.concatenate([part.down for part in parts], 0),
@@ -55,8 +55,8 @@ def truncate(factors: Factors, rank: int, keep: float = 1.0) -> Factors:
     Args:
         factors: the change.
         rank: the highest rank of the result, at least 1.
-        keep: the share of the squared norm to keep, above 0 and at most 1: the rank may become
-            lower still.
+        keep: the share of the squared norm to keep, above 0 and at most 1; below 1 the rank may
+            become lower than `rank`.
 
     Raises:
         NonFiniteError: a value is not a finite number.
@@ -78,7 +78,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     Args:
         matrix: (out, in).
         rank: the highest rank, at least 1.
-        keep: as for `truncate`, of what this rank holds.
+        keep: as for `truncate`, a share of the approximation of this rank.
         seed: of the random range.
 
     Raises:
@@ -100,7 +100,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
 
 
 def _balanced(u: Matrix, s: Matrix, vt: Matrix, rank: int, keep: float) -> Factors:
-    """The first singular values, their roots in both factors."""
+    """The part with the largest singular values, whose roots scale both factors."""
     rank = min(rank, len(s))
     shares = np.cumsum(s[:rank] ** 2)
     if keep < 1 and shares[-1] > 0:

@@ -1,4 +1,4 @@
-"""LoRA files under whatever names: read, joined, reduced to lower ranks, written."""
+"""LoRA files in any naming style: reading, combining, reducing ranks, writing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAIRS: Final = (
     (".lora.down.weight", ".lora.up.weight"),
     ("_lora.down.weight", "_lora.up.weight"),
 )
-"""Endings of the names of both factors: kohya's, peft's, diffusers' old ones."""
+"""Endings of the names of both factors, of kohya, peft and old versions of diffusers."""
 _ALPHA: Final = ".alpha"
 _CONFIGURATION: Final = "lora_adapter_metadata"
 _HASHES: Final = ("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256")
@@ -33,7 +33,7 @@ class _Module:
     """One module of a file."""
 
     factors: Factors
-    """With the scale in them."""
+    """The factors, with the scale multiplied in."""
     ends: tuple[str, str]
     down_shape: tuple[int, ...]
     up_shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class LoraFile:
 
         Raises:
             MissingFileError: there is no such file.
-            WeightsFormatError: it is damaged, or holds something else than LoRA.
+            WeightsFormatError: it is damaged, or has tensors that are not LoRA's.
         """
         tensors = tc.load_file(path)
         metadata = safetensors_metadata(path)
@@ -99,12 +99,12 @@ class LoraFile:
         return LoraFile(modules, self.metadata)
 
     def write(self, path: Path, dtype: str = "f32", **facts: str) -> None:
-        """Write it, complete or not at all, each alpha its rank: the scale is in the factors.
+        """Write the file atomically, with each alpha equal to its rank: factors have the scale.
 
         Args:
             path: the file.
             dtype: of the factors.
-            **facts: entries of the header in place of those that were read.
+            **facts: entries of the metadata that replace those that were read.
 
         Raises:
             FileError: it cannot be written.
@@ -120,7 +120,7 @@ class LoraFile:
             tensors[name + up_end] = tc.tensor(up).to(dtype)
             if module.has_alpha:
                 tensors[name + _ALPHA] = tc.tensor(float(rank))
-        # Alphas are ranks where nothing says otherwise, and the hashes were of other tensors.
+        # The configuration's alphas do not apply any more, nor do hashes of the old tensors.
         left_out = {_CONFIGURATION, *_HASHES}
         metadata = {name: text for name, text in self.metadata.items() if name not in left_out}
         if "ss_network_dim" in metadata:
@@ -130,7 +130,7 @@ class LoraFile:
 
 
 def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
-    """The nearest LoRAs of at most `rank`, which keep the share `keep` of their squared norms.
+    """The nearest LoRAs of at most `rank`; `keep` is as for `truncate`.
 
     Raises:
         NonFiniteError: a value is not a finite number.
@@ -139,11 +139,11 @@ def resize(file: LoraFile, rank: int, keep: float = 1.0) -> LoraFile:
 
 
 def combine(files: Sequence[LoraFile], scales: Sequence[float]) -> LoraFile:
-    """One file that does what several do together, exactly: the ranks of a module add up.
+    """One file that has exactly the effect of several; the ranks of a module add up.
 
     Args:
-        files: under names of one style, at least one.
-        scales: a factor on the effect of each.
+        files: at least one, all in the same naming style.
+        scales: for each file, a factor on its effect.
 
     Raises:
         ArgumentError: the files have names of different styles, or layers of different sizes.
@@ -178,7 +178,7 @@ def _configuration(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _scale(alpha: float | None, rank: int, name: str, config: Mapping[str, Any]) -> float:
-    """The factor of a module: from the file, else from diffusers' configuration, else 1."""
+    """A module's scale: from its alpha, else from diffusers' configuration, else 1."""
     if alpha is not None:
         return float(alpha) / rank
     part, _, layer = name.partition(".")

@@ -1,4 +1,4 @@
-"""LoRAs that start as what quantization took from the base (Li et al. 2023, arXiv:2310.08659)."""
+"""LoRAs initialised with the quantization error of the base (Li et al. 2023, arXiv:2310.08659)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def loftq(
 ) -> tuple[QuantizedTensor, Factors]:
     """Find a quantized matrix Q and a product B A whose sum is near a weight W.
 
-    Alternates Q = quantize(W - B A) and B A = the nearest product to W - Q, from B A = 0 on, as
-    peft's `loftq_init` does, which keeps the scales of Q in f32:
+    Alternates Q = quantize(W - B A) and B A = the nearest product to W - Q, beginning with B A = 0,
+    like peft's `loftq_init` (with the scales of Q in f32):
     <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/utils/loftq_utils.py>.
     After one iteration Q is the rounding of W itself.
 
     Args:
         weight: W, (out, in), floating point.
         rank: of the product, at least 1.
-        format: of Q, as `quantize` takes it.
-        iterations: at least 1; the paper takes 5.
+        format: of Q, as for `quantize`.
+        iterations: at least 1; the paper uses 5.
 
     Raises:
-        ArgumentError: the rank, the number of iterations or the format is none.
+        ArgumentError: the rank or the number of iterations is below 1, or the format is unknown.
         ShapeError, DTypeError: the weight is not a matrix of floating point numbers.
         NonFiniteError: a value is not a finite number.
     """
@@ -54,19 +54,19 @@ def loftq(
 
 
 def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> None:
-    """Set the LoRAs on a quantized base to what the base lost, as far as their ranks allow.
+    """Set the LoRAs on a quantized base to its quantization error, as far as their ranks allow.
 
-    The base stays as it is, so this is `loftq` with one iteration, as peft's
-    `replace_lora_weights_loftq`. Layers that lost nothing, and convolutions, keep the values that
-    they have. Places of a rank that a layer's smaller side does not fill stay zero.
+    The base does not change, so this is `loftq` with one iteration, like peft's
+    `replace_lora_weights_loftq`. The LoRAs of convolutions and of layers without an error keep
+    their values. If the rank exceeds the smaller side of a layer, the rest of the factors is zero.
 
     Args:
         adapter: LoRAs on the base, whose values are replaced.
-        base: the model that they are on.
+        base: the model with the LoRAs.
         original: the same model before it was quantized; it may be on another device.
 
     Raises:
-        ConfigError: these are no LoRAs, `original` has no such layer, or no layer lost anything.
+        ConfigError: the adapters are not LoRA, `original` lacks a layer, or no layer has an error.
         NonFiniteError: a weight has a value that is not a finite number.
     """
     parameters = adapter.named_parameters()
@@ -99,7 +99,7 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
 
 
 def _lost(layer: str, base: Model, original: Model) -> Matrix:
-    """What the weight of a layer of the base lacks."""
+    """The original weight of a layer minus the base's."""
     held = base.get_tensor(f"{layer}.weight")
     try:
         exact = original.get_tensor(f"{layer}.weight")

@@ -1,4 +1,4 @@
-"""Several LoRAs on one model at the same time, from files under any names."""
+"""Several LoRAs on one model at the same time, from files in any naming style."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _UP = ".lora_B.weight"
 
 
 def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
-    """Put LoRAs on a model that compute the sum of those in several files.
+    """Attach LoRAs to a model that have the summed effect of several files.
 
     Args:
-        model: without adapters.
-        files: paths, and factors on their effects.
+        model: a model without adapters.
+        files: paths, each with a factor on its effect.
 
     Raises:
         MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
-        ConfigError: a file holds other adapters than LoRA, whose changes do not add up.
+        ConfigError: a file has adapters other than LoRA, whose changes cannot be added up.
     """
     parts: dict[str, list[Factors]] = {}
     for path, scale in files:
@@ -58,24 +58,24 @@ def stacked(model: Model, files: Sequence[tuple[Path, float]]) -> AdapterSet:
 
 
 def scale_of(config: tc.LoraConfig, layer: str, rank: int) -> float:
-    """The factor on the product of a layer, which `alpha_pattern` may name in full."""
+    """The scale of a layer's product; `alpha_pattern` is looked up by the layer's full name."""
     alpha = config.alpha_pattern.get(layer, config.lora_alpha)
     return alpha / (rank**0.5 if config.use_rslora else rank)
 
 
 def attach_factors(model: Model, factors: Mapping[str, Factors]) -> AdapterSet:
-    """Put LoRAs of given values on the layers of a model, their scale 1.
+    """Attach LoRAs with given values and a scale of 1 to layers of a model.
 
     Args:
-        model: without adapters.
-        factors: by layer; those of a convolution with torch's order, channels before the kernel.
+        model: a model without adapters.
+        factors: by layer; those of a convolution in torch's order, channels before the kernel.
     """
     tensors = model.named_tensors()
     parts = {}
     for layer, found in factors.items():
         shape = tensors[f"{layer}.weight"].shape
         if len(shape) == 4:
-            # Parameters of convolutions have their channels last.
+            # The adapter's parameters of convolutions have their channels last.
             down = found.down.reshape(found.rank, *shape[1:]).transpose(0, 2, 3, 1)
             parts[layer] = [Factors(found.up, down.reshape(found.rank, -1))]
         else:

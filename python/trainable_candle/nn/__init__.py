@@ -37,7 +37,7 @@ from trainable_candle.nn.module import LoadResult, Module
 from trainable_candle.nn.plain import ELU, AvgPool2d, LeakyReLU, LogSoftmax, MaxPool2d, Softplus
 
 Parameter = Var
-"""Torch's name of a trained tensor."""
+"""Torch's name for a trained tensor."""
 
 __all__ = [
     "ELU",
@@ -100,14 +100,14 @@ _INSTEAD = {
     "DataParallel": "see docs/many-gpus.md",
     "Upsample": "use functional.interpolate",
 }
-"""What to use where torch has something that is not here."""
+"""What to use instead of names of torch that this module does not have."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "utils":
         from trainable_candle.optim import clip_grad_norm_  # noqa: PLC0415 - it builds on modules
 
-        # Torch's place.
+        # `torch.nn.utils` has it, too.
         return SimpleNamespace(clip_grad_norm_=clip_grad_norm_)
     advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
     raise AttributeError(f"module {__name__!r} has no {name!r}{advice}")

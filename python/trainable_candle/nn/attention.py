@@ -24,7 +24,7 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(Module):
     """Attention of several heads (Vaswani et al. 2017, arXiv:1706.03762) with its projections.
 
-    Without `need_weights` and dropout, the matrix of scores is never made.
+    Without `need_weights` and dropout, the matrix of scores is never stored.
 
         attention = tc.nn.MultiheadAttention(8, 2, batch_first=True)
         x = tc.randn(4, 5, 8)
@@ -92,17 +92,19 @@ class MultiheadAttention(Module):
 
         Args:
             query: (S, B, E), or (B, S, E) with `batch_first`, or (S, E) without batch.
-            key: (L, B, E), alike.
-            value: (L, B, E), alike.
+            key: (L, B, E), or (B, L, E) or (L, E) likewise.
+            value: As `key`.
             key_padding_mask: (B, L), or (L,) without batch.
             need_weights: Whether the weights are returned.
-            attn_mask: (S, L), or (B * num_heads, S, L), B being 1 without batch.
-            average_attn_weights: Whether these are averaged over the heads.
-            is_causal: Whether position i attends only to positions up to i; without `attn_mask`.
+            attn_mask: (S, L), or (B * num_heads, S, L), with B = 1 without batch.
+            average_attn_weights: Whether the weights are averaged over the heads.
+            is_causal: Whether position i attends only to positions up to i; ignored if `attn_mask`
+                is given.
 
         Returns:
-            The result in the form of the query, and the weights: (B, S, L), (B, heads, S, L) if not
-            averaged, without B if there is no batch, or None.
+            The result, in the shape of the query, and the weights, or None without `need_weights`.
+            The weights are (B, S, L), or (B, heads, S, L) if not averaged; without batch, B is
+            missing.
 
         Raises:
             ShapeError, DTypeError, DeviceError: If the tensors do not fit.
@@ -168,7 +170,7 @@ class MultiheadAttention(Module):
         batched: bool,
         is_causal: bool,
     ) -> Tensor | None:
-        """What is added to the scores: (1 or B, 1 or heads, 1 or S, L)."""
+        """The sum of all masks, which is added to scores: (1 or B, 1 or heads, 1 or S, L)."""
         batch, heads, length, keys = (*q.shape[:3], k.shape[2])
         if masks["attn_mask"] is None and is_causal:
             later = [[column > row for column in range(keys)] for row in range(length)]
@@ -194,7 +196,7 @@ class MultiheadAttention(Module):
 def _added(
     name: str, mask: Tensor, accepted: dict[tuple[int, ...], tuple[int, ...]], dtype: DType
 ) -> Tensor:
-    """What a mask adds to scores of four dimensions."""
+    """The values that a mask adds to scores of four dimensions."""
     if mask.shape not in accepted:
         shapes = " or ".join(map(str, accepted))
         raise ShapeError(f"MultiheadAttention: {name} has shape {mask.shape}, expected {shapes}")

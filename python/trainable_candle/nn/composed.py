@@ -1,4 +1,4 @@
-"""Functions of layers that are made of others."""
+"""Functions of `nn.functional` that are composed of other operations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 
     Args:
         input: Classes from 0, of any shape.
-        num_classes: The length of a row; -1 for the largest class and one.
+        num_classes: The length of a row; -1 for the largest class plus one.
 
     Raises:
         TypeError: If the input is not a tensor.
@@ -62,7 +62,7 @@ def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 
 @explained
 def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
-    """Add elements at both ends of dimensions, or take them away.
+    """Add elements at both ends of dimensions, or remove them.
 
     ```python
     assert F.pad(tc.ones(2), (1, 0)).tolist() == [0.0, 1.0, 1.0]
@@ -70,10 +70,10 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
 
     Args:
         input: Any tensor.
-        pad: Numbers before and after the last dimension, then the one before it, and so on;
-            negative ones cut.
-        mode: "constant"; the others of torch are not there.
-        value: Of the new elements.
+        pad: Numbers of elements before and after in the last dimension, then in the second to last,
+            and so on; negative numbers remove elements.
+        mode: "constant"; torch's other modes are not supported.
+        value: The value of the new elements.
 
     Raises:
         TypeError: If the input is not a tensor.
@@ -111,7 +111,7 @@ def interpolate(
     scale_factor: float | None = None,
     mode: str = "nearest",
 ) -> Tensor:
-    """Resize the trailing dimensions of (B, C, ...) to the nearest elements, as torch's "nearest".
+    """Resize the trailing dimensions of (B, C, ...) by nearest elements, as torch's "nearest".
 
     ```python
     assert F.interpolate(tc.zeros(1, 3, 4, 4), scale_factor=2).shape == (1, 3, 8, 8)
@@ -119,9 +119,9 @@ def interpolate(
 
     Args:
         input: (B, C, ...).
-        size: Of these dimensions.
-        scale_factor: In its place, a factor on all of them.
-        mode: "nearest"; the others of torch are not there.
+        size: The new size of these dimensions, one number for all or one for each.
+        scale_factor: A factor on all of them, instead of `size`.
+        mode: "nearest"; torch's other modes are not supported.
 
     Raises:
         TypeError: If the input is not a tensor.
@@ -256,7 +256,7 @@ def kl_div(
         input: Logarithms of probabilities.
         target: Probabilities, or with `log_target` their logarithms.
         reduction: "mean", "batchmean" (over the first dimension), "sum" or "none".
-        log_target: See above.
+        log_target: Whether `target` has logarithms.
 
     Raises:
         TypeError: If an operand is not a tensor.
@@ -276,7 +276,7 @@ def kl_div(
 
 @explained
 def leaky_relu(input: Tensor, negative_slope: float = 0.01) -> Tensor:
-    """Return x where it is above 0, else `negative_slope` times x; raises for no tensor.
+    """Return x where it is above 0, else `negative_slope` times x; raises if x is not a tensor.
 
     ```python
     assert F.leaky_relu(tc.tensor([-1.0, 1.0]), 0.5).tolist() == [-0.5, 1.0]
@@ -288,7 +288,7 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01) -> Tensor:
 
 @explained
 def softplus(input: Tensor, beta: float = 1.0) -> Tensor:
-    """Return log(1 + exp(beta x)) / beta, without overflow; raises for no tensor.
+    """Return log(1 + exp(beta x)) / beta, without overflow; raises if x is not a tensor.
 
     ```python
     assert F.softplus(tc.tensor([30.0])).tolist() == [30.0]
@@ -301,7 +301,7 @@ def softplus(input: Tensor, beta: float = 1.0) -> Tensor:
 
 @explained
 def elu(input: Tensor, alpha: float = 1.0) -> Tensor:
-    """Return x where it is above 0, else alpha (exp(x) - 1); raises for no tensor.
+    """Return x where it is above 0, else alpha (exp(x) - 1); raises if x is not a tensor.
 
     ```python
     assert F.elu(tc.tensor([30.0])).tolist() == [30.0]
@@ -329,7 +329,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
 
 @explained
 def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
-    """Divide vectors along a dimension by their p-norms, which count as at least `eps`.
+    """Divide vectors along a dimension by their p-norms, or by `eps` where these are smaller.
 
     ```python
     assert tc.allclose(F.normalize(x).norm(dim=1), tc.ones(3), rtol=1e-5)
@@ -369,7 +369,7 @@ def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
 def _windows(
     name: str, input: Tensor, kernel: Any, stride: Any, padding: Any, outside: float
 ) -> list[Tensor]:
-    """For each place of the kernel, the elements that it meets there."""
+    """For each position in the kernel, the elements that it covers in all windows."""
     _require(name, input)
     if input.ndim not in {3, 4}:
         raise ShapeError(f"{name}: the shape is {input.shape}, expected (B, C, height, width)")

@@ -16,7 +16,7 @@ __all__ = ["ModuleList", "Sequential"]
 
 
 class ModuleList(Module):
-    """A list of modules; a plain list in an attribute does as well.
+    """A list of modules; a plain list in an attribute works as well.
 
         layers = tc.nn.ModuleList(tc.nn.Linear(4, 4) for _ in range(3))
         for layer in layers:
@@ -85,7 +85,7 @@ class ModuleList(Module):
         return iter(self._items)
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        # Named by their numbers, without the attribute.
+        # Names are the numbers alone, without the attribute's name.
         return enumerate(self._items)
 
 

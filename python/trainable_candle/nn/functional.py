@@ -108,7 +108,7 @@ def relu(input: Tensor) -> Tensor:
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """Return GELU, exact ("none") or by its approximation with tanh ("tanh").
+    """Return GELU, exact ("none") or approximated with tanh ("tanh").
 
     ```python
     assert F.gelu(tc.zeros(3)).tolist() == [0.0] * 3
@@ -148,7 +148,7 @@ def tanh(input: Tensor) -> Tensor:
 
 
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
-    """Return exp(input) over its sum along `dim`.
+    """Return exp(input) divided by its sum along `dim`.
 
     ```python
     assert F.softmax(tc.zeros(2, 4)).tolist() == [[0.25] * 4] * 2
@@ -158,7 +158,7 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
-    """Return the logarithm of `softmax`, computed directly.
+    """Return the logarithm of `softmax`, without underflow of small probabilities.
 
     ```python
     assert tc.allclose(F.log_softmax(x).exp(), F.softmax(x), rtol=1e-5)
@@ -178,7 +178,7 @@ _INSTEAD: Final = {
     "hardtanh": "use x.clamp(-1, 1)",
     "relu6": "use x.clamp(0, 6)",
 }
-"""What to use where torch has something that is not here."""
+"""What to use instead of names of torch that this module does not have."""
 
 
 def __getattr__(name: str) -> Any:

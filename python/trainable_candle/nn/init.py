@@ -1,6 +1,6 @@
-"""Initial values of variables, which the functions set and return: torch's `nn.init`.
+"""Initial values of variables, like torch's `nn.init`; functions set a variable and return it.
 
-Those that draw take a `generator`; the default is the library's (`manual_seed`).
+Functions that draw take a `generator`; the default is the library's (`manual_seed`).
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ def trunc_normal_(
     b: float = 2.0,
     generator: Generator | None = None,
 ) -> Var:
-    """Draw normal values that are in [a, b]; others are drawn again.
+    """Draw normal values; those outside [a, b] are drawn again.
 
         tc.nn.init.trunc_normal_(model[0].weight, std=0.02)
 
     Raises:
-        ArgumentError: If the deviation is not above 0, or the range has less than one in a
-            thousand of the values.
+        ArgumentError: If the deviation is not above 0, or less than a thousandth of all values is
+            in the range.
     """
     if not std > 0:
         raise ArgumentError(f"trunc_normal_: std is {std}, expected above 0; see constant_")
@@ -188,8 +188,8 @@ def kaiming_uniform_(
         tensor: The variable, of at least two dimensions.
         a: The slope of a leaky ReLU below 0.
         mode: "fan_in" or "fan_out".
-        nonlinearity: What `calculate_gain` takes.
-        generator: Where they are drawn; default the library's (`manual_seed`).
+        nonlinearity: A name that `calculate_gain` takes.
+        generator: Draws the values; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If the mode or the function is unknown.
@@ -207,7 +207,7 @@ def kaiming_normal_(
     nonlinearity: str = "leaky_relu",
     generator: Generator | None = None,
 ) -> Var:
-    """Draw normal values of variance gain^2 / fan; takes what `kaiming_uniform_` takes.
+    """Draw normal values of variance gain^2 / fan; the arguments are those of `kaiming_uniform_`.
 
     ```python
     tc.nn.init.kaiming_normal_(model[0].weight, mode="fan_out")
@@ -219,9 +219,9 @@ def kaiming_normal_(
 
 @explained
 def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
-    """Set rows, or columns, of random directions that are orthogonal (arXiv:1312.6120).
+    """Set a random matrix whose rows, or columns, are orthonormal up to `gain` (arXiv:1312.6120).
 
-    Dimensions after the first count as one.
+    Columns are all dimensions after the first together.
 
         tc.nn.init.orthogonal_(model[0].weight)
 
@@ -242,7 +242,7 @@ def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = No
 
 @explained
 def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """Return the factor that keeps the variance through a function.
+    """Return the factor on initial values that preserves the variance through a function.
 
         assert tc.nn.init.calculate_gain("linear") == 1
 

@@ -86,10 +86,10 @@ class Conv2d(Module):
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both; likewise below.
+        kernel_size: Height and width, or one number for both; likewise for the next three.
         stride: Step of the kernel.
-        padding: Zeros on each side; "valid" for none, "same" for as many as keep the size.
-        dilation: Distance of the kernel's elements.
+        padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
+        dilation: Distance between the kernel's elements.
         groups: Groups of channels that do not mix; divides both numbers of channels.
         bias: Whether there is a bias.
         dtype: A floating point dtype; default f32.
@@ -131,7 +131,7 @@ class Conv2d(Module):
         self.bias: Tensor | None = shift
 
     def _padding(self, name: str, kernel: tuple[int, int]) -> tuple[int, int]:
-        """The zeros of a padding by name."""
+        """The number of zeros for a padding given by name."""
         if name not in {"same", "valid"}:
             raise ArgumentError(f'Conv2d: padding is {name!r}, expected numbers, "same" or "valid"')
         if name == "valid":
@@ -171,10 +171,10 @@ class LayerNorm(Module):
         assert tc.nn.LayerNorm(4)(tc.randn(2, 4)).shape == (2, 4)
 
     Args:
-        normalized_shape: The sizes of the trailing dimensions, or the last one's.
+        normalized_shape: The sizes of the trailing dimensions, or the size of the last one.
         eps: Added to the variance.
         elementwise_affine: Whether there is a scale, initially ones.
-        bias: Whether there is a shift, too, initially zeros.
+        bias: Whether there is also a shift, initially zeros; only with a scale.
         dtype: A floating point dtype; default f32.
         device: The device.
     """
@@ -251,7 +251,7 @@ class GroupNorm(Module):
         assert tc.nn.GroupNorm(2, 4)(tc.randn(1, 4, 3, 3)).shape == (1, 4, 3, 3)
 
     Args:
-        num_groups: Groups of channels; divides their number.
+        num_groups: The number of groups; divides `num_channels`.
         num_channels: The second dimension of the input.
         eps: Added to the variance.
         affine: Whether there are a scale and a shift, initially ones and zeros.
@@ -327,8 +327,8 @@ class Flatten(Module):
         assert tc.nn.Flatten()(tc.zeros(2, 3, 4)).shape == (2, 12)
 
     Args:
-        start_dim: The first of them.
-        end_dim: The last of them.
+        start_dim: The first dimension to join.
+        end_dim: The last dimension to join.
     """
 
     def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
@@ -436,7 +436,7 @@ class GELU(Module):
 
 
 class Softmax(Module):
-    """exp(input) over its sum along a dimension.
+    """exp(input) divided by its sum along a dimension.
 
         assert tc.nn.Softmax()(tc.zeros(2)).tolist() == [0.5, 0.5]
 

@@ -35,9 +35,9 @@ class Linear(Module):
     Args:
         weight: (out_features, in_features), or the number of input features.
         shift: The bias, (out_features,), or the number of output features.
-        bias: The bias, if `shift` is not given; beside numbers, whether there is one (default).
-        dtype: Beside numbers, a floating point dtype; default f32.
-        device: Beside numbers, the device.
+        bias: The bias, if `shift` is not given; with numbers, whether there is one (default).
+        dtype: With numbers, a floating point dtype; default f32.
+        device: With numbers, the device.
 
     Raises:
         TypeError: If the weight and the bias are neither tensors nor numbers.
@@ -135,7 +135,7 @@ class _AdaptedLinear(Module):
 
     @property
     def scale(self) -> float:
-        """The factor of the low-rank product: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+        """The factor on the low-rank product: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         return self._adapter.scale
 
     def get_vars(self) -> list[Var]:
@@ -182,13 +182,13 @@ class LoRALinear(_AdaptedLinear):
         bias: b, (out_features,); frozen.
         dropout: Probability of dropping an element of the adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv:2312.03732).
-        qat: Compute with the adapted weight as `nn.functional.fake_quantize` rounds it to this.
+        qat: Round the adapted weight to this format, as `nn.functional.fake_quantize` does.
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
-        ArgumentError: If the rank is below 1 or the dropout not in [0, 1), or `qat` is unknown.
-        ConfigError: If there is dropout beside `qat`, or the weight is not of whole groups.
+        ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
+        ConfigError: If `qat` is combined with dropout, or the weight is not of whole groups.
     """
 
     _kind = "lora"
@@ -200,9 +200,9 @@ class LoRALinear(_AdaptedLinear):
 class DoRALinear(_AdaptedLinear):
     """A frozen linear layer with DoRA (Liu et al. 2024, arXiv:2402.09353).
 
-    The weight has the rows of W + scale * lora_up @ lora_down, scaled to the norms in `magnitude`
-    (out_features,), which starts with the norms of the rows of W. The norm is a constant in the
-    backward, as in the paper and in peft.
+    The rows of the weight are those of W + scale * lora_up @ lora_down, scaled to the norms in
+    `magnitude` (out_features,), which starts with the norms of the rows of W. The backward pass
+    treats the norms of the sum as constants, as in the paper and in peft.
 
         layer = tc.nn.DoRALinear(tc.randn(32, 64), rank=4, alpha=4)
         assert layer(tc.randn(5, 64)).shape == (5, 32)
@@ -214,13 +214,13 @@ class DoRALinear(_AdaptedLinear):
         bias: (out_features,); frozen.
         dropout: Probability of dropping an element of the adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead.
-        qat: Compute with the adapted weight as `nn.functional.fake_quantize` rounds it to this.
+        qat: Round the adapted weight to this format, as `nn.functional.fake_quantize` does.
 
     Raises:
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
-        ArgumentError: If the rank is below 1 or the dropout not in [0, 1), or `qat` is unknown.
-        ConfigError: If there is dropout beside `qat`, or the weight is not of whole groups.
+        ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
+        ConfigError: If `qat` is combined with dropout, or the weight is not of whole groups.
     """
 
     _kind = "dora"

@@ -22,7 +22,7 @@ __all__ = [
 
 
 class _Loss(Module):
-    """What losses share."""
+    """The base of losses: the reduction."""
 
     def __init__(self, reduction: str = "mean") -> None:
         if reduction not in {"mean", "sum", "none"}:
@@ -63,7 +63,7 @@ class L1Loss(_Loss):
 
 
 class SmoothL1Loss(_Loss):
-    """The Huber loss over its threshold, as `functional.smooth_l1_loss`.
+    """The Huber loss divided by its threshold, as `functional.smooth_l1_loss`.
 
     ```python
     assert tc.nn.SmoothL1Loss()(tc.ones(2), tc.zeros(2)).item() == 0.5

@@ -37,11 +37,11 @@ _INSTEAD: Final = {
     "float": 'use to("f32")',
     "double": 'use to("f64")',
 }
-"""What to use where torch has something that is not here."""
+"""What to use instead of names of torch that modules do not have."""
 
 
 class LoadResult(NamedTuple):
-    """Which names did not match in `Module.load_state_dict`.
+    """The names that did not match in `Module.load_state_dict`.
 
     ```python
     result = model.load_state_dict({"0.weight": tc.zeros(8, 4)}, strict=False)
@@ -54,7 +54,7 @@ class LoadResult(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A tensor and its place in a module."""
+    """A tensor, its full name, and its owner (a module, list or dict) with the key there."""
 
     name: str
     owner: Any
@@ -93,25 +93,25 @@ class Module:
 
     training: bool = True
     _buffers: Mapping[str, bool] = MappingProxyType({})
-    """Names that were registered, and whether they are in states."""
+    """Names of registered buffers -> whether they are in state dicts."""
     forward: Callable[..., Any] = _not_implemented
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`."""
         return self.forward(*args, **kwargs)
 
-    # A type checker would take every name for an attribute.
+    # With this method, type checkers would accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raise what `__getattr__` has to, with what to use instead."""
+            """Raise an AttributeError that says what to use instead."""
             advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
             )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Keep a tensor that moves with the module and is not trained; an attribute does too.
+        """Set an attribute to a tensor that is not trained; only `persistent` needs this method.
 
             class Scaled(tc.nn.Module):
                 def __init__(self):
@@ -125,10 +125,10 @@ class Module:
         Args:
             name: The attribute.
             tensor: The value.
-            persistent: Whether `state_dict` has it, as it has other tensors.
+            persistent: Whether `state_dict` has it, as it has the tensors of other attributes.
 
         Raises:
-            ArgumentError: If the name cannot be an attribute's, or is one's.
+            ArgumentError: If the name is not valid for an attribute, or taken.
         """
         _check_buffer(name, tensor)
         if hasattr(self, name):
@@ -150,7 +150,7 @@ class Module:
         return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        """The attributes that names are made of."""
+        """The attributes to search, by the parts that they contribute to names."""
         return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
@@ -183,11 +183,11 @@ class Module:
                 yield from self._slots(name, value, seen)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor with its name, frozen ones and variables."""
+        """Return every tensor, frozen or variable, by its name."""
         return {slot.name: slot.tensor for slot in self._slots("", self, set())}
 
     def named_parameters(self) -> dict[str, Var]:
-        """Return the variables with their names; a shared one comes once."""
+        """Return the variables by their names; a shared variable occurs once."""
         seen: set[int] = set()
         named: dict[str, Var] = {}
         for name, value in self.named_tensors().items():
@@ -204,7 +204,7 @@ class Module:
         """Clear the gradients of all variables.
 
         Args:
-            set_to_none: Ignored: gradients are always None afterwards, as torch's are by default.
+            set_to_none: Ignored: gradients are always None afterwards, as in torch by default.
         """
         del set_to_none
         for parameter in self.parameters():
@@ -243,7 +243,7 @@ class Module:
             device: A device.
 
         Raises:
-            ArgumentError: If the target is neither, or is given twice.
+            ArgumentError: If a device or a dtype is unknown, or is given twice.
             DTypeError: If the dtype is not a floating point one.
             CudaUnavailableError, DeviceError: If there is no such device.
         """
@@ -268,9 +268,9 @@ class Module:
         return self._replaced(lambda value: _alike(moved(value), value))
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze all variables, or make variables of all floating point tensors.
+        """Freeze all variables, or turn all floating point tensors but buffers into variables.
 
-        Their storage is copied when they become variables. Do this before making an optimizer.
+        Tensors that become variables are copied. Do this before making an optimizer.
 
         Raises:
             ArgumentError: If `requires_grad` is neither true nor false.
@@ -289,7 +289,7 @@ class Module:
         return self._replaced(changed)
 
     def _replaced(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Put what `change` returns in the place of every tensor; shared ones stay shared."""
+        """Replace every tensor by the result of `change`; shared tensors stay shared."""
         slots = list(self._slots("", self, set()))
         fixed = [slot.name for slot in slots if isinstance(slot.owner, tuple)]
         if fixed:
@@ -307,7 +307,7 @@ class Module:
         return ""
 
     def __repr__(self) -> str:
-        """Return the names of this module and of those inside it, with what they were made with."""
+        """Return the classes of this module and of those inside it, with their settings."""
         inside = [
             f"  ({name}): " + repr(module).replace("\n", "\n  ")
             for name, module in self._children("", self)
@@ -327,9 +327,9 @@ class Module:
                 yield from self._children(path, value)
 
     def named_children(self) -> Iterator[tuple[str, Any, Any, Module]]:
-        """Iterate over the modules inside, however deep, each wherever it is.
+        """Iterate over all modules inside, at any depth; a shared module occurs at each place.
 
-        Yields the name, what holds the module (a module, list or dict), its key there, the module.
+        Yields the name, the owner (a module, list or dict), the key in the owner, and the module.
         """
         yield from self._held("", self, {id(self)})
 
@@ -347,30 +347,30 @@ class Module:
         """Freeze all parameters and put trainable adapters on linear layers and convolutions.
 
         Args:
-            config: Which layers, what kind and size.
+            config: The layers to adapt, and the kind and size of the adapters.
 
         Raises:
-            ConfigError: If the configuration names no layer, or an adapter that these layers
-                cannot have.
+            ConfigError: If the configuration matches no layer, or its adapter does not suit the
+                layers.
         """
         from trainable_candle.peft import ModuleAdapter  # noqa: PLC0415 - it builds on modules
 
         return ModuleAdapter(self, config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return every tensor with its name; later steps do not change the copies of variables."""
+        """Return every tensor by its name; variables are copied, so later steps change no entry."""
         named = self._state().items()
         return {n: tensor(s.tensor) if isinstance(s.tensor, Var) else s.tensor for n, s in named}
 
     def _state(self) -> dict[str, _Slot]:
-        """What states have, by name."""
+        """The tensors of a state dict, by name."""
         slots = self._slots("", self, set())
         return {slot.name: slot for slot in slots if _persists(slot) is not False}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> LoadResult:
-        """Load the values of a state: sets variables in place and replaces frozen tensors.
+        """Load the values of a state dict: set variables in place and replace frozen tensors.
 
-        Nothing changes unless everything fits. Values move to the device of the old ones.
+        Nothing changes unless everything fits. Values are copied to the device of the old ones.
 
         Args:
             state: Tensors or arrays by name.
@@ -419,7 +419,7 @@ class Module:
 
 
 def _persists(slot: _Slot) -> bool | None:
-    """Whether a buffer is in states; None for other tensors."""
+    """Whether a buffer is in state dicts; None for other tensors."""
     return slot.owner._buffers.get(slot.key) if isinstance(slot.owner, Module) else None  # noqa: SLF001 - modules are of this file
 
 
@@ -453,5 +453,5 @@ def _put(slot: _Slot, value: Tensor) -> None:
 
 
 def _alike(value: Tensor, old: Tensor) -> Tensor:
-    """The value as a variable if the old tensor is one."""
+    """The value, as a variable if the old tensor is one."""
     return Var(value) if isinstance(old, Var) else value

@@ -14,7 +14,7 @@ __all__ = ["ELU", "AvgPool2d", "LeakyReLU", "LogSoftmax", "MaxPool2d", "Softplus
 
 
 class LeakyReLU(Module):
-    """The input where it is above 0, else `negative_slope` times it.
+    """The input where it is above 0, else `negative_slope` times the input.
 
     ```python
     assert tc.nn.LeakyReLU(0.5)(tc.tensor([-1.0, 2.0])).tolist() == [-0.5, 2.0]
@@ -92,7 +92,7 @@ class LogSoftmax(Module):
 
 
 class _Pool2d(Module):
-    """What pools share: sizes are one number, or two for height and width."""
+    """The base of pools: sizes are one number, or two for height and width."""
 
     def __init__(self, kernel_size: Any, stride: Any = None, padding: Any = 0) -> None:
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding

@@ -31,7 +31,7 @@ _INSTEAD: Final = {
     "SparseAdam": "use Adam; gradients are dense",
     "swa_utils": "VariableEMA averages variables",
 }
-"""What to use where torch has something that is not here."""
+"""What to use instead of names of torch that this module does not have."""
 
 
 def __getattr__(name: str) -> Any:

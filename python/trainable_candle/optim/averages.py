@@ -1,4 +1,4 @@
-"""The moving average of any variables."""
+"""Moving averages of any variables."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["VariableEMA"]
 
 
 class VariableEMA:
-    """The exponential moving average of variables, in f32; `EMA` is that of an adapter.
+    """The exponential moving average of variables, in f32; for an adapter, see `EMA`.
 
-    Call `update` after each step of the optimizer. Inside `with` the variables have the averages.
+    Call `update` after each step of the optimizer. Inside `with`, the variables have the values of
+    the averages.
 
         ema = tc.optim.VariableEMA(model.parameters(), decay=0.999)
         loss.backward()
@@ -40,7 +41,7 @@ class VariableEMA:
 
     Raises:
         ArgumentError: If the decay is out of range, or there is no variable.
-        TypeError: If one is not a variable.
+        TypeError: If an item is not a variable.
     """
 
     @explained
@@ -71,10 +72,10 @@ class VariableEMA:
         return list(self._averages)
 
     def update(self) -> None:
-        """Take in the variables' values.
+        """Update the averages with the variables' values.
 
         Raises:
-            ArgumentError: If the averages are swapped in.
+            ArgumentError: If called inside `with`, where the variables have the averages.
         """
         if self._trained is not None:
             raise ArgumentError("VariableEMA: the variables have the averages; leave the `with`")
@@ -88,10 +89,10 @@ class VariableEMA:
             ]
 
     def __enter__(self) -> Self:
-        """Give the variables the averages.
+        """Set the variables to the averages.
 
         Raises:
-            ArgumentError: If they have them.
+            ArgumentError: If the variables already have the averages.
         """
         if self._trained is not None:
             raise ArgumentError("VariableEMA: the variables have the averages already")
@@ -105,7 +106,7 @@ class VariableEMA:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give the variables their own values."""
+        """Set the variables to their own values again."""
         trained, self._trained = self._trained, None
         self._give(trained or [])
 
@@ -119,7 +120,7 @@ class VariableEMA:
 
         Raises:
             ConfigError: If an entry is missing or not expected. Nothing is changed then.
-            ShapeError: If one has another shape. Nothing is changed then.
+            ShapeError: If an entry has another shape. Nothing is changed then.
         """
         expected = self.state_dict()
         if state.keys() != expected.keys():
@@ -142,5 +143,5 @@ class VariableEMA:
 
 
 def _copy(variable: Var) -> Tensor:
-    """The value, which the variable's next one does not replace."""
+    """A copy of the value, which later changes of the variable do not affect."""
     return variable.detach() * 1

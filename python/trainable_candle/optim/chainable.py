@@ -1,4 +1,4 @@
-"""Torch's schedulers, which change the learning rates they find and so work together."""
+"""Torch's schedulers that change the current learning rates, so several can be combined."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 
 class ChainableScheduler:
-    """What torch's schedulers share. `step` follows the optimizer's, once per epoch or step.
+    """The base of torch's schedulers. Call `step` after the optimizer's, once per epoch or step.
 
-    Epoch 0 is set at once. Several schedulers of an optimizer change one after the other what the
-    one before has left.
+    The constructor sets the learning rates of epoch 0. If an optimizer has several schedulers, each
+    changes the rates that the one before has set.
 
     ```python
     schedulers = tc.optim.lr_scheduler
@@ -46,15 +46,16 @@ class ChainableScheduler:
 
     Args:
         optimizer: The optimizer.
-        last_epoch: The last epoch that is done: the next one has the learning rates that are set,
-            and the `initial_lr` of `param_groups` is what they began with. -1 for a new start.
+        last_epoch: The last finished epoch; -1 for a new start. To continue, the optimizer must
+            have the learning rates of the next epoch, and `param_groups` the initial rates
+            (`initial_lr`).
 
     Raises:
-        ArgumentError: If there is no `initial_lr` to go on from, or no such epoch.
+        ArgumentError: If `last_epoch` is below -1, or an `initial_lr` to continue from is missing.
     """
 
     _is_closed = False
-    """Whether the rates of an epoch do not depend on those of the one before."""
+    """Whether the rates of an epoch do not depend on those of the previous epoch."""
 
     @explained
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
@@ -75,7 +76,7 @@ class ChainableScheduler:
                 self.optimizer.group_lrs = self._next(self.optimizer.group_lrs)
 
     def restart(self, lrs: Sequence[float] | None = None) -> None:
-        """Go to epoch 0, from the optimizer's initial learning rates or from others."""
+        """Go back to epoch 0, with the initial learning rates or with `lrs`."""
         self.last_epoch = 0
         self.optimizer.group_lrs = self._first(list(self.base_lrs if lrs is None else lrs))
 
@@ -94,10 +95,10 @@ class ChainableScheduler:
         return {name: value for name, value in found.items() if not callable(value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another scheduler of this kind was.
+        """Continue from the state of another scheduler of this kind.
 
         Raises:
-            ArgumentError: If it is the state of another kind.
+            ArgumentError: If it is the state of another kind of scheduler.
         """
         if state.keys() != self.state_dict().keys():
             raise ArgumentError(
@@ -111,12 +112,12 @@ class ChainableScheduler:
         return lrs
 
     def _next(self, lrs: list[float]) -> list[float]:
-        """The rates of `last_epoch`, from those of the epoch before."""
+        """The rates of `last_epoch`, given those of the previous epoch."""
         raise NotImplementedError
 
 
 class _ByFunctions(ChainableScheduler):
-    """Takes a function, or one for each group."""
+    """The base of schedulers that take a function, or one for each group."""
 
     @explained
     def __init__(self, optimizer: Optimizer, lr_lambda: Any, last_epoch: int = -1) -> None:
@@ -164,7 +165,7 @@ class LambdaLR(_ByFunctions):
 
 
 class MultiplicativeLR(_ByFunctions):
-    """The learning rates times a function of the epoch, at each.
+    """Multiplies the learning rates by a function of the epoch, in every epoch.
 
         scheduler = tc.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.95)
         scheduler.step()
@@ -252,7 +253,7 @@ class ExponentialLR(ChainableScheduler):
 
 
 class ConstantLR(ChainableScheduler):
-    """Multiplies by `factor` until epoch `total_iters`.
+    """Multiplies by `factor` before epoch `total_iters`.
 
         scheduler = tc.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=2)
         scheduler.step()
@@ -281,7 +282,7 @@ class ConstantLR(ChainableScheduler):
 
 
 class LinearLR(ChainableScheduler):
-    """Multiplies by a factor that goes evenly from one to another, such as for a warm-up.
+    """Multiplies by a factor that changes linearly between two values, for example for a warm-up.
 
         scheduler = tc.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=100)
         for inputs, targets in batches:
@@ -379,7 +380,7 @@ class CosineAnnealingLR(ChainableScheduler):
     def _next(self, lrs: list[float]) -> list[float]:
         low, turn = self.eta_min, math.pi / self.T_max
         if (self.last_epoch - 1 - self.T_max) % (2 * self.T_max) == 0:
-            # The epoch before was at the minimum, which says nothing about the height.
+            # The rate before is the minimum, so the next one cannot be computed from it.
             rise = (1 - math.cos(turn)) / 2
             return [lr + (base - low) * rise for lr, base in zip(lrs, self.base_lrs, strict=True)]
         factor = (1 + math.cos(turn * self.last_epoch)) / (

@@ -84,7 +84,7 @@ class ChainedScheduler(_Several):
 
 
 class SequentialLR(_Several):
-    """One scheduler until the first milestone, then the next from its own beginning.
+    """One scheduler until the first milestone, then the next one from its epoch 0, and so on.
 
         s = tc.optim.lr_scheduler
         parts = [s.LinearLR(optimizer, 0.1), s.CosineAnnealingLR(optimizer, 95)]
@@ -94,7 +94,7 @@ class SequentialLR(_Several):
     Args:
         optimizer: The optimizer.
         schedulers: Its schedulers.
-        milestones: The epochs at which the others begin, one fewer than schedulers.
+        milestones: The epochs at which the second and later schedulers begin.
 
     Raises:
         ArgumentError: If the numbers do not fit, or a scheduler is of another optimizer.
@@ -117,7 +117,8 @@ class SequentialLR(_Several):
 
     def _first(self, lrs: list[float]) -> list[float]:
         del lrs
-        # What the others set when they were made counts from their milestones on.
+        # Undo what the other schedulers have set in their constructors; it applies from their
+        # milestones on.
         self._schedulers[0].restart()
         return self.optimizer.group_lrs
 
@@ -134,7 +135,7 @@ class SequentialLR(_Several):
 class OneCycleLR(ChainableScheduler):
     """Rises from `max_lr / div_factor` to `max_lr`, then falls far below (arXiv:1708.07120).
 
-    The momentum stays as it is.
+    Unlike torch's, it does not change the momentum.
 
         scheduler = tc.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
         scheduler.step()
@@ -143,17 +144,17 @@ class OneCycleLR(ChainableScheduler):
         optimizer: The optimizer.
         max_lr: The highest learning rate.
         total_steps: Steps of the cycle.
-        epochs: Without `total_steps`, epochs of `steps_per_epoch` steps each.
+        epochs: Without `total_steps`, the number of epochs of `steps_per_epoch` steps.
         steps_per_epoch: Steps of an epoch.
-        pct_start: The part of the steps that rises, in (0, 1).
+        pct_start: The fraction of the steps in which the rate rises, in (0, 1).
         anneal_strategy: "cos" or "linear".
-        div_factor: The highest rate over the first.
-        final_div_factor: The first rate over the last.
-        last_epoch: The last step that is done; -1 for a new start.
+        div_factor: The highest rate divided by the first.
+        final_div_factor: The first rate divided by the last.
+        last_epoch: The last finished step; -1 for a new start.
 
     Raises:
-        ArgumentError: If there is no number of steps, a number is out of range, or a step is after
-            the last.
+        ArgumentError: If there is no number of steps, a number is out of range, or `step` is called
+            after the last step.
     """
 
     _is_closed = True
@@ -224,13 +225,13 @@ class ReduceLROnPlateau:
         factor: Below 1.
         patience: Epochs without improvement that are allowed.
         threshold: The least improvement that counts.
-        threshold_mode: "rel" if the threshold is a part of the best value, or "abs".
-        cooldown: Epochs after a reduction that do not count.
+        threshold_mode: "rel" if the threshold is a fraction of the best value, or "abs".
+        cooldown: Epochs after a reduction in which missing improvement is ignored.
         min_lr: The least learning rate.
-        eps: The least change of a learning rate.
+        eps: The least change of a learning rate; smaller changes are not made.
 
     Raises:
-        ArgumentError: If an argument is none of these.
+        ArgumentError: If a mode is unknown, or the factor is not below 1.
     """
 
     @explained
@@ -259,7 +260,7 @@ class ReduceLROnPlateau:
         self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
 
     def step(self, metrics: Any) -> None:
-        """Take the value of an epoch, a number or a tensor of one element."""
+        """Process the value of an epoch, a number or a tensor of one element."""
         value = float(metrics)
         self.last_epoch += 1
         margin = self.threshold * (abs(self.best) if self._relative else 1.0)

@@ -16,14 +16,14 @@ _INSTEAD = {
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
-"""What to use where torch has something that is not here."""
+"""What to use instead of names of torch that optimizers do not have."""
 
 
 class ParamGroup(MutableMapping[str, Any]):
     """The variables and hyper-parameters of a group.
 
-    "lr" is the optimizer's: assigning it changes the next step. The other hyper-parameters are
-    fixed. Entries of other names are the user's, and stay with the optimizer.
+    Setting "lr" changes the optimizer's learning rate from the next step on. The other
+    hyper-parameters are fixed. Users may add entries of other names; the optimizer keeps them.
 
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
@@ -40,7 +40,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return self._own[name] if name in self._own else self._known()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set the learning rate, or an entry of one's own.
+        """Set the learning rate, or an entry of the user's.
 
         Raises:
             ArgumentError: If the name is a fixed hyper-parameter or `params`.
@@ -58,7 +58,7 @@ class ParamGroup(MutableMapping[str, Any]):
             self._own[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Remove an entry of one's own."""
+        """Remove an entry of the user's."""
         del self._own[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -70,7 +70,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return len(self._known()) + 1 + len(self._own)
 
     def __repr__(self) -> str:
-        """Return the entries, with the number of variables in their place."""
+        """Return the entries, with the number of variables instead of the variables."""
         shown = {name: value for name, value in self.items() if name != "params"}
         return f"ParamGroup({len(self['params'])} variables, {shown})"
 
@@ -81,28 +81,29 @@ class ParamGroup(MutableMapping[str, Any]):
 class GroupedOptimizer(Optimizer):
     """An optimizer that knows the variables of its groups."""
 
-    # Plain data: a cycle with the optimizer would keep its states until a collection.
+    # Plain data, because `ParamGroup`s would form a reference cycle with the optimizer, and its
+    # states would be freed only by the garbage collector.
     _groups: list[dict[str, Any]]
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """The groups: their variables and hyper-parameters, of which `lr` can be set."""
+        """The groups with their variables and hyper-parameters, of which `lr` can be set."""
         return [ParamGroup(self, index, group) for index, group in enumerate(self._groups)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all variables.
 
         Args:
-            set_to_none: Ignored: gradients are always None afterwards, as torch's are by default.
+            set_to_none: Ignored: gradients are always None afterwards, as in torch by default.
         """
         del set_to_none
         super().zero_grad()
 
-    # A type checker would take every name for an attribute.
+    # With this method, type checkers would accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raise what `__getattr__` has to, with what to use instead."""
+            """Raise an AttributeError that says what to use instead."""
             advice = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}{advice}"
@@ -129,7 +130,7 @@ def listed(params: Any) -> Any:
 
 
 def _settings_of(params: Any, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The variables and hyper-parameters of each group, of parameters that an optimizer took."""
+    """The variables and hyper-parameters of each group, from an optimizer's `params` argument."""
     items = list(params.values()) if isinstance(params, Mapping) else list(params)
     groups = items if isinstance(items[0], Mapping) else [{"params": items}]
     found = []

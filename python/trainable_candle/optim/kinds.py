@@ -1,4 +1,4 @@
-"""One class for each optimizer of the library's registry; the stubs beside list them."""
+"""One class for each optimizer of the library's registry; `kinds.pyi` lists them."""
 
 from inspect import Parameter, Signature
 from types import NoneType
@@ -8,7 +8,7 @@ from trainable_candle._core import Optimizer, optimizer_kinds
 from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
 _ALWAYS = ("fused", "foreach")
-"""Torch's choices of an implementation: every step here is fused, over all variables at once."""
+"""Torch's switches between implementations, ignored: every step is fused over all variables."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:

@@ -1,6 +1,6 @@
 """Learning-rate schedules.
 
-Those in small letters have a warm-up; their definitions are transformers'. The classes are torch's.
+The functions make schedules with a warm-up, defined as in transformers. The classes are torch's.
 
 ```python
 scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=1000, warmup_steps=50)
@@ -64,7 +64,7 @@ __all__ = [
 class LRScheduler:
     """Sets the learning rates of an optimizer to its initial rates times a factor of the step.
 
-    Step 0 is set at once, so that the optimizer's first step has its rate.
+    The constructor sets the rates of step 0, for the optimizer's first step.
 
     ```python
     scheduler = tc.optim.lr_scheduler.cosine(optimizer, total_steps=100, warmup_steps=10)
@@ -93,7 +93,7 @@ class LRScheduler:
 
     @property
     def base_lrs(self) -> list[float]:
-        """The learning rates of the groups that the factor is applied to."""
+        """The initial learning rates of the groups, to which the factor is applied."""
         return list(self._base_lrs)
 
     def get_last_lr(self) -> list[float]:
@@ -109,8 +109,8 @@ class LRScheduler:
 
         Raises:
             ArgumentError: If it is negative.
-            DeviceError: If a function is being captured (`tc.cuda.capture`), which would freeze the
-                learning rates of this step: call it between calls of the captured function.
+            DeviceError: If called inside a function that is being captured (`tc.cuda.capture`),
+                where it would freeze the learning rates; call it between calls of this function.
         """
         factor = self._schedule.factor(step)
         self._optimizer.group_lrs = [lr * factor for lr in self._base_lrs]
@@ -127,14 +127,14 @@ def _check_optimizer(optimizer: object) -> None:
 def constant(
     optimizer: Optimizer, *, total_steps: int | None = None, warmup_steps: int = 0
 ) -> LRScheduler:
-    """Rise linearly from 0 over `warmup_steps`, then stay.
+    """Rise linearly from 0 over `warmup_steps`, then stay constant.
 
         scheduler = tc.optim.lr_scheduler.constant(optimizer, total_steps=100, warmup_steps=5)
         scheduler.step()
 
     Args:
         optimizer: The optimizer.
-        total_steps: Ignored; for schedules that are chosen by name.
+        total_steps: Ignored; accepted so that all schedules take the same arguments.
         warmup_steps: Steps of the warm-up.
     """
     del total_steps
@@ -167,7 +167,7 @@ def cosine(
         optimizer: The optimizer.
         total_steps: Steps of the training, warm-up included.
         warmup_steps: Steps of the warm-up.
-        num_cycles: Waves of the cosine; half a one falls to 0 at `total_steps`.
+        num_cycles: Number of waves of the cosine; half a wave falls to 0 at `total_steps`.
 
     Raises:
         ArgumentError: If `num_cycles` is negative.
@@ -217,4 +217,4 @@ def polynomial(
 SCHEDULES: Final[dict[str, Callable[..., LRScheduler]]] = {
     schedule.__name__: schedule for schedule in (constant, linear, cosine, polynomial)
 }
-"""Every schedule by its name: what `--lr-scheduler` takes."""
+"""The schedules by the names that `--lr-scheduler` takes."""

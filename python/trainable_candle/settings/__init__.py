@@ -1,7 +1,7 @@
-"""Settings of a training run, in groups: each owns its ranges, help, conditions and aliases.
+"""The settings of a training run, in groups with their ranges, help, conditions and synonyms.
 
-`TrainConfig` holds them all, flat. The command line, YAML files and Python read the same
-declarations; a model takes the groups that mean something to it.
+`TrainConfig` has all of them, flat. The command line, YAML files and Python read the same
+declarations; a model takes the groups that apply to it.
 """
 
 from trainable_candle.settings.config import GROUPS, IMAGE_GROUPS, TrainConfig, group_of, settings

@@ -1,4 +1,4 @@
-"""What is trained: the kind of adapter, its layers, its files."""
+"""Settings of the adapters: kind, layers, files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
 DORA_AXES: Final = ("output", "input")
-"""What DoRA has one magnitude for: each output, as in the paper, or each input."""
+"""DoRA has one magnitude for each output, as in the paper, or for each input."""
 LOFTQ: Final = "loftq"
 INITS: Final = ("default", LOFTQ)
-"""How adapters start: without an effect, or as what quantization took from the base."""
+"""How adapters start: without an effect, or with the quantization error of the base."""
 
 
 def _quantization_contradiction(config: Any) -> str | None:
-    """What `qat` and `init` cannot be used with."""
+    """Why `qat` or `init` contradicts another setting; None if they do not."""
     return _qat_contradiction(config) or _loftq_contradiction(config)
 
 
 def _qat_contradiction(config: Any) -> str | None:
-    """What `qat` cannot be used with."""
+    """Why `qat` contradicts another setting; None if it does not."""
     if config.qat is None:
         return None
     if config.lora_dropout:
@@ -42,7 +42,7 @@ def _qat_contradiction(config: Any) -> str | None:
 
 
 def _loftq_contradiction(config: Any) -> str | None:
-    """What `init` cannot be used with."""
+    """Why `init` contradicts another setting; None if it does not."""
     if config.init != LOFTQ:
         return None
     if config.adapter != "lora":
@@ -156,7 +156,7 @@ class LearnedScales(Group):
 
 @dataclass(frozen=True)
 class TrainingAdapters(Group):
-    """What distilled models are trained over."""
+    """The adapter over which distilled models are trained."""
 
     section: ClassVar[str] = sections.ADAPTER
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 _BETWEEN: Final = re.compile(r"\s+(?=[A-Za-z_][\w-]*\s*=)")
-"""The separator of several in one text, as in quotes of a shell."""
+"""The separator of several arguments in one text, such as one quoted in a shell."""
 _WORDS: Final = {"true": True, "false": False, "none": None, "inf": math.inf}
 
 
@@ -24,11 +24,11 @@ def parsed(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
     Args:
         name: of the setting.
-        texts: `eps=1e-6`, `betas=0.9,0.99`, `amsgrad=true`; brackets around several numbers may
-            stay.
+        texts: such as `eps=1e-6`, `betas=0.9,0.99`, `amsgrad=true`; several numbers may have
+            brackets around them.
 
     Raises:
-        ConfigError: one is not such a text, or a name comes twice.
+        ConfigError: a text is not of this form, or a name occurs twice.
     """
     found: dict[str, Any] = {}
     for text in [part for given in texts for part in _BETWEEN.split(given.strip())]:
@@ -64,12 +64,12 @@ def check_names(
     Args:
         name: of the setting.
         given: the names.
-        of: what the user calls the function.
+        of: the function's name for the message.
         function: the function.
-        own: flags of arguments that have a setting of their own.
+        own: the flags of arguments that have a setting of their own.
 
     Raises:
-        ConfigError: it does not take one; names those that it takes.
+        ConfigError: it does not take an argument; the message names those that it takes.
     """
     known = [key for key in signature(function).parameters if key not in {*own, "params"}]
     for key in given:

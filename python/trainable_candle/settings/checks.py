@@ -1,4 +1,4 @@
-"""What is checked of a run's settings before anything is read: that each one has an effect."""
+"""Checks of a run's settings before anything is read, such as that each has an effect."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_settings(config: TrainConfig) -> None:
-    """Check what the settings alone show.
+    """Check everything that depends on the settings alone.
 
     Raises:
-        ConfigError: a setting has no effect for want of another, or a text is not UTF-8.
+        ConfigError: a setting has no effect without another one, or a text is not UTF-8.
     """
     _check_effects(config)
     for name, (_, setting) in settings().items():
@@ -31,10 +31,10 @@ def check_settings(config: TrainConfig) -> None:
 
 
 def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
-    """Check that all settings which were given belong to the groups that a model takes.
+    """Check that all given settings belong to groups that the model takes.
 
     Raises:
-        ConfigError: naming those that do not.
+        ConfigError: a setting does not; the message names all of them.
     """
     given = [flag(name) for name in config.changed() if group_of(name) not in groups]
     if given:
@@ -44,7 +44,7 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
 
 
 def _check_effects(config: TrainConfig) -> None:
-    # What is turned off that is open otherwise needs nothing else.
+    # A setting that turns something off which is None (open) by default needs no other setting.
     changed = {
         name: value
         for name, value in config.changed().items()
@@ -65,10 +65,10 @@ def _check_effects(config: TrainConfig) -> None:
 
 
 def require_text(name: str, text: str) -> None:
-    """Check that a text has no bytes that are no UTF-8, as command lines may.
+    """Check that a text, perhaps from a command line, is valid UTF-8.
 
     Raises:
-        ConfigError: it has; names the flag.
+        ConfigError: it is not; the message names the flag.
     """
     try:
         text.encode()
@@ -77,10 +77,10 @@ def require_text(name: str, text: str) -> None:
 
 
 def existing(setting: str, path: Path) -> Path:
-    """The path itself if there is something.
+    """The path itself, if it exists.
 
     Raises:
-        MissingFileError: there is nothing; names the flag of the setting.
+        MissingFileError: it does not; the message names the flag of the setting.
     """
     if not path.exists():
         raise MissingFileError(f"{flag(setting)}: there is no file or folder {path}")
@@ -88,11 +88,11 @@ def existing(setting: str, path: Path) -> Path:
 
 
 def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """What makes a resumed run another than the one that it continues, a line each.
+    """The differences between a resumed run and the one that it continues, a line each.
 
     Args:
         earlier: settings and facts of the run that wrote the checkpoint, by name.
-        now: those of the resumed run.
+        now: settings and facts of the resumed run.
     """
     return [
         f"{name} is {value!r}, was {earlier[name]!r}: the run will not repeat the earlier one"

@@ -1,4 +1,4 @@
-"""All settings of a training run together: a flat configuration, checked, read from YAML."""
+"""All settings of a training run in one flat configuration, which is checked and read from YAML."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ IMAGE_GROUPS: Final = tuple(
 """Those that mean something to models of images."""
 
 
-# Python orders the fields of bases from the last one to the first.
+# In reverse order, because a dataclass takes the fields of its last base first.
 @dataclass(frozen=True)
 class TrainConfig(
     Files, Several, Machine, Writing, Drawing, Denoising, Previews, Validation, ClipSkip,
@@ -87,7 +87,7 @@ class TrainConfig(
         """Check that settings without a default were given.
 
         Raises:
-            ConfigError: naming what is missing and how to give it.
+            ConfigError: a setting is missing; the message says which, and how to give it.
         """
         missing = [name for name in names if not getattr(self, name)]
         if missing:
@@ -99,7 +99,7 @@ class TrainConfig(
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "configuration") -> TrainConfig:
-        """Settings by name; also by the names that other tools have for them.
+        """Settings by name; names that other tools use are accepted, too.
 
         Raises:
             ConfigError: a name is unknown (the nearest one is suggested), or a value is wrong.
@@ -123,20 +123,20 @@ class TrainConfig(
         """The settings as YAML that `from_yaml` reads back.
 
         Args:
-            folder: where the file will be, to which its paths are made relative; None leaves them.
+            folder: the folder of the file, to which paths are made relative; None leaves paths.
         """
         values = asdict(self) if folder is None else self.portable(folder)
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def portable(self, folder: Path) -> dict[str, Any]:
-        """The settings by name with paths relative to a folder: they move with it."""
+        """The settings by name, with paths relative to a folder, so that both can move together."""
         values = asdict(self)
         for name in _paths():
             values[name] = outward(name, values[name], folder)
         return values
 
     def located(self) -> TrainConfig:
-        """A copy whose paths are absolute, for a process with another present folder."""
+        """A copy whose paths are absolute, for a process with another current folder."""
         here, values = Path.cwd(), asdict(self)
         changed = {name: inward(name, values[name], here) for name in _paths()}
         on_hub = {"weights", "dataset"}
@@ -163,9 +163,9 @@ class TrainConfig(
 
 
 def read_settings(path: str | bytes | Path) -> dict[str, Any]:
-    """The lines of a YAML file by the names of settings, paths made relative to the present folder.
+    """The settings in a YAML file by name, with paths made relative to the current folder.
 
-    A `preset` among them is left as it is: `families.preset` has its values.
+    A `preset` among them is not expanded; `families.presets` has its values.
 
     Raises:
         MissingFileError: there is no such file.
@@ -185,7 +185,7 @@ def read_settings(path: str | bytes | Path) -> dict[str, Any]:
 
 
 def canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names that settings have here.
+    """The values, with synonyms replaced by the settings' own names.
 
     Raises:
         ConfigError: a name is unknown, or two names mean the same setting.
@@ -219,7 +219,7 @@ def _paths() -> tuple[str, ...]:
 
 @cache
 def settings() -> dict[str, tuple[Any, Setting]]:
-    """The type and the facts of every setting of `TrainConfig`, by name."""
+    """The type and the `Setting` of every setting of `TrainConfig`, by name."""
     hints = get_type_hints(TrainConfig, include_extras=True)
     return {item.name: get_args(hints[item.name]) for item in fields(TrainConfig)}
 

@@ -1,4 +1,4 @@
-"""Which model is trained on what: paths, images, captions."""
+"""Settings of the model and its data: paths, images, captions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MOST_VIEWS: Final = 1000
 MOST_HUE: Final = 0.5
 """Half of the circle: any hue."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
-"""Endings of a file that lists the folders of a dataset."""
+"""Endings of files that list the folders of a dataset."""
 
 
 @dataclass(frozen=True)
 class Data(Group):
-    """The model, its data and the place for results: what every task needs."""
+    """The model, its data and the folder for results, which every task needs."""
 
     section: ClassVar[str] = sections.MODEL
 
@@ -57,7 +57,7 @@ class Data(Group):
 
 @dataclass(frozen=True)
 class DefaultCaption(Group):
-    """The caption of images that have none."""
+    """The caption of images without one."""
 
     section: ClassVar[str] = sections.CAPTIONS
 
@@ -68,7 +68,7 @@ class DefaultCaption(Group):
 
 @dataclass(frozen=True)
 class Unusable(Group):
-    """What becomes of examples that cannot be used."""
+    """The treatment of examples that cannot be used."""
 
     section: ClassVar[str] = sections.MODEL
 
@@ -77,7 +77,7 @@ class Unusable(Group):
 
 @dataclass(frozen=True)
 class Parts(Group):
-    """Models of a pipeline that are in files of their own."""
+    """Models of a pipeline that are in separate files."""
 
     section: ClassVar[str] = sections.MODEL
 
@@ -101,7 +101,7 @@ class Parts(Group):
 
     @property
     def text_encoder_format(self) -> str | None:
-        """What the text encoders are quantized as, if they are."""
+        """The format to which the text encoders are quantized; None if they are not."""
         return self.text_encoder_precision if self.text_encoder_precision in FORMATS else None
 
 
@@ -231,7 +231,7 @@ def _joins_tags(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Captions(Group):
-    """What is done to captions that consist of tags."""
+    """Transformations of captions that consist of tags."""
 
     section: ClassVar[str] = sections.CAPTIONS
     conditions: ClassVar[tuple[Condition, ...]] = (

@@ -1,4 +1,4 @@
-"""What a run writes, how often, and where it continues."""
+"""Settings of the files that a run writes, how often, and where it continues."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ class Files(Group):
 
     @property
     def stem(self) -> str:
-        """What the names of the adapter's files begin with."""
+        """The beginning of the names of the adapter's files."""
         return self.name or "adapter"

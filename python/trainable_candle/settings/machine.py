@@ -1,4 +1,4 @@
-"""Where is computed, in which precision, within which memory."""
+"""Settings of the device, the precision and the memory of a run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ PRECISION_SPELLINGS: Final = {
 }
 """The names of precisions in other tools."""
 SAME: Final = "same"
-"""Weights in the precision of the computation."""
+"""Weights have the precision of the computation."""
 FORMATS: Final = ("int8", "fp8", "nf4")
-"""What the weights of linear layers may be quantized as."""
+"""The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")
-"""The formats whose codes GPUs multiply."""
+"""The formats whose codes can be multiplied directly."""
 CHECKPOINTING: Final = ("none", "full", "selective")
 
 
 class Streaming(TypedDict):
-    """What `from_pretrained` is given of weights in the memory of the host."""
+    """The arguments of `from_pretrained` for weights in host memory."""
 
     stream_blocks: int
     stream_modulation: bool
@@ -128,17 +128,17 @@ class Machine(Group):
 
     @property
     def base_format(self) -> str | None:
-        """What the base is quantized as, if it is."""
+        """The format to which the base is quantized; None if it is not."""
         return self.base_precision if self.base_precision in FORMATS else None
 
     @property
     def checkpointing(self) -> str:
-        """What is recomputed: nothing where nothing was chosen."""
+        """The kind of checkpointing; `none` while `auto` is not resolved."""
         return "none" if self.gradient_checkpointing == AUTO else self.gradient_checkpointing
 
     @property
     def streaming(self) -> Streaming:
-        """What is kept in the memory of the host: nothing where nothing was chosen."""
+        """The weights that stay in host memory; none by default."""
         return {
             "stream_blocks": self.stream_blocks or 0,
             "stream_modulation": bool(self.stream_modulation),

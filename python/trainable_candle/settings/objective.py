@@ -1,4 +1,4 @@
-"""What the model is asked to predict, at which noise levels, and how an error is weighed."""
+"""Settings of the objective: what the model predicts, at which noise levels, with which loss."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NoisePrediction(Group):
 
 @dataclass(frozen=True)
 class Loss(Group):
-    """How far a prediction is off."""
+    """The loss function and its weight by noise level."""
 
     section: ClassVar[str] = sections.OBJECTIVE
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -90,7 +90,7 @@ class Loss(Group):
 
 @dataclass(frozen=True)
 class NoiseLevels(Group):
-    """How noise levels are drawn."""
+    """The distribution from which noise levels are drawn."""
 
     section: ClassVar[str] = sections.OBJECTIVE
 
@@ -124,7 +124,7 @@ class ResolutionShift(Group):
 
 @dataclass(frozen=True)
 class DistilledGuidance(Group):
-    """For models that take a scale of guidance."""
+    """The objective of models that take a guidance scale as input."""
 
     section: ClassVar[str] = sections.OBJECTIVE
 

@@ -1,4 +1,4 @@
-"""Paths in files of settings: relative to the file, so that a folder of a run can be moved."""
+"""Paths in files of settings, which are relative to the file so that a run's folder can move."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 LATEST: Final = "latest"
 """The last checkpoint of the output, as a value of `resume`."""
 AUTO: Final = "auto"
-"""The same if there is one, else none: for schedulers, which start a run with one command."""
+"""The last checkpoint, or a new start without one: for schedulers that repeat one command."""
 PROMPTS: Final = (".txt",)
-"""Endings of files of prompts, which may replace a prompt."""
+"""Endings of files of prompts, which may be given in place of a prompt."""
 
 
 def inward(name: str, value: Any, folder: Path) -> Any:
-    """What a setting of a file in `folder` names, as seen from the present folder.
+    """Make paths that are relative to a file's folder relative to the current folder.
 
     Args:
-        name: of a setting that holds paths.
-        value: a text or a list of texts; anything else is returned as it is.
-        folder: where the file is.
+        name: of a setting with paths.
+        value: a text or a list of texts; anything else is returned unchanged.
+        folder: the folder of the file.
     """
 
     def change(text: str) -> str:
@@ -33,16 +33,16 @@ def inward(name: str, value: Any, folder: Path) -> Any:
         if name == "weights" and is_name(text) and not joined.exists():
             return text  # on the hub
         plain = Path(os.path.normpath(joined))
-        # `..` after a link leads elsewhere than its text says.
+        # Remove `..` only if that leads to the same place; after a link it may not.
         return str(plain if os.path.realpath(plain) == os.path.realpath(joined) else joined)
 
     return _each(name, value, change)
 
 
 def outward(name: str, value: Any, folder: Path) -> Any:
-    """The reverse: as a file in `folder` names what the setting names from the present folder.
+    """The inverse of `inward`: make paths relative to `folder` for a file there.
 
-    Absolute paths stay as they are, but for `output`, which is moved with the file.
+    Absolute paths do not change, except for `output`, because it moves with the file.
     """
 
     def change(text: str) -> str:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
 PRESET: Final = "preset"
-"""The flag, and the line of a YAML file."""
+"""The name of the flag, and of the line in a YAML file."""
 
 IMAGES: Final[Mapping[str, Mapping[str, Any]]] = {
     "fast": {"rank": 8, "steps": 500, "batch_size": 1, "lr_scheduler": "constant"},
@@ -58,14 +58,14 @@ _LENGTHS: Final = frozenset({"steps", "epochs"})
 def completed(
     values: Mapping[str, Any], name: str, presets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Values of settings with those of a preset in the place of missing ones.
+    """The given values of settings, completed by those of a preset.
 
     Raises:
-        ConfigError: there is no such preset, or it has no effect beside the values.
+        ConfigError: there is no such preset, or the values leave nothing to it.
     """
     if name not in presets:
         raise ConfigError(f"preset: `{name}` is not known{nearest(str(name), presets)}")
-    # `steps` and `epochs` both say how long.
+    # Either of `steps` and `epochs` replaces both of the preset's.
     taken = values.keys() | (_LENGTHS if _LENGTHS & values.keys() else set())
     missing = {key: value for key, value in presets[name].items() if key not in taken}
     if not missing:

@@ -1,4 +1,4 @@
-"""Checks during training: a validation loss, previews."""
+"""Settings of checks during training: validation loss, previews."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _two_validations(config: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Validation(Group):
-    """What the training is validated on."""
+    """The data for validation, and how often it is used."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -51,7 +51,7 @@ class Validation(Group):
 
 @dataclass(frozen=True)
 class Previews(Group):
-    """Which previews there are, and when."""
+    """The prompts of previews, and how often they are drawn."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -97,7 +97,7 @@ class Previews(Group):
 
 @dataclass(frozen=True)
 class Denoising(Group):
-    """How much work an image is."""
+    """The number of sampling steps."""
 
     section: ClassVar[str] = sections.VALIDATION
     conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_steps"),)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def expanded(prompts: Sequence[str], setting: str = "--sample-prompts") -> list[str]:
-    """Prompts with the lines of files in the place of the names of `.txt` files.
+    """Prompts in which names of `.txt` files are replaced by the files' lines.
 
     Empty lines and lines that begin with `#` are left out.
 

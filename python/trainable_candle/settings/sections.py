@@ -1,4 +1,4 @@
-"""The sections of `--help`, in its order; a group of settings names the one that shows it."""
+"""The sections of `--help`, in its order; each group of settings names its section."""
 
 from typing import Final
 

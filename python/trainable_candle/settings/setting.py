@@ -1,4 +1,4 @@
-"""What a setting is: its facts, the check of its value, its name on the command line."""
+"""`Setting`: the description of a setting, the check of its value, and its flag."""
 
 from __future__ import annotations
 
@@ -20,74 +20,77 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """What there is to know about a setting besides its name, type and default."""
+    """The description of a setting, besides its name, type and default."""
 
     help: str
     choices: tuple[str, ...] = ()
     low: float | None = None
     """The least value."""
     above: bool = False
-    """Whether `low` itself is too little."""
+    """Whether `low` itself is excluded."""
     high: float | None = None
     """The greatest value."""
     below: float | None = None
-    """The first value that is too much."""
+    """An upper bound that is excluded."""
     rare: bool = False
-    """Whether a short help leaves it out."""
+    """Whether the short help omits it."""
     texts: bool = False
-    """Whether the items of a list are texts, in which a comma separates nothing; the flag is then
-    given once for each."""
+    """Whether the items of a list are texts, which may contain commas; the flag is then repeated
+    for each item."""
     several: bool = False
     """Whether the flag of a list takes several texts at once."""
     tokenized: bool = False
-    """Whether it becomes tokens, and so must be text in UTF-8."""
+    """Whether a tokenizer reads it, so that it must be valid UTF-8."""
     free: bool | Callable[[Mapping[str, Any]], bool] = False
-    """Whether a resumed run may change it and still repeat the earlier one; may depend on the
-    values of all settings."""
+    """Whether a resumed run with another value still repeats the earlier run; may be a function of
+    the values of all settings."""
     section: str | None = None
-    """The section of the help, if not that of the group."""
+    """The section of the help, if it differs from the group's."""
     synonyms: tuple[str, ...] = ()
-    """The names of settings of the same meaning in other tools, in the spelling of flags: flags
-    and YAML files may use these names too."""
+    """Names of the same setting in other tools, spelled like flags; flags and YAML files may use
+    them, too."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """The names of its choices in other tools, in lower case."""
+    """Other tools' names of its choices -> the choice, in lower case."""
     words: Mapping[str, int] = field(default_factory=dict)
-    """Words that mean numbers, in lower case."""
+    """Words that stand for numbers, in lower case."""
     bare: str | None = None
-    """The value of the flag if none follows it."""
+    """The value if the flag is given without one."""
     path: bool = False
-    """Whether it names files or folders: in a YAML file, relative to that file."""
+    """Whether it names files or folders, which a YAML file gives relative to itself."""
 
 
 class Condition(NamedTuple):
-    """When settings have an effect."""
+    """A condition without which settings have no effect."""
 
     settings: tuple[str, ...]
     holds: Callable[[Any], bool]
-    """Of the whole configuration."""
+    """From the whole configuration to whether the condition holds."""
     needed: str
     """The flags that make it hold."""
     complaint: str | None = None
-    """In place of the usual message, if that says it badly."""
+    """A message that replaces the usual one."""
 
 
 class Group:
-    """Settings that belong together, a frozen dataclass; a task lists the groups that it takes."""
+    """A group of settings, a frozen dataclass; families of models list the groups they take."""
 
     section: ClassVar[str]
-    """Where the help shows them."""
+    """The section of the help that shows them."""
     conditions: ClassVar[tuple[Condition, ...]] = ()
-    """Checked when a run begins: a setting that was given must have an effect."""
+    """Checked when a run begins: every given setting must have an effect."""
     contradictions: ClassVar[tuple[Callable[[Any], str | None], ...]] = ()
-    """From a configuration to what contradicts itself in it; checked whenever one is made."""
+    """Functions from a configuration to a message about a contradiction in it, or None; checked
+    whenever a configuration is made."""
 
 
 _WORD: Final = 2**63
-"""The first whole number that the machine's integers do not hold."""
+"""The first whole number that does not fit in a 64-bit integer."""
 
 
 def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
-    """`value` as the type of its setting; whole numbers serve as floats, names lists as text.
+    """Convert a value to the type of its setting and check it.
+
+    Whole numbers may be given for floats, and a text with commas for a list of names.
 
     Raises:
         ConfigError: the type is wrong, or the value is outside its range.
@@ -103,12 +106,12 @@ def checked(name: str, value: Any, hint: Any, setting: Setting) -> Any:
 
 
 def flag(name: str) -> str:
-    """The command line's spelling of a setting."""
+    """The flag of a setting on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to add to a complaint about a name that does not exist."""
+    """The end of a message about an unknown name: the nearest known name, or all of them."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean `{near[0]}`?" if near else f"; expected one of {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Several GPUs, and how their processes work together."""
+"""Settings of training on several GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _names_gpus(config: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Several(Group):
-    """How many GPUs train together."""
+    """The GPUs that train together, and how they do."""
 
     section: ClassVar[str] = sections.MACHINE
     contradictions: ClassVar = (_names_gpus,)

@@ -1,4 +1,4 @@
-"""What language models are trained on, and what they write in previews."""
+"""Settings of language models: their training on texts, and the texts of previews."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainable_candle.settings import sections
 from trainable_candle.settings.setting import Condition, Group, Setting
 
 TRAIN_ON: Final = ("answers", "last-answer", "all")
-"""What the loss counts: every answer, the last one of each example, every token."""
+"""The tokens that count in the loss: every answer, the last answer of each example, or all."""
 
 
 OBJECTIVES: Final = ("sft", "dpo")
-"""What is learnt of texts: what they say, or which of two answers is better."""
+"""The goals of training on texts: to repeat them, or to prefer the better of two answers."""
 
 
 def _answers_compared(config: Any) -> str | None:
@@ -27,7 +27,7 @@ def _answers_compared(config: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Texts(Group):
-    """How texts become rows of tokens, and what is learnt of them."""
+    """How texts are packed into rows of tokens, and what is learnt from them."""
 
     section: ClassVar[str] = sections.TEXTS
     conditions: ClassVar[tuple[Condition, ...]] = (

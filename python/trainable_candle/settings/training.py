@@ -1,4 +1,4 @@
-"""How long is trained, and by which optimizer."""
+"""Settings of the length of training and of the optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _long_warmup(config: Any) -> str | None:
 
 
 def _wrong_arguments(config: Any) -> str | None:
-    """What the optimizer or the schedule says against the arguments."""
+    """Why the optimizer or the schedule rejects its arguments; None if it does not."""
     texts = (config.optimizer_args, config.lr_scheduler_args)
     if not any(texts):
         return None
@@ -72,7 +72,7 @@ def _contradiction(config: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Training(Group):
-    """Steps, batches, and the rule that updates the parameters."""
+    """Steps, batches, optimizer and learning rate."""
 
     section: ClassVar[str] = sections.TRAINING
     conditions: ClassVar[tuple[Condition, ...]] = (
@@ -90,7 +90,7 @@ class Training(Group):
         Setting(
             "optimizer steps",
             low=1,
-            # A course that does not lead to the last step is the same for more of them.
+            # The constant schedule does not depend on the number of steps.
             free=lambda values: values["lr_scheduler"] == "constant",
             synonyms=("max-train-steps", "num-steps"),
         ),
@@ -171,19 +171,19 @@ class Training(Group):
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
-        """What the optimizer is made with besides its learning rate.
+        """The arguments of the optimizer besides its learning rate.
 
         Raises:
-            ConfigError: a text is no `name=value`.
+            ConfigError: a text is not of the form `name=value`.
         """
         return {"weight_decay": self.weight_decay, **parsed("optimizer_args", self.optimizer_args)}
 
     @property
     def lr_scheduler_arguments(self) -> dict[str, Any]:
-        """What the schedule is made with besides its steps.
+        """The arguments of the schedule besides its steps.
 
         Raises:
-            ConfigError: a text is no `name=value`.
+            ConfigError: a text is not of the form `name=value`.
         """
         return parsed("lr_scheduler_args", self.lr_scheduler_args)
 
@@ -194,5 +194,5 @@ class Training(Group):
 
     @property
     def rate(self) -> float:
-        """The learning rate; for models without a default, 1e-4."""
+        """The learning rate, or 1e-4 if none is set."""
         return 1e-4 if self.learning_rate is None else self.learning_rate

@@ -1,4 +1,5 @@
-"""Tasks: what a run prepares, what its loss is, what a preview of it is; one for a kind of model.
+"""Tasks, one for each kind of model: how a run prepares data, computes the loss and previews.
 
-A task works with any family of its kind: `latent` with models that generate from noise.
+A task works with any family of its kind: `latent` with models that generate images from noise,
+`text` with language models.
 """

@@ -1,4 +1,4 @@
-"""Which settings fit into the memory that a run may take, and which of them is the fastest."""
+"""Chooses the fastest settings with which a run fits into memory."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ _MODULATION: Final = "stream_modulation"
 _BATCH: Final = "batch_size"
 _CHOSEN: Final = (_CHECKPOINTING, _PRECISION, _TEXTS, _MODULATION, _BLOCKS)
 PLANNED: Final = (*_CHOSEN, _BATCH)
-"""The settings that are chosen where the user leaves them open."""
+"""The settings that a plan chooses if the user leaves them open."""
 KEPT: Final = (_PRECISION, _TEXTS, _BATCH)
-"""Those that a resumed run keeps, because its results depend on them."""
+"""The planned settings that a resumed run keeps, because its results depend on them."""
 _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
-"""What they are where memory is plenty; the others stay open, and nothing is streamed."""
+"""Their values if there is enough memory; the others then stay open, and nothing is streamed."""
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
-"""How many times as fast a step must be for a base of this format to be worth its rounding."""
+"""How many times faster a step must be for the rounding of a base to this format to be worth it."""
 _FORMATS: Final = (SAME, "int8", "nf4")
 _POLICIES: Final = ("none", "selective", "full")
 _SHARES: Final = 8
-"""Blocks are streamed in eighths of all."""
+"""The number of streamed blocks is planned in eighths of all blocks."""
 _BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Batches that `auto` tries after a single sample."""
+"""Batch sizes that `auto` tries after 1."""
 _GAIN: Final = 0.97
-"""A batch is doubled if a sample then takes at most this share of its time."""
+"""A batch is doubled if this reduces the time per sample to at most this share."""
 _MARGIN: Final = 0.05
 """The share of a GPU's memory that a plan leaves free."""
 _LESS: Final = 0.9
-"""What a second plan may take of what the first one needed that ran out of memory."""
+"""The share of the first plan's need that a second plan may take after memory ran out."""
 _WORTH: Final = 0.95
-"""More memory is spoken of if a step would take at most this share of the chosen one's time."""
+"""A faster plan is mentioned if its step takes at most this share of the chosen plan's time."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take up."""
+    """The memory that a run may use, and the speed of its GPU."""
 
     memory: float
     """Bytes of the memory that it computes in."""
     host: float
-    """Bytes of the host's memory, for weights that are streamed from there."""
+    """Bytes of host memory, for weights that are streamed from there."""
     rates: Rates | None = None
-    """Of the GPU; None if they are not known."""
+    """The speed of the GPU; None if it is not known."""
     margin: float = 0.0
-    """The share of the memory that a plan leaves free, because it may be mistaken."""
+    """The share of the memory that a plan leaves free, because estimates may be wrong."""
 
     @property
     def planned(self) -> float:
@@ -77,13 +77,13 @@ class Budget:
         return self.memory * (1 - self.margin)
 
     def below(self, bytes_held: float) -> Budget:
-        """As much as is certainly less than a plan that needs so many bytes, which did not fit."""
+        """A budget smaller than `bytes_held`, the need of a plan that did not fit."""
         held = min(self.memory, bytes_held) - RUNTIME_BYTES
         return replace(self, memory=_LESS * held + RUNTIME_BYTES, margin=0.0)
 
 
 def find_budget(group: Group, config: TrainConfig) -> Budget:
-    """What each of the processes that train together may take up, the same for all.
+    """The budget of each of the processes that train together, the same for all.
 
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
@@ -106,7 +106,7 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
 
 @contextmanager
 def kept_within(budget: Budget, config: TrainConfig) -> Iterator[None]:
-    """Within this context a GPU gives tensors no more than `vram` allows, if it was given."""
+    """A context in which tensors on a GPU take no more memory than `vram` allows, if it is set."""
     if config.vram is None or not config.on_gpu:
         yield
         return
@@ -124,12 +124,12 @@ class Plan:
     config: TrainConfig
     estimate: Estimate
     chosen: Mapping[str, Any]
-    """What is not as it would be if memory were plenty, of what was left open."""
+    """The open settings whose values differ from those with enough memory."""
     nearest: Plan | None = None
-    """The faster choice that needs the least memory more."""
+    """Of the faster plans, which do not fit, the one that needs the least memory."""
 
     def lines(self, budget: Budget) -> list[str]:
-        """What was chosen, and what more memory would bring; nothing if all is as it would be."""
+        """Lines about the choice, and about what more memory would allow; none if it is enough."""
         if not self.chosen:
             return []
         found = [f"plan: {self.described(budget)} fits in {size(budget.memory)}"]
@@ -138,7 +138,7 @@ class Plan:
         return found
 
     def described(self, budget: Budget) -> str:
-        """The flags that were chosen, the memory and, where it is known, the time of a step."""
+        """The flags that were chosen, the memory and, if known, the time of a step."""
         flags = " ".join(as_flag(name, value) for name, value in self.chosen.items())
         pace = ""
         if budget.rates is not None and self.estimate.work is not None:
@@ -159,19 +159,19 @@ def make_plan(
     estimate: Callable[[TrainConfig], Estimate],
     samples: int = 1,
 ) -> Plan:
-    """Choose checkpointing, precision and streaming where they are left open: the fastest that fit.
+    """Choose the fastest checkpointing, precision and streaming that fit, if they are left open.
 
-    So is a batch of `auto`: on a GPU doubled as long as that makes a sample faster, on the CPU one
-    sample. A quantized base counts as slower than it is, by `_COST`: it is not the same model any
-    more. Modulation is streamed before blocks are, since each step reads it once. Text encoders are
-    quantized only if the run does not fit otherwise.
+    A batch size of `auto` is 1 on the CPU; on a GPU it is doubled as long as that makes a sample
+    faster. The time with a quantized base is multiplied by `_COST`, because rounding changes the
+    model. Modulation is streamed before blocks, because each step reads it only once. Text encoders
+    are quantized only if the run does not fit otherwise.
 
     Args:
         config: the settings.
-        groups: those that the model takes; others are not chosen.
-        budget: what there is.
-        estimate: what a run with other settings would hold.
-        samples: of a pass over the data in this process, which `auto` makes no batch larger than.
+        groups: the groups of settings that the model takes; others are not chosen.
+        budget: the available memory.
+        estimate: estimates a run with other settings.
+        samples: the samples of an epoch in this process, the largest batch size for `auto`.
 
     Raises:
         OutOfMemoryError: nothing fits; the message names settings that would.
@@ -202,7 +202,7 @@ def _plan_batch(
     budget: Budget,
     estimate: Callable[[TrainConfig], Estimate],
 ) -> Plan:
-    """`make_plan` of a given batch."""
+    """`make_plan` with a given batch size."""
     names = [name for name in _CHOSEN if is_open(config, name) and group_of(name) in groups]
 
     def plan(choice: Mapping[str, Any]) -> Plan:
@@ -238,7 +238,7 @@ def _plan_batch(
 
 
 def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
-    """Plans that take ever less memory and more time, up to the first that fits."""
+    """The plans, ordered by falling memory and rising time, up to the first that fits."""
     for plan in plans:
         yield plan
         if _fits(plan, budget):
@@ -248,11 +248,11 @@ def _until_it_fits(plans: Iterable[Plan], budget: Budget) -> Iterator[Plan]:
 def _ladders(
     config: TrainConfig, names: Sequence[str], work: Work | None
 ) -> list[list[dict[str, Any]]]:
-    """What the open settings can be: for each checkpointing and format, ever more streaming."""
+    """The choices for open settings: for each checkpointing and format, more and more streaming."""
     formats = [SAME]
     streams: list[tuple[bool | None, int | None]] = [(None, None)]
     if work is not None and work.can_be_quantized and _PRECISION in names:
-        # A weight that is rounded in training comes from none that is rounded otherwise.
+        # Quantization-aware training cannot start from a base that is rounded to another format.
         formats = [form for form in _FORMATS if config.qat in {None, form} or form == SAME]
     if work is not None and config.on_gpu:
         modulation = True if work.has_modulation and _MODULATION in names else None
@@ -276,12 +276,12 @@ def _fits(plan: Plan, budget: Budget) -> bool:
 
 
 def _cost(plan: Plan, budget: Budget) -> float:
-    """The time of a step, more for a base that is rounded."""
+    """The time of a step, increased for a quantized base."""
     return step_seconds(plan, budget) * _COST[plan.config.base_format or SAME]
 
 
 def step_seconds(plan: Plan, budget: Budget) -> float:
-    """About how long a step takes; 0 if the task does not say what it computes."""
+    """The approximate time of a step; 0 if the estimate has no `work`."""
     if plan.estimate.work is None:
         return 0.0
     pace = seconds(plan.estimate.work, budget.rates or ANY_GPU)

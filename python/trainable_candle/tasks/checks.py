@@ -1,4 +1,4 @@
-"""What is checked of an adapter's settings against the layers of the model."""
+"""Checks of the adapter's settings against the layers of the model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
 
     Args:
         config: the settings.
-        formats: those that have names for the layers of the model, the default one first.
+        formats: the formats that have names for the layers of the model, the default first.
         parts: how many parts of the model get adapters.
 
     Raises:
-        ConfigError: it cannot; names one that can.
+        ConfigError: it cannot; the message names a format that can.
     """
     form = config.format or formats[0]
     start = f"--format {form} has no place for"
@@ -51,16 +51,16 @@ def check_targets(
     targets: Sequence[str],
     others: Mapping[str, Shape] | None = None,
 ) -> None:
-    """Check that each pattern of `target_modules` and `exclude_modules` names some layer.
+    """Check that each pattern of `target_modules` and `exclude_modules` matches a layer.
 
     Args:
         config: the settings.
-        layers: shapes of the weights of layers that targets choose from, by name.
-        targets: those of the model, if the settings have none.
-        others: those of layers that get adapters whatever the targets are.
+        layers: the layers that targets choose from: shapes of weights by name.
+        targets: the model's default targets.
+        others: layers that get adapters regardless of the targets, likewise.
 
     Raises:
-        ConfigError: one names no layer, or no layer is left.
+        ConfigError: a pattern matches no layer, or no layer is left.
     """
     for pattern in config.target_modules:
         if not _named("--target-modules", pattern, layers):
@@ -77,10 +77,10 @@ def check_targets(
 
 
 def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[str, Shape]:
-    """The layers that a pattern names.
+    """The layers that a pattern matches.
 
     Raises:
-        ConfigError: it is not a regular expression; names the option.
+        ConfigError: it is not a regular expression; the message names the option.
     """
     try:
         return adapted_layers(layers, [pattern])
@@ -89,7 +89,7 @@ def _named(option: str, pattern: str, layers: Mapping[str, Shape]) -> Mapping[st
 
 
 def _some(layers: Mapping[str, Shape]) -> str:
-    """Ends of names, as a hint to what layers are called."""
+    """Some ends of layers' names, as a hint in messages."""
     ends = dict.fromkeys(
         ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
         for name in layers

@@ -1,4 +1,4 @@
-"""What a run will hold in memory, before anything is loaded, and what to change."""
+"""Estimates of the memory of a run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB: Final = 2**30
 ITEM_BYTES: Final = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2}
 """Bytes of an element by the name of its dtype."""
 CONTEXT_BYTES: Final = 512 * 2**20
-"""What CUDA itself takes of a GPU's memory in a process, about."""
+"""The approximate memory that CUDA itself takes on a GPU for a process."""
 RUNTIME_BYTES: Final = 200 * 2**20
 """Memory of the interpreter, the libraries and the allocator's cache, or of a GPU's kernels and
 workspaces."""
@@ -44,15 +44,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is in memory at the same time, by phase of a run."""
+    """The memory of a run in each of its phases."""
 
     phases: Mapping[str, Sequence[Item]]
     on_gpu: bool = False
     """Whether it is the memory of a GPU."""
     work: Work | None = None
-    """What a micro-batch computes and moves, if the task says it."""
+    """The arithmetic and transfers of a micro-batch, if the task estimates them."""
     host: int = 0
-    """Bytes of the host's memory beside that of a GPU: streamed weights, the original of LoftQ."""
+    """Bytes of host memory in addition to GPU memory: streamed weights, the original for LoftQ."""
 
     @property
     def place(self) -> str:
@@ -79,7 +79,7 @@ class Estimate:
 
 
 def available_bytes(device: str) -> float:
-    """Bytes that a run on a device can take up; infinity where the system does not tell.
+    """Bytes that a run on a device can use; infinity if the system does not report it.
 
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
@@ -91,9 +91,10 @@ def available_bytes(device: str) -> float:
 
 
 def memory_limit(config: TrainConfig) -> float:
-    """Bytes that a run may take up: on a GPU what is free of `vram`, less what CUDA takes of it.
+    """Bytes that a run may use: the free memory, limited by `vram` if it is set.
 
-    On the CPU `vram` overrules what the system says is free.
+    On a GPU, `vram` includes the memory that CUDA itself takes. On the CPU, `vram` replaces the
+    free memory that the system reports.
 
     Raises:
         CudaUnavailableError, DeviceError: there is no such device.
@@ -110,12 +111,12 @@ def require_memory(what: str, needed: float, limit: float) -> None:
     """Check that there is memory for images.
 
     Args:
-        what: is drawn, `4 images of 64x64 px` for example.
-        needed: bytes, about.
-        limit: bytes that there are.
+        what: the images for the message, such as `4 images of 64x64 px`.
+        needed: the approximate bytes.
+        limit: available bytes.
 
     Raises:
-        OutOfMemoryError: there is too little.
+        OutOfMemoryError: there is too little memory.
     """
     if needed > limit:
         raise OutOfMemoryError(
@@ -127,12 +128,12 @@ def require_memory(what: str, needed: float, limit: float) -> None:
 def adapted_layers(
     layers: Mapping[str, Shape], targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> dict[str, Shape]:
-    """The layers that adapters are on, with the shapes of their weights.
+    """The layers that get adapters, with the shapes of their weights.
 
     Args:
         layers: shapes of weights by the names of layers.
-        targets: names and patterns, as for `tc.LoraConfig`.
-        exclude: likewise, of layers to leave out.
+        targets: names and patterns of layers, as for `tc.LoraConfig`.
+        exclude: names and patterns of layers to leave out.
 
     Raises:
         ConfigError: a pattern is not a regular expression.
@@ -144,10 +145,10 @@ def adapted_layers(
 def adapter_items(
     component: str, layers: Mapping[str, Shape], adapter: LoraConfig, config: TrainConfig
 ) -> list[Item]:
-    """The adapters' parameters, their gradients and the optimizer's states.
+    """The memory of the adapters' parameters, their gradients and the optimizer's states.
 
     Args:
-        component: whose they are.
+        component: the adapted model.
         layers: shapes of weights by the names of layers, which `adapter` chooses from.
         adapter: which layers get adapters, and of what sizes.
         config: the settings.
@@ -164,12 +165,12 @@ def adapter_items(
 
 @dataclass(frozen=True)
 class Trained:
-    """What the model that is trained holds, and what it computes."""
+    """The memory and the work of the model that is trained."""
 
     items: list[Item]
-    """While it is trained."""
+    """The memory during training."""
     work: Work
-    """Of a micro-batch."""
+    """The work of a micro-batch."""
     start: Mapping[str, list[Item]]
     """Phases between encoding and training, by name."""
     host: int
@@ -183,7 +184,7 @@ def trained_model(
     config: TrainConfig,
     **sizes: int,
 ) -> Trained:
-    """What the model holds that is trained, and what a micro-batch of it computes.
+    """The memory of the model that is trained, and the work of a micro-batch.
 
     Args:
         component: its name.
@@ -218,13 +219,13 @@ def trained_model(
 def activations(
     component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig, **sizes: int
 ) -> Item:
-    """What the tape keeps of a micro-batch; the arguments are `trained_model`'s."""
+    """The tape's memory for a micro-batch; the arguments are those of `trained_model`."""
     values = facts.saved_values(adapter, config.checkpointing, **sizes) * config.batch_size
     return Item(component, "activations", values * ITEM_BYTES[config.precision])
 
 
 def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig) -> Item:
-    """The whole weights that quantization-aware training makes of the adapted layers.
+    """The memory of rounded weights, which quantization-aware training computes per adapted layer.
 
     The tape keeps each in the precision of the computation, also in f32 for int4 and learned
     scales; under full

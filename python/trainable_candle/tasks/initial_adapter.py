@@ -1,4 +1,4 @@
-"""Whether an adapter to start from is what the settings would make."""
+"""Checks that an adapter to start from fits the settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _SAME_SCALE: Final = 1e-3
-"""How far scales may differ, relatively: files may hold them in f16."""
+"""The relative difference that scales may have, because files may store them in f16."""
 
 
 def check_initial_adapter(
@@ -26,18 +26,18 @@ def check_initial_adapter(
     expected: Sequence[str],
     layers: Collection[str],
 ) -> None:
-    """Check that the adapters of a file are those that the settings make.
+    """Check that the adapters in a file are those that the settings describe.
 
     Args:
         config: the settings.
         path: the file.
-        modules: what it holds, as `verify_adapter` finds it.
-        found: the parts of the model that it has adapters on.
-        expected: those that the settings put adapters on, the trained model first.
+        modules: its modules, as `verify_adapter` finds them.
+        found: the parts of the model that the file has adapters for.
+        expected: the parts that get adapters by the settings, the trained model first.
         layers: the layers of the trained model that get adapters.
 
     Raises:
-        ConfigError: they differ; the message names what to give.
+        ConfigError: they differ; the message says which settings to give.
     """
     start = f"--initial-adapter: {path}"
     foreign = [module.module for module in modules if module.layer is None]
@@ -57,7 +57,7 @@ def check_initial_adapter(
         raise ConfigError(f"{start} has ranks from {ranks[0]} to {ranks[-1]}, expected one rank")
     alpha = config.rank if config.alpha is None else config.alpha
     scale = alpha / (config.rank**0.5 if config.rslora else config.rank)
-    # diffusers' and peft's files have alphas in their headers, where the loader compares them.
+    # diffusers' and peft's files have alphas in their headers; the loader compares those.
     has_alpha = any(module.alpha is not None for module in modules)
     same = not has_alpha or all(abs(other - scale) <= _SAME_SCALE * scale for _, other in sizes)
     if ranks and (ranks[0] != config.rank or not same):

@@ -32,7 +32,7 @@ _LAST: Final = {
     "resolution": "a smaller --resolution",
     "sequence_length": "a shorter --sequence-length",
 }
-"""What helps where nothing else does, by the setting that it is about."""
+"""Advice if all smaller settings do not suffice, by the setting that it names."""
 
 
 def refuse(
@@ -42,14 +42,14 @@ def refuse(
     limit: float,
     estimate: Callable[[TrainConfig], Estimate],
 ) -> NoReturn:
-    """Say that a run does not fit in memory, and what would.
+    """Raise that a run does not fit in memory, and say which settings would.
 
     Args:
-        found: what it would hold if memory were plenty.
-        smallest: its settings, with the smallest values of those that the plan may choose.
-        groups: those of the settings that the model takes.
-        limit: bytes that there are.
-        estimate: what a run with other settings would hold.
+        found: the estimate of the run without any savings.
+        smallest: its settings, with the smallest values for those that a plan may choose.
+        groups: the groups of settings that the model takes.
+        limit: available bytes.
+        estimate: estimates a run with other settings.
 
     Raises:
         OutOfMemoryError: always; the message names settings that would fit.
@@ -68,13 +68,13 @@ def refuse(
 def refuse_for_the_host(
     found: Estimate, fitting: Estimate, groups: Collection[type[Group]], host: float
 ) -> NoReturn:
-    """Say that a run fits on the GPU only with more of the host's memory than there is.
+    """Raise that a run fits on the GPU only with more host memory than is available.
 
     Args:
-        found: what it would hold if memory were plenty.
-        fitting: what it would hold with settings that fit on the GPU.
-        groups: those of the settings that the model takes.
-        host: bytes that there are.
+        found: the estimate of the run without any savings.
+        fitting: the estimate with settings that fit on the GPU.
+        groups: the groups of settings that the model takes.
+        host: available bytes of host memory.
 
     Raises:
         OutOfMemoryError: always.
@@ -88,7 +88,7 @@ def refuse_for_the_host(
 
 
 def as_flag(name: str, value: Any) -> str:
-    """A setting as users give it."""
+    """A setting as users give it on the command line."""
     return flag(name) if value is True else f"{flag(name)} {value}"
 
 
@@ -99,11 +99,11 @@ def _last(groups: Collection[type[Group]]) -> str:
 def _what_fits(
     config: TrainConfig, limit: float, estimate: Callable[[TrainConfig], Estimate]
 ) -> tuple[dict[str, Any] | None, int]:
-    """The first of ever smaller settings that fit, as changes, and what they need."""
+    """The first of smaller and smaller settings that fits, as changes, and the bytes it needs."""
     changes: dict[str, Any] = {}
     least = estimate(config).peak
     for name, value in _smaller(estimate(config)):
-        # Some models cannot be quantized, some settings exclude others.
+        # Skip settings that the model does not support or that contradict others.
         with contextlib.suppress(ArgumentError, ConfigError):
             needed = estimate(config.with_(**{**changes, name: value})).peak
             if needed >= least:

@@ -1,4 +1,4 @@
-"""How long a step takes on a GPU, from what it computes and moves."""
+"""Estimates the time of a step on a GPU, from its arithmetic and its transfers."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 _STEP: Final = 0.0143
-"""Seconds of a step that no rate explains: launches, small operations, the optimizer."""
+"""Seconds of a step that do not depend on rates: launches, small operations, the optimizer."""
 _ATTENTION: Final = 0.79
-"""The rate of attention over that of matrix products."""
+"""The rate of attention divided by that of matrix products."""
 _TRAFFIC: Final = 12.7
-"""How often what the tape keeps goes through memory, there and back: in norms, activations, gates
-and adapters."""
+"""How often the bytes on the tape are read or written in a step: in norms, activations, gates and
+adapters."""
 _AGAIN: Final = 0.34
-"""The share of that traffic which a second forward pass adds."""
+"""The share of this traffic that a second forward pass adds."""
 _DECODED: Final = 7.2
-"""Bytes that go through memory for a weight that is dequantized."""
+"""Bytes of memory traffic for each weight that is dequantized."""
 
 
 _BESIDE: Final = 4
-"""The exponent of the mean that says what computing and copying take beside one another."""
+"""The exponent p of the time (a^p + b^p)^(1/p) that computing and copying take in parallel."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a micro-batch computes and moves."""
+    """The arithmetic and the transfers of a micro-batch."""
 
     layers: float
     """Floating-point operations of the frozen layers in a forward pass."""
     attention: float
-    """Those of attention."""
+    """Floating-point operations of attention in a forward pass."""
     kept: float
     """Bytes that the tape keeps without checkpointing."""
     recomputes: bool
     """Whether the backward pass repeats the forward pass."""
     decoded: float
-    """Quantized weights, each of which a pass dequantizes."""
+    """The number of quantized weights; every pass dequantizes them."""
     streamed: float
-    """Bytes of blocks' weights in the memory of the host, copied forward and backward."""
+    """Bytes of blocks' weights in host memory, copied in the forward and in the backward pass."""
     modulation: float
-    """Bytes of modulation's weights there, copied once a step."""
+    """Bytes of modulation weights in host memory, copied once a step."""
     blocks: int
-    """How many blocks of the model could be streamed."""
+    """How many blocks of the model can be streamed."""
     has_modulation: bool
-    """Whether it has modulation that could be streamed."""
+    """Whether the model has modulation weights that can be streamed."""
     can_be_quantized: bool
-    """Whether its layers could be held in another format than their file has."""
+    """Whether the model's layers can be quantized."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does in a second."""
+    """The speed of a GPU, per second."""
 
     products: float
     """Floating-point operations of matrix products in bf16."""
     memory: float
-    """Bytes to or from its memory."""
+    """Bytes read from or written to its memory."""
     link: float
-    """Bytes from the memory of the host."""
+    """Bytes copied from host memory."""
 
 
 def _rates(tera: float, memory: float, link: float) -> Rates:
@@ -79,13 +79,13 @@ GPUS: Final = {
 }
 """Rates by a part of the driver's name for a GPU.
 
-Memory and link are the makers' figures (of the H200, the link is measured). The H200's products
-and the numbers above are fitted to the steps of docs/benchmarks.md that tests/tasks/test_speed.py
-has; the other GPUs' products are what matrix products reach there according to published
-measurements, and nothing was run on them.
+Memory and link are the makers' figures, except for the H200's link, which is measured. The H200's
+products and the constants above are fitted to the steps in docs/benchmarks.md that
+tests/tasks/test_speed.py lists. The products of the other GPUs are taken from published
+measurements; nothing was run on these GPUs.
 """
 ANY_GPU: Final = GPUS["RTX 3060"]
-"""For comparisons of settings on a GPU that is not in the table."""
+"""The rates with which settings are compared on a GPU that is not in the table."""
 
 
 def rates_of(name: str) -> Rates | None:
@@ -97,7 +97,7 @@ def rates_of(name: str) -> Rates | None:
 def work_of(
     facts: PartFacts, adapter: LoraConfig, config: TrainConfig, itemsize: int, **sizes: int
 ) -> Work:
-    """What a micro-batch of a model computes and moves.
+    """The arithmetic and the transfers of a micro-batch of a model.
 
     Args:
         facts: of the model.
@@ -124,10 +124,11 @@ def work_of(
 
 
 def seconds(work: Work, rates: Rates) -> float:
-    """About how long a micro-batch takes.
+    """The approximate time of a micro-batch.
 
-    The backward pass of a frozen layer is one product, that of attention two and a half forward
-    passes. Copies run beside the computation, and slow it down the more the closer they come to it.
+    The backward pass of a frozen layer costs as much as one forward pass, that of attention two and
+    a half. Copies run in parallel with the computation; the more time they take in comparison, the
+    more they slow it down.
     """
     again = 1 if work.recomputes else 0
     products = (2 + again) * work.layers / rates.products

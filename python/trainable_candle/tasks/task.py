@@ -1,4 +1,4 @@
-"""What a task says about itself, so that it can be trained from the command line."""
+"""The interface of tasks and families, through which the command line trains them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PartT = TypeVar("PartT", covariant=True)
 
 @dataclass(frozen=True)
 class Split(Generic[PartT]):
-    """What is trained on, and what the training is validated on."""
+    """The data for training, and the data for validation."""
 
     train: PartT
     validation: PartT | None = None
@@ -64,36 +64,36 @@ class Prepared(Protocol[BatchT]):
         """Shuffled batches for training."""
 
     def inputs(self, batch: BatchT) -> Inputs:
-        """What the loss of a batch is computed from, by name, on the model's device.
+        """The inputs of `loss` for a batch, by name, on the model's device.
 
-        Whatever is random is drawn on the host from streams of the run's seed and the samples'
-        numbers (`draws`): a resumed run repeats it, and a run on a GPU sees what one on the CPU
-        would.
+        Random numbers are drawn on the host from streams for the run's seed and the samples'
+        numbers (`draws`), so a resumed run repeats them, and a run on a GPU has the same as one on
+        the CPU.
         """
 
     def weight(self, batch: BatchT) -> float:
-        """How much the loss of a batch counts beside those of others in a step, above 0."""
+        """The weight of a batch's loss in the mean over the batches of a step, above 0."""
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The training loss for `inputs`, one element, made without synchronization."""
+        """The training loss for `inputs`, one element, computed without synchronization."""
 
     def validation_loss(self) -> float:
-        """The mean loss over everything, with the same random numbers at every call.
+        """The mean loss over all data, with the same random numbers at every call.
 
-        Of several processes each measures a part; all call this, and have the same result. The
-        library's generator is left as it was.
+        If there are several processes, all call this, each measures a part, and all get the same
+        result. The library's generator does not change.
         """
 
     def count(self, batch: BatchT) -> float:
         """The number of images or tokens of a batch, for reports of speed."""
 
     def metadata(self) -> Mapping[str, str]:
-        """The metadata of adapter files about the data, under the names of kohya's scripts."""
+        """The metadata about the data for adapter files, with the names of kohya's scripts."""
 
     def validation_facts(self, loss: float) -> Mapping[str, float]:
-        """What is logged of a validation whose loss is `loss`, that included, by name.
+        """The values to log after a validation, by name, including its loss.
 
-        Shared out as `validation_loss`.
+        All processes call this, like `validation_loss`.
         """
 
     def __len__(self) -> int:
@@ -107,15 +107,15 @@ class Task(Protocol):
     """
 
     noun: ClassVar[str]
-    """What an example of its data is called in messages."""
+    """The word for an example of its data in messages."""
     counts: ClassVar[str]
-    """What `Prepared.count` counts: `image` or `token`."""
+    """The unit of `Prepared.count`: `image` or `token`."""
     weighs: ClassVar[bool]
-    """Whether batches count in a step by their `Prepared.weight`, and not equally."""
+    """Whether the batches of a step are weighted by `Prepared.weight`, or equally."""
 
     @property
     def repeats(self) -> bool:
-        """Whether a pass does the same for all batches of a shape, as CUDA graphs need it."""
+        """Whether a pass does the same for all batches of a shape, as CUDA graphs require."""
 
     def check(self, report: Callable[[str], None]) -> None:
         """Check the settings against the headers of the weights; nothing else is read yet.
@@ -134,19 +134,19 @@ class Task(Protocol):
         """
 
     def samples(self, data: Split[Any]) -> int:
-        """How many samples a pass over the training data has, of which batches are made.
+        """The number of samples in an epoch of the training data.
 
         Args:
-            data: what `read` found.
+            data: the result of `read`.
         """
 
     def estimate(self, config: TrainConfig, data: Split[Any], limit: float) -> Estimate:
-        """What a run will hold in memory, from the headers of the files alone.
+        """Estimate the memory of a run, from the headers of the files alone.
 
         Args:
-            config: the settings, which may be others than those of the task.
-            data: what `read` found.
-            limit: available memory, bytes; larger batches are encoded where there is more.
+            config: the settings, which may differ from the task's own.
+            data: the result of `read`.
+            limit: available memory, bytes; with more memory, larger batches are encoded.
 
         Raises:
             MissingFileError, WeightsFormatError: the files are missing, damaged, or of another
@@ -156,11 +156,11 @@ class Task(Protocol):
     def prepare(
         self, data: Split[Any], report: Callable[[str], None], group: Processes = ALONE
     ) -> Split[Prepared[Any]]:
-        """Turn what `read` found into what the model trains on, and drop what served only for that.
+        """Turn data into the form that the model trains on, and free what only this needs.
 
         Args:
-            data: from `read`.
-            report: gets a line for what takes long.
+            data: the result of `read`.
+            report: gets a line for each long operation.
             group: the processes that encode and validate together; all call this.
 
         Raises:
@@ -170,20 +170,20 @@ class Task(Protocol):
         """
 
     def attach(self, fresh: bool = True) -> Adapters:
-        """Put trainable adapters on the model, and set its checkpointing, as the settings say.
+        """Attach trainable adapters to the model and set its checkpointing, by the settings.
 
         Args:
-            fresh: whether they start as the settings say; they take the values of a checkpoint
-                otherwise.
+            fresh: whether to initialise them by the settings; not needed if a checkpoint is loaded
+                afterwards.
 
         Raises:
             ConfigError: a target matches no layer.
         """
 
     def preview(self, path: Path) -> Path:
-        """Write a preview, as the settings say, to `path` plus a suitable extension.
+        """Write a preview, by the settings, to `path` plus a suitable extension.
 
-        The library's generator is left as it was.
+        The library's generator does not change.
 
         Returns:
             The file.
@@ -194,29 +194,29 @@ class Task(Protocol):
         """
 
     def adapter_file(self, adapters: Adapters, path: Path, metadata: dict[str, str]) -> AdapterFile:
-        """The present values of the adapters for one file, which is written later.
+        """A snapshot of the adapters for one file, which is written later.
 
         Raises:
             ArgumentError: the format of the settings cannot hold these adapters.
         """
 
     def publish(self, adapters: Adapters, output: Path, metadata: dict[str, str]) -> Path | None:
-        """Write the finished adapters as other tools expect them, if `adapter_file` is not that.
+        """Write the finished adapters for other tools, if these do not read `adapter_file`.
 
         Args:
-            adapters: with their final values.
+            adapters: the adapters with their final values.
             output: the folder of the run.
             metadata: text entries for the header of a file.
 
         Returns:
-            What was written.
+            The file or folder that was written; None if none.
 
         Raises:
             OSError: it cannot be written.
         """
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
-        """Put the adapters of a file on the model, their effect times `scale`.
+        """Attach the adapters in a file to the model, their effect times `scale`.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
@@ -227,29 +227,29 @@ class Task(Protocol):
         """The mean loss on a data set, with the adapters if there are any.
 
         Raises:
-            DatasetError: it cannot be used.
+            DatasetError: the data set cannot be used.
         """
 
     def save_merged(self, output: Path) -> None:
         """Write the whole model with its adapters merged into the weights.
 
         Raises:
-            ConfigError: `output` is not a place for it.
+            ConfigError: `output` exists and is not empty, or does not suit the model.
             OSError: it cannot be written.
         """
 
 
 class Family(Protocol):
-    """Models that one task trains: that `--model NAME` names."""
+    """A family of models, which `--model` names and one task trains."""
 
     name: ClassVar[str]
-    """What `--model` calls it."""
+    """Its name for `--model`."""
     summary: ClassVar[str]
     """What the family is, in a line."""
     download: ClassVar[str]
-    """Where its weights are had if none are built in, how large they are, under which licence."""
+    """Where to get weights if none are built in, with their size and licence."""
     groups: ClassVar[tuple[type[Group], ...]]
-    """The groups of settings that it takes; to give others is an error."""
+    """The groups of settings that it takes; giving others is an error."""
     parts: ClassVar[tuple[str, ...]]
     """The folders of its models in a pipeline; none if it is not a pipeline."""
 
@@ -259,11 +259,11 @@ class Family(Protocol):
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """The weights that the package ships, if it ships any."""
+        """The weights in the package; None if there are none."""
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:
-        """What settings are that have no value of their own, by name."""
+        """The model's defaults for settings that have no value, by name."""
 
     def require_own(self) -> None:
         """Check that the weights are of this family.
@@ -274,4 +274,4 @@ class Family(Protocol):
         """
 
     def task(self) -> Task:
-        """What trains this model."""
+        """The task that trains this model."""

@@ -25,11 +25,11 @@ FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
-"""What belongs to a tokenizer in a folder; a model that is written elsewhere keeps them."""
+"""The files of a tokenizer in a model's folder; they are copied with the model."""
 
 
 def copy_files(weights: Path, output: Path, *others: str) -> None:
-    """Copy what belongs to the tokenizer and to generation, byte for byte, and `others`."""
+    """Copy the files of the tokenizer and of generation, and `others`, byte for byte."""
     for name in (*FILES, *others):
         if (weights / name).is_file():
             shutil.copyfile(weights / name, output / name)
@@ -53,7 +53,8 @@ class ChatTokenizer:
         ends: numbers of tokens that end a text according to the model's configuration.
 
     Raises:
-        WeightsFormatError: the template is damaged, or there is none and no token to end a turn.
+        WeightsFormatError: the template is damaged, or there is neither a template nor a token that
+            ends a turn.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The tokenizer in the folder of a model, of a `tokenizer.json`, or in a GGUF file.
+        """The tokenizer in the folder of a model, beside a file in it, or in a GGUF file.
 
         Raises:
             MissingFileError: there is no `tokenizer.json`.
@@ -112,20 +113,20 @@ class ChatTokenizer:
         return cls(tokenizer, tokens, chat_template(folder, config), config_ends(folder))
 
     def summary(self) -> str:
-        """Which template is used, and what ends an answer."""
+        """A line for the log: which template is used, and which tokens end an answer."""
         ends = " ".join(self.token(number) for number in sorted(self.stops)) or "nothing"
         template = "of the tokenizer" if self.has_template else "ChatML, as the tokenizer has none"
         return f"chat template: {template}; answers end with {ends}"
 
     @property
     def size(self) -> int:
-        """How many tokens there are, added ones included."""
+        """The number of tokens, including added ones."""
         size: int = self._tokenizer.get_vocab_size()
         return size
 
     @cached_property
     def special(self) -> frozenset[int]:
-        """Numbers of the tokens that no ordinary text becomes."""
+        """Numbers of the special tokens, which ordinary text does not produce."""
         added = self._tokenizer.get_added_tokens_decoder()
         named = [self._tokenizer.token_to_id(token) for token in self.tokens.values()]
         return frozenset(
@@ -143,7 +144,7 @@ class ChatTokenizer:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Numbers of the tokens that end an answer: the configuration's and the template's own."""
+        """Numbers of the tokens that end an answer by the configuration or by the template."""
         ends = self._ends if self.end is None else self._ends | {self.end}
         try:
             asked = [{"role": "user", "content": "a"}]
@@ -159,23 +160,23 @@ class ChatTokenizer:
         """The tokens of a text.
 
         Args:
-            text: special tokens written out in it are found.
-            special: add what the tokenizer puts around a text, such as its first token.
+            text: the text; special tokens that are spelled out in it are recognised.
+            special: add the tokens that the tokenizer puts around a text, such as a first token.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=special)
         return Encoded(encoding.ids, encoding.offsets)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of tokens; without those that are special, unless asked for."""
+        """The text of tokens, with or without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def token(self, number: int) -> str:
-        """A token as the vocabulary writes it."""
+        """The text of a token in the vocabulary."""
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation up to where an answer begins.
+        """The tokens of a conversation, up to where the answer begins.
 
         Raises:
             ValueError: the template rejects it.
@@ -223,10 +224,10 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a folder: a file of its own wins.
+    """The chat template of a folder, from `chat_template.jinja` or else from the configuration.
 
     Raises:
-        WeightsFormatError: the configuration has something else in its place.
+        WeightsFormatError: the configuration's entry is not a template, or none is the default.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():

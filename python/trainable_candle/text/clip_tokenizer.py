@@ -1,4 +1,4 @@
-"""CLIP's tokenizer: from text to rows of 77 token numbers."""
+"""CLIP's tokenizer, which turns text into rows of 77 token numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LENGTH: Final = 77
-"""Tokens that CLIP sees at once, with those of start and end."""
+"""The number of tokens that CLIP reads at once, including start and end."""
 START: Final = "<|startoftext|>"
 END: Final = "<|endoftext|>"
 PAD_OF_CLIP_L: Final = END
@@ -35,8 +35,8 @@ _WORD: Final = (
 class CLIPTokenizer:
     """Byte-pair encoding of lower-case text, as `transformers.CLIPTokenizer`.
 
-    Unlike there, "!" in a text is text even if it is also the padding token, as in OpenCLIP and
-    ComfyUI.
+    One difference: "!" in a text is ordinary text even if it is also the padding token, as in
+    OpenCLIP and ComfyUI.
 
     Args:
         tokenizer: splits text and numbers tokens.
@@ -67,8 +67,8 @@ class CLIPTokenizer:
         """The tokenizer of a diffusers folder, `tokenizer` or `tokenizer_2`.
 
         Args:
-            folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`. The padding token and
-                the length of rows are read from `tokenizer_config.json` and
+            folder: a folder with `tokenizer.json`, or `vocab.json` and `merges.txt`. The padding
+                token and the length of rows are read from `tokenizer_config.json` and
                 `special_tokens_map.json`.
 
         Raises:
@@ -115,7 +115,7 @@ class CLIPTokenizer:
         """A text in rows, each with start and end tokens and padding.
 
         Args:
-            text: any text; the empty one makes a row too.
+            text: any text; an empty one gives one row.
             most: the most rows, at least 1; the rest of the text is left out.
 
         Returns:
@@ -153,8 +153,8 @@ def _from_folder(folder: Path) -> Tokenizer:
 def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Tokenizer:
     """A tokenizer from CLIP's list of merges, one a line, and the numbers of its tokens.
 
-    Without numbers, tokens are counted as CLIP does: bytes, bytes at the end of a word, merges,
-    start, end.
+    By default tokens are numbered as in CLIP: bytes, bytes at the end of a word, merges, start,
+    end.
     """
     from tokenizers import (  # noqa: PLC0415 - imported when first needed
         AddedToken,
@@ -198,7 +198,7 @@ def _from_merges(merges: str, vocabulary: dict[str, int] | None = None) -> Token
 
 
 def _byte_letters() -> list[str]:
-    """A printable character for every byte, in GPT-2's order: those that are printable first."""
+    """A printable character for every byte, in GPT-2's order: first the printable bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = 256 - len(printable)
     return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
@@ -210,5 +210,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _token(entry: Any) -> str:
-    """A token in `tokenizer_config.json`: its text, or a mapping that holds it."""
+    """The text of a token in `tokenizer_config.json`, which has it directly or in a mapping."""
     return str(entry.get("content", END)) if isinstance(entry, dict) else str(entry or END)

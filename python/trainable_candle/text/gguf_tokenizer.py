@@ -1,7 +1,7 @@
-"""The tokenizer of a language model among the facts of its GGUF file.
+"""Reads the tokenizer of a language model from the metadata of its GGUF file.
 
 Keys and types of tokens are those of llama.cpp (`gguf-py/gguf/constants.py` at
-0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); how text is split before that, by name, those of its
+0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c); the named ways to split text into words are those of its
 `src/llama-vocab.cpp`.
 """
 
@@ -29,12 +29,12 @@ SPLITS: Final = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     GPT2: None, "default": None, SMOLLM: None,
 }  # fmt: skip
-"""Expressions that split text into words; None: GPT-2's."""
+"""Regular expressions that split text into words, by name; None: GPT-2's."""
 NAMES: Final = {
     "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }  # fmt: skip
-"""Special tokens: our name, and what follows `tokenizer.ggml.` in the file."""
+"""Special tokens: transformers' name -> the key in the file after `tokenizer.ggml.`."""
 NORMAL, CONTROL, USER, UNUSED, BYTE = 1, 3, 4, 5, 6
 """Types of tokens."""
 _ENDS: Final = ("eos_token_id", "eot_token_id")
@@ -44,7 +44,7 @@ _CURE: Final = "give the folder of the original model with its tokenizer.json, a
 def read(
     path: Path, facts: Mapping[str, Any]
 ) -> tuple[Tokenizer, dict[str, str], str | None, list[int]]:
-    """The tokenizer, its special tokens by name, its chat template, and what ends a text.
+    """The tokenizer, its special tokens by name, its chat template, and the tokens that end a text.
 
     Args:
         path: of the file, for messages.
@@ -119,7 +119,7 @@ def _byte_level(given: Mapping[str, Any]) -> Tokenizer:
 
 
 def _pieces(given: Mapping[str, Any]) -> Tokenizer:
-    """SentencePiece's merges, which its scores tell: the highest first."""
+    """A SentencePiece tokenizer, whose merges follow from the scores: the highest first."""
     from tokenizers import Tokenizer, decoders, models, normalizers  # noqa: PLC0415
 
     tokens, scores = given["tokens"], given["scores"]
@@ -154,7 +154,7 @@ def _pieces(given: Mapping[str, Any]) -> Tokenizer:
 
 
 def _begin(tokenizer: Tokenizer, given: Mapping[str, Any], first: str | None) -> None:
-    """Put the first token before a text, if the file or llama.cpp's default says so."""
+    """Let texts begin with the first token, if the file or llama.cpp's default requires it."""
     from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
 
     default = given["model"] == "llama" or SPLITS.get(given.get("pre", "")) is _LLAMA3

@@ -1,4 +1,4 @@
-"""Prompts as a user's turn of a chat, as image models with a Qwen3 text encoder read them."""
+"""The tokenizer of image models with a Qwen3 text encoder, which wraps prompts in a chat turn."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FILE: Final = "tokenizer.json"
 _PAD: Final = "<|endoftext|>"
 _TOKENS: Final = ("<|im_start|>", "<|im_end|>", _PAD)
 _TURN: Final = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-"""What Qwen3's template makes of a user's turn, up to where the answer begins."""
+"""A user's turn in Qwen3's template, up to where the answer begins."""
 _NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
-"""What the template adds for an answer without thoughts."""
+"""The text that the template adds for an answer without thoughts."""
 
 
 class PromptTokenizer:
     """Qwen's tokenizer with its template, as `transformers`' `apply_chat_template`.
 
     Args:
-        tokenizer: splits text and numbers tokens, also those of the template.
-        thinks: whether the answer may begin with thoughts; as a pipeline's `enable_thinking`.
+        tokenizer: splits text and numbers tokens, including those of the template.
+        thinks: whether the answer may begin with thoughts, as `enable_thinking` of a pipeline.
 
     Raises:
         WeightsFormatError: a token of the template is missing.
@@ -47,7 +47,7 @@ class PromptTokenizer:
         """The tokenizer in a folder.
 
         Args:
-            folder: holds `tokenizer.json`.
+            folder: a folder with `tokenizer.json`.
             thinks: as for the class.
 
         Raises:
@@ -73,7 +73,7 @@ class PromptTokenizer:
 
     @property
     def pad(self) -> int:
-        """The number of the token that fills rows up."""
+        """The number of the padding token."""
         return int(self._tokenizer.token_to_id(_PAD) or 0)
 
     def encode(self, prompt: str, most: int) -> list[int]:

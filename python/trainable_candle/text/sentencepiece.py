@@ -29,16 +29,16 @@ class UnigramModel(NamedTuple):
     pieces: list[tuple[str, float]]
     """The pieces with their scores; a piece's number is its place."""
     unknown: int
-    """The number of the piece for what no piece covers."""
+    """The number of the piece for text that no piece covers."""
     charsmap: bytes
-    """What characters are replaced by first, as SentencePiece compiles it; may be empty."""
+    """SentencePiece's compiled table that normalises characters first; may be empty."""
 
 
 def parse(data: bytes) -> UnigramModel:
     """The model in the contents of a file.
 
     Raises:
-        ValueError: they are not a unigram model.
+        ValueError: the contents are not a unigram model.
     """
     try:
         return _parse(data)

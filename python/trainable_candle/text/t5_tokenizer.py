@@ -1,4 +1,4 @@
-"""T5's tokenizer: from text to rows of token numbers and masks."""
+"""T5's tokenizer, which turns text into rows of token numbers and masks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAD: Final = "<pad>"
 END: Final = "</s>"
 UNKNOWN: Final = "<unk>"
 SENTINELS: Final = 100
-"""Tokens `<extra_id_0>` to `<extra_id_99>`, which follow the pieces, the last first."""
+"""The number of tokens `<extra_id_99>` to `<extra_id_0>`, which follow the pieces in this order."""
 SHIPPED: Final = Path(str(files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"))
 """The package's own copy of the SentencePiece model of every T5."""
 _SPACE: Final = "▁"
@@ -34,7 +34,7 @@ _SPACE: Final = "▁"
 
 
 class T5Tokenizer:
-    """Pieces of words by a unigram model, as `transformers.T5Tokenizer` (`T5TokenizerFast`).
+    """A unigram model of pieces of words, as `transformers.T5Tokenizer` (`T5TokenizerFast`).
 
     Args:
         tokenizer: splits text and numbers tokens.
@@ -53,7 +53,7 @@ class T5Tokenizer:
     def shipped(cls) -> Self:
         """The tokenizer of the published T5 models, from the package's own copy.
 
-        All of them have the same: T5 1.0 and 1.1 in every size, in Stable Diffusion 3 and in Flux.
+        T5 1.0 and 1.1 in every size, Stable Diffusion 3 and Flux all use the same.
         """
         return cls(_tokenizer(sentencepiece.parse(gzip.decompress(SHIPPED.read_bytes()))))
 
@@ -62,9 +62,9 @@ class T5Tokenizer:
         """The tokenizer of a diffusers folder: Flux's `tokenizer_2`, SD3's `tokenizer_3`.
 
         Args:
-            folder: holds `tokenizer.json` or `spiece.model`. Of the former the pieces, the table
-                of characters and the added tokens are read. How text is split into words does not
-                depend on the file, as in transformers 5.
+            folder: a folder with `tokenizer.json` or `spiece.model`. From the former only the
+                pieces, the table of characters and the added tokens are read; the split into words
+                does not depend on the file, as in transformers 5.
 
         Raises:
             MissingFileError: there is no such folder or file.
@@ -86,12 +86,12 @@ class T5Tokenizer:
 
     @property
     def size(self) -> int:
-        """How many tokens there are, sentinels included."""
+        """The number of tokens, including sentinels."""
         size: int = self._tokenizer.get_vocab_size()
         return size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text's tokens, without the one that ends it.
+        """The numbers of a text's tokens, without the end token.
 
         Raises:
             WeightsFormatError: the tokenizer's files are damaged.
@@ -108,14 +108,14 @@ class T5Tokenizer:
     def __call__(
         self, texts: Sequence[str], length: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Texts in rows of one length, each ended by a token and filled up with padding.
+        """Texts as rows of one length, each with an end token and padding.
 
         Args:
-            texts: any texts; the empty one is the end alone.
-            length: tokens in a row, with the end; at least 1. What is beyond is left out.
+            texts: any texts; an empty one is the end token alone.
+            length: tokens in a row, including the end; at least 1. Longer texts are truncated.
 
         Returns:
-            The tokens, and 1 for those of the text and its end and 0 for padding; both (n, length).
+            The tokens, and a mask that is 1 for text and end, and 0 for padding; both (n, length).
 
         Raises:
             ArgumentError: the length is less than 1.
@@ -160,7 +160,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _charsmap(normalizer: dict[str, Any] | None) -> bytes:
-    """The table of characters in a normalizer of `tokenizer.json`, which may be a list of some."""
+    """The table of characters in a normalizer of `tokenizer.json`, or in a sequence of them."""
     if normalizer is None:
         return b""
     if normalizer["type"] == "Sequence":
@@ -169,11 +169,11 @@ def _charsmap(normalizer: dict[str, Any] | None) -> bytes:
 
 
 def _tokenizer(model: UnigramModel, added: Sequence[dict[str, Any]] | None = None) -> Tokenizer:
-    """The tokenizer of a model and of tokens that are found in texts before any piece.
+    """The tokenizer of a model with added tokens, which take precedence over pieces.
 
     Args:
         model: the pieces.
-        added: the tokens as in `tokenizer.json`, in the order of their numbers; without them
+        added: the added tokens as in `tokenizer.json`, in the order of their numbers; by default
             padding, end, unknown and the sentinels.
     """
     from tokenizers import (  # noqa: PLC0415 - imported when first needed

@@ -1,4 +1,4 @@
-"""The adapters of a run, on one or several parts of a model, as one thing."""
+"""The adapters of a run, on one or several parts of a model, behind one interface."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class Adapters:
         return [(parameters, rate) for rate, parameters in groups.items()]
 
     def set_training(self, training: bool) -> None:
-        """Training (dropout on) or not."""
+        """Switch to training (dropout on) or evaluation."""
         for adapter in self.sets.values():
             adapter.set_training(training)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Let the model compute through the adapters, or exactly as if there were none."""
+        """Let the model compute with the adapters, or exactly as if there were none."""
         for adapter in self.sets.values():
             adapter.set_enabled(enabled)
 
     def file(self, path: Path, config: Adapter, metadata: dict[str, str]) -> AdapterFile:
-        """Their present values for one file, in the format and precision of the settings.
+        """A snapshot of the adapters for one file, in the format and precision of the settings.
 
         Raises:
             ArgumentError: the format cannot hold these adapters.
@@ -75,7 +75,7 @@ class Adapters:
         )
 
     def load(self, path: Path) -> None:
-        """Take over the parameters of a file with the same layers and ranks, to train on.
+        """Load the parameters of a file with the same layers and ranks.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError, ShapeError: there is no such file, or
@@ -86,13 +86,13 @@ class Adapters:
 
 
 def start_adapter(adapter: AdapterSet, family: Any) -> None:
-    """Give the adapters on a family's model the values that the settings want them to start with.
+    """Initialise the adapters on a family's model as the settings say.
 
-    LoftQ loads the model a second time, not quantized, into the memory of the host.
+    LoftQ loads the model a second time, without quantization, into host memory.
 
     Args:
-        adapter: as it was attached.
-        family: of texts or images.
+        adapter: the newly attached adapters.
+        family: a family of language models or image models.
     """
     config: TrainConfig = family.config
     if config.init != LOFTQ:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Override the events of interest; each gets the trainer.
+    """The base of callbacks; a subclass overrides the events of interest.
 
     ```python
     class Losses(tc.train.Callback):
@@ -35,11 +35,11 @@ class Callback:
         """When a callback has reported metrics of the current step (`Trainer.report`)."""
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """When a checkpoint begins; files in `folder` become part of it.
+        """When a checkpoint begins; files that callbacks write to `folder` become part of it.
 
-        Its own files are written in the background meanwhile. What takes long to write is copied
-        here (`tc.snapshot`) and handed to `trainer.write_later`. The folder gets its final name
-        when all callbacks and what they handed over are done.
+        The trainer's own files are written in the background meanwhile. A callback that writes for
+        long should take a copy (`tc.snapshot`) and pass the writing to `trainer.write_later`. The
+        folder gets its final name when all callbacks and their writes are done.
         """
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:
@@ -64,8 +64,8 @@ class ProgressBar(Callback):
     ```
 
     Args:
-        file: where it is drawn; standard error by default.
-        unit: what the trainer counts: `image`, `token`.
+        file: the file to draw to; standard error by default.
+        unit: the unit that the trainer counts: `image` or `token`.
     """
 
     def __init__(self, file: TextIO | None = None, unit: str = "image") -> None:
@@ -104,7 +104,7 @@ class ProgressBar(Callback):
         self._bar.update()
 
     def beside(self, report: Callable[[str], None]) -> Callable[[str], None]:
-        """A function like `report` whose lines do not run into the bar."""
+        """A function like `report` that clears the bar before a line and redraws it after."""
 
         def write(line: str) -> None:
             if self._bar is None or self._bar.disable:

@@ -1,4 +1,4 @@
-"""A running average of the adapters; if one is kept, it is what is validated, drawn and saved."""
+"""A running average of the adapters, used instead of them to validate, draw and save."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AdapterAverage(Callback):
     """The moving average of every adapter (`tc.optim.EMA`), updated after every step.
 
     Args:
-        adapters: those in training.
+        adapters: the trained adapters.
         decay: above 0 and below 1.
     """
 
@@ -75,7 +75,7 @@ class AdapterAverage(Callback):
             average.update()
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:
-        """Put the averages into a checkpoint."""
+        """Write the averages to a checkpoint."""
         states = {
             f"{component}:{name}": tensor
             for component, average in self._averages.items()
@@ -84,7 +84,7 @@ class AdapterAverage(Callback):
         trainer.write_later(partial(tc.save_file, states, folder / _FILE))
 
     def on_resume(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Take the averages of a checkpoint; of one without, start at its parameters."""
+        """Load the averages from a checkpoint; if it has none, start with its parameters."""
         path = folder / _FILE
         if not path.exists():
             self._averages = self._fresh()
@@ -101,13 +101,13 @@ class AdapterAverage(Callback):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within this context the parameters are their averages; afterwards they are as before."""
+        """A context in which the parameters have the values of the averages."""
         with ExitStack() as swapped:
             self._swap_in(swapped)
             yield
 
     def keep(self) -> None:
-        """Put the averages in the place of the parameters: all of them, or none if one fails."""
+        """Set all parameters to their averages, or none if one fails."""
         with ExitStack() as swapped:
             self._swap_in(swapped)
             swapped.pop_all()

@@ -1,4 +1,4 @@
-"""Epochs of a run: which one a step belongs to, and what is due at their ends."""
+"""The epochs of a run: the epoch of a step, and the steps that end epochs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Moments: TypeAlias = int | Callable[[int], bool]
-"""Steps at which something is done: every n-th (0: none), or those that a function selects."""
+"""Steps at which something is done: every n-th step (0: none), or those a function selects."""
 
 
 def is_due(moments: Moments, step: int) -> bool:
@@ -32,7 +32,7 @@ class Epochs:
     def completed(self, step: int) -> int:
         """The number of epochs whose batches have all been seen after `step` steps."""
         batches = step * self._accumulation
-        # Mostly asked about one step after the other.
+        # Continue from the epoch of the last call, because steps mostly come in order.
         if self._first_batch(self._epoch) > batches:
             self._epoch = 0
         while self._first_batch(self._epoch + 1) <= batches:
@@ -40,13 +40,13 @@ class Epochs:
         return self._epoch
 
     def at(self, step: int) -> float:
-        """The number of epochs that `step` steps have seen, in part too."""
+        """The number of epochs after `step` steps, with the fraction of the current one."""
         whole = self.completed(step)
         start, end = self._first_batch(whole), self._first_batch(whole + 1)
         return whole + (step * self._accumulation - start) / (end - start)
 
     def ends(self, every: int) -> Callable[[int], bool]:
-        """The steps that complete the epochs of which the number is a multiple of `every`."""
+        """The steps that complete every `every`-th epoch, as a function for `is_due`."""
 
         def is_end(step: int) -> bool:
             before, after = self.completed(step - 1), self.completed(step)

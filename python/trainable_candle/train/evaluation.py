@@ -1,4 +1,4 @@
-"""Validation, previews and saves between steps, with the adapter as it will be used."""
+"""Validation, previews and adapter files between steps, with the adapter as it will be used."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Validation(Callback):
     There is one measurement before the first step and one after the last.
 
     Args:
-        loss: the mean over this data, with the same random numbers at every call.
+        loss: returns the mean over the validation data, with the same random numbers at every call.
         every: steps between two measurements, or which steps have one.
-        evaluated: the context to measure in.
-        adapter: takes the adapter of a step for a file that is written later.
-        facts: what is logged of a measurement, by name, measured in the same context.
-        stem: what the name of the best adapter's file begins with.
-        report: gets a line at each measurement of which the loss is all there is to say.
+        evaluated: makes the context to measure in.
+        adapter: takes a snapshot of the adapter at a step, for a file that is written later.
+        facts: returns the values to log for a loss, by name; called in the same context.
+        stem: the beginning of the name of the best adapter's file.
+        report: gets a line at each measurement if the loss is the only value.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class Previews(Callback):
     There is one before the first step and one after the last.
 
     Args:
-        preview: writes one; is given the file's path but for the ending, and returns it with that.
+        preview: writes a preview; takes the file's path without its ending, and returns the path.
         every: steps between two previews, or which steps have one.
-        folder: for `step-000250` and so on.
-        evaluated: the context to work in.
+        folder: the folder for the files `step-000250` and so on.
+        evaluated: makes the context to draw in.
         report: gets a line for each preview.
     """
 
@@ -181,10 +181,10 @@ class StepAdapters(Callback):
     """Writes `adapter-step000500.safetensors` and so on with every checkpoint but the last.
 
     Args:
-        stem: what the names begin with, `adapter` for example.
-        keep: how many of them to keep, the newest.
-        evaluated: the context to write in.
-        adapter: takes the adapter of a step for a file that is written later.
+        stem: the beginning of the names, such as `adapter`.
+        keep: how many of the newest files to keep.
+        evaluated: makes the context in which the snapshot is taken.
+        adapter: takes a snapshot of the adapter at a step, for a file that is written later.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class StepAdapters(Callback):
         self._adapter = adapter
 
     def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
-        """Write the adapter beside the checkpoints; what a resumed run repeats is replaced."""
+        """Write the adapter beside the checkpoints; a resumed run replaces files of later steps."""
         if trainer.output is None or trainer.step == trainer.steps:
             return
         with self._evaluated():

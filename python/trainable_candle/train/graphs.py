@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 class PassGraphs:
-    """Runs passes; from its second time on, one of a shape is a CUDA graph (`tc.cuda.capture`).
+    """Runs a function as CUDA graphs, one for each shape of its inputs (`tc.cuda.capture`).
 
     Args:
-        run: a pass; from tensors by name, and whether it is the first of a step, to a tensor.
-        keep: how many graphs are kept, those used last; 0 records nothing.
+        run: the function, such as a forward and backward pass: from tensors by name, and whether it
+            is the first of a step, to a tensor.
+        keep: how many graphs to keep, the last used ones; 0 records nothing.
     """
 
     def __init__(self, run: Callable[[Inputs, bool], Tensor], keep: int) -> None:
@@ -42,7 +43,7 @@ class PassGraphs:
         return result
 
     def stop(self) -> bool:
-        """Drop all graphs and record none any more; returns whether any would have been kept."""
+        """Drop all graphs and stop recording; returns whether recording was on."""
         kept, self._keep = self._keep, 0
         self._captured.clear()
         return kept > 0

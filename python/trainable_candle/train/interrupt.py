@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: the step in progress ends, the state is saved, then the run stops."""
+"""Ctrl-C as a request to finish the current step, save the state and stop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NOTICE: Final = b"\nstopping after this step; press Ctrl-C again to stop at onc
 
 
 class InterruptGuard:
-    """Within this context the first SIGINT (Ctrl-C) or SIGTERM only sets `signal`.
+    """A context in which the first SIGINT (Ctrl-C) or SIGTERM only sets `signal`.
 
-    A second one acts as it would outside. In other threads than the main one, where Python
-    delivers no signals, the context changes nothing.
+    A second signal acts as it would outside. The context has no effect in threads other than the
+    main thread, because Python delivers no signals there.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class InterruptGuard:
     def _request(self, number: int, _frame: object) -> None:
         self.signal = signal.Signals(number)
         self._restore()
-        # Not print: a handler may run in the middle of one.
+        # Not `print`, because the handler may interrupt another `print`.
         with suppress(OSError):
             os.write(2, _NOTICE)
 

@@ -98,7 +98,7 @@ class JsonLog(Callback):
             self._write({**values, **rates(report)})
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Append what was measured."""
+        """Append the metrics."""
         self._write({"step": trainer.step, **metrics})
 
     def _write(self, values: Mapping[str, float]) -> None:
@@ -108,7 +108,7 @@ class JsonLog(Callback):
 
 
 class TensorBoardLog(Callback):
-    """The same as scalars for TensorBoard: `train/...` and `validation/...`.
+    """The values of `JsonLog` as scalars for TensorBoard: `train/...` and `validation/...`.
 
     ```python
     from pathlib import Path
@@ -146,7 +146,7 @@ class TensorBoardLog(Callback):
         self._writer: Any = None
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Open the log; TensorBoard drops the points after the step that the run resumes from."""
+        """Open the log; TensorBoard will drop points after the step that the run resumes from."""
         if not trainer.step and self._folder.is_dir():
             for stale in self._folder.glob("events.out.tfevents.*"):
                 stale.unlink()
@@ -160,24 +160,24 @@ class TensorBoardLog(Callback):
                 self._writer.add_scalar(f"train/{name}", value, report.step)
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Add what was measured."""
+        """Add the metrics."""
         for name, value in metrics.items():
             self._writer.add_scalar(name.replace("_", "/", 1), value, trainer.step)
 
     def on_train_end(self, trainer: Trainer[Any]) -> None:  # noqa: ARG002
-        """Write what is buffered."""
+        """Write buffered events and close the log."""
         if self._writer is not None:
             self._writer.close()
 
 
 def scalars(report: StepReport) -> dict[str, float]:
-    """Everything that is known of a step, by name."""
+    """All values of a step, by name."""
     names = [name for name in CsvLog.COLUMNS if name != "step"]
     return {**{name: getattr(report, name) for name in names}, **rates(report)}
 
 
 def rates(report: StepReport) -> dict[str, float]:
-    """What is known of a step besides the columns of `CsvLog`, by name."""
+    """The values of a step that are not in the columns of `CsvLog`, by name."""
     known: dict[str, float] = {}
     if report.epoch is not None:
         known["epoch"] = round(report.epoch, 4)
@@ -189,13 +189,13 @@ def rates(report: StepReport) -> dict[str, float]:
 
 
 def is_logged(trainer: Trainer[Any], report: StepReport, every: int) -> bool:
-    """Whether a step is due: one of every n, or the last."""
+    """Whether to log a step: every `every`-th, and the last."""
     return report.step % every == 0 or report.step == trainer.steps
 
 
 def read_log(path: Path) -> list[dict[str, str]]:
-    """The lines of a `CsvLog`, oldest first, without one that a crash cut off."""
-    # Not by the csv module: nothing is quoted, and a damaged file may exceed its limit on a field.
+    """The lines of a `CsvLog`, oldest first, without a line that a crash truncated."""
+    # The csv module is not needed, as nothing is quoted; a damaged file may exceed its field limit.
     names, *lines = [line.split(",") for line in _whole_lines(path)] or [[]]
     rows = [dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)]
     return [row for row in rows if _is_complete(row)]

@@ -1,4 +1,4 @@
-"""The metadata about training in adapter files, under kohya's names and ModelSpec's."""
+"""The metadata about training in adapter files, with names of kohya's scripts and ModelSpec."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _UNKNOWN: Final = "0" * 64
 _HASHES: Final = ("sshs_model_hash", "modelspec.hash_sha256")
 _BLOCK: Final = 2**20
 BASE: Final = "trainable_candle.base_precision"
-"""The entry with the format of the base, if that was quantized."""
+"""The entry with the format of the base, if the base was quantized."""
 QAT: Final = "trainable_candle.qat"
 """The entry with what the adapted weights were rounded to."""
 QAT_SCALES: Final = "trainable_candle.qat_scales"
 """The entry that is there if their scales were learned."""
 INIT: Final = "trainable_candle.init"
-"""The entry with how the adapter started, if not without an effect."""
+"""The entry with the initialisation of the adapter, if it is not the default."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come, for the header of a file."""
+    """The progress of a run, for the header of a file."""
 
     step: int
     epoch: int
@@ -44,7 +44,7 @@ class Progress:
     images: int
     """Examples in an epoch without repeats."""
     started: float
-    """When the run, or its part since it was resumed, began: seconds since 1970."""
+    """When the run began or was last resumed: seconds since 1970."""
 
 
 def now() -> float:
@@ -60,7 +60,7 @@ def training_metadata(
 
     Args:
         config: the settings.
-        progress: how far the run has come.
+        progress: the progress of the run.
         of_data: entries about the data set.
     """
     side = config.resolution
@@ -129,8 +129,8 @@ class Stamped:
     """An adapter file that gets the hash of its tensors into its header when it is written.
 
     Args:
-        file: made with `training_metadata`.
-        path: where it will be.
+        file: the file, with the metadata of `training_metadata`.
+        path: the path to which it will be written.
     """
 
     def __init__(self, file: AdapterFile, path: Path) -> None:
@@ -153,12 +153,12 @@ class Stamped:
 
 
 def stamp(path: Path) -> None:
-    """Put the SHA-256 of a file's tensors where its header has room for it.
+    """Replace the placeholder in a file's header by the SHA-256 of its tensors.
 
-    kohya's scripts and ModelSpec hash what follows the header, so the header may hold the result.
+    kohya's scripts and ModelSpec hash only the part after the header.
 
     Args:
-        path: a safetensors file; one whose header has no room for a hash is left as it is.
+        path: a safetensors file; one without the placeholder is not changed.
 
     Raises:
         OSError: it cannot be read or written.

@@ -1,4 +1,4 @@
-"""What a model is asked to predict, and how far its answer is off.
+"""Training objectives: noising, targets and losses of diffusion and flow models.
 
 A diffusion model (SDXL) is trained in four calls::
 
@@ -11,11 +11,11 @@ A diffusion model (SDXL) is trained in four calls::
 `objective.noise(latents, samples, seed)` gives each sample of a run, by its number, the same noise
 and timestep every time.
 
-A mask (B, 1, h, w) weighs the places of each example and is divided by its mean there; `weights`
-(B,) weighs examples. For a validation loss, `objective.validation_noise(latents, examples)` gives
-example number `n` the same noise and timestep every time and leaves tc's generator alone.
+A mask (B, 1, h, w) weighs places and is divided by its mean over each example; `weights` (B,)
+weighs examples. For a validation loss, `objective.validation_noise(latents, examples)` gives
+example number `n` the same noise and timestep every time, without using tc's generator.
 
-A flow model (the demo's) sees what `FlowMatching` makes of the data.
+For flow models, `FlowMatching` adds the noise.
 """
 
 from trainable_candle._core import (

@@ -1,12 +1,12 @@
-"""From noise to latents.
+"""Sampling: from noise to latents.
 
-One run::
+A whole run::
 
     sampler = Sampler(schedule, steps=25, kind="dpmpp_2m")
     model = Guided(unet, positive={...}, negative={...}, scale=7.0)
     latents = sample(sampler, model, tc.randn((1, 4, 128, 128)))
 
-or, to look on, the loop that `sample` is::
+or the loop of `sample`, if intermediate results are needed::
 
     x = sampler.init_noise(noise)
     for i, timestep in enumerate(sampler.timesteps):
@@ -31,7 +31,7 @@ __all__ = ["ConditionedModel", "Guided", "Sampler", "classifier_free_guidance", 
 
 
 class ConditionedModel(Protocol):
-    """What predicts for a sample: a UNet with its prompt."""
+    """A denoising model, such as a UNet, called with its conditioning by name."""
 
     def __call__(self, x: Tensor, timestep: float, /, **conditioning: Tensor) -> Tensor:
         """The prediction for `x`, in its shape."""
@@ -50,15 +50,15 @@ class Guided:
 
     Args:
         model: called as `model(x, timestep, **conditioning)`.
-        positive: what `model` is given for the prompt; tensors with the batch first.
-        negative: the same for the negative prompt.
-        scale: 1 is the prompt alone, and costs half.
-        batched: ask for both in one call, negative first, with x repeated; else in two, which
-            needs less memory.
+        positive: the conditioning for the prompt; tensors with the batch first.
+        negative: the conditioning for the negative prompt.
+        scale: the guidance scale; 1 uses the prompt alone, at half the cost.
+        batched: call the model once for both, negative first, with x repeated; if not, call it
+            twice, which needs less memory.
 
     Raises:
         ArgumentError: the two prompts name different tensors, or the scale is not finite.
-        ShapeError: their shapes differ.
+        ShapeError: the shapes of their tensors differ.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Guided:
 
 @tc.no_grad()
 def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Tensor) -> Tensor:
-    """A whole run.
+    """Sample from noise to the end.
 
     ```python
     sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10)
@@ -108,7 +108,7 @@ def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Te
     ```
 
     Args:
-        sampler: says which steps.
+        sampler: the sampler, which defines the steps.
         model: from a sample and a timestep to a prediction; a `Guided`, for example.
         noise: standard normal values.
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Saver:
     """Writes one checkpoint at a time in the background, complete or not at all.
 
-    Training waits for copies to the host alone. The next checkpoint begins when the one before is
-    written, so that the host holds the copies of one.
+    Training waits only for the copies to host memory. A checkpoint begins when the previous one is
+    written, so that host memory has the copies of only one.
     """
 
     def __init__(self) -> None:
@@ -37,13 +37,13 @@ class Saver:
         """Begin a checkpoint, once the previous one is complete.
 
         Args:
-            folder: where it will be.
+            folder: the final folder of the checkpoint.
             snapshot: takes the copies.
-            more: puts what else belongs to it into the folder that it is given, now or by `submit`.
-            then: done when the checkpoint has its name.
+            more: writes other files to the folder that it is given, directly or by `submit`.
+            then: called when the checkpoint has its final name.
 
         Raises:
-            OSError: this one cannot be begun, or what was begun earlier could not be written.
+            OSError: this checkpoint cannot be begun, or an earlier one could not be written.
         """
         self.wait()
         self._draft = draft = Draft(folder)
@@ -58,7 +58,7 @@ class Saver:
             raise
 
     def submit(self, job: Callable[[], object]) -> None:
-        """Run `job` after the jobs begun so far; raises as `check`."""
+        """Run `job` after the jobs that were submitted so far; raises as `check`."""
         self.check()
         self._writer.submit(job)
 
@@ -83,7 +83,7 @@ class Saver:
         try:
             wait()
         except Exception:
-            # No job runs after a failed one: nothing writes to the folder any more.
+            # After a failed job no other job runs, so nothing writes to the folder any more.
             if self._draft is not None:
                 self._draft.discard()
             raise

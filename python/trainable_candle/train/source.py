@@ -1,4 +1,4 @@
-"""Where the trainer gets its batches from."""
+"""The source of the trainer's batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BatchOut = TypeVar("BatchOut", covariant=True)
 
 
 class BatchSource(Protocol[BatchOut]):
-    """Batches by number; a number always gives the same batch, so a run can continue anywhere.
+    """Batches by number; a number always gives the same batch, so a run can resume at any step.
 
     ```python
     class Rows:

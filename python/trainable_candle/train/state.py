@@ -1,4 +1,4 @@
-"""Checkpoints: all that the next step depends on, in a folder that is complete or absent."""
+"""Checkpoints: everything that resuming a run needs, in a folder that is complete or absent."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _REMOVED: Final = ".removed"
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint holds besides tensors."""
+    """The state of a run in a checkpoint, besides tensors."""
 
     step: int
     """Optimizer steps taken."""
     batches: int
-    """Batches seen."""
+    """Batches used."""
     scaler: dict[str, Any] | None
     """State of the loss scaler, if there is one."""
     settings: dict[str, Any]
@@ -69,10 +69,10 @@ def find(output: Path, resume: str) -> Path | None:
     """The checkpoint folder that `resume` names: a path, or `latest` in `output`.
 
     Returns:
-        None for `auto` where `output` has none.
+        The folder; None for `auto` if `output` has no checkpoint.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such checkpoint.
     """
     if resume in {LATEST, AUTO}:
         existing = checkpoints(output)
@@ -89,10 +89,10 @@ def find(output: Path, resume: str) -> Path | None:
 
 
 def refuse_later(output: Path, step: int) -> None:
-    """Check that a run that is at `step` would not mix its checkpoints with later ones.
+    """Check that `output` has no later checkpoints, which a run at `step` would mix with its own.
 
     Raises:
-        ConfigError: `output` holds checkpoints of later steps, so of another run.
+        ConfigError: `output` has checkpoints of later steps, which are of another run.
     """
     later = [folder for folder in checkpoints(output) if step_of(folder) > step]
     if later:
@@ -104,7 +104,7 @@ def refuse_later(output: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a checkpoint holds, on the CPU, where training does not change it any more."""
+    """A copy on the CPU of everything in a checkpoint, which training does not change."""
 
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -112,7 +112,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Var], optimizer: Optimizer, state: RunState) -> Snapshot:
-        """Copy the present values."""
+        """Copy the current values."""
         return cls(
             tc.snapshot({name: var.detach() for name, var in parameters.items()}),
             optimizer.state_dict(),
@@ -124,7 +124,7 @@ class Draft:
     """A checkpoint that is being written: first under another name, then renamed.
 
     Args:
-        folder: where it will be; an older one of the same name is replaced.
+        folder: its final folder; an older checkpoint of the same name is replaced.
 
     Raises:
         OSError: the folder for its files cannot be made.
@@ -139,10 +139,10 @@ class Draft:
         self.path.mkdir(parents=True)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write the files of a snapshot, the one that makes a checkpoint of a folder last.
+        """Write the files of a snapshot; last `state.json`, which makes the folder a checkpoint.
 
         Raises:
-            OSError: one cannot be written.
+            OSError: a file cannot be written.
         """
         tc.save_file(snapshot.parameters, self.path / _PARAMETERS)
         tc.save_file(snapshot.optimizer, self.path / _OPTIMIZER)
@@ -152,8 +152,8 @@ class Draft:
     def finish(self) -> None:
         """Rename the folder to its final name.
 
-        A process that is killed meanwhile leaves the old one or the new one: without either, the
-        old one is still there under another name, and `restore` gives it back its own.
+        If the process is killed meanwhile, the old or the new checkpoint remains. The old one may
+        then have another name; `restore` renames it.
 
         Raises:
             OSError: the folder cannot be renamed.
@@ -166,7 +166,7 @@ class Draft:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the unfinished folder, so that it does not fill the disk."""
+        """Remove the unfinished folder."""
         _restore(self._folder)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -177,13 +177,13 @@ def save(
     """Write a checkpoint and wait for it.
 
     Args:
-        folder: where it will be; an older one of the same name is replaced.
+        folder: its final folder; an older checkpoint of the same name is replaced.
         parameters: the trainable variables by name.
-        optimizer: its state goes in whole.
+        optimizer: the optimizer, whose state is saved completely.
         state: the rest.
 
     Raises:
-        OSError: it cannot be written; the older checkpoints are as they were.
+        OSError: it cannot be written; older checkpoints are unchanged.
     """
     draft = Draft(folder)
     try:
@@ -217,7 +217,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
     for name, var in parameters.items():
         var.set(stored[name].to(var.device))
     try:
-        # After the variables: the optimizer checks whether something else has changed them.
+        # After the variables, because the optimizer notices if they change later.
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(
@@ -230,7 +230,7 @@ _ADVICE: Final = "resume with the settings that the run was started with"
 
 
 def read_state(folder: Path) -> RunState:
-    """What a checkpoint holds besides tensors.
+    """The state of the run in a checkpoint, besides tensors.
 
     Raises:
         WeightsFormatError: it is missing, damaged or of another format.
@@ -273,7 +273,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
-    """The error for a damaged file of a checkpoint: the reason, and where to resume instead."""
+    """The error for a damaged file of a checkpoint, with the reason and where else to resume."""
     is_named = _NAME.fullmatch(folder.name) is not None
     others = checkpoints(folder.parent) if is_named else []
     earlier = [other for other in others if step_of(other) < step_of(folder)]
@@ -304,7 +304,7 @@ def _check_fit(folder: Path, stored: Mapping[str, Tensor], parameters: Mapping[s
 def restore(output: Path) -> None:
     """Restore the names of checkpoints that a killed run was about to replace.
 
-    No other run may be writing there.
+    No other run may be writing to `output`.
     """
     for path in list(output.iterdir()):
         if path.name.endswith(_REPLACED):
@@ -322,7 +322,7 @@ def needs_restoring(output: Path) -> bool:
 
 
 def remove_leftovers(output: Path) -> None:
-    """Remove what a killed run has left half-written; no other run may be writing there."""
+    """Remove the unfinished files of a killed run; no other run may be writing to `output`."""
     restore(output)
     for path in list(output.iterdir()):
         if path.name.endswith((_PARTIAL, _REPLACED, _REMOVED)):
@@ -335,7 +335,7 @@ def remove_leftovers(output: Path) -> None:
 def prune(output: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for folder in checkpoints(output)[:-keep]:
-        # What is half removed must not look like a checkpoint.
+        # Rename it first, because a partly removed folder must not look like a checkpoint.
         removed = _beside(folder, _REMOVED)
         shutil.rmtree(removed, ignore_errors=True)
         folder.rename(removed)

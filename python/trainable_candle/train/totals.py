@@ -1,4 +1,4 @@
-"""What a run took: time, speed, memory."""
+"""The totals of a run: time, speed, memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Totals(Callback):
-    """Adds up the steps since the start, or since a run was resumed; `str` says it.
+    """Adds up the steps since the run was started or resumed; `str` gives a summary.
 
     Args:
-        unit: what the trainer counts: `image`, `token`.
+        unit: the unit that the trainer counts: `image` or `token`.
     """
 
     def __init__(self, unit: str) -> None:
@@ -45,7 +45,7 @@ class Totals(Callback):
         self._elapsed = time.perf_counter() - self._begun
 
     def __str__(self) -> str:
-        """The steps with their time, their speed and the most memory, in a line."""
+        """The steps with their time, their speed and the peak memory, in a line."""
         parts = [f"{self._steps} steps in {duration(self._elapsed)}"]
         if self._steps:
             each = self._seconds / self._steps
@@ -68,6 +68,6 @@ def duration(seconds: float) -> str:
 def peak_memory(device: str) -> str:
     """The most memory that this process has held on a device."""
     if device == "cpu":
-        # Linux counts it in KiB.
+        # `ru_maxrss` is in KiB on Linux.
         return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory"
     return f"{tc.cuda.memory_stats(device)['peak_reserved'] / 2**30:.2f} GiB of GPU memory"

@@ -43,7 +43,7 @@ Inputs: TypeAlias = Mapping[str, "Tensor"]
 MAX_SKIPPED: Final = 50
 """Steps that a loss scaler may skip in a row; a scale of 65536 is then below 1e-10."""
 _SHARE: Final = "share"
-"""The input that holds a batch's share in the loss of its step."""
+"""The name of the input with a batch's weight in the loss of its step."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StepReport:
     epoch: float | None = None
     """Epochs seen so far, if the trainer knows their length."""
     amount: float = 0.0
-    """Images, tokens or what else the trainer counts; 0 if it counts nothing."""
+    """The number of images, tokens or other units; 0 if the trainer does not count."""
     memory: int | None = None
     """Bytes of the GPU's memory that the run holds; None on the CPU."""
 
@@ -74,7 +74,7 @@ class StepReport:
 
 
 class _Given(NamedTuple):
-    """The inputs of one of the losses of a step."""
+    """The inputs of the loss of one batch in a step."""
 
     number: int
     """The number of the batch among those of all processes."""
@@ -82,17 +82,16 @@ class _Given(NamedTuple):
     share: float
     """The weight of this loss in the loss of the step."""
     amount: float = 0.0
-    """Images, tokens or what else the trainer counts."""
+    """The number of images, tokens or other units."""
 
 
 class Trainer(Generic[Batch]):
     """Minimises `loss(batch)` over `parameters`.
 
-    One step: the gradients of `gradient_accumulation` batches, averaged; clipping; the optimizer;
-    the schedule. With a `scaler` (f16) the loss is scaled and steps with overflow are skipped.
-
-    On a GPU a step is queued whole, and the next batch is made ready meanwhile; only then its loss
-    and norm are waited for.
+    A step averages the gradients of `gradient_accumulation` batches, clips them, and steps the
+    optimizer and the schedule. With a `scaler` (f16) the loss is scaled, and steps with overflow
+    are skipped. On a GPU a whole step is queued, then the next batch is prepared, and only then
+    does the trainer wait for the loss and the norm.
 
     ```python
     from trainable_candle.data import ShuffledBatches
@@ -103,34 +102,34 @@ class Trainer(Generic[Batch]):
     ```
 
     Args:
-        loss: from a batch, or from what `inputs` made of it, to a single-element tensor.
+        loss: from a batch, or from the result of `inputs` for it, to a single-element tensor.
         parameters: the trainable variables by name.
         optimizer: over these variables.
-        data: where batches come from.
-        inputs: from a batch to the tensors that `loss` is given in its place.
-        weigh: with `inputs`, from a batch to its weight, above 0: the loss of a step is the mean
-            weighed by these, and each batch's share is one of the inputs. By default batches count
-            equally.
-        cuda_graphs: with `inputs`, on a GPU, the forward and backward passes of batches of up to
-            this many shapes are CUDA graphs (`tc.cuda.capture`): `loss` does the same for all
-            batches of a shape. 0: none.
-        steps: optimizer steps in all.
+        data: the source of batches.
+        inputs: from a batch to the tensors that `loss` takes in its place.
+        weigh: with `inputs`, from a batch to its weight, above 0. The loss of a step is the mean
+            with these weights, and each batch's share is one of the inputs. By default batches
+            count equally.
+        cuda_graphs: with `inputs`, on a GPU, how many shapes of batches have their forward and
+            backward passes recorded as CUDA graphs (`tc.cuda.capture`); `loss` must do the same for
+            all batches of a shape. 0: none.
+        steps: the total number of optimizer steps.
         scheduler: sets the learning rate; stepped after every optimizer step.
         gradient_accumulation: batches in a step, at least 1.
-        max_grad_norm: clip the global norm to this; 0 leaves it alone.
+        max_grad_norm: clip the global norm to this; 0 does not clip.
         scaler: for f16.
         output: folder for checkpoints; None keeps none.
         save_every: steps between checkpoints, or which steps have one; 0 saves at the end only.
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
         settings: stored in checkpoints, for people and for comparison.
-        group: the processes that train together. A step has the batches of all of them, dealt out
-            by number, and `gradient_accumulation` for each; only rank 0 has an `output`.
-        seed: what `data`, `inputs` and `loss` draw from tc's generator comes from streams of this
-            seed and the batch's number instead, so that it depends on nothing drawn before; by
-            default the seed of that generator at present.
+        group: the processes that train together. Each takes `gradient_accumulation` batches in a
+            step, distributed by number; only rank 0 has an `output`.
+        seed: draws of `data`, `inputs` and `loss` from tc's generator come from streams of this
+            seed and the batch's number instead, so that they do not depend on earlier draws; by
+            default the current seed of that generator.
         count: from a batch to the number of its images or tokens, for reports.
-        epoch: from a number of steps to the epochs that they see, for reports.
+        epoch: from a number of steps to the number of epochs, for reports.
     """
 
     def __init__(
@@ -188,28 +187,28 @@ class Trainer(Generic[Batch]):
         self._keep = keep_checkpoints
         self._callbacks = list(callbacks)
         self.settings = dict(settings or {})
-        """What checkpoints say that the run was made with."""
+        """The settings of the run, as stored in checkpoints."""
         self._count = count
         self._epoch = epoch
         self._stop = False
         self._asked = False
-        """Whether this process has been asked to stop after the present step."""
+        """Whether this process has been asked to stop after the current step."""
         self._agreed = False
-        """Whether one of the processes has."""
+        """Whether any process has been asked to, as all know after the step."""
 
     def train(self) -> bool:
         """Run to the last step.
 
-        Ctrl-C (or SIGTERM) ends the step in progress, saves a checkpoint and returns; a second one
-        raises KeyboardInterrupt at once.
+        After Ctrl-C (or SIGTERM) it finishes the current step, saves a checkpoint and returns; a
+        second Ctrl-C raises KeyboardInterrupt at once.
 
         Returns:
             Whether the last step was reached.
 
         Raises:
             NonFiniteError: a loss or a gradient is NaN or infinite; the parameters are those of the
-                step before. With a scaler such steps are skipped, and 50 in a row are an error.
-            OSError: a checkpoint cannot be written; the older ones are as they were.
+                step before. With a scaler such steps are skipped; 50 in a row raise.
+            OSError: a checkpoint cannot be written; older ones are unchanged.
         """
         self._stop = self._agreed = False
         self.group.broadcast_(self.parameters)
@@ -231,7 +230,7 @@ class Trainer(Generic[Batch]):
                     self._begin_save()
                 self._saver.wait()
             except BaseException:
-                # What is being written is finished; the first error is the one to report.
+                # Finish writes in progress without reporting their errors; raise the first error.
                 self._saver.settle()
                 raise
             finally:
@@ -240,15 +239,15 @@ class Trainer(Generic[Batch]):
         return self.step >= self.steps
 
     def _is_stopped(self, guard: InterruptGuard) -> bool:
-        """Whether to stop before the next step: of several processes all stop after the same."""
+        """Whether to stop before the next step; several processes stop after the same step."""
         return self._agreed if self.group.size > 1 else bool(self._stop or guard.signal)
 
     def stop(self) -> None:
-        """Let `train` save and return after the present step; for callbacks."""
+        """Let `train` save and return after the current step; for callbacks."""
         self._stop = True
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Tell every callback what one of them has measured at the present step."""
+        """Pass metrics that a callback has measured at the current step to all callbacks."""
         for callback in self._callbacks:
             callback.on_metrics(self, metrics)
 
@@ -256,7 +255,7 @@ class Trainer(Generic[Batch]):
         started = time.perf_counter()
         given = self._take()
         losses = self._backward(given)
-        # On the CPU the numbers are there: a step that would do harm is not taken.
+        # On the CPU the losses are known already, so check them before the update.
         if not self._on_gpu and self.group.size == 1:
             self._check_losses(losses)
         lr = self.optimizer.lr
@@ -300,7 +299,7 @@ class Trainer(Generic[Batch]):
         return math.fsum(one.share * loss for one, loss in zip(given, losses, strict=True))
 
     def _take(self) -> list[_Given]:
-        """What the losses of the next step are computed from."""
+        """The inputs of the losses of the next step."""
         ready, self._ready = self._ready, None
         return self._make() if ready is None else ready
 
@@ -318,36 +317,36 @@ class Trainer(Generic[Batch]):
                 _Given(number, inputs, equal, amount)
                 for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
-        # With several processes none knows the weights of the others before the step: then the sums
-        # are divided by that of all weights.
+        # Several processes do not know each other's weights before the step; then `sum_up` divides
+        # the sums by the sum of all weights.
         alone = self.group.size == 1
         whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
         device = next(iter(self.parameters.values())).device
         given = []
         for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
             share = np.array(weight / whole, np.float32)
-            # A tensor, because it differs in every step: a CUDA graph reads it anew.
+            # A tensor, because it differs in every step, and a CUDA graph reads inputs again.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
             given.append(_Given(number, named, weight / whole, amount))
         return given
 
     @property
     def _batches_in_step(self) -> int:
-        """Of all processes."""
+        """The number of batches in a step of all processes."""
         return self._accumulation * self.group.size
 
     def _make_one(self, number: int) -> tuple[Any, float, float]:
-        """What the loss of a batch is computed from, the weight of the batch, and its count."""
+        """The inputs of the loss of a batch, the weight of the batch, and its count."""
         batch = self._data.batch(number)
         weight = 1.0 if self._weigh is None else self._weigh(batch)
         amount = 0.0 if self._count is None else self._count(batch)
         return batch if self._inputs is None else self._inputs(batch), weight, amount
 
     def _make_ready(self) -> None:
-        """Make the inputs of the step after this one."""
+        """Make the inputs of the next step."""
         if self._inputs is None:
             return
-        # An error is raised when it is that step's turn.
+        # On an error, the next step makes them again and raises it.
         with suppress(Error, OSError):
             self._ready = self._make()
 
@@ -359,7 +358,7 @@ class Trainer(Generic[Batch]):
         except OutOfMemoryError:
             if not self._graphs.stop():
                 raise
-        # Without the memory that graphs hold. The first pass clears what the others have added.
+        # Try again without the memory of graphs; the first pass clears the gradients.
         return self._passes(given)
 
     def _passes(self, given: Sequence[_Given]) -> list[Tensor]:
@@ -369,7 +368,7 @@ class Trainer(Generic[Batch]):
         ]
 
     def _pass(self, inputs: Any, first: bool) -> Tensor:
-        """Add the gradient of a batch, the first of a step to none; returns its loss."""
+        """Add the gradient of a batch; the first of a step clears gradients. Returns its loss."""
         if first:
             self.optimizer.zero_grad()
         loss = self._loss(inputs)
@@ -384,10 +383,10 @@ class Trainer(Generic[Batch]):
     def _update(self, given: Sequence[_Given], losses: Sequence[Tensor]) -> Tensor:
         """Clip and step, unless a loss or the gradient is not finite.
 
-        With a scaler, which expects overflow, the gradient alone decides.
+        With a scaler, which expects overflow, only the gradient is checked.
 
         Returns:
-            The losses, of several processes what `sum_up` gives, and the gradient's norm, f64.
+            The losses (with several processes the result of `sum_up`), and the gradient norm, f64.
         """
         limit = self._max_grad_norm or math.inf
         parameters = list(self.parameters.values())
@@ -404,7 +403,7 @@ class Trainer(Generic[Batch]):
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
-            # A sum is finite if all its terms are: f32 losses are far from the largest f64.
+            # The f64 sum is finite if all terms are, because f32 losses cannot overflow f64.
             self.optimizer.step(if_finite=measured.sum())
         return measured
 
@@ -431,31 +430,31 @@ class Trainer(Generic[Batch]):
             )
 
     def save(self) -> Path | None:
-        """Write a checkpoint of the present step, if there is an output folder, and wait for it.
+        """Write a checkpoint of the current step, if there is an output folder, and wait for it.
 
         Raises:
-            OSError: it cannot be written; the older ones are as they were.
+            OSError: it cannot be written; older ones are unchanged.
         """
         folder = self._begin_save()
         self._saver.wait()
         return folder
 
     def write_later(self, job: Callable[[], object]) -> None:
-        """Let `job` write something while training continues, for callbacks.
+        """Let `job` write files while training continues; for callbacks.
 
-        Jobs are done one after the other. Those that `on_save` hands over are a part of the
-        checkpoint: it gets its name when they are done. An error ends the run.
+        Jobs run one after the other. Jobs from `on_save` are a part of the checkpoint, which gets
+        its final name when they are done. An error ends the run.
 
         Args:
-            job: must not read what training changes; `tc.snapshot` copies it.
+            job: must not read values that training changes; copy them with `tc.snapshot`.
 
         Raises:
-            OSError: what was to be written earlier could not be.
+            OSError: an earlier job could not write.
         """
         self._saver.submit(job)
 
     def _begin_save(self) -> Path | None:
-        """Take a snapshot of the present step, and write it in the background."""
+        """Take a snapshot of the current step, and write it in the background."""
         if self.output is None:
             return None
         state = run_state.RunState(
@@ -478,10 +477,10 @@ class Trainer(Generic[Batch]):
         return folder
 
     def resume(self, folder: Path) -> dict[str, object]:
-        """Continue from a checkpoint; on the CPU what follows equals an unbroken run bit for bit.
+        """Continue from a checkpoint; on the CPU, bit for bit like an uninterrupted run.
 
         Returns:
-            The settings of the run that wrote it.
+            The settings of the run that wrote the checkpoint.
 
         Raises:
             WeightsFormatError: the checkpoint is damaged or of another run.

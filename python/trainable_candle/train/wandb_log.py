@@ -19,15 +19,15 @@ _ID: Final = "wandb-id.txt"
 
 
 class WandbLog(Callback):
-    """The numbers of the other logs as `train/...` and `validation/...` of a run in a project.
+    """Logs the values of the other logs to a run in a project: `train/...` and `validation/...`.
 
-    A resumed training continues the same run. Whether wandb sends anything is its own affair:
-    `WANDB_MODE=offline` in the environment keeps it from that.
+    A resumed training continues the same run. wandb itself decides whether it sends anything;
+    `WANDB_MODE=offline` in the environment prevents it.
 
     Args:
-        project: its name.
-        name: of the run.
-        folder: of the output, for wandb's files and the id of the run.
+        project: the name of the project.
+        name: the name of the run.
+        folder: the output folder, for wandb's files and the id of the run.
         every: steps between two points of a curve; the last step always has one.
 
     Raises:
@@ -73,7 +73,7 @@ class WandbLog(Callback):
             self._run.log(values, step=report.step)
 
     def on_metrics(self, trainer: Trainer[Any], metrics: Mapping[str, float]) -> None:
-        """Log what was measured."""
+        """Log the metrics."""
         values = {name.replace("_", "/", 1): value for name, value in metrics.items()}
         self._run.log(values, step=trainer.step)
 

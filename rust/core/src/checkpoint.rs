@@ -1,9 +1,9 @@
 //! Gradient checkpointing: save little in the forward pass, recompute the rest when the backward pass first needs it.
 //!
-//! Inside a checkpointed function every node is recorded as usual, but what it saves becomes a numbered slot of the
-//! [`Region`] instead of a value. The first slot that a backward pass reads makes the region run the function again, up to
-//! the last value that was saved, and fills all slots in order. Gradients flow through the nodes of the first run, so
-//! captured variables, several inputs and several outputs need nothing special.
+//! Inside a checkpointed function every node is recorded as usual, but instead of saving a value it gets a numbered
+//! slot of the [`Region`]. When a backward pass reads the first slot, the region runs the function again, up to the
+//! last value that was saved, and fills all slots in order. Gradients flow through the nodes of the first run, so
+//! captured variables, several inputs and several outputs need no special treatment.
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
 //! keeps the results of expensive operations before the last saved value, so that no matrix product runs twice
@@ -53,8 +53,8 @@ impl std::str::FromStr for Policy {
     }
 }
 
-/// Ends a checkpointed function once all needed values are recomputed. It propagates through the function as an error, with `?`,
-/// and never leaves [`backward`](crate::Tensor::backward).
+/// Ends a checkpointed function once all needed values are recomputed. It propagates through the function as an error,
+/// with `?`, and never leaves [`backward`](crate::Tensor::backward).
 #[derive(Debug, thiserror::Error)]
 #[error("checkpoint: recomputation is complete")]
 pub(crate) struct Complete;
@@ -63,8 +63,9 @@ type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 
 /// Run `function` on `inputs`, keeping the inputs only; its inner values are recomputed in the backward pass.
 ///
-/// The function must compute the same when it is called again; random numbers are replayed (dropout draws the same mask).
-/// It is kept until the backward pass, so it owns what it uses (`move`, clones of tensors and layers are cheap).
+/// The function must compute the same when it is called again; random numbers are repeated (dropout draws the same
+/// mask). It is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors and layers are
+/// cheap).
 ///
 /// # Errors
 /// Those of `function`.
@@ -104,12 +105,13 @@ where
     Ok(outputs)
 }
 
-/// An input of an inner checkpoint is itself a slot of the outer one.
+/// Keep an input; an input of an inner checkpoint becomes a slot of the outer one.
 fn keep_input(tensor: &Tensor) -> Saved {
     if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
 }
 
-/// The origin of an input. Operations hold variables but save computed values, so a recomputation's inputs must be of the same kind.
+/// The origin of an input. Operations hold variables but save computed values, so the inputs of a recomputation must
+/// have the same origins.
 #[derive(Clone, Copy)]
 enum Origin {
     Constant,
@@ -166,7 +168,7 @@ enum Slot {
     Released,
 }
 
-/// The results of an expensive operation, kept for the replay.
+/// The results of an expensive operation, kept for the recomputation.
 #[derive(Clone)]
 struct Kept {
     name: &'static str,
@@ -180,7 +182,8 @@ impl Kept {
         Self { name, results, bytes }
     }
 
-    /// The last operation of a replay runs only for the values it saves; of other results the shape is enough.
+    /// Replace results that were not saved by zeros of their shape: a recomputation ends at its last operation, which
+    /// needs only the saved values.
     fn forget_all_but(&mut self, saved: &[TensorId]) {
         for result in &mut self.results {
             if !saved.contains(&result.id()) {
@@ -201,7 +204,7 @@ impl Region {
 
     fn seal(&self, recording: Recording, draws: Vec<rng::Draw>) {
         let mut state = self.state();
-        // Slots of nodes that died inside the function are released already.
+        // Slots of nodes that were dropped inside the function are released already.
         state.slots.resize_with(recording.saved, || Slot::Waiting);
         state.versions = recording.versions;
         state.draws = draws;
@@ -215,7 +218,7 @@ impl Region {
         }
     }
 
-    /// The value of a slot, recomputed if need be.
+    /// The value of a slot, recomputed if necessary.
     pub(crate) fn value(&self, index: usize) -> Result<Raw> {
         if let Some(Slot::Filled { value, .. }) = self.state().slots.get(index) {
             return Ok(value.clone());
@@ -305,9 +308,9 @@ struct Recording {
     sequence: usize,
     /// Values saved so far.
     saved: usize,
-    /// The last operation that saved a value: a replay need not go further.
+    /// The last operation that saved a value, at which a recomputation ends.
     last_saved: usize,
-    /// What that operation saved.
+    /// The values that the last operation saved.
     saved_by_last: Vec<TensorId>,
     kept: Vec<(usize, Kept)>,
     versions: Vec<(Arc<Version>, u64)>,
@@ -344,11 +347,11 @@ struct Replaying {
 }
 
 thread_local! {
-    /// Nested checkpoints; the innermost listens.
+    /// The recorders of nested checkpoints; the innermost, last one records.
     static RECORDERS: RefCell<Vec<Recorder>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A recorder is on the stack until this is left or dropped (also by an error or a panic).
+/// Keeps a recorder on the stack until this is left or dropped (also by an error or a panic).
 struct Scope {
     depth: usize,
     grad_was_enabled: bool,
@@ -382,7 +385,7 @@ impl Drop for Scope {
     }
 }
 
-/// Whether a selective checkpoint records or replays: it keeps the results of expensive operations.
+/// Whether the innermost checkpoint is selective, so that it keeps the results of expensive operations.
 pub(crate) fn is_selective() -> bool {
     RECORDERS.with_borrow(|recorders| match recorders.last() {
         Some(Recorder::Record(recording)) => recording.region.policy == Policy::Selective,
@@ -391,7 +394,7 @@ pub(crate) fn is_selective() -> bool {
     })
 }
 
-/// Run one operation of a checkpointed function: note it, or take its kept result.
+/// Run one operation of a checkpointed function: record it, or take its kept result.
 pub(crate) fn run<A>(
     op: &'static OpInfo,
     inputs: &[&Tensor],
@@ -442,8 +445,9 @@ where
     }
 }
 
-/// Note what an operation reads in a checkpointed function, and in those around it: a variable must not change before the replay.
-/// [`run`] notes inputs; this is for masks, tables, frozen weights and what is compared.
+/// Record the tensors that an operation reads, in its checkpointed function and in those around it: variables among
+/// them must not change before the recomputation. [`run`] records inputs; this is for masks, tables, frozen weights and
+/// compared values.
 pub(crate) fn reads(tensors: &[&Tensor]) {
     if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
         return;
@@ -462,7 +466,7 @@ pub(crate) fn is_replaying() -> bool {
     flags().recording() && RECORDERS.with_borrow(|recorders| matches!(recorders.last(), Some(Recorder::Replay(_))))
 }
 
-/// Turn a value that a node saves into a slot. `None` if no checkpoint listens.
+/// Turn a value that a node saves into a slot. `None` outside of checkpointed functions.
 pub(crate) fn save(raw: &Raw) -> Option<Saved> {
     RECORDERS.with_borrow_mut(|recorders| match recorders.last_mut()? {
         Recorder::Record(recording) => {
@@ -484,7 +488,7 @@ pub(crate) fn save(raw: &Raw) -> Option<Saved> {
     })
 }
 
-/// End a replay when everything that was saved has been recomputed.
+/// End a recomputation, by an error, when all saved values have been recomputed.
 pub(crate) fn stop_if_complete() -> Result<()> {
     RECORDERS.with_borrow(|recorders| match recorders.last() {
         Some(Recorder::Replay(replaying)) if replaying.values.len() == replaying.expected => {

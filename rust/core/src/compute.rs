@@ -10,8 +10,8 @@ pub use crate::product::{
 use crate::raw::is_float;
 use crate::{Error, Raw, Result};
 
-/// `on_device!(device, cuda => one, cpu => other)`: the first on a CUDA device, the second elsewhere. This is the one place that chooses
-/// between the two; a build without CUDA has no first form to compile.
+/// `on_device!(device, cuda => one, cpu => other)`: the first on a CUDA device, the second elsewhere. All operations
+/// choose between the two here; a build without CUDA does not compile the first.
 macro_rules! on_device {
     ($device:expr, cuda => $cuda:expr, cpu => $cpu:expr $(,)?) => {{
         #[cfg(feature = "cuda")]
@@ -42,7 +42,7 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
     )
 }
 
-/// The operations of [`cpu`] that take tensors and numbers alone, by name and arguments; `x` decides the device.
+/// Defines operations of [`cpu`] by name and arguments, which are only tensors and numbers; `x` decides the device.
 macro_rules! functions {
     ($($name:ident(x $(, $argument:ident: $type:ty)*) -> $result:ty;)*) => {$(
         #[doc = concat!("As [`cpu::", stringify!($name), "`].")]
@@ -71,7 +71,7 @@ functions! {
     lerp_in_place(x, source: &Raw, weight: &Raw) -> ();
 }
 
-/// The device of work on some tensors: CUDA if one of them is there.
+/// The device of work on some tensors: CUDA if one of them is on CUDA.
 #[cfg(feature = "cuda")]
 fn device_of<'a>(mut tensors: impl Iterator<Item = &'a Raw>) -> &'a Device {
     tensors.find(|tensor| tensor.device().is_cuda()).map_or(&Device::Cpu, |tensor| tensor.device())
@@ -86,8 +86,8 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
     )
 }
 
-/// hidden = s₁ input down and dst += s₂ hidden up for each term and its dst (rows, outer); on CUDA in one launch where a kernel takes
-/// them.
+/// hidden = s₁ input down and dst += s₂ hidden up, for each term and its dst (rows, outer); on CUDA in one launch if a
+/// kernel supports the terms.
 ///
 /// # Errors
 /// As [`write_products`].
@@ -106,7 +106,7 @@ pub fn low_rank(terms: &[(LowRankTerm, Raw)], [scale_hidden, scale_dst]: [f64; 2
     write_products(&sums, scale_dst, true)
 }
 
-/// A contiguous tensor that is written before it is read, of the dtype and on the device of `like`.
+/// A contiguous tensor with arbitrary values, which must be written before it is read; dtype and device of `like`.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.
@@ -121,7 +121,8 @@ pub fn unset(op: &'static str, like: &Raw, dims: &[usize]) -> Result<Raw> {
     )
 }
 
-/// All products, in any order; the results or the tensors they were added to. On CUDA those of one size run together.
+/// Computes all products, in any order. Returns the results, or the tensors to which they were added. On CUDA products
+/// of one size run together.
 ///
 /// # Errors
 /// As [`product`] and [`matmul_accumulate`].
@@ -133,7 +134,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     )
 }
 
-/// The same values in another dtype, integers among them; contiguous if they change.
+/// The same values in another dtype, which may be an integer one; contiguous if the dtype changes.
 ///
 /// # Errors
 /// Candle's, for dtypes that it cannot convert.
@@ -141,7 +142,7 @@ pub fn convert(x: &Raw, dtype: DType) -> Result<Raw> {
     if is_float(x.dtype()) && is_float(dtype) { cast(x, dtype) } else { Ok(x.to_dtype(dtype)?) }
 }
 
-/// A contiguous copy with storage of its own, detached from any candle graph; any dtype.
+/// A contiguous copy with its own storage, detached from any candle graph; any dtype.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.
@@ -149,7 +150,7 @@ pub fn copy(x: &Raw) -> Result<Raw> {
     on_device!(x.device(), cuda => crate::cuda::copy(x), cpu => Ok(x.detach().force_contiguous()?))
 }
 
-/// Tensors one after the other along `dim`, of equal sizes otherwise, in storage of their own.
+/// Concatenates tensors along `dim`; their other sizes are equal. The result has its own storage.
 ///
 /// # Errors
 /// [`Error::Device`] if they are on different devices, [`Error::OutOfMemory`] if the result does not fit.
@@ -168,7 +169,7 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     )
 }
 
-/// Zeros.
+/// A tensor of zeros.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if they do not fit.
@@ -176,7 +177,7 @@ pub fn zeros(dims: &[usize], dtype: DType, device: &Device) -> Result<Raw> {
     on_device!(device, cuda => crate::cuda::zeros(device, dims, dtype), cpu => Ok(Raw::zeros(dims, dtype, device)?))
 }
 
-/// `value` everywhere.
+/// A tensor filled with `value`.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if it does not fit.
@@ -192,8 +193,8 @@ pub fn full(value: f64, dims: &[usize], dtype: DType, device: &Device) -> Result
     )
 }
 
-/// The sum over the dimensions that broadcasting a tensor of shape `dims` to the shape of `x` added or widened; the result
-/// has shape `dims`. A tensor that has this shape already is returned as it is.
+/// The sum over the dimensions that broadcasting from shape `dims` to the shape of `x` adds or widens; the result has
+/// shape `dims`. If `x` has this shape already, it is returned.
 ///
 /// # Errors
 /// [`Error::Shape`] if `dims` does not broadcast to the shape of `x`, [`Error::DType`] as [`sum`].

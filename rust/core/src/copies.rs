@@ -1,7 +1,7 @@
-//! Copies of a variable's values in another dtype, for computing in it.
+//! Copies of a variable's values in another dtype, for computing in this dtype.
 //!
-//! An f32 variable under bf16 compute would be cast at every use. Its copy is allocated once and updated when the variable
-//! has changed; the storage stays the same, so that a captured graph can read it.
+//! Without a copy, an f32 variable would be cast at every use in bf16. The copy is allocated once and updated when the
+//! variable has changed; its storage stays the same, so that a captured graph can read it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,18 +16,19 @@ use crate::{Result, compute};
 #[derive(Default)]
 pub(crate) struct Copies {
     entries: SmallVec<[Entry; 1]>,
-    /// The vectors that contain them, and their offset there, if the variable is part of a flat buffer.
+    /// If the variable is part of a flat buffer: the vectors that contain the copies, and the variable's offset in
+    /// them.
     part: Option<(Arc<FlatCopies>, usize)>,
 }
 
 struct Entry {
     raw: Raw,
-    /// The version of the variable whose values it has.
+    /// The version of the variable whose values the copy has.
     follower: Follower,
 }
 
 impl Copies {
-    /// The variable is the part of a flat buffer that begins at element `start`.
+    /// Place the copies in those of a flat buffer, of which the variable is the part that begins at element `start`.
     pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
         self.part = Some((buffer, start));
     }

@@ -16,11 +16,12 @@ pub fn is_name(text: &str) -> bool {
     matches!(text.split(':').next(), Some("cpu" | "cuda"))
 }
 
-/// The device of a name: `"cpu"`, `"cuda"` or `"cuda:1"`; the same one at each call. The CUDA libraries are looked for in `folders`
-/// first, then where the system's loader looks; only the first call that asks for CUDA looks.
+/// The device with a name: `"cpu"`, `"cuda"` or `"cuda:1"`; every call returns the same one. The first call for CUDA
+/// searches for the CUDA libraries, first in `folders` and then where the system's loader does.
 ///
 /// # Errors
-/// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`] with the reason if CUDA cannot be used.
+/// [`Error::Device`] if the name is unknown or there is no such device, [`Error::CudaUnavailable`] with the reason if
+/// CUDA cannot be used.
 pub fn parse(text: &str, folders: impl FnOnce() -> Vec<std::path::PathBuf>) -> Result<Device> {
     let (kind, index) = text.split_once(':').map_or((text, None), |(kind, index)| (kind, Some(index)));
     match (kind, index.map(str::parse::<usize>)) {
@@ -43,7 +44,7 @@ pub fn name(device: &Device) -> String {
     }
 }
 
-/// The CUDA device of a number; the same one at each call.
+/// The CUDA device with a number; every call returns the same one.
 ///
 /// # Errors
 /// As [`parse`].
@@ -77,8 +78,8 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     crate::cuda::reset_peak_memory_stats(device)
 }
 
-/// Let tensors and workspaces take no more than this many bytes of a CUDA device's memory from now on, beyond what CUDA itself takes; None: as
-/// much as there is. An allocation above it fails as if the memory had run out.
+/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take from now on, in addition to what CUDA
+/// itself takes; None: no limit. An allocation above the limit fails as if memory had run out.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -86,7 +87,7 @@ pub fn set_memory_limit(device: &Device, limit: Option<u64>) -> Result<()> {
     crate::cuda::set_memory_limit(device, limit)
 }
 
-/// What its maker calls a CUDA device: `NVIDIA H200`.
+/// The maker's name of a CUDA device, such as `NVIDIA H200`.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -105,7 +106,8 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
 /// Wait until all work queued on a CUDA device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel met an id out of range.
+/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id out
+/// of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     crate::cuda::synchronize(device)
 }
@@ -118,8 +120,8 @@ pub fn start_profile(device: &Device) -> Result<()> {
     crate::cuda::profile::start(device)
 }
 
-/// Wait for the device; gives the times of all kernels launched since [`start_profile`], the longest first. Launches of CUDA graphs and
-/// copies are not among them.
+/// Wait for the device; returns the times of all kernels launched since [`start_profile`], the longest first. CUDA
+/// graphs and copies are not measured.
 ///
 /// # Errors
 /// [`Error::Argument`] if no profile is being made, [`Error::Device`] if a kernel failed.

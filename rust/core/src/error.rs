@@ -1,4 +1,4 @@
-//! The one error type of the library and how candle's errors become it.
+//! The error type of the library, and the conversion of candle's errors to it.
 
 use std::path::PathBuf;
 
@@ -111,8 +111,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether this ends the recomputation of a checkpoint and must pass through the caller's function. No caller of
-    /// [`backward`](crate::Tensor::backward) meets such an error.
+    /// Whether this ends the recomputation of a checkpoint and must pass through the caller's function.
+    /// [`backward`](crate::Tensor::backward) never returns such an error.
     #[doc(hidden)]
     pub fn ends_recomputation(&self) -> bool {
         matches!(self, Self::External(source) if source.is::<crate::checkpoint::Complete>())
@@ -154,7 +154,7 @@ impl Error {
         Self::Autograd { op, message: message.into() }
     }
 
-    /// The same error under the name that the caller knows the operation by.
+    /// The same error with the name by which the caller knows the operation.
     #[cold]
     pub(crate) fn under(self, op: &'static str) -> Self {
         match self {

@@ -63,7 +63,7 @@ impl FlatBuffer {
         Ok(Self { data, grad, vars, ranges })
     }
 
-    /// The variables, in the order of the values they were made of.
+    /// The variables, in the order of the values from which they were made.
     pub fn vars(&self) -> &[Var] {
         &self.vars
     }
@@ -93,7 +93,7 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
 pub struct Gradients {
     /// Gradients in flat buffers; adjacent ones as one vector.
     pub vectors: Vec<Raw>,
-    /// The variables whose gradients are tensors of their own.
+    /// The variables with gradients outside of flat buffers.
     pub loose: Vec<Var>,
 }
 
@@ -109,7 +109,7 @@ impl Gradients {
     }
 }
 
-/// Parts of vectors; adjacent ones joined.
+/// Views of parts of vectors, in which adjacent parts are joined.
 fn joined(parts: impl Iterator<Item = (Raw, Range<usize>)>) -> Result<Vec<Raw>> {
     let mut runs: Vec<(Raw, Range<usize>)> = Vec::new();
     for (vector, part) in parts.filter(|(_, part)| !part.is_empty()) {
@@ -125,8 +125,8 @@ fn same_storage(a: &Raw, b: &Raw) -> bool {
     storage_identity(a).0 == storage_identity(b).0
 }
 
-/// The gradients of all of `vars` as vectors that may be changed in place (a sum over processes): one without a gradient has zeros from
-/// now on, so that every process has vectors of the same sizes.
+/// The gradients of all of `vars` as vectors that may be changed in place, for example summed over processes. A
+/// variable without a gradient gets zeros, so that every process has vectors of the same sizes.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the vectors of variables that are in no flat buffer do not fit.
@@ -153,8 +153,8 @@ pub fn forget_grads(vars: &[Var]) {
     vars.iter().for_each(|var| var.leaf().is_cleared());
 }
 
-/// Give those of `vars` that are not in a flat buffer a common vector for their gradients, one per dtype. The storage of the
-/// gradients is then fixed, and a norm or a fill of all of them is one operation.
+/// Give the variables that are not in a flat buffer common vectors for their gradients, one per dtype and device. The
+/// storage of the gradients is then fixed, and a norm or a fill of all of them is one operation.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] if the vectors do not fit.

@@ -1,4 +1,4 @@
-"""Latents that are normalised by statistics which the autoencoder stores."""
+"""Latents normalised by statistics that the autoencoder stores."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _MEAN, _VARIANCE = "bn.running_mean", "bn.running_var"
 
 
 class NormedKLCoder(KLCoder):
-    """An autoencoder whose latents are squares of two by two, each of whose values is normalised.
+    """An autoencoder whose latents are packed two by two, and each packed channel normalised.
 
     Follows `_encode_vae_image` of diffusers' pipeline of FLUX.2:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
 
     Args:
-        source, config, factor, device, identity: as for `KLCoder`, of the autoencoder alone.
+        source, config, factor, device, identity: as for `KLCoder`; channels and factor are those
+            before packing.
     """
 
     def __init__(
@@ -43,16 +44,16 @@ class NormedKLCoder(KLCoder):
 
     @cached_property
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and deviation of each value, (C, 1, 1), in host memory."""
+        """Mean and standard deviation of each packed channel, (C, 1, 1), in host memory."""
         there = self.__dict__.get("model")
-        # Read anew rather than kept on the device for them.
+        # If the autoencoder was dropped, read its file again; only the statistics are kept.
         model = there or AutoencoderKL.from_pretrained(**self._source, dtype="f32", device="cpu")
         found = model.named_tensors()
         mean, variance = (found[name].to("cpu").reshape(-1, 1, 1) for name in (_MEAN, _VARIANCE))
         return mean, (variance + self._eps).sqrt()
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Squares of latents of these distributions, normalised."""
+        """Latents drawn from the distributions `kept`, packed and normalised."""
         packed = squares(self.drawn(kept, normal))
         mean, deviation = (statistic.to(str(packed.device)) for statistic in self._statistics)
         return (packed - mean) / deviation

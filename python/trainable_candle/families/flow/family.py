@@ -24,7 +24,7 @@ E = TypeVar("E", bound=Encoders)
 class FlowFamily(PipelineFamily[E]):
     """A transformer that predicts the velocity from latents to noise.
 
-    Its tokens are squares of two by two latents.
+    Each of its tokens is a square of two by two latents.
     """
 
     groups: ClassVar[tuple[type[Group], ...]] = tuple(
@@ -33,20 +33,20 @@ class FlowFamily(PipelineFamily[E]):
         if group not in {NoisePrediction, TextEncoders, ClipSkip, DistilledGuidance}
     )
     component: ClassVar[str] = "transformer"
-    # ComfyUI and diffusers both know diffusers' names, with the scale in the factors.
+    # ComfyUI and diffusers both read diffusers' names, with the scale multiplied into the factors.
     formats: ClassVar[tuple[str, ...]] = ("diffusers", "comfyui", "kohya", "peft")
     timesteps: ClassVar[str] = "logit_normal"
-    """The distribution of noise levels in training, unless the settings have one."""
+    """The default distribution of noise levels in training."""
     schedule: ClassVar[FlowSchedule]
-    """The noise levels of sampling, for weights without a scheduler."""
+    """The noise levels of sampling for weights that have no scheduler."""
     patch: ClassVar[int] = 2
     """Latents on a side of a token."""
     wide_images: ClassVar[int] = 12
-    """The most values per token, as a multiple of the width, that a block without a tape holds."""
+    """The most values per token that a block holds without a tape, as a multiple of the width."""
 
     @cached_property
     def found_schedule(self) -> FlowSchedule:
-        """The noise levels of sampling: the scheduler of the weights, or the default of the family.
+        """The noise levels of sampling, from the scheduler of the weights or else of the family.
 
         Raises:
             ConfigError: the scheduler's configuration is wrong.
@@ -55,7 +55,7 @@ class FlowFamily(PipelineFamily[E]):
 
     @property
     def training_shift(self) -> float:
-        """The shift of noise levels in training, unless the settings have one."""
+        """The default shift of noise levels in training."""
         return self.found_schedule.shift if not self.found_schedule.grows else 1.0
 
     @property
@@ -64,7 +64,7 @@ class FlowFamily(PipelineFamily[E]):
         return self.facts.factor * self.patch
 
     def dataset(self, folder: str) -> Dataset:
-        """The checked images, whose sizes are multiples of a token.
+        """The checked images, whose sizes are multiples of a token's.
 
         Raises:
             DatasetError, ConfigError: images or captions are invalid, or a size does not fit.
@@ -99,7 +99,7 @@ class FlowFamily(PipelineFamily[E]):
         )
 
     def _shift_of_latents(self, size: tuple[int, int]) -> float:
-        """The shift for latents of a height and width."""
+        """The shift in training for latents of a height and width."""
         height, width = (side * self.coder.factor for side in size)
         return self.found_schedule.in_training(self.tokens_of((width, height)))
 

@@ -1,4 +1,4 @@
-"""Latents as squares of two by two, images as tokens, their positions, and back."""
+"""Packs latents two by two, turns images into tokens and back, and numbers their positions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
         """A transformer over tokens, given their positions."""
 
         def __call__(self, tokens: Tensor, image: Tensor, text: Tensor, /) -> Tensor:
-            """What it makes of the image's tokens at the positions of image and text."""
+            """The output for an image's tokens, given the positions of image and text."""
 
 
 _SIDE: Final = 2
 
 
 def squares(latents: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, 4 C, H / 2, W / 2): the four of a square are channels, C outermost."""
+    """(B, C, H, W) -> (B, 4 C, H / 2, W / 2): each 2x2 square becomes channels, C outermost."""
     batch, channels, height, width = latents.shape
     rows, columns = height // _SIDE, width // _SIDE
     split = latents.reshape(batch, channels, rows, _SIDE, columns, _SIDE)
@@ -33,7 +33,7 @@ def squares(latents: Tensor) -> Tensor:
 
 
 def from_squares(packed: Tensor) -> Tensor:
-    """(B, 4 C, h, w) -> (B, C, 2 h, 2 w), back from `squares`."""
+    """(B, 4 C, h, w) -> (B, C, 2 h, 2 w), the inverse of `squares`."""
     batch, values, rows, columns = packed.shape
     channels = values // _SIDE**2
     split = packed.reshape(batch, channels, _SIDE, _SIDE, rows, columns)
@@ -47,21 +47,21 @@ def as_tokens(x: Tensor) -> Tensor:
 
 
 def from_tokens(tokens: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, h w, C) -> (B, C, h, w), back from `as_tokens` of a height and width."""
+    """(B, h w, C) -> (B, C, h, w), the inverse of `as_tokens`; `size` is (h, w)."""
     batch, _, channels = tokens.shape
     return tokens.transpose(1, 2).reshape(batch, channels, *size)
 
 
-# Made once for a size: a recorded pass on a GPU copies nothing from the host.
+# Cached, because a recorded CUDA graph must not copy from the host.
 @lru_cache(maxsize=64)
 def positions(
     rows: int, columns: int, length: int, device: str, *, counts_words: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Positions of an image's tokens, row by row, and of a text's.
+    """The positions of an image's tokens, row by row, and of a text's tokens.
 
     Args:
-        rows: of tokens.
-        columns: of tokens.
+        rows: rows of tokens in the image.
+        columns: columns of tokens in the image.
         length: tokens of the text.
         device: of the results.
         counts_words: whether there is a fourth axis, on which the text's tokens are numbered;
@@ -81,12 +81,12 @@ def positions(
 
 
 def over_tokens(latents: Tensor, length: int, transformer: Transformer) -> Tensor:
-    """The prediction of a transformer for latents (B, C, H, W), squares of which are its tokens.
+    """The prediction of a transformer whose tokens are 2x2 squares of latents (B, C, H, W).
 
     Args:
-        latents: with even sides.
+        latents: with even height and width.
         length: tokens of the text, whose positions are zeros.
-        transformer: from tokens to as many.
+        transformer: returns tokens of the same shape as its input.
     """
     packed = squares(latents)
     rows, columns = packed.shape[2:]

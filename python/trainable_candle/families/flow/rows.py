@@ -1,4 +1,4 @@
-"""Texts of different lengths as rows of one."""
+"""Texts of different lengths as rows of one tensor."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
-    """What encoders make of texts, each (1, L, W) with an L of its own.
+    """Pad the features of texts, each (1, L, W) with its own L, to one length.
 
     Args:
         texts: at least one.
-        multiple: of tokens that rows have.
+        multiple: the common length is rounded up to a multiple of this.
 
     Returns:
-        `encoder_hidden_states` (B, the longest, W), zeros after each text, and the `lengths` of the
-        texts, (B,), f32.
+        `encoder_hidden_states` (B, common length, W), with zeros after each text, and the `lengths`
+        of the texts, (B,), f32.
     """
     lengths = [text.shape[1] for text in texts]
     longest = -(-max(lengths) // multiple) * multiple
@@ -34,7 +34,7 @@ def in_rows(texts: Sequence[Tensor], multiple: int = 1) -> dict[str, Tensor]:
 
 
 def _extended(text: Tensor, length: int) -> Tensor:
-    """(1, L, W) with zeros up to a length."""
+    """(1, L, W) padded with zeros to `length`."""
     _, there, width = text.shape
     if there == length:
         return text

@@ -1,4 +1,4 @@
-"""Which noise levels a flow model is drawn with."""
+"""The noise levels with which a flow model draws images."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 TRAINED_LEVELS = 1000
-"""How many levels models were trained with."""
+"""The number of levels that models were trained with."""
 _MOST_FITTED: Final = 4300
-"""Tokens of an image above which mu of FLUX.2 does not depend on the number of steps."""
+"""For images with more tokens, mu of FLUX.2 does not depend on the number of steps."""
 
 
 def shifted_last(shift: float) -> float:
-    """The lowest level that a model was trained with, by a shift.
+    """The lowest level that a model was trained with, after a shift.
 
-    The pipeline of Stable Diffusion 3 leaves the levels to the scheduler, which goes down to it in
-    equal steps, and shifts them once more.
+    The pipeline of Stable Diffusion 3 leaves the levels to the scheduler, which goes down to this
+    level in equal steps and then shifts all levels once more.
     """
     least = 1 / TRAINED_LEVELS
     return shift * least / (1 + (shift - 1) * least)
@@ -31,9 +31,9 @@ def shifted_last(shift: float) -> float:
 
 @dataclass(frozen=True)
 class FlowSchedule:
-    """Where the levels s of equal steps go: to k s / (1 + (k - 1) s), by a shift k.
+    """Noise levels: equally spaced levels s are mapped to k s / (1 + (k - 1) s) by a shift k.
 
-    Follows diffusers' `FlowMatchEulerDiscreteScheduler` and, where the shift grows with the image,
+    Follows diffusers' `FlowMatchEulerDiscreteScheduler` and, if the shift grows with the image,
     `calculate_shift` of its Flux pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/schedulers/scheduling_flow_match_euler_discrete.py
     """
@@ -41,13 +41,13 @@ class FlowSchedule:
     shift: float = 1.0
     """k, for images of any size; not used if the shift grows with the image."""
     last: float | None = None
-    """The last level before 0 and before it is shifted: a number, or one step's (None)."""
+    """The last level above 0, before the shift; None: 1 divided by the number of steps."""
     grows: bool = False
-    """Whether k is exp(mu), and mu on a line through two numbers of tokens."""
+    """Whether k grows with the image: k = exp(mu), and mu is linear in the number of tokens."""
     tokens: tuple[float, float] = (256, 4096)
-    """Tokens of an image at the ends of the line."""
+    """Two numbers of tokens that define the line."""
     mu: tuple[float, float] = (0.5, 1.15)
-    """mu there."""
+    """mu for these numbers of tokens."""
 
     def at(self, tokens: int) -> float:
         """The shift k of an image of this many tokens."""
@@ -57,14 +57,14 @@ class FlowSchedule:
         return math.exp(low + (high - low) * (tokens - first) / (last - first))
 
     def drawing(self, steps: int, tokens: int) -> float:  # noqa: ARG002 - for others
-        """The shift k of drawing an image of this many tokens in this many steps."""
+        """The shift k for drawing an image of this many tokens in this many steps."""
         return self.at(tokens)
 
     def in_training(self, tokens: int) -> float:
-        """The shift k of an image of this many tokens that is trained on.
+        """The shift k for training on an image of this many tokens.
 
-        Where drawing has one shift for all sizes, it is that of images of 1024x1024, and k grows
-        with the root of the number of tokens (arXiv:2403.03206, section 5.3.2).
+        If drawing uses one shift for all sizes, that shift is taken for images of 1024x1024, and k
+        grows with the square root of the number of tokens (arXiv:2403.03206, section 5.3.2).
         """
         if self.grows:
             return self.at(tokens)
@@ -85,14 +85,14 @@ class FlowSchedule:
 
     @classmethod
     def of(cls, weights: Path, default: FlowSchedule) -> FlowSchedule:
-        """As the scheduler's configuration in a pipeline's folder says.
+        """The schedule of the scheduler's configuration in a pipeline's folder.
 
         Args:
-            weights: the folder; a file says nothing.
-            default: the family's, where there is no such configuration.
+            weights: the folder; a single file has no such configuration.
+            default: the family's schedule, for weights without a configuration.
 
         Raises:
-            ConfigError: it is damaged, or has another value than a number.
+            ConfigError: the configuration is damaged, or a value is not a number above 0.
         """
         path = weights / "scheduler" / "scheduler_config.json"
         if not path.is_file():
@@ -125,15 +125,15 @@ class FlowSchedule:
 
 @dataclass(frozen=True)
 class KleinSchedule(FlowSchedule):
-    """Where the shift also falls with the number of steps: FLUX.2's, whose mu was fitted.
+    """FLUX.2's schedule, whose shift also falls with the number of steps, by a fit of mu.
 
-    In training it grows with the image alone, as Flux.1's. Follows `compute_empirical_mu` of
-    diffusers' pipeline:
+    In training the shift depends on the image alone, as for Flux.1. Follows `compute_empirical_mu`
+    of diffusers' pipeline:
     https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/pipelines/flux2/pipeline_flux2_klein.py
     """
 
     def drawing(self, steps: int, tokens: int) -> float:
-        """exp(mu), of which mu is on a line between the fits for 10 and for 200 steps."""
+        """exp(mu), where mu is interpolated between the fits for 10 and for 200 steps."""
         if not self.grows:
             return self.shift
         at_10 = 8.73809524e-05 * tokens + 1.89833333

@@ -1,4 +1,4 @@
-"""What families have in common whose weights are a pipeline: a denoiser, an autoencoder, texts."""
+"""The base of families whose weights are a pipeline: denoiser, autoencoder, text encoders."""
 
 from trainable_candle.families.pipeline.family import PipelineFamily
 

@@ -1,4 +1,4 @@
-"""What a run with a pipeline holds in memory."""
+"""Estimates the memory of a run with a pipeline."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from trainable_candle.tasks.task import Split
 
 _ENCODER_IMAGES: Final = 6
-"""Full-size images of the first level that the autoencoder holds at once."""
+"""Full-size feature maps of the first level that the autoencoder holds at once."""
 _GUIDED: Final = 2
-"""Predictions at once."""
+"""Predictions at once, with guidance."""
 _ENCODE_AREA: Final = 4 * 1024**2
 """Pixels that a GPU encodes at once, at most."""
 _TEXT_PARTS: Final = 16
@@ -39,7 +39,7 @@ _TEXT_PARTS: Final = 16
 
 
 class Sizes(Protocol):
-    """What the estimate needs to know of a family."""
+    """What the estimate needs to know about a family."""
 
     component: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]
@@ -48,18 +48,18 @@ class Sizes(Protocol):
 
     @property
     def facts(self) -> Facts:
-        """What the headers of the checkpoint say."""
+        """The facts from the headers of the checkpoint."""
 
     @property
     def text_values(self) -> int:
-        """Numbers that are kept of a caption."""
+        """The number of values in a caption's features."""
 
     @property
     def text_working_values(self) -> int:
-        """Numbers that the encoders hold for a caption while it is encoded, at most."""
+        """The most values that the encoders hold while they encode a caption."""
 
     def predicting_values(self, latents: int) -> int:
-        """Numbers that the denoiser holds without a tape for an image of this many latents."""
+        """The number of values that predicting an image of this many latents holds, no tape."""
 
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
         """The adapters of the text encoder `part`."""
@@ -68,13 +68,13 @@ class Sizes(Protocol):
 def estimate(
     family: Sizes, config: TrainConfig, data: Split[Dataset], limit: float = math.inf
 ) -> Estimate:
-    """From the configuration of the denoiser and the headers of the files.
+    """Estimate from the configuration of the denoiser and the headers of the files.
 
     Args:
         family: the checkpoint, and which layers get adapters.
-        config: the settings, which may be others than those of the family.
+        config: the settings, which may differ from the family's own.
         data: the images.
-        limit: bytes that there are.
+        limit: available bytes.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: the checkpoint is another model's.
@@ -91,7 +91,7 @@ def estimate(
     text = family.text_values * itemsize * pictures
     kept = 0 if config.cache == "off" else latents + text
     cached = kept if config.cache == "memory" else min(kept, MEMORY_LIMIT)
-    # Batches are made in host memory.
+    # On a GPU the cache is not counted: batches are made in host memory.
     cache = [] if config.on_gpu else [Item("latents and text", "cache", cached)]
 
     states = text_parts(family, config, limit) * family.text_working_values * itemsize
@@ -130,12 +130,12 @@ def estimate(
 
 
 def _keeps_texts(config: TrainConfig) -> bool:
-    """Whether the text encoders stay in memory after the captions of the start are encoded."""
+    """Whether the text encoders stay in memory after the captions have been encoded."""
     return config.train_text_encoder or config.cache == "off" or not config.caption_variants
 
 
 def _together(items: Sequence[Item]) -> list[Item]:
-    """The items, those of one name as one."""
+    """The items, with the bytes of equal names added up."""
     sums: dict[tuple[str, str], int] = {}
     for item in items:
         sums[item.component, item.what] = sums.get((item.component, item.what), 0) + item.bytes
@@ -143,16 +143,16 @@ def _together(items: Sequence[Item]) -> list[Item]:
 
 
 def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
-    """Pixels of the images that are encoded at once, at least one image's.
+    """How many pixels are encoded at once; always at least one image.
 
-    On a GPU as many as take half of what the models leave free, up to four of 1024x1024; on the
-    CPU, where nothing is gained by more, images are encoded one by one, so that what an entry
-    holds does not depend on its company.
+    On a GPU, as many as fit in half of the memory that the models leave free, up to four images of
+    1024x1024. The result is 0 on the CPU, where images are encoded one by one: more would not be
+    faster, and so an entry does not depend on the others in its batch.
 
     Args:
         facts: of the checkpoint.
         config: the settings.
-        limit: bytes that there are before anything is loaded.
+        limit: available bytes before anything is loaded.
     """
     if not config.on_gpu:
         return 0
@@ -168,14 +168,14 @@ def _text_bytes(facts: Facts, config: TrainConfig) -> int:
 
 
 def text_parts(family: Sizes, config: TrainConfig, limit: float) -> int:
-    """Rows of tokens that are encoded at once: one on the CPU, as with images.
+    """How many rows of tokens are encoded at once: one on the CPU, as with images.
 
-    On a GPU as many as take half of what the encoders leave free, up to sixteen.
+    On a GPU, as many as fit in half of the memory that the encoders leave free, up to sixteen.
 
     Args:
         family: the checkpoint.
         config: the settings.
-        limit: bytes that there are before anything is loaded.
+        limit: available bytes before anything is loaded.
     """
     if not config.on_gpu:
         return 1
@@ -190,15 +190,15 @@ def _working(facts: Facts) -> int:
 
 
 def sampling_bytes(family: Sizes, size: tuple[int, int], count: int) -> int:
-    """About what drawing images one after the other takes besides the runtime.
+    """Roughly the bytes that drawing images one by one takes, without the runtime.
 
     Args:
         family: the checkpoint.
         size: width and height, px.
-        count: how many there are in the end.
+        count: the number of images, which are all kept.
     """
     facts, area = family.facts, size[0] * size[1]
-    # As stored where no dtype is given, here taken for f16.
+    # Without a dtype weights are used as stored; assume f16.
     dtype = family.dtype or "f16"
     itemsize = ITEM_BYTES[dtype]
     models = facts.bytes(dtype, family.component, *facts.text_encoders) + facts.bytes("f32", "vae")

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint of a pipeline without reading its weights."""
+"""Facts about a pipeline's checkpoint, found without reading its weights."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ DENOISERS = ("unet", "transformer")
 
 
 class Source(TypedDict):
-    """What `from_pretrained` is given."""
+    """Arguments of `from_pretrained`."""
 
     path: Path
     subfolder: str | None
 
 
 class Loading(Source):
-    """What `from_pretrained` is given of a part that may be quantized."""
+    """Arguments of `from_pretrained` for a part that may be quantized."""
 
     quantize: str | None
 
 
 def source(path: Path, part: str) -> Source:
-    """A part of what is at `path`: a pipeline's folder, a file, or the part's own folder."""
+    """Where to load a part from `path`: a pipeline's folder, a file, or the part's own folder."""
     alone = path.is_dir() and not (path / part).is_dir()
     return {"path": path, "subfolder": None if alone else part}
 
@@ -43,11 +43,11 @@ class Facts:
     """A checkpoint of a pipeline."""
 
     checkpoint: CheckpointFacts
-    """Its facts, by the library."""
+    """The facts that `inspect` found."""
 
     @property
     def parts(self) -> Mapping[str, PartFacts]:
-        """Its models by the names of their folders."""
+        """The models of the pipeline, by the names of their folders."""
         return self.checkpoint.parts
 
     @property
@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of the denoiser."""
+        """The configuration of the denoiser."""
         return self.denoiser.config
 
     @property
@@ -72,7 +72,7 @@ class Facts:
 
     @property
     def factor(self) -> int:
-        """Pixels on a side of a latent."""
+        """The width and height of a latent, px."""
         return self.checkpoint.factor or 1
 
     @property
@@ -81,12 +81,12 @@ class Facts:
         return tuple(sorted(name for name in self.parts if name.startswith("text_encoder")))
 
     def bytes(self, dtype: str, *parts: str, quantize: str | None = None) -> int:
-        """What the weights of parts take."""
+        """The bytes of the weights of parts, in a dtype or quantized."""
         return sum(self.parts[part].weight_bytes(dtype, quantize) for part in parts)
 
 
 def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
-    """What there is at `weights`, a pipeline's folder or an original checkpoint.
+    """The facts of `weights`, a pipeline's folder or an original checkpoint.
 
     Args:
         weights: the folder or the file.
@@ -94,8 +94,8 @@ def facts(weights: Path, model: str, others: Sequence[Path] = ()) -> Facts:
         others: files and folders of single models, which replace those of `weights`.
 
     Raises:
-        MissingFileError: there is nothing.
-        WeightsFormatError, ConfigError: it is damaged, or another model, or a part is missing.
+        MissingFileError: `weights` does not exist.
+        WeightsFormatError, ConfigError: it is damaged, has another model, or a part is missing.
     """
     weights = weights.resolve()
     if not weights.exists():

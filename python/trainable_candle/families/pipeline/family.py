@@ -38,46 +38,46 @@ class Encoders(Protocol):
         """Text features of captions, (B, ...) by name."""
 
     def chunks(self, caption: str) -> int:
-        """How many times the encoders' length a caption needs."""
+        """How many rows of the encoders' length a caption needs."""
 
 
 E = TypeVar("E", bound=Encoders)
 
 
 class PipelineFamily(LatentFamily, Generic[E]):
-    """What follows from the files of a pipeline; a family adds its text and its conditions."""
+    """What all pipelines have in common; a family adds its text encoders and conditions."""
 
     text_tokens: ClassVar[int]
     """Tokens of a caption, as the denoiser sees them."""
     coder_kind: ClassVar[type[KLCoder]] = KLCoder
-    """What makes the denoiser's latents of the autoencoder's."""
+    """The class that turns the autoencoder's latents into the denoiser's."""
 
     @property
     def facts(self) -> Facts:
-        """What the headers of the checkpoint say.
+        """The facts from the headers of the checkpoint.
 
         Raises:
-            MissingFileError, WeightsFormatError: it is another model's.
+            MissingFileError, WeightsFormatError: it is missing, or of another model.
         """
         return facts(self.weights, self.name, self._others)
 
     @property
     def _others(self) -> list[Path]:
-        """Files and folders of single models, which the settings name.
+        """Files and folders of single models that the settings name.
 
         Raises:
-            MissingFileError: there is none of a name.
+            MissingFileError: one of them does not exist.
         """
         given = [("text_encoder", path) for path in self.config.text_encoder]
         given += [("vae", self.config.vae)] if self.config.vae else []
         return [existing(name, Path(path).expanduser()) for name, path in given]
 
     def require_own(self) -> None:
-        """Look for the parts of the pipeline."""
+        """Check that the checkpoint has the parts of this pipeline."""
         _ = self.facts
 
     def check_format(self, form: str, layers: Collection[str]) -> None:
-        """As `LatentFamily.check_format`: whether layers that are one matrix there can join."""
+        """As `LatentFamily.check_format`; layers that the format fuses must be adapted together."""
         try:
             self.facts.parts[self.component].check_format(form, self.config.adapter, list(layers))
         except ArgumentError as error:
@@ -93,7 +93,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return self.facts.parts[self.component].layers
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """Those of the text encoders that can be trained."""
+        """The layers of the text encoders that can be trained."""
         if not self.text_targets:
             return {}
         return {name: self.facts.parts[name].layers for name in self.facts.text_encoders}
@@ -103,27 +103,27 @@ class PipelineFamily(LatentFamily, Generic[E]):
     @property
     @abstractmethod
     def text_values(self) -> int:
-        """Numbers that are kept of a caption."""
+        """The number of values in a caption's features."""
 
     @property
     @abstractmethod
     def text_working_values(self) -> int:
-        """Numbers that the encoders hold for a caption while it is encoded, at most."""
+        """The most values that the encoders hold while they encode a caption."""
 
     @abstractmethod
     def predicting_values(self, latents: int) -> int:
-        """Numbers that the denoiser holds without a tape for an image of this many latents."""
+        """The number of values that predicting an image of this many latents holds, no tape."""
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
-        """From the configuration of the denoiser and the headers of the files."""
+        """Estimate from the configuration of the denoiser and the headers of the files."""
         return sizes.estimate(self, config, data, limit)
 
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """Models, predictions with guidance, decoding, images."""
+        """The memory of models, predictions with guidance, decoding and images."""
         return sizes.sampling_bytes(self, size, count)
 
     def encode_area(self) -> int:
-        """As many pixels as the memory allows on a GPU."""
+        """How many pixels are encoded at once: on a GPU, as many as memory allows."""
         return sizes.encode_area(self.facts, self.config, memory_limit(self.config))
 
     def text_parts(self) -> int:
@@ -143,16 +143,16 @@ class PipelineFamily(LatentFamily, Generic[E]):
         )
 
     def use_model(self, path: Path) -> None:
-        """Compute with the denoiser of another checkpoint, all else as in the weights.
+        """Use the denoiser of another checkpoint; the other parts stay.
 
         Raises:
-            MissingFileError, WeightsFormatError: it has none of this family.
+            MissingFileError, WeightsFormatError: it has no denoiser of this family.
         """
         where = source(path, self.component)
         self.model = load(**where, quantize=None, dtype=self.dtype, device=self.device)
 
     def source(self, part: str) -> Loading:
-        """What `from_pretrained` is given to load a part."""
+        """The arguments of `from_pretrained` to load a part."""
         where = source(self.facts.parts[part].path, part)
         quantize = self.config.base_format if part == self.component else None
         if part in self.facts.text_encoders:
@@ -185,37 +185,38 @@ class PipelineFamily(LatentFamily, Generic[E]):
         """Read the text encoders and their tokenizers."""
 
     def drop_text_models(self) -> None:
-        """Forget the text encoders."""
+        """Free the text encoders."""
         self.__dict__.pop("encoders", None)
 
     def features(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """What the text encoders make of captions."""
+        """The text encoders' features of captions."""
         return self.encoders(captions)
 
     def text_length(self, caption: str) -> int:
-        """How many times the encoders' length a caption needs."""
+        """How many rows of the encoders' length a caption needs."""
         return self.encoders.chunks(caption)
 
     # Files.
 
     def adapted_parts(self, path: Path) -> Sequence[str]:
-        """The parts that an adapter file is for, whatever its names' style."""
+        """The parts that an adapter file is for, in any naming style."""
         return _core.adapted_parts(path, self.name)
 
     def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
-        """Write a folder if the checkpoint is one; else, or for `.safetensors`, a file.
+        """Write a `.safetensors` file, or a folder if the checkpoint is one, as `output` says.
 
         Raises:
-            ConfigError: there is something else.
+            ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
+                `output` is not named as one.
             OSError: it cannot be written.
         """
         saving.save_merged(self.weights, self.parts, models, output)
 
     def save_quantized(self, models: Mapping[str, Model], output: Path, to: str) -> None:
-        """Write one file under the original names, the denoiser as ComfyUI stores eight bits.
+        """Write one file under the original names, the denoiser in ComfyUI's 8-bit format.
 
         Raises:
-            ConfigError: `output` is no new `.safetensors` file.
+            ConfigError: `output` is not the name of a new `.safetensors` file.
             OSError: it cannot be written.
         """
         if output.suffix != ".safetensors":

@@ -1,4 +1,4 @@
-"""What latents and text features of a pipeline depend on, as names for caches."""
+"""Identities of the files that latents and text features depend on, for naming caches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parts_identity(facts: Facts, names: Sequence[str]) -> dict[str, str]:
         if path.is_dir():
             found[name] = file_identity(path / str(subfolder) if subfolder else path)
             continue
-        # The configurations of a single file are where its pipeline would have them.
+        # The configuration of a part of a single file is where a pipeline beside it has it.
         config = path.parent / name / _CONFIG
         beside = file_identity(config) if config.is_file() else ""
         found[name] = f"{file_identity(path)} {beside}"
@@ -41,7 +41,7 @@ def tokenizers_identity(weights: Path, shipped: Mapping[str, Path]) -> dict[str,
 
     Args:
         weights: the checkpoint.
-        shipped: for each folder of a tokenizer, the package's.
+        shipped: the package's tokenizer for the name of each tokenizer's folder.
 
     Raises:
         OSError: a file cannot be read.

@@ -23,11 +23,11 @@ MOST_TOKENS = 512
 
 
 class Qwen3:
-    """The encoder and its tokenizer; only the layers that are read are loaded.
+    """The encoder and its tokenizer; layers after the last that is used are not loaded.
 
     Args:
-        family: whose weights it is of.
-        layers: the states that are read: of the result of a layer, counted from 1.
+        family: the family with the weights.
+        layers: the layers whose hidden states are used, counted from 1.
         thinks: as for `PromptTokenizer`.
 
     Raises:
@@ -59,7 +59,7 @@ class Qwen3:
         return states
 
     def padded_states(self, tokens: Sequence[int], length: int) -> list[Tensor]:
-        """The states of a row of tokens and the padding after it, (length, width) each."""
+        """The states of a row of tokens, padded to `length`; (length, width) for each layer."""
         row = [*tokens, *[self.tokenizer.pad] * (length - len(tokens))]
         ids = tc.tensor(np.array(row, np.int64), device=self._device)
         states: list[Tensor] = self._model.padded_states(ids, len(tokens), self._layers)
@@ -67,7 +67,7 @@ class Qwen3:
 
 
 def tokenizer_folder(family: PipelineFamily[Any]) -> Path:
-    """Where the tokenizer is: in the pipeline's folder, or beside the text encoder.
+    """The folder of the tokenizer, in the pipeline's folder or beside the text encoder.
 
     Raises:
         WeightsFormatError: there is none.

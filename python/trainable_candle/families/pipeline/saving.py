@@ -1,4 +1,4 @@
-"""Writes a pipeline's checkpoint of which some models have changed."""
+"""Writes a pipeline's checkpoint in which some models have changed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 def save_merged(
     weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
 ) -> None:
-    """Write a folder if the checkpoint is one; else, or for `.safetensors`, a file.
+    """Write a `.safetensors` file, or a folder if the checkpoint is one, as `output` says.
 
     Args:
-        weights: the checkpoint from which all but `models` is taken.
+        weights: the checkpoint, from which everything but `models` is taken.
         parts: the folders of a pipeline's models.
-        models: those that have changed, by their folders.
+        models: the models that have changed, by their folders.
         output: a new or an empty folder, or a new file.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
+            `output` is not named as one.
         OSError: it cannot be written.
     """
     if output.suffix == ".safetensors":
@@ -48,17 +49,17 @@ def save_file(
     output: Path,
     quantize: Mapping[str, str],
 ) -> None:
-    """Write one file under the original names, all but `models` as it is in `weights`.
+    """Write one file under the original names, with `models` in place of those in `weights`.
 
     Args:
-        weights: the checkpoint from which all but `models` is taken.
+        weights: the checkpoint, from which everything but `models` is taken.
         parts: the folders of a pipeline's models.
-        models: those that have changed, by their folders.
+        models: the models that have changed, by their folders.
         output: a new file.
-        quantize: the formats of models in eight bits, by their folders.
+        quantize: the 8-bit formats of models, by their folders.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: `output` exists.
         OSError: it cannot be written.
     """
     if output.exists():
@@ -73,7 +74,7 @@ def save_file(
 def _save_folder(
     weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
 ) -> None:
-    """Write a pipeline's folder, all but `models` as it is in `weights`."""
+    """Write a pipeline's folder, with `models` in place of those in `weights`."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output is {output}, which exists; expected a new or an empty folder")
     partial = output.with_name(f"{output.name}.partial")

@@ -25,8 +25,8 @@ class T5:
 
     Args:
         model: the encoder.
-        tokenizer: its tokens.
-        length: tokens of a caption; longer ones are truncated.
+        tokenizer: its tokenizer.
+        length: tokens of a caption; longer captions are truncated.
         device: of the encoder.
     """
 
@@ -41,7 +41,7 @@ class T5:
         """The encoder of a family's weights.
 
         Args:
-            family: whose it is.
+            family: the family with the weights.
             part: the text encoder's name in the pipeline.
             length: tokens of a caption.
 
@@ -67,21 +67,22 @@ class T5:
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """The states of captions, (B, length, width).
 
-        Shorter ones are padded, and the padding is read too, as in diffusers' pipelines of Stable
-        Diffusion 3 and Flux.
+        Shorter captions are padded and the padding is not masked, as in diffusers' pipelines of
+        Stable Diffusion 3 and Flux.
         """
         ids, _ = self._tokenizer(captions, self._length)
         return self.model(tc.tensor(ids, device=self._device))
 
     def read_tokens(self, caption: str) -> int:
-        """How many tokens `words` gives: the caption's, the one that ends it, one of padding."""
+        """The number of tokens of `words`: the caption's, the end token, and one of padding."""
         return min(self._length, len(self._tokenizer.encode(caption)) + 2)
 
     def words(self, caption: str) -> Tensor:
-        """The states of a caption's tokens, which do not see padding, and of one of padding.
+        """The states of a caption's tokens and of one padding token, which is masked.
 
         Returns:
-            (1, L, width); L is at most the length, and without padding then.
+            (1, L, width), with L = `read_tokens(caption)`; a caption of the full length has no
+            padding token.
         """
         ids, mask = (
             row[:, : self.read_tokens(caption)] for row in self._tokenizer([caption], self._length)
@@ -90,6 +91,6 @@ class T5:
 
     @staticmethod
     def working_values(family: PipelineFamily[Any], part: str, tokens: int) -> int:
-        """Numbers that the encoder `part` holds for a caption of this many tokens."""
+        """The most values that the encoder `part` holds for a caption of this many tokens."""
         config = family.facts.parts[part].config
         return int(tokens * (2 * config["d_ff"] + 4 * config["d_model"]))

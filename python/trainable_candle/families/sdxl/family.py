@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 _TEXT_ENCODERS: Final = ("text_encoder", "text_encoder_2")
 """CLIP-L and OpenCLIP-bigG."""
 _WIDE_IMAGES: Final = 12
-"""Images of the first level that the UNet holds at once without a tape: skips, gates."""
+"""Feature maps of the first level that the UNet holds at once without a tape: skips, gates."""
 
 
 class SDXL(PipelineFamily[TextEncoders]):
-    """Stable Diffusion XL: a UNet under text features of CLIP-L and OpenCLIP-bigG, and sizes."""
+    """Stable Diffusion XL: a UNet conditioned on features of CLIP-L and OpenCLIP-bigG and sizes."""
 
     name: ClassVar[str] = "sdxl"
     summary: ClassVar[str] = "Stable Diffusion XL (a tiny one that draws flowers is built in)"
@@ -51,7 +51,7 @@ class SDXL(PipelineFamily[TextEncoders]):
     parts: ClassVar[tuple[str, ...]] = tuple(pipeline_parts("sdxl"))
     component: ClassVar[str] = "unet"
     formats: ClassVar[tuple[str, ...]] = ("kohya", "diffusers", "peft", "comfyui")
-    # Every layer of the transformers, as kohya's scripts choose.
+    # Every layer of the transformer blocks, like kohya's scripts.
     targets: ClassVar[tuple[str, ...]] = (
         r".*attentions\.\d+\.proj_(in|out)",
         r".*\.transformer_blocks\..*",
@@ -70,13 +70,13 @@ class SDXL(PipelineFamily[TextEncoders]):
         return folder if folder.is_dir() else None
 
     def check(self) -> None:
-        """Check that the text encoders have the layers that are left out.
+        """Check that the text encoders have enough layers for `clip_skip`.
 
         Raises:
-            ConfigError: they do not have them.
+            ConfigError: they do not.
         """
         counts = [self.facts.parts[name].config["num_hidden_layers"] for name in _TEXT_ENCODERS]
-        # The last layer is left out anyway, and one must remain to have adapters.
+        # The last layer is always left out, and one layer must remain for adapters.
         most = min(counts) - 2
         if self.config.clip_skip is not None and self.config.clip_skip > most:
             raise ConfigError(
@@ -86,7 +86,7 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def text_values(self) -> int:
-        """Tokens and pooled text."""
+        """The features of all tokens, and the pooled text."""
         config = self.facts.config
         pooled = config["projection_class_embeddings_input_dim"]
         pooled -= len(time_ids(Frame.whole(1, 1))) * config["addition_time_embed_dim"]
@@ -94,13 +94,13 @@ class SDXL(PipelineFamily[TextEncoders]):
 
     @property
     def text_working_values(self) -> int:
-        """The states of every layer, which are kept."""
+        """The hidden states of all layers, which are held at once."""
         encoders = [self.facts.parts[part].config for part in _TEXT_ENCODERS]
         width = sum(encoder["num_hidden_layers"] * encoder["hidden_size"] for encoder in encoders)
         return int(self.text_tokens * width)
 
     def predicting_values(self, latents: int) -> int:
-        """Images of the first level."""
+        """The UNet's feature maps of the first level."""
         return int(_WIDE_IMAGES * self.facts.config["block_out_channels"][0] * latents)
 
     def load_encoders(self) -> TextEncoders:
@@ -118,11 +118,11 @@ class SDXL(PipelineFamily[TextEncoders]):
         return schedule(self.weights, self.config.prediction_type)
 
     def objective(self, device: str) -> NoiseObjective:
-        """Noise or velocity, as the checkpoint or the settings say."""
+        """Prediction of noise or velocity, by the settings or else the checkpoint."""
         return NoiseObjective(self.schedule, self.config, device)
 
     def stepper(self, steps: int, sampler: str | None, size: tuple[int, int]) -> Sampler:  # noqa: ARG002
-        """Euler's method unless another is asked for."""
+        """The sampler; by default Euler's method."""
         return Sampler(self.schedule, steps, sampler or "euler")
 
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
@@ -140,7 +140,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         frames: Sequence[Frame],
         guidance: float | None = None,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """Sizes and crops: "micro-conditioning", arXiv:2307.01952, section 2.2."""
+        """Sizes and crops ("micro-conditioning", arXiv:2307.01952, section 2.2)."""
         return {"time_ids": tc.tensor(np.array([time_ids(frame) for frame in frames], np.float32))}
 
     def text_identity(self) -> dict[str, str]:
@@ -162,7 +162,7 @@ class SDXL(PipelineFamily[TextEncoders]):
         return self.encoders.encode(tokens, batch)
 
     def unread_layers(self, part: str) -> list[str]:
-        """The last layers of the first encoder; of the second, the pooled text needs all."""
+        """The last layers of the first encoder; none of the second, whose pooled text needs all."""
         if part != _TEXT_ENCODERS[0]:
             return []
         count = self.facts.parts[part].config["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""The noise that an SDXL model was trained with."""
+"""The noise schedule that an SDXL model was trained with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def schedule(weights: Path, prediction_type: str | None) -> NoiseSchedule:
-    """The noise that the model was trained with, and what it predicts.
+    """The noise schedule that the model was trained with, and what it predicts.
 
     Args:
-        weights: a pipeline's folder, whose scheduler has it; an original checkpoint marks that it
-            predicts velocities by a tensor `v_pred`, and that its last timestep is noise alone by
-            `ztsnr`, as ComfyUI reads them.
-        prediction_type: overrules it.
+        weights: a pipeline's folder with a scheduler, or an original checkpoint. The latter has a
+            tensor `v_pred` if it predicts velocities, and `ztsnr` if its last timestep is pure
+            noise, as in ComfyUI.
+        prediction_type: overrides what the weights say.
 
     Raises:
         ConfigError: the scheduler's configuration is wrong.

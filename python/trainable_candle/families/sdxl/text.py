@@ -1,4 +1,4 @@
-"""What SDXL's two text encoders make of captions."""
+"""Encodes captions with SDXL's two text encoders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _IDS: Final = ("input_ids", "input_ids_2")
 MOST_CHUNKS: Final = 8
-"""Rows of 77 tokens that a caption may take up; what is beyond them is left out."""
+"""The most rows of 77 tokens of a caption; longer captions are truncated."""
 
 
 class TextEncoders:
@@ -30,8 +30,8 @@ class TextEncoders:
 
     Args:
         models: the two encoders.
-        tokenizers: theirs.
-        clip_skip: layers left out before the last but one.
+        tokenizers: their tokenizers.
+        clip_skip: how many layers to leave out in addition to the last.
         device: of the models.
     """
 
@@ -66,18 +66,18 @@ class TextEncoders:
         return cls((first, second), (one, other), clip_skip, family.device)
 
     def chunks(self, caption: str) -> int:
-        """How many times 77 tokens the caption needs."""
+        """The number of rows of 77 tokens that the caption needs."""
         return max(len(t.chunks(caption, MOST_CHUNKS)) for t in self._tokenizers)
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Captions to `encoder_hidden_states` (B, 77 n, 2048) and `text_embeds` (B, 1280).
 
-        A caption of fewer chunks than the longest is continued with empty ones.
+        A caption with fewer chunks than the longest one is padded with empty chunks.
         """
         return self.encode(self.tokens(captions), len(captions))
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The tokens of captions for each encoder, (B n, 77), on its device; for `encode`."""
+        """The tokens of captions for each encoder, (B n, 77), as input of `encode`."""
         count = max(map(self.chunks, captions))
         return {
             name: tc.tensor(
@@ -88,26 +88,26 @@ class TextEncoders:
         }
 
     def encode(self, tokens: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
-        """As a call, of the tokens of `batch` captions."""
+        """As `__call__`, given the tokens of `batch` captions."""
         states, pooled = [], None
         for name, model in zip(_IDS, self.models, strict=True):
             found = model(tokens[name])
             hidden = found.hidden_states[-(self._clip_skip + 2)]
             states.append(hidden.reshape(batch, -1, hidden.shape[-1]))
-            # The pooled text is that of the first chunk.
+            # The pooled text of the first chunk, of the second encoder (the last in the loop).
             pooled = found.pooled.reshape(batch, -1, found.pooled.shape[-1]).narrow(1, 0, 1)
         assert pooled is not None
         return {"encoder_hidden_states": tc.cat(states, 2), "text_embeds": pooled.squeeze(1)}
 
 
 def unread_layers(count: int, clip_skip: int) -> list[str]:
-    """The last layers of the first encoder, as patterns: of its states, earlier ones are read.
+    """Patterns of the first encoder's last layers, which do not contribute to the features.
 
-    Of the second encoder the pooled text is read, which all layers lead to.
+    All layers of the second encoder contribute to its pooled text.
 
     Args:
-        count: its layers.
-        clip_skip: layers left out before the last but one.
+        count: the number of the encoder's layers.
+        clip_skip: how many layers are left out in addition to the last.
     """
     return [rf".*encoder\.layers\.{n}\..*" for n in range(count - 1 - clip_skip, count)]
 

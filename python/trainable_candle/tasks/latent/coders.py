@@ -1,4 +1,4 @@
-"""From images to latents and back."""
+"""Coders, which turn images into latents and back."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ if TYPE_CHECKING:
 
 
 class Coder(Protocol):
-    """What turns images into latents that a model learns, and latents into images."""
+    """Turns images into latents that a model learns, and latents into images."""
 
     @property
     def factor(self) -> int:
-        """Pixels on a side of a latent."""
+        """The width and height of a latent, px."""
 
     @property
     def channels(self) -> int:
         """Channels of a latent."""
 
     def identity(self) -> dict[str, str] | None:
-        """What latents depend on, as names for a cache; None if they are quick to make.
+        """The files and facts that latents depend on, for a cache; None if caching is not worth it.
 
         Raises:
             OSError: a file cannot be read.
         """
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
-        """What is kept of images (n, h, w, 3): tensors of n rows by name."""
+        """Encode images (n, h, w, 3) to tensors of n rows by name, which can be cached."""
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
         """The latents (n, channels, h / factor, w / factor) that the model learns, f32.
 
         Args:
-            kept: from `encode`.
-            normal: gives standard normal numbers like `kept["mean"]`, to draw latents with where
-                they are a distribution; None means its mean.
+            kept: the result of `encode`.
+            normal: returns standard normal numbers in the shape of `kept["mean"]`, with which
+                latents are drawn if they are a distribution; None means its mean.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
         """Images (n, 1 or 3, h, w), -1 to 1."""
 
     def load(self) -> None:
-        """Read what `encode` and `decode` need, if it is not there."""
+        """Load what `encode` and `decode` need, if it is not loaded."""
 
     def drop(self) -> None:
-        """Forget it."""
+        """Free what `load` has loaded."""
 
 
 class KLCoder:
-    """An `AutoencoderKL`, in f32: in f16 its values overflow.
+    """An `AutoencoderKL`, in f32, because its values overflow in f16.
 
     Args:
-        source: what `AutoencoderKL.from_pretrained` is given.
+        source: the arguments of `AutoencoderKL.from_pretrained`.
         config: of the autoencoder.
-        factor: pixels on a side of a latent.
-        device: where it computes.
-        identity: names its weights and its configuration.
+        factor: the width and height of a latent, px.
+        device: the device that it computes on.
+        identity: returns the identity of its weights and its configuration.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class KLCoder:
 
     def encode(self, pixels: npt.NDArray[np.uint8]) -> dict[str, Tensor]:
         """Mean and logarithm of the variance of latents, not scaled."""
-        # Bytes travel, and become numbers where they are encoded.
+        # Copy bytes to the device and convert them there.
         image = tc.tensor(pixels, device=self._device).permute(0, 3, 1, 2).to("f32")
         height, width = image.shape[2:]
         tile = tile_size(width, height)
@@ -110,14 +110,14 @@ class KLCoder:
         return {"mean": mean, "logvar": logvar}
 
     def latents(self, kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents of these distributions, shifted and scaled as the model was trained."""
+        """Latents from the distributions `kept`, shifted and scaled for the model."""
         latents = self.drawn(kept, normal)
         shifted = latents - self._shift_factor if self._shift_factor else latents
         return shifted * self._scaling_factor
 
     @staticmethod
     def drawn(kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents of these distributions, as the autoencoder has them."""
+        """Latents from the distributions `kept`, as the autoencoder has them."""
         mean = kept["mean"]
         return mean if normal is None else mean + (kept["logvar"] * 0.5).exp() * normal()
 
@@ -130,9 +130,9 @@ class KLCoder:
         return self.model.decode(latents, tile_size=tile)
 
     def load(self) -> None:
-        """Read the autoencoder, if it is not there."""
+        """Load the autoencoder, if it is not loaded."""
         _ = self.model
 
     def drop(self) -> None:
-        """Forget the autoencoder."""
+        """Free the autoencoder."""
         self.__dict__.pop("model", None)

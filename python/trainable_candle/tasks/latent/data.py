@@ -58,7 +58,7 @@ def dataset_options(config: TrainConfig, dataset: str, resolution: int) -> Datas
 
 
 def default_bucket_step(resolution: int) -> int:
-    """64 px, or less where that would leave a model for small images with a single bucket."""
+    """64 px, or less if 64 px would allow only few buckets at a small resolution."""
     suiting = (s for s in _STEPS if resolution % s == 0 and resolution >= 4 * s)
     return next(suiting, _STEPS[-1])
 
@@ -129,10 +129,10 @@ def read_datasets(config: TrainConfig, load: Callable[[str], Dataset]) -> Split[
 def folder_for_cache(
     config: TrainConfig, dataset: Dataset, report: Callable[[str], None]
 ) -> Path | None:
-    """Where latents and text features are kept.
+    """The folder in which latents and text features are cached; None if not in files.
 
     Raises:
-        ConfigError: no place can be written to.
+        ConfigError: no folder can be written to.
     """
     output = Path(config.output).expanduser()
     folder, note = cache_folder(cache_options(config), dataset.options, output)

@@ -1,4 +1,4 @@
-"""Images from prompts."""
+"""Draws images from prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SampleOptions:
     guidance: float | None = None
     """Scale of classifier-free guidance; 1 is none."""
     negative_prompt: str = ""
-    """The negative prompt, which guidance leads away from."""
+    """The negative prompt, away from which guidance leads."""
     size: tuple[int, int] | None = None
     """Width and height, px."""
     sampler: str | None = None
@@ -67,15 +67,15 @@ def draw(
 ) -> npt.NDArray[np.uint8]:
     """Draw one image per prompt; shape (n, height, width, 3).
 
-    The noise of images that are drawn together comes from the seed plus the number of the first
-    of them. The library's generator is left as it was.
+    Images that are drawn together have noise from one seed: `options.seed` plus the number of the
+    first of them. The library's generator does not change.
 
     Args:
         family: the model.
         prompts: what to draw.
-        options: how.
+        options: how to draw.
         features: maps prompts to text features.
-        size: width and height, px, where the options name none.
+        size: default width and height, px.
 
     Raises:
         ConfigError: a prompt does not suit the model, or the size is not a multiple of its step.
@@ -134,7 +134,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
 def paired(
     positive: Mapping[str, Tensor], negative: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The features with texts of the same length: the shorter one is repeated."""
+    """The features, with texts of equal length: the shorter one is repeated to fill the rest."""
     one, other = dict(positive), dict(negative)
     for name, found in positive.items():
         if found.ndim < 3:
@@ -155,7 +155,7 @@ def _noise(seed: int, shape: tuple[int, ...], device: str) -> Tensor:
 
 
 def _graphs(family: LatentModel) -> PassGraphs:
-    """The model, from `sample`, `times` and conditions: on a GPU as a CUDA graph."""
+    """The model as a function of `sample`, `times` and conditions; on a GPU, as CUDA graphs."""
 
     def predict(inputs: Mapping[str, Tensor], _first: bool) -> Tensor:
         return family.predict(inputs["sample"], inputs["times"], inputs)
@@ -165,10 +165,10 @@ def _graphs(family: LatentModel) -> PassGraphs:
 
 
 def _predictor(graphs: PassGraphs, count: int) -> ConditionedModel:
-    """The model for `Guided`, which draws `count` images."""
+    """The model in the form that `Guided` calls, to draw `count` images."""
 
     def predict(x: Tensor, timestep: float, /, **conditions: Tensor) -> Tensor:
-        # One time serves both halves of a guided pair.
+        # For one image, both halves of a guided pair share one row of times.
         rows = 1 if count == 1 else x.shape[0]
         times = tc.full((rows,), timestep, device=x.device)
         return graphs({"sample": x, "times": times, **conditions}, first=True)

@@ -1,4 +1,4 @@
-"""`LatentFamily`: what `--model` finds, a latent model and the task that trains it."""
+"""`LatentFamily`: a latent model with what `--model` needs to find and train it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class LatentFamily(LatentModel):
     summary: ClassVar[str]
     """What the family is, in a line."""
     download: ClassVar[str] = ""
-    """Where to get its weights if the package ships none, how large they are, and their licence."""
+    """Where to get weights if the package has none, with their size and licence."""
 
     @classmethod
     def default_weights(cls) -> Path | None:
-        """The weights that the package ships, if it ships any."""
+        """The weights in the package; None if there are none."""
         return None
 
     @classmethod
     def defaults(cls, config: TrainConfig) -> Mapping[str, Any]:  # noqa: ARG003
-        """What settings are that have no value of their own, by name."""
+        """The model's defaults for settings that have no value, by name."""
         return {"learning_rate": 1e-4}
 
     def task(self) -> LatentTask:

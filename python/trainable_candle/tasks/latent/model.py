@@ -1,4 +1,4 @@
-"""What the task needs to know of a latent model: its parts, its text, its presets."""
+"""`LatentModel`: the interface between the task and a latent model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class LatentModel(ABC):
-    """A model that generates latents, of which nothing is read before it is needed.
+    """A model that generates latents. Its files are read only when they are needed.
 
     Args:
         weights: a folder or a file.
@@ -39,28 +39,30 @@ class LatentModel(ABC):
     """
 
     name: ClassVar[str]
-    """What `--model` calls it."""
+    """Its name for `--model`."""
     groups: ClassVar[tuple[type[Group], ...]]
-    """The groups of settings that it takes; to give others is an error."""
+    """The groups of settings that it takes; giving others is an error."""
     parts: ClassVar[tuple[str, ...]] = ()
     """The folders of its models in a pipeline; none if it is not a pipeline."""
     component: ClassVar[str]
-    """The part that is trained, as adapters are filed under."""
+    """The part that is trained; adapter files use this name."""
     formats: ClassVar[tuple[str, ...]]
     """The formats of adapter files that have names for its layers, the default one first."""
     targets: ClassVar[tuple[str, ...]]
-    """The layers that get adapters unless the settings name others."""
+    """The layers that get adapters by default."""
     text_targets: ClassVar[tuple[str, ...]] = ()
-    """Those of the text encoders, if these are trained too."""
+    """The layers of the text encoders that get adapters, if the encoders are trained too."""
     guidance: ClassVar[float] = 1.0
-    """The scale of classifier-free guidance unless the settings have one; 1 is none."""
+    """The default scale of classifier-free guidance; 1 means none."""
     reads_texts_apart: ClassVar[bool] = False
-    """Whether drawing calls the model for the prompt and for the negative prompt: texts of
-    different length in one call would need a mask, for which attention on a GPU is slow."""
+    """Whether drawing calls the model separately for the prompt and the negative prompt, because
+    texts of different length in one call would need a mask, with which attention is slow on a GPU.
+    """
     at_once: ClassVar[int] = 1
-    """Batch size of drawing, and the minimum of validation."""
+    """The batch size of drawing, and the least batch size of validation."""
     validation_examples: ClassVar[int] = 16
-    """Minimum of samples of noise and level in a validation; smaller data sets are repeated."""
+    """The least number of samples of noise and level in a validation; small data sets are repeated.
+    """
 
     def __init__(
         self, weights: Path, dtype: str | None, device: str, config: TrainConfig | None = None
@@ -97,7 +99,7 @@ class LatentModel(ABC):
         return self.coder.factor
 
     def check(self) -> None:  # noqa: B027 - most have nothing of their own
-        """Check what is particular to the family in the settings.
+        """Check the settings in ways that are specific to the family.
 
         Raises:
             ConfigError: a value does not suit the model.
@@ -110,26 +112,26 @@ class LatentModel(ABC):
 
         Args:
             form: the format.
-            layers: those of the trained model that get adapters.
+            layers: the layers of the trained model that get adapters.
 
         Raises:
-            ConfigError: it cannot; names one that can.
+            ConfigError: it cannot; the message names a format that can.
         """
 
     def notes(self) -> list[str]:
-        """What a user should know of training these weights, in a line each."""
+        """Notes for the user about training these weights, one a line."""
         return []
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
-        """Check that a file holds the adapters that the settings make.
+        """Check that the adapters in a file are those that the settings describe.
 
         Args:
             path: the file.
-            layers: those of the trained model that get adapters.
+            layers: the layers of the trained model that get adapters.
 
         Raises:
-            ConfigError: it does not.
-            MissingFileError, WeightsFormatError: it is damaged.
+            ConfigError: they are not.
+            MissingFileError, WeightsFormatError: the file is missing or damaged.
         """
         texts = self.text_layers() if self.config.train_text_encoder else ()
         check_initial_adapter(
@@ -146,7 +148,7 @@ class LatentModel(ABC):
 
         Raises:
             ConfigError: it is not.
-            MissingFileError, WeightsFormatError: it is damaged.
+            MissingFileError, WeightsFormatError: it is missing or damaged.
         """
         start = f"--training-adapter: {path}"
         modules = verify_adapter(path, self.name, self.weights).modules
@@ -162,7 +164,7 @@ class LatentModel(ABC):
                 raise ConfigError(f"{start} is not a training adapter: {module.module}: {what}")
 
     def check_prompt(self, prompt: str) -> None:  # noqa: B027 - most draw any text
-        """Check that a preview can be drawn of a text.
+        """Check that a preview of a prompt can be drawn.
 
         Raises:
             ConfigError: it cannot.
@@ -170,26 +172,26 @@ class LatentModel(ABC):
 
     @abstractmethod
     def layers(self) -> Mapping[str, Shape]:
-        """Shapes of the weights of the trained model's linear layers and convolutions, by name."""
+        """The trained model's linear layers and convolutions: shapes of weights by name."""
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """The same of the text encoders that can be trained, by part."""
+        """The layers of the text encoders that can be trained, likewise, by part."""
         return {}
 
     @abstractmethod
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
-        """What a run will hold in memory; see `Task.estimate`."""
+        """Estimate the memory of a run; see `Task.estimate`."""
 
     @abstractmethod
     def drawing_bytes(self, size: tuple[int, int], count: int) -> int:
-        """About what drawing `count` images of a width and height takes besides the runtime."""
+        """The approximate bytes for drawing `count` images of a size, without the runtime."""
 
     def encode_area(self) -> int:
-        """Pixels of the images that are encoded at once, at most; 0: one image."""
+        """The most pixels of images that are encoded at once; 0: one image."""
         return 0
 
     def text_parts(self) -> int:
-        """Parts of captions that are encoded at once, at most."""
+        """The most chunks of captions that are encoded at once."""
         return 1
 
     def dataset(self, folder: str) -> Dataset:
@@ -210,7 +212,7 @@ class LatentModel(ABC):
     @property
     @abstractmethod
     def coder(self) -> Coder:
-        """From images to latents and back."""
+        """The coder, which turns images into latents and back."""
 
     @property
     def text_models(self) -> Mapping[str, Model]:
@@ -224,7 +226,7 @@ class LatentModel(ABC):
 
     @abstractmethod
     def objective(self, device: str) -> Objective:
-        """What the model is asked to predict.
+        """The training objective.
 
         Args:
             device: of the latents.
@@ -239,7 +241,7 @@ class LatentModel(ABC):
 
         Args:
             steps: calls of the model.
-            sampler: the one to use; None means the family's.
+            sampler: the name of the sampler; None means the family's default.
             size: width and height of the images, px, on which noise levels may depend.
 
         Raises:
@@ -253,12 +255,12 @@ class LatentModel(ABC):
         Args:
             sample: (B, C, h, w), in the dtype of the model.
             times: from 0 to 1000, (B,), or (1,) for all.
-            conditions: what `features` and `conditions` have made.
+            conditions: the results of `features` and `conditions`.
         """
 
     @property
     def distilled_guidance(self) -> bool:
-        """Whether the model follows a scale of guidance by itself, without a second prediction."""
+        """Whether the model takes the guidance scale as input, or needs none: one prediction."""
         return False
 
     def conditions(
@@ -269,9 +271,8 @@ class LatentModel(ABC):
         """Conditions from the images (crop and size, for example), (B, ...) by name.
 
         Args:
-            frames: of each image.
-            guidance: the scale, an input of models with `distilled_guidance`; None: that of
-                training.
+            frames: the frame of each image.
+            guidance: the scale, for models that take it as input; None: the scale for training.
         """
         return {}
 
@@ -294,10 +295,10 @@ class LatentModel(ABC):
         return None
 
     def text_length(self, caption: str) -> int:  # noqa: ARG002
-        """Number of chunks of the encoders' length in a caption."""
+        """The number of chunks of the encoders' length that a caption needs."""
         return 1
 
-    # A family that takes the settings `TextEncoders` has these two.
+    # A family that takes the settings `TextEncoders` must implement the next two methods.
 
     def tokens(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """The tokens of captions for `encode_tokens`, (B, ...) by name."""
@@ -314,7 +315,8 @@ class LatentModel(ABC):
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
         """The adapters of the text encoder `part` with the settings `config`.
 
-        `--target-modules` is for the denoising model; layers whose outputs are unused get none.
+        They ignore `--target-modules`, which is for the denoising model. Layers whose outputs are
+        unused get no adapter.
         """
         exclude = [*config.exclude_modules, *self.unread_layers(part)]
         there = config.with_(target_modules=[], exclude_modules=exclude)
@@ -335,11 +337,11 @@ class LatentModel(ABC):
         """Write the whole model.
 
         Args:
-            models: the parts that are not as in the weights.
-            output: a new or an empty folder, or where the family allows it a new file.
+            models: the parts that differ from the weights.
+            output: a new or an empty folder, or, if the family allows it, a new file.
 
         Raises:
-            ConfigError: there is something else.
+            ConfigError: `output` is something else.
             OSError: it cannot be written.
         """
 
@@ -348,11 +350,11 @@ class LatentModel(ABC):
         """Write the whole model with the denoiser's linear layers in eight bits.
 
         Args:
-            models: the parts that are not as in the weights, and the denoiser.
+            models: the parts that differ from the weights, and the denoiser.
             output: a new `.safetensors` file.
             to: "fp8" or "int8".
 
         Raises:
-            ConfigError: there is something else, or the family has no such files.
+            ConfigError: `output` is something else, or the family has no such files.
             OSError: it cannot be written.
         """

@@ -1,9 +1,8 @@
-"""What a model is asked to predict of noised latents, behind one interface.
+"""Training objectives: what models predict from noised latents, behind one interface.
 
-`noise` makes what the model sees and should say, as tensors by name; `loss` compares a prediction
-with them. `sample` is what the model sees, `times` the level of the noise (0 to 1000, f32),
-`target` what it should predict. `mask` and `weights`, where they are given, weigh places and
-examples.
+`noise` returns the model's inputs and the target as tensors by name, and `loss` compares a
+prediction with them. `sample` is the noised latents, `times` the level of the noise (0 to 1000,
+f32), `target` the right prediction. `mask` and `weights`, if present, weigh places and examples.
 """
 
 from __future__ import annotations
@@ -28,32 +27,33 @@ VALIDATION_SEED: Final = 20_261_121
 
 
 class Objective(Protocol):
-    """How latents are noised, and how far a prediction is off."""
+    """The noising of latents, and the loss of a prediction."""
 
     def noise(self, latents: Tensor, samples: Sequence[int], seed: int) -> dict[str, Tensor]:
-        """Put noise on latents (B, ...), each example at a level of its own.
+        """Add noise to latents (B, ...), to each example at its own level.
 
         Args:
-            latents: what is learnt.
-            samples: the number of each in the run: noise and level depend on it and `seed` alone.
-            seed: that of the run.
+            latents: the latents to learn.
+            samples: the number of each sample in the run; noise and level depend only on it and
+                `seed`.
+            seed: the seed of the run.
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `noise`, but an example has the same noise and level at every call of any run."""
+        """As `noise`, but an example has the same noise and level at every call in any run."""
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """The loss of a prediction: one element, f32.
 
         Args:
-            prediction: what the model returned for `inputs["sample"]`.
-            inputs: what `noise` made; `mask` (B, 1, ...) is divided by its mean over an example,
-                `weights` (B,) are factors.
+            prediction: the model's output for `inputs["sample"]`.
+            inputs: the result of `noise`. It may also have `mask` (B, 1, ...), which weighs places
+                and is divided by its mean over an example, and `weights` (B,), which are factors.
         """
 
 
 class Stepper(Protocol):
-    """Goes from noise to latents, step by step; `tc.train.Sampler` is one."""
+    """A sampler, which goes from noise to latents step by step, such as `tc.train.Sampler`."""
 
     @property
     def timesteps(self) -> list[float]:
@@ -63,7 +63,7 @@ class Stepper(Protocol):
         """The first sample, from standard normal numbers."""
 
     def scale_input(self, x: Tensor, i: int, /) -> Tensor:
-        """The sample of step `i` in the scale that the model expects."""
+        """The sample of step `i`, scaled as the model expects."""
 
     def step(self, model_output: Tensor, i: int, x: Tensor, /) -> Tensor:
         """The sample of step `i + 1`."""
@@ -113,7 +113,7 @@ def _parts(noised: NoisedLatents) -> dict[str, Tensor]:
     return {
         "sample": noised.sample,
         "times": noised.timesteps.to("f32"),
-        # To look up what the objective knows of them.
+        # Integers, for the objective's tables.
         "timesteps": noised.timesteps,
         "target": noised.target,
     }
@@ -127,10 +127,10 @@ class FlowObjective:
     which is s**2 * min(SNR, gamma) for the velocity (arXiv:2303.09556, section 3.4).
 
     Args:
-        config: how noise levels are drawn, and how an error is weighed.
-        timesteps: how levels are drawn unless the settings say it.
-        shift: where they are shifted to unless the settings say it: one shift, or what gives one
-            for latents of a height and width.
+        config: the settings of noise levels and loss.
+        timesteps: the default distribution of levels.
+        shift: the default shift of levels: a number, or a function from the height and width of
+            latents to one.
 
     Raises:
         ArgumentError: a setting is outside its range.
@@ -145,7 +145,7 @@ class FlowObjective:
     ) -> None:
         self._timesteps = config.timesteps or timesteps
         self._shift = shift if config.timestep_shift is None else config.timestep_shift
-        # Any size serves to report wrong settings now.
+        # Wrong settings raise here, whatever the shift.
         self._flow = FlowMatching(self._timesteps, 1.0 if callable(self._shift) else self._shift)
         self._loss = config.loss
         self._delta = config.huber_delta
@@ -162,7 +162,7 @@ class FlowObjective:
         return _flow_parts(*flow.validation_noise(latents, examples, VALIDATION_SEED))
 
     def _flow_of(self, latents: Tensor) -> FlowMatching:
-        """With the shift of latents of this size."""
+        """Flow matching with the shift for latents of this size."""
         if not callable(self._shift):
             return self._flow
         height, width = latents.shape[2:]
@@ -179,7 +179,7 @@ class FlowObjective:
         each = self._elements(prediction - target, levels)
         if mask is not None:
             mean = mask.reshape(count, -1).mean(dim=1).reshape(levels.shape)
-            # An example whose mask is 0 everywhere counts nothing.
+            # An example whose mask is 0 everywhere has a loss of 0.
             each = each * mask / tc.where(mean > 0, mean, tc.ones_like(mean))
         losses = each.reshape(count, -1).mean(dim=1)
         if self._gamma is not None:
@@ -203,7 +203,7 @@ class FlowObjective:
         if self._schedule == "exponential":
             return (levels * math.log(self._delta)).exp()
         if self._schedule == "snr":
-            # 1 + sigma is 1 / (1 - s).
+            # The paper divides by (1 + sigma)^2, and 1 + sigma is 1 / (1 - s).
             return (1 - levels) ** 2 * (1 - self._delta) + self._delta
         return tc.ones_like(levels) * self._delta
 
@@ -216,7 +216,7 @@ class FlowSampler:
     """Euler's method along the predicted velocity, from noise to data.
 
     Args:
-        levels: of the noise, falling from 1 to 0; between two of them the model is called once.
+        levels: the noise levels, falling from 1 to 0; the model is called once for each step.
     """
 
     def __init__(self, levels: Sequence[float]) -> None:
@@ -226,13 +226,13 @@ class FlowSampler:
         """The model's time at each step."""
 
     def init_noise(self, noise: Tensor) -> Tensor:
-        """What the run starts from."""
+        """The first sample: the noise itself."""
         return noise
 
     def scale_input(self, x: Tensor, i: int) -> Tensor:  # noqa: ARG002
-        """The sample as the model wants to see it."""
+        """The sample itself."""
         return x
 
     def step(self, model_output: Tensor, i: int, x: Tensor) -> Tensor:
-        """Go on to the next noise level."""
+        """The sample at the next noise level."""
         return self._flow.euler_step(x, model_output, self.levels[i], self.levels[i + 1])

@@ -1,4 +1,4 @@
-"""A data set as a model is trained on it: noised latents, and the features of their captions."""
+"""A data set prepared for training: latents to noise, and the features of their captions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PreparedLatents:
         family: the model.
         dataset: the images.
         latents: their encoded latents, in host memory.
-        texts: from captions to features.
+        texts: maps captions to features.
         group: the processes that validate together.
     """
 
@@ -41,7 +41,7 @@ class PreparedLatents:
         group: Group = ALONE,
     ) -> None:
         self._family = family
-        # Noise is put on latents in host memory; predictions are on the device.
+        # Noise is added to latents in host memory; predictions are on the device.
         self._noising = family.objective("cpu")
         self._objective = family.objective(family.device)
         self._dataset = dataset
@@ -58,7 +58,7 @@ class PreparedLatents:
         return self._dataset.batches(batch_size)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """What the loss needs; random numbers depend on each sample's number, drawn on the host."""
+        """The inputs of `loss`; random numbers are drawn on the host, by each sample's number."""
         kept = self._latents.batch(batch)
         seed = self._dataset.seed
         latents = self._family.coder.latents(

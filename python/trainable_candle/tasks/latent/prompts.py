@@ -1,4 +1,4 @@
-"""Prompts with settings of their own, in kohya's syntax, and their metadata in images."""
+"""Prompts with their own settings, in kohya's syntax, and the metadata of images."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the images that are drawn together one is: they share a tensor of noise."""
+    """The number of an image among those that are drawn together from one tensor of noise."""
 
     number: int
     count: int
 
 
 def parse_prompt(text: str, options: SampleOptions) -> Prompt:
-    """A prompt that settings may follow: `a cat --w 1024 --h 768 --d 1 --n blurry --l 6`.
+    """Read a prompt that settings may follow: `a cat --w 1024 --h 768 --d 1 --n blurry --l 6`.
 
     Args:
-        text: the prompt. Width and height (`--w`, `--h`), seed (`--d`), negative prompt (`--n`),
-            guidance (`--l`, or `--g` as kohya's scripts have it for Flux), steps (`--s`) and
-            sampler (`--ss`) follow it in any order.
-        options: what it leaves open.
+        text: the prompt, followed by width and height (`--w`, `--h`), seed (`--d`), negative prompt
+            (`--n`), guidance (`--l`, or `--g` as in kohya's scripts for Flux), steps (`--s`) and
+            sampler (`--ss`), all optional and in any order.
+        options: the defaults.
 
     Raises:
-        ConfigError: a setting is unknown, is there twice, or has no such value.
+        ConfigError: a setting is unknown, given twice, or has an invalid value.
     """
     marks = list(_OPTION.finditer(text))
     if not marks:
@@ -106,14 +106,14 @@ _READ: Final[dict[str, tuple[str, Callable[[str, str, str], Any]]]] = {
 def infotext(
     prompt: Prompt, model: str, guidance: float, size: tuple[int, int], place: Place
 ) -> str:
-    """The settings of an image as A1111 writes them into the entry `parameters` of a PNG.
+    """The settings of an image in A1111's format for the entry `parameters` of a PNG.
 
     Args:
         prompt: what was drawn.
-        model: its name.
+        model: the model's name.
         guidance: the scale that was used.
         size: width and height, px.
-        place: the image among those of the same noise.
+        place: the image's number among those that share its tensor of noise.
     """
     options = prompt.options
     lines = [prompt.text]

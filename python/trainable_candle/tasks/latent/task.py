@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 
 
 class LatentTask:
-    """A model of any latent family: a `Task`, and what else is done with such a model.
+    """A model of any latent family: a `Task`, with drawing, loading of adapters and merging.
 
-    Parts are loaded when they are needed, and dropped when they are not any more.
+    Parts are loaded when they are needed, and freed when they are not needed any more.
 
     Args:
         family: the model, and the settings.
@@ -72,7 +72,7 @@ class LatentTask:
         self._training_adapter: TrainingAdapter | None = None
 
     def check(self, report: Callable[[str], None]) -> None:
-        """As `Task.check`; reports where other tools would make less of the adapter."""
+        """As `Task.check`; also reports other tools that would not apply the adapter completely."""
         family, config = self.family, self.family.config
         texts = family.text_layers() if config.train_text_encoder else {}
         check_format(config, family.formats, parts=1 + len(texts))
@@ -118,10 +118,10 @@ class LatentTask:
 
     @cached_property
     def prompts(self) -> list[Prompt]:
-        """The prompts of the settings, each with how it is drawn.
+        """The prompts in the settings, each with its options.
 
         Raises:
-            ConfigError: one has a setting that is wrong.
+            ConfigError: an option of a prompt is wrong.
         """
         config = self.family.config
         options = SampleOptions(
@@ -164,22 +164,22 @@ class LatentTask:
     def prepare(
         self, data: Split[Dataset], report: Callable[[str], None], group: Group = ALONE
     ) -> Split[PreparedLatents]:
-        """Encode images and captions; drop the encoders that are not needed in training.
+        """Encode images and captions; free the encoders that are not needed in training.
 
         As `Task.prepare`.
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # Before the text encoders are loaded, as for the estimate.
+        # Ask before the text encoders are loaded, for the same free memory as in the estimate.
         area = family.encode_area()
-        # Without previews, which rank 0 draws, no encoder is loaded for features that are cached.
+        # Only rank 0 draws previews; without them no encoder is loaded if all features are cached.
         drawn = self.prompts if group.rank == 0 else []
         prompts = {text for p in drawn for text in (p.text, p.options.negative_prompt)}
         texts, self._remembered = prepare_texts(family, data, sorted(prompts), report, group)
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, area, report, group) for part in parts]
         if config.cache == "off":
-            # Now, rather than in the first step.
+            # Load it now rather than in the first step.
             family.coder.load()
         elif not drawn:
             family.coder.drop()
@@ -213,7 +213,7 @@ class LatentTask:
         return cache
 
     def attach(self, fresh: bool = True) -> Adapters:
-        """Put adapters on the model, and on the text encoders if they are trained too.
+        """Attach adapters to the model, and to the text encoders if they are trained too.
 
         As `Task.attach`.
         """
@@ -234,7 +234,7 @@ class LatentTask:
 
     @contextmanager
     def _as_used(self) -> Iterator[None]:
-        """The model without the adapter that it is only trained over."""
+        """A context in which the training adapter, if there is one, is disabled."""
         if self._training_adapter is None:
             yield
             return
@@ -248,10 +248,10 @@ class LatentTask:
         return self.family.model if name == self.family.component else self.family.text_models[name]
 
     def preview(self, path: Path) -> Path:
-        """Write a grid of images of the settings' prompts; as `Task.preview`.
+        """Write a grid of images for the prompts in the settings; as `Task.preview`.
 
-        Several prompts have their images by themselves, too; a page and an image show all
-        previews of the folder.
+        If there are several prompts, also writes each image by itself. A page and an image show all
+        previews in the folder.
         """
         drawn = self.draw_prompts(self.prompts)
         whole = path.with_suffix(".png")
@@ -270,9 +270,9 @@ class LatentTask:
         return whole
 
     def draw_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[npt.NDArray[np.uint8], str]]:
-        """The image (height, width, 3) of each prompt, and its settings as A1111 writes them.
+        """The image (height, width, 3) of each prompt, and its settings in A1111's format.
 
-        Neighbours that are drawn in the same way share their noise as in `draw`.
+        Consecutive prompts with equal options are drawn together, with noise as in `draw`.
 
         Raises:
             ConfigError, NonFiniteError: as for `draw`.
@@ -312,9 +312,9 @@ class LatentTask:
     def draw(
         self, prompts: Sequence[str], options: SampleOptions | None = None
     ) -> npt.NDArray[np.uint8]:
-        """One image a prompt; shape (n, height, width, 3).
+        """Draw one image per prompt; shape (n, height, width, 3).
 
-        A training adapter has no part in it. The library's generator is left as it was.
+        A training adapter is disabled meanwhile. The library's generator does not change.
 
         Raises:
             ConfigError: a prompt or an option does not suit the model.
@@ -335,7 +335,7 @@ class LatentTask:
                 raise ConfigError(f"sample: {name} has no effect on the model `{model}`")
 
     def _features(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        # Those that are remembered are of one prompt each.
+        # Features are remembered for single prompts only.
         if len(prompts) == 1 and prompts[0] in self._remembered:
             return self._remembered[prompts[0]]
         return self.family.features(prompts)
@@ -352,11 +352,11 @@ class LatentTask:
         output: Path,  # noqa: ARG002
         metadata: dict[str, str],  # noqa: ARG002
     ) -> None:
-        """Nothing: tools for images read the file of `adapter_file`."""
+        """Do nothing: tools for images read the file of `adapter_file`."""
         return
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
-        """Put the adapters of a file on the parts that it names, their effect times `scale`.
+        """Attach the adapters in a file to the parts that it is for, their effect times `scale`.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of
@@ -370,11 +370,11 @@ class LatentTask:
         return Adapters(sets)
 
     def load_adapters(self, files: Sequence[tuple[Path, float]]) -> Adapters:
-        """Put the sum of the LoRAs of several files on the model, each with a factor on its effect.
+        """Attach the sum of the LoRAs in several files, each with a factor on its effect.
 
         Raises:
             MissingFileError, WeightsFormatError: a file is missing, damaged, or of another model.
-            ConfigError: a file is of another model, or holds other adapters than LoRA.
+            ConfigError: a file is of another model, or has adapters other than LoRA.
         """
         by_part: dict[str, list[tuple[Path, float]]] = {}
         for path, scale in files:
@@ -389,11 +389,11 @@ class LatentTask:
 
         Args:
             output: a new or an empty folder, or a new `.safetensors` file.
-            to: what the linear layers in the denoiser's blocks are written in, "fp8" or "int8", as
-                ComfyUI stores them; then `output` is a file.
+            to: the format of the linear layers in the denoiser's blocks, "fp8" or "int8", stored
+                as in ComfyUI; then `output` is a file.
 
         Raises:
-            ConfigError: `output` is not a place for it.
+            ConfigError: `output` is something else.
             OSError: it cannot be written.
         """
         models = {name: self._part(name) for name in self._adapted}
@@ -410,7 +410,7 @@ class LatentTask:
         """The mean loss on the images of a folder, each with the same noise at every call.
 
         Raises:
-            DatasetError: it cannot be used.
+            DatasetError: the folder cannot be used.
         """
         family = self.family
         family.config = family.config.with_(dataset=dataset, cache="memory", device=family.device)

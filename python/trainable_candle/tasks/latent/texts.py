@@ -1,4 +1,4 @@
-"""Text features of captions: cached, made for each batch, or made within the step."""
+"""Text features of captions: cached, computed for each batch, or computed within the step."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def prepare_texts(
     report: Callable[[str], None],
     group: Group,
 ) -> tuple[Texts, dict[str, dict[str, Tensor]]]:
-    """How captions become features; frozen encoders are dropped once their features are cached.
+    """Prepare the mapping from captions to features; encoders are freed if all features are cached.
 
     Args:
         family: the model.
-        data: whose captions.
-        prompts: texts whose features are needed after the encoders are gone.
-        report: gets a line where features are cached.
-        group: the processes that make them together.
+        data: the data with the captions.
+        prompts: texts whose features are needed after the encoders have been freed.
+        report: gets a line if features are cached.
+        group: the processes that compute features together.
 
     Returns:
-        The mapping, and the features of the prompts if the encoders are gone.
+        The mapping, and the features of the prompts if the encoders have been freed.
 
     Raises:
         MissingFileError, WeightsFormatError, ConfigError: the encoders cannot be read.
         OSError: the cache cannot be written.
     """
     config = family.config
-    # Methods of the family, not of its encoders: they must not keep the encoders in memory.
+    # Use methods of the family, because methods of its encoders would keep them in memory.
     if config.train_text_encoder:
         return Texts(family.tokens, family.encode_tokens), {}
     if config.cache == "off" or not config.caption_variants:

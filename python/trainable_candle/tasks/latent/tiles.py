@@ -1,13 +1,13 @@
-"""Which images the autoencoder takes whole, and which in tiles."""
+"""Decides which images the autoencoder processes whole, and which in tiles."""
 
 from __future__ import annotations
 
 from typing import Final
 
 WHOLE: Final = 1280 * 1280
-"""The most pixels of an image that is taken whole; buckets of 1024 x 1024 px are smaller."""
+"""The most pixels of an image that is processed whole; buckets of 1024 x 1024 px have fewer."""
 TILE: Final = 1024
-"""Side of the tiles of larger ones, px."""
+"""Width and height of the tiles of larger images, px."""
 
 
 def tile_size(width: int, height: int) -> int | None:
@@ -16,5 +16,5 @@ def tile_size(width: int, height: int) -> int | None:
 
 
 def area_at_once(area: int) -> int:
-    """The pixels that it takes at a time of an image of `area` pixels."""
+    """The number of pixels that are processed at once, of an image of `area` pixels."""
     return area if area <= WHOLE else TILE**2

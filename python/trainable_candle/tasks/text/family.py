@@ -1,4 +1,4 @@
-"""What a family of language models is to the task that trains it."""
+"""The interface between a family of language models and the task that trains it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class CausalModel(Protocol):
     def packed_loss(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """The sum of the cross-entropies of a packed row's targets but for -100, f32."""
+        """The sum of the cross-entropies of a packed row's targets, without -100, in f32."""
 
     def log_probs(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """The logarithm of the probability of each target but -100, (N) in f32."""
+        """The logarithm of the probability of each target, without -100, (N,) in f32."""
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:
-        """The tokens that follow each prompt."""
+        """Generate the tokens that follow each prompt."""
 
     @property
     def stream(self) -> Callable[..., Iterator[list[int | None]]]:
-        """The next token of each prompt, step by step."""
+        """Generate the next token of each prompt, step by step."""
 
     def add_adapter(self, config: LoraConfig) -> AdapterSet:
-        """Put trainable adapters on layers."""
+        """Attach trainable adapters to layers."""
 
     def load_adapter(self, path: Path, *, scale: float = 1.0) -> AdapterSet:
-        """Put the adapters of a file on layers."""
+        """Attach the adapters in a file to layers."""
 
     def merge_adapter(self) -> None:
         """Add the adapters to the weights."""
@@ -48,24 +48,24 @@ class CausalModel(Protocol):
         """Write configuration and weights to a folder."""
 
     def enable_gradient_checkpointing(self, policy: str) -> None:
-        """Recompute in the backward pass instead of keeping."""
+        """Recompute activations in the backward pass instead of keeping them."""
 
 
 class TextFamily(Protocol):
-    """A model of a family, of which nothing is read before it is needed."""
+    """A model of a family. Its files are read only when they are needed."""
 
     name: ClassVar[str]
     component: ClassVar[str]
-    """The part that is trained, as adapters are filed under."""
+    """The part that is trained; adapter files use this name."""
     formats: ClassVar[tuple[str, ...]]
     """The formats of adapter files that have names for its layers, the default one first."""
     targets: ClassVar[tuple[str, ...]]
-    """The layers that get adapters unless the settings name others."""
+    """The layers that get adapters by default."""
     config: TrainConfig
     weights: Path
     """The folder of the model."""
     dtype: str | None
-    """Of the model; None: as stored."""
+    """The dtype of the model; None: as stored."""
     device: str
 
     @property
@@ -74,7 +74,7 @@ class TextFamily(Protocol):
 
     @property
     def context(self) -> int:
-        """The positions that the model was made for."""
+        """The number of positions that the model was made for."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -82,7 +82,7 @@ class TextFamily(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """The tokens that the model knows."""
+        """The number of tokens that the model knows."""
 
     @property
     def repeats(self) -> bool:
@@ -90,13 +90,13 @@ class TextFamily(Protocol):
 
     @property
     def model(self) -> CausalModel:
-        """The model, which is loaded when it is first asked for."""
+        """The model, which is loaded on first use."""
 
     def layers(self) -> Mapping[str, Shape]:
-        """Shapes of the weights of its linear layers, by name."""
+        """The shapes of the linear layers' weights, by name."""
 
     def check_initial_adapter(self, path: Path, layers: Collection[str]) -> None:
-        """Check that a file holds the adapters that the settings make."""
+        """Check that the adapters in a file are those that the settings describe."""
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
-        """What a run will hold in memory with `tokens` in a batch."""
+        """Estimate the memory of a run with rows of `tokens` tokens."""

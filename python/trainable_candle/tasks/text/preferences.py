@@ -1,9 +1,9 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on packed pairs.
 
-The loss of a pair is -log sigmoid(beta (m - m0)), where m is by how much the model finds the chosen
-answer more probable than the rejected one (log-probabilities, summed over tokens), and m0 the same
-of the base, which is the model with its adapter off. As in trl's `DPOTrainer` with `loss_type
-"sigmoid"`.
+The loss of a pair is -log sigmoid(beta (m - m0)). The margin m is the log-probability of the chosen
+answer minus that of the rejected one (each summed over its tokens) under the model; m0 is the
+margin under the base, which is the model with its adapter disabled. This is trl's `DPOTrainer` with
+`loss_type="sigmoid"`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class PreparedPreferences(Packing):
     alike: ClassVar[bool] = False
 
     def weight(self, batch: Packed) -> float:
-        """The pairs: the loss of a step is the mean over those of all batches."""
+        """The number of pairs; a step's loss is the mean over the pairs of all batches."""
         return len(_answers(batch))
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The tokens, which of them are which answer, and what the base makes of the pairs."""
+        """The tokens, the matrix that sums each pair's answers, and the margins under the base."""
         inputs = self.tokens(batch)
         inputs["answers"] = tc.tensor(_answers(batch), device=self._family.device)
         with tc.no_grad(), self._without_adapter():
@@ -45,18 +45,18 @@ class PreparedPreferences(Packing):
 
     def loss(self, inputs: Inputs) -> Tensor:
         """The mean loss of the pairs."""
-        # The cross-entropy of two scores, of which one is 0, is -log sigmoid of the other.
+        # -log sigmoid(r) is the cross-entropy of the scores (r, 0) and class 0.
         rewards = self._rewards(inputs)
         scores = tc.stack([rewards, rewards * 0.0], 1)
         return cross_entropy(scores, tc.zeros(len(rewards), dtype="i64", device=scores.device))
 
     def validation_loss(self) -> float:
-        """The mean over all pairs, each once."""
+        """The mean loss over all pairs, each once."""
         rewards = self._all_rewards()
         return float(np.logaddexp(0, -rewards).mean())
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The loss, how often the chosen answer gained more than the rejected, and by how much."""
+        """The loss, the share of pairs whose chosen answer gained more, and the mean difference."""
         rewards = self._all_rewards()
         accuracy, margin = float((rewards > 0).mean()), float(rewards.mean())
         self._report(
@@ -81,7 +81,7 @@ class PreparedPreferences(Packing):
         return np.array([reward for rewards in found for reward in rewards], np.float64)
 
     def _rewards(self, inputs: Inputs) -> Tensor:
-        """How far each chosen answer gained over the rejected one, times beta: (pairs)."""
+        """How much each chosen answer gained over the rejected one, times beta: (pairs,)."""
         return (self._margins(inputs) - inputs["reference"]) * self._family.config.dpo_beta
 
     def _margins(self, inputs: Inputs) -> Tensor:

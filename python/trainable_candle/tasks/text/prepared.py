@@ -1,4 +1,4 @@
-"""A data set of texts as a model is trained on it: packed rows, the loss, a perplexity."""
+"""A data set of texts prepared for training: packed rows, the loss, the perplexity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SHAPES: Final = 4
-"""How many different numbers of tokens batches may have in a run with CUDA graphs."""
+"""The most different numbers of tokens that batches have in a run with CUDA graphs."""
 
 
 class Packing:
@@ -33,7 +33,7 @@ class Packing:
     Args:
         family: the model.
         dataset: the examples.
-        without_adapter: the context in which the model is the base.
+        without_adapter: makes a context in which the adapter is disabled.
         report: gets a line at each validation.
         group: the processes that validate together.
     """
@@ -59,7 +59,7 @@ class Packing:
         return len(self._dataset)
 
     def batches(self, batch_size: int) -> PackedRows:
-        """Rows of packed examples; in few shapes where steps are CUDA graphs."""
+        """Rows of packed examples; in few shapes if steps are recorded as CUDA graphs."""
         config = self._family.config
         repeats = config.on_gpu and self.alike and self._family.repeats
         return PackedRows(
@@ -71,7 +71,7 @@ class Packing:
         )
 
     def count(self, batch: Packed) -> float:
-        """The number of tokens, learnt or not."""
+        """The number of tokens, whether they count in the loss or not."""
         return int(batch.cu_seqlens[-1])
 
     def metadata(self) -> dict[str, str]:
@@ -85,25 +85,25 @@ class Packing:
 
 
 class PreparedTexts(Packing):
-    """A data set of texts, and the loss of a model on it: the cross-entropy of what is learnt."""
+    """A data set of texts, and a model's cross-entropy on the tokens that count in the loss."""
 
     _base: float | None = None
 
     def weight(self, batch: Packed) -> float:
-        """The tokens that are learnt: the loss of a step is the mean over those of all batches."""
+        """The number of tokens that count; a step's loss is the mean over those of all batches."""
         return batch.count
 
     def inputs(self, batch: Packed) -> dict[str, Tensor]:
-        """The tokens, and one over the number of those that are learnt."""
+        """The tokens, and 1 divided by the number of tokens that count."""
         scale = np.array(1.0 / max(1, batch.count), np.float32)
         return self.tokens(batch) | {"scale": tc.tensor(scale, device=self._family.device)}
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The mean cross-entropy of the tokens that are learnt."""
+        """The mean cross-entropy of the tokens that count."""
         return self._sum(inputs) * inputs["scale"]
 
     def validation_loss(self) -> float:
-        """The mean over all tokens that are learnt, each once."""
+        """The mean over all tokens that count, each once."""
         batches = in_order(
             self._dataset.examples,
             self._dataset.options.sequence_length,
@@ -116,7 +116,7 @@ class PreparedTexts(Packing):
         return math.fsum(sums) / sum(batch.count for batch in batches)
 
     def validation_facts(self, loss: float) -> dict[str, float]:
-        """The loss and its perplexity, beside those of the base model."""
+        """The loss, its perplexity, and the loss of the base model."""
         if self._base is None:
             with self._without_adapter():
                 self._base = self.validation_loss()
@@ -138,5 +138,5 @@ class PreparedTexts(Packing):
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean cross-entropy; infinite where no float holds it."""
+    """The exponential of a mean cross-entropy; infinity if a float cannot represent it."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 PEFT: Final = "peft"
 """The folder that `PeftModel.from_pretrained` loads."""
 ROW: Final = 2048
-"""Tokens of a row unless the settings say it, if the model's context has as many."""
+"""The default number of tokens of a row, if the model's context is as long."""
 
 
 class TextTask:
-    """A language model of any family: a `Task`, and what else is done with such a model.
+    """A language model of any family: a `Task` that also writes answers.
 
     Args:
         family: the model, and the settings.
@@ -60,7 +60,7 @@ class TextTask:
 
     @property
     def repeats(self) -> bool:
-        """As `Task.repeats`: a pass reads the bounds of texts on the device alone."""
+        """As `Task.repeats`; the bounds of texts are read on the device only."""
         return self.family.repeats and self._kind.alike
 
     @property
@@ -69,7 +69,7 @@ class TextTask:
         return self.family.config.sequence_length or min(ROW, self.family.context)
 
     def check(self, report: Callable[[str], None]) -> None:
-        """As `Task.check`; reports which chat template is used."""
+        """As `Task.check`; also reports which chat template is used."""
         family, config = self.family, self.family.config
         check_format(config, family.formats, parts=1)
         layers = family.layers()
@@ -106,7 +106,7 @@ class TextTask:
 
     @property
     def _compares(self) -> bool:
-        """Whether pairs of answers are compared."""
+        """Whether the data are pairs of answers to compare."""
         return self.family.config.objective == "dpo"
 
     @property
@@ -169,7 +169,7 @@ class TextTask:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """Within this context the model is the base."""
+        """A context in which the adapter is disabled, so that the model is the base."""
         if self._adapters is None:
             yield
             return
@@ -226,12 +226,12 @@ class TextTask:
         return ["".join(streamed(ids, family.tokenizer, options.stop)) for ids in written]
 
     def _room(self, options: WritingOptions, asked: Sequence[Sequence[int]]) -> WritingOptions:
-        """The options with as many tokens as the model has positions for."""
+        """The options, with at most as many tokens as the model has positions left."""
         room = self.family.context - max(map(len, asked))
         return replace(options, tokens=min(options.tokens, room))
 
     def preview(self, path: Path) -> Path:
-        """Write the answers to the settings' prompts, the base's beside them; as `Task.preview`."""
+        """Write answers of the base and of the model to the prompts; as `Task.preview`."""
         config = self.family.config
         options = WritingOptions(
             config.sample_tokens, config.sample_temperature, seed=config.sample_seed
@@ -269,10 +269,10 @@ class TextTask:
         return folder
 
     def save_merged(self, output: Path) -> None:
-        """Write the model with its adapter merged, and the files beside it as they are.
+        """Write the model with its adapter merged, and copy the files beside its weights.
 
         Raises:
-            ConfigError: there is something else in `output`.
+            ConfigError: `output` exists and is not an empty folder.
             OSError: it cannot be written.
         """
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -281,20 +281,20 @@ class TextTask:
             )
         self.family.model.merge_adapter()
         self.family.model.save_pretrained(output)
-        # The configuration names a dtype, which may now be another.
+        # If the dtype was changed, keep the new configuration, which names it.
         copy_files(self.family.weights, output, *([] if self.family.dtype else ["config.json"]))
 
     def loss_on(self, dataset: str) -> float:
         """The mean loss on a data set, with the adapter if there is one.
 
         Raises:
-            DatasetError: it cannot be used.
+            DatasetError: the data set cannot be used.
         """
         texts, _ = self._load(dataset)
         return PreparedTexts(self.family, texts, self.without_adapter, print).validation_loss()
 
     def load_adapter(self, path: Path, scale: float) -> Adapters:
-        """Put the adapters of a file on the model, their effect times `scale`.
+        """Attach the adapters in a file to the model, their effect times `scale`.
 
         Raises:
             MissingFileError, WeightsFormatError, ConfigError: the file is missing, damaged, or of

@@ -1,4 +1,4 @@
-"""Texts by a language model: its tokens as text, while they come."""
+"""Texts by a language model: options, and the conversion of tokens to text as they arrive."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class WritingOptions:
     temperature: float = 0.0
     """0 takes the likeliest token each time; 1 draws from the model's probabilities."""
     top_k: int = 0
-    """Draw from this many likeliest tokens; 0: from all."""
+    """Draw from this many of the likeliest tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens whose probabilities sum to this."""
+    """Draw from the smallest set of likeliest tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
     """Draw from tokens with at least this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
@@ -32,7 +32,7 @@ class WritingOptions:
     """Texts that end an answer, besides end tokens, and are not part of it."""
 
     def arguments(self, stops: Collection[int]) -> dict[str, Any]:
-        """What `CausalLM.generate` and `stream` are called with."""
+        """The arguments of `CausalLM.generate` and `stream`."""
         return {
             "max_new_tokens": self.tokens,
             "temperature": self.temperature,
@@ -48,11 +48,11 @@ class WritingOptions:
 def streamed(
     tokens: Iterable[int], tokenizer: ChatTokenizer, stop: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The text of tokens as they come, up to one of the texts in `stop`.
+    """The text of tokens as they arrive, up to one of the texts in `stop`.
 
-    A character of several tokens waits for its last, and what may become a stop text for the rest
-    of it. Each piece is what a token adds to the text of those before: tokenizers of the
-    SentencePiece kind drop a space at the beginning of what they decode.
+    A character of several tokens is held back until its last token, and a possible beginning of a
+    stop text until it is decided. A piece is what a token adds to the text of the tokens before it,
+    because SentencePiece tokenizers drop a space at the beginning of the text that they decode.
     """
     pieces = _pieces(tokens, tokenizer)
     held = ""
@@ -73,7 +73,7 @@ def streamed(
 
 def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
     ids: list[int] = []
-    # The last piece that was written is `start` to `end`; the next is decoded after it.
+    # Tokens from `start` to `end` are the last piece, with which the next piece is decoded.
     start = end = 0
     for token in tokens:
         ids.append(token)
@@ -88,7 +88,7 @@ def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
 
 
 def _begun(text: str, stop: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a stop text."""
+    """The number of characters at the end of a text that may begin a stop text."""
     lengths = (
         count
         for word in stop

@@ -1,24 +1,24 @@
-//! What a captured function does on the host, noted while it runs.
+//! Records the effects of a captured function on the host while it runs.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use crate::{Error, Result};
 
-/// The storage that a gradient is in.
+/// Identifies the storage of a gradient.
 pub(crate) type Place = usize;
 
 /// A gradient, as far as captures know it.
 pub(super) trait Slot: Send + Sync {
-    /// Collect gradients in place from now on. False if they are already.
+    /// Accumulate the gradient in fixed storage from now on; returns false if it already does.
     fn settle(&self) -> Result<bool>;
-    /// Where the gradient is, if there is one.
+    /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
     fn is_filled(&self) -> bool;
     fn set_filled(&self, filled: bool);
 }
 
-/// A change that every replay repeats, of the state with a number of its own.
+/// A change of a state, identified by `key`, which every replay repeats.
 pub(super) trait Repeat: Send + Sync {
     fn key(&self) -> usize;
     /// Whether, at the end of the function, the state is still as the change has left it.
@@ -40,30 +40,30 @@ type Before = Box<dyn Fn() -> Result<()> + Send + Sync>;
 type After = Box<dyn Fn() + Send + Sync>;
 type Undo = Box<dyn FnOnce() + Send>;
 
-/// What the recorded work depends on, and whether it is still as it was.
+/// A value that the recorded work depends on, and a check whether it is unchanged.
 struct Dependency {
     name: &'static str,
     is_same: Box<dyn Fn() -> bool + Send>,
 }
 
-/// What a run of a function did on the host.
+/// The effects of a run of a function on the host.
 #[derive(Default)]
 pub(crate) struct Effects {
     gradients: Vec<Arc<dyn Slot>>,
-    /// Whether each of them was there afterwards.
+    /// For each of `gradients`, whether it had a value afterwards.
     filled: Vec<bool>,
-    /// Gradients that were read before the run had changed them, and where they were then, if there were any.
+    /// Gradients that were read before the run had changed them, with their places then, if they had values.
     observed: Vec<(Arc<dyn Slot>, Option<Place>)>,
-    /// Changes of variables, once each.
+    /// Changes of variables, one for each variable.
     versions: Vec<Box<dyn Repeat>>,
-    /// For what is made from variables' values, after these have changed.
+    /// Updates of values derived from variables, repeated after `versions`.
     followers: Vec<Box<dyn Repeat>>,
     before: Vec<Before>,
     after: Vec<After>,
     depends: Vec<Dependency>,
-    /// What takes the changes of a recording back that fails, by the state that they change.
+    /// By state, what undoes the changes if the recording fails.
     undo: Vec<(usize, Undo)>,
-    /// The states that end otherwise than they began.
+    /// The states that each call changes for good.
     advanced: Vec<usize>,
     /// Whether the random generator was set, which replays would not repeat.
     pub(crate) has_seeded: bool,
@@ -74,33 +74,34 @@ thread_local! {
     static EFFECTS: RefCell<Effects> = RefCell::default();
 }
 
-/// Whether a function is being captured on this thread: work is queued for later, and nothing can be read back.
+/// Whether a function is being captured on this thread. Work is then recorded, not run, so no values can be read back.
 pub fn is_capturing() -> bool {
     PHASE.get() == Phase::Capturing
 }
 
-/// Whether a captured function is running on this thread, to be recorded or before that.
+/// Whether a function is being captured on this thread, or runs eagerly before its capture.
 pub fn is_running() -> bool {
     PHASE.get() != Phase::Off
 }
 
-/// Have `work` done before every later call of the captured function that runs on this thread, outside of its graph: values that the graph
-/// reads may have been changed since. Also before the call that records it, if the one before it asks for it. Does nothing elsewhere.
+/// Do `work` before every later call of the captured function that runs on this thread, outside of its graph, because
+/// values that the graph reads may have changed since. If the eager run before a recording asks for it, `work` is also
+/// done before the call that records. Does nothing outside of captured functions.
 pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
     if PHASE.get() != Phase::Off {
         EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
     }
 }
 
-/// Have `effect`, which the function that is captured on this thread has just had, again after every replay of its graph. Does nothing
-/// elsewhere.
+/// Repeat `effect`, an effect of the function that is being captured on this thread, after every replay of its graph.
+/// Does nothing outside of a capture.
 pub(super) fn after_replay(effect: impl Fn() + Send + Sync + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.after.push(Box::new(effect)));
     }
 }
 
-/// A change of the host's state, which replays would not repeat.
+/// Reject a change of the host's state, because replays would not repeat it.
 ///
 /// # Errors
 /// [`Error::Device`] if a function is being captured on this thread.
@@ -114,7 +115,7 @@ pub(super) fn refuse_change(what: &'static str) -> Result<()> {
     ))
 }
 
-/// A change of the state `key`, which was as `undo` makes it.
+/// Record a change of the state `key`; `undo` restores the value before it.
 pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| {
@@ -125,19 +126,19 @@ pub(super) fn note_change(key: usize, undo: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Whether the function that is captured on this thread has changed the state `key`.
+/// Whether the function that is being captured on this thread has changed the state `key`.
 pub(super) fn has_changed(key: usize) -> bool {
     is_capturing() && EFFECTS.with_borrow(|effects| effects.undo.iter().any(|&(known, _)| known == key))
 }
 
-/// The state `key` changes with each call.
+/// Record that each call changes the state `key` for good.
 pub(super) fn note_advance(key: usize) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.advanced.push(key));
     }
 }
 
-/// Whether the state `key` is what the function that is captured on this thread has made it, in this call as in any.
+/// Whether the function that is being captured on this thread has set the state `key`, to the same value in every call.
 pub(super) fn is_changed(key: usize) -> bool {
     has_changed(key) && !EFFECTS.with_borrow(|effects| effects.advanced.contains(&key))
 }
@@ -148,7 +149,7 @@ pub(super) fn note_dependency(name: &'static str, is_same: impl Fn() -> bool + S
     }
 }
 
-/// An operation that a graph cannot hold.
+/// Reject an operation that a graph cannot contain.
 ///
 /// # Errors
 /// [`Error::Device`] if a function is being captured on this thread.
@@ -163,7 +164,7 @@ pub fn refuse(op: &'static str) -> Result<()> {
     ))
 }
 
-/// A run of a function on this thread, whose effects are noted until this is dropped.
+/// A run of a function on this thread, whose effects are recorded until this is dropped.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 pub(crate) struct Run(());
 
@@ -180,11 +181,12 @@ impl Run {
         Ok(Self(()))
     }
 
-    /// What the run did.
+    /// The effects of the run.
     pub(crate) fn finish(self) -> Effects {
         let mut effects = EFFECTS.take();
         effects.filled = effects.gradients.iter().map(|gradient| gradient.is_filled()).collect();
-        // What the function has changed after it was made from it is as old after a replay.
+        // If the function has changed a variable after deriving a value from it, the value is out of date, after
+        // replays too.
         effects.followers.retain(|follower| follower.is_last());
         effects
     }
@@ -197,7 +199,7 @@ impl Drop for Run {
     }
 }
 
-/// A gradient is about to change.
+/// Record that a gradient is about to change.
 pub(super) fn note_gradient(gradient: impl FnOnce() -> Arc<dyn Slot>) {
     if PHASE.get() == Phase::Off {
         return;
@@ -210,7 +212,7 @@ pub(super) fn note_gradient(gradient: impl FnOnce() -> Arc<dyn Slot>) {
     });
 }
 
-/// Work depends on whether there is a gradient, and where.
+/// Record that work depends on whether there is a gradient, and where.
 pub(super) fn note_read(gradient: impl FnOnce() -> Arc<dyn Slot>, place: impl FnOnce() -> Option<Place>) {
     if !is_capturing() {
         return;
@@ -228,21 +230,21 @@ fn is_same(one: &Arc<dyn Slot>, other: &Arc<dyn Slot>) -> bool {
     std::ptr::addr_eq(Arc::as_ptr(one), Arc::as_ptr(other))
 }
 
-/// The random generator is set to another place.
+/// Record that the random generator is set to another position.
 pub(super) fn note_seed() {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| effects.has_seeded = true);
     }
 }
 
-/// A variable was changed in place.
+/// Record that a variable was changed in place.
 pub(super) fn note_version(version: impl FnOnce() -> Box<dyn Repeat>) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| push_new(&mut effects.versions, version()));
     }
 }
 
-/// Something has been made from a variable's value.
+/// Record that a value was derived from a variable's value.
 pub(super) fn note_follower(follower: impl FnOnce() -> Box<dyn Repeat>) {
     if is_capturing() {
         EFFECTS.with_borrow_mut(|effects| push_new(&mut effects.followers, follower()));
@@ -257,7 +259,8 @@ fn push_new(known: &mut Vec<Box<dyn Repeat>>, new: Box<dyn Repeat>) {
 
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "graphs exist on CUDA alone"))]
 impl Effects {
-    /// Give every gradient that was touched storage that stays, so that each replay finds it where the capture did. Whether one had none.
+    /// Give every gradient that the run has changed fixed storage, so that each replay finds it where the capture did.
+    /// Returns whether a gradient had none before.
     pub(crate) fn settle_gradients(&mut self) -> Result<bool> {
         let mut has_moved = false;
         for gradient in &self.gradients {
@@ -267,20 +270,20 @@ impl Effects {
         Ok(has_moved)
     }
 
-    /// How many gradients the run has changed.
+    /// The number of gradients that the run has changed.
     #[cfg(test)]
     pub(crate) fn changed_gradients(&self) -> usize {
         self.gradients.len()
     }
 
-    /// After a capture that failed, and so has changed no values: gradients are there as they were when they were settled.
+    /// Restore which gradients have values, after a replay, or after a failed capture, which has changed no values.
     pub(crate) fn restore_gradients(&self) {
         for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
             gradient.set_filled(filled);
         }
     }
 
-    /// Whether a replay would do what a call does no longer.
+    /// Whether a replay would no longer do the same as a call.
     pub(crate) fn is_stale(&self) -> bool {
         self.stale().is_some() || self.observed.iter().any(|(gradient, place)| gradient.place() != *place)
     }
@@ -290,7 +293,7 @@ impl Effects {
         self.depends.iter().find(|known| !(known.is_same)()).map(|known| known.name)
     }
 
-    /// The recording has succeeded: its changes stay.
+    /// Keep the changes of a recording that has succeeded.
     pub(crate) fn commit(&mut self) {
         self.undo.clear();
     }
@@ -363,7 +366,7 @@ mod tests {
         assert!(effects.before().is_err());
         effects.after();
         assert_eq!((x.version(), count.load(std::sync::atomic::Ordering::Relaxed)), (version + 1, 1));
-        // On the CPU nothing was replayed: the gradient counts as there, and is what zero_grad() left.
+        // On the CPU nothing was replayed, so the gradient counts as filled, with the zeros of zero_grad().
         assert_eq!(value(&x), 0.0);
     }
 

@@ -5,8 +5,8 @@ use std::ops::Deref;
 use super::effects::refuse_change;
 use crate::Result;
 
-/// A value that is copied to a device or read by the host when work is queued, so that a replay of a CUDA graph would not
-/// repeat a change of it. It can be read freely; [`get_mut`](Self::get_mut) is the only way to change it:
+/// A value that the host reads, or copies to a device, when it queues work. A replay of a CUDA graph would not repeat a
+/// change of it, so [`get_mut`](Self::get_mut), the only way to change it, checks that nothing is being recorded:
 ///
 /// ```
 /// # use trainable_candle_core::capture::Fixed;
@@ -28,7 +28,7 @@ pub struct Fixed<T> {
 }
 
 impl<T> Fixed<T> {
-    /// The state called `name` in messages: "the hyper-parameters of an optimizer".
+    /// The state called `name` in messages, such as "the hyper-parameters of an optimizer".
     pub const fn new(name: &'static str, value: T) -> Self {
         Self { name, value }
     }
@@ -36,7 +36,7 @@ impl<T> Fixed<T> {
     /// The value, to change it.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) while a function is recorded: replays would not do it.
+    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat it.
     pub fn get_mut(&mut self) -> Result<&mut T> {
         refuse_change(self.name)?;
         Ok(&mut self.value)

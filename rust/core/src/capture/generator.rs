@@ -2,7 +2,8 @@
 
 use super::effects::note_seed;
 
-/// The place of a random generator. Draws move it on, which graphs repeat; setting it is noted, since they cannot.
+/// The position of a random generator. Draws advance it, which replays repeat; setting it is recorded, because replays
+/// cannot repeat that.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {
@@ -26,7 +27,7 @@ impl<S: Copy> Generator<S> {
         *self = Self::at(state);
     }
 
-    /// Move on by a draw.
+    /// Draw, which advances the position.
     pub(crate) fn draw<R>(&mut self, draw: impl FnOnce(&mut S) -> R) -> R {
         draw(&mut self.0)
     }

@@ -8,11 +8,12 @@ use super::effects::{
 };
 use crate::Result;
 
-/// Host state that queued work depends on, or that each call of a function changes. A replay of a CUDA graph repeats the
-/// device's work only; this type handles the host's part, so that owners of such state need not know of graphs:
+/// Host state that queued work depends on, or that each call of a function changes. A replay of a CUDA graph repeats
+/// the device's work only; this type handles the host's part, so that owners of such state need not know of graphs:
 ///
-/// - A value that [`read`](Self::read) returns while a function is recorded becomes part of the record. If the value is different at a
-///   later call, the function runs eagerly and is recorded again. A function that changes a value it has read cannot be recorded.
+/// - A value that [`read`](Self::read) returns while a function is recorded becomes part of the record. If the value is
+///   different at a later call, the function runs eagerly and is recorded again. A function that changes a value it has
+///   read cannot be recorded.
 /// - [`set`](Self::set) returns an error while a function is recorded.
 /// - [`advance`](Self::advance) is repeated by every replay, and undone if the recording fails.
 ///
@@ -20,7 +21,7 @@ use crate::Result;
 pub struct HostState<T>(Arc<Inner<T>>);
 
 struct Inner<T> {
-    /// Its name in messages: "the learning rate".
+    /// Its name in messages, such as "the learning rate".
     name: &'static str,
     value: Mutex<T>,
 }
@@ -57,15 +58,15 @@ impl<T: Clone + Send + 'static> HostState<T> {
     /// Replaces the value.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) while a function is recorded: replays would not do it.
+    /// [`Error::Device`](crate::Error::Device) while a function is recorded, because replays would not repeat it.
     pub fn set(&self, value: T) -> Result<()> {
         refuse_change(self.0.name)?;
         *self.value() = value;
         Ok(())
     }
 
-    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work must not depend on the value, or must
-    /// compute it on the device.
+    /// Changes the value; if a function is being recorded, each replay changes it too. Queued work must not depend on
+    /// the value, or must compute it on the device.
     pub fn advance(&self, change: impl Fn(&mut T) + Send + Sync + 'static) {
         self.change(&change);
         note_advance(self.key());
@@ -73,15 +74,17 @@ impl<T: Clone + Send + 'static> HostState<T> {
         after_replay(move || change(&mut state.value()));
     }
 
-    /// For work that a function may do once a call, since it depends on how often the value was advanced.
+    /// Checks that the value has not changed within the call, for work that depends on how often it was advanced.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device) if the function that is recorded has changed the value; `what` says what it does.
+    /// [`Error::Device`](crate::Error::Device) if the function that is recorded has changed the value; `what` names the
+    /// work in the message.
     pub fn refuse_repetition(&self, what: &'static str) -> Result<()> {
         if has_changed(self.key()) { refuse_change(what) } else { Ok(()) }
     }
 
-    /// Changes the value within a call that restores it before it ends: unlike [`advance`](Self::advance), replays do not repeat it.
+    /// Changes the value within a call, which must restore it before it ends. Unlike with [`advance`](Self::advance),
+    /// replays do not repeat the change.
     pub fn change<R>(&self, change: impl FnOnce(&mut T) -> R) -> R {
         let (state, before) = (self.clone(), self.get());
         note_change(self.key(), move || *state.value() = before);
@@ -94,11 +97,11 @@ impl<T: Clone + Send + 'static> HostState<T> {
 }
 
 impl<T: Clone + PartialEq + Send + 'static> HostState<T> {
-    /// The value, for work that is queued next and depends on it.
+    /// The value, for work that depends on it.
     pub fn read(&self) -> T {
         let value = self.get();
         if is_changed(self.key()) {
-            // The function itself has set it, and does so in each call.
+            // The function itself has set the value, and sets it in each call.
             return value;
         }
         let (known, state) = (value.clone(), self.clone());
@@ -123,7 +126,7 @@ mod tests {
         assert_eq!(effects.stale(), None);
         rate.set(2.0).unwrap();
         assert_eq!(effects.stale(), Some("the rate"));
-        // The record is as good as it was.
+        // With the old value the record is valid again.
         rate.set(1.0).unwrap();
         assert_eq!(effects.stale(), None);
     }

@@ -1,8 +1,9 @@
 //! Effects of a captured function on the host, which replays of its graph repeat.
 //!
-//! A CUDA graph repeats the device's work only. What a call changes on the host, a capture notes and a replay repeats; what a
-//! replay could not repeat is an error while a function is recorded. No owner of such state has to remember this: each kind of
-//! state has a type here, whose value is out of reach but through methods that note what they do.
+//! A CUDA graph repeats the device's work only. A capture records what a call changes on the host, and a replay repeats
+//! that; changes that a replay could not repeat are an error while a function is recorded. Owners of such state do not
+//! have to think of this: each kind of state has a type here, whose methods are the only access to the value and record
+//! what they do.
 //!
 //! | state | type |
 //! |---|---|
@@ -10,7 +11,7 @@
 //! | a value that no captured function may change | [`Fixed`] |
 //! | a gradient: whether there is one, and where | `GradientSlot` |
 //! | how often a variable was changed in place | `Version` |
-//! | what was made from a variable's value, and whether it is up to date | [`Follower`] |
+//! | whether a value derived from a variable is up to date | [`Follower`] |
 //! | the position of a random generator | `Generator` |
 //!
 //! Work that the device must do before every call is registered with [`before_replay`].

@@ -1,4 +1,4 @@
-//! [`GradientSlot`]: what collects a variable's gradient.
+//! [`GradientSlot`]: the place where a variable's gradient accumulates.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,10 +8,11 @@ use crate::Result;
 
 /// The state of a gradient, as far as captures know it.
 pub(crate) trait Settle: Send + 'static {
-    /// Collect gradients in place from now on, in a buffer that has what there is. False if they are already.
+    /// Accumulate the gradient in a fixed buffer from now on, starting with its value; returns false if it does
+    /// already.
     fn settle(&mut self) -> Result<bool>;
 
-    /// Where the gradient is, if there is one.
+    /// The storage of the gradient, if there is one.
     fn place(&self) -> Option<Place>;
 
     fn is_filled(&self) -> bool;
@@ -41,9 +42,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A gradient whose state is reached through methods that tell captures what is done with it: a replay leaves the gradients
-/// that the function changes as the function did, in the same storage, and a graph is stale once a gradient that it reads is
-/// elsewhere.
+/// A gradient, accessed through methods that report the access to captures. A replay leaves the gradients that the
+/// function changes as the function did, in the same storage. A graph is stale when a gradient that it reads has moved.
 pub(crate) struct GradientSlot<T>(Arc<Mutex<T>>);
 
 impl<T: Settle> GradientSlot<T> {
@@ -51,20 +51,20 @@ impl<T: Settle> GradientSlot<T> {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    /// To queue work that depends on whether there is a gradient, and where.
+    /// Access for queueing work that depends on whether there is a gradient, and where.
     pub(crate) fn read(&self) -> impl Deref<Target = T> {
         let state = lock(&self.0);
         note_read(|| self.0.clone(), || state.place());
         state
     }
 
-    /// To change the gradient: the result does not depend on where it was.
+    /// Access for changing the gradient in a way that does not depend on where it was.
     pub(crate) fn change(&self) -> MutexGuard<'_, T> {
         note_gradient(|| self.0.clone());
         lock(&self.0)
     }
 
-    /// For what no queued work depends on.
+    /// Access for purposes on which no queued work depends.
     pub(crate) fn peek(&self) -> impl Deref<Target = T> {
         lock(&self.0)
     }

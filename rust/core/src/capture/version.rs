@@ -1,12 +1,12 @@
-//! [`Version`] of a variable's value, and [`Follower`]: whether what was made from the value is up to date.
+//! [`Version`] of a variable's value, and [`Follower`], which tells whether a value derived from it is up to date.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::effects::{Repeat, note_follower, note_version};
 
-/// Counts the in-place changes of a variable's storage, so that a backward pass can tell that a value it saved is gone. Replays of
-/// a graph that changes the variable count on.
+/// Counts the in-place changes of a variable's storage, so that a backward pass can detect that a saved value was
+/// overwritten. Replays of a graph that changes the variable count, too.
 #[derive(Debug, Default)]
 pub(crate) struct Version(AtomicU64);
 
@@ -15,7 +15,7 @@ impl Version {
         self.0.load(Ordering::Acquire)
     }
 
-    /// The value has changed.
+    /// Count a change of the value.
     pub(crate) fn bump(self: &Arc<Self>) {
         self.repeat();
         note_version(|| Box::new(self.clone()));
@@ -32,13 +32,14 @@ impl Repeat for Arc<Version> {
     }
 }
 
-/// The version of a variable that something was made from: a copy in another dtype, f32 values for an optimizer. If a
-/// captured function brings it up to date, so does every replay. [`Var`](crate::Var) compares and sets it. Clones are the same.
+/// The version of a variable from which a value was derived, such as a copy in another dtype or an optimizer's f32
+/// values. If a captured function updates the derived value, so does every replay. [`Var`](crate::Var) compares and
+/// sets it. Clones are the same follower.
 #[derive(Clone, Debug, Default)]
 pub struct Follower(Arc<AtomicU64>);
 
 impl Follower {
-    /// The version that it was made from.
+    /// The version from which the value was derived.
     pub fn version(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
@@ -47,7 +48,7 @@ impl Follower {
         self.version() == version.get()
     }
 
-    /// It has the present value.
+    /// Record that the derived value is up to date.
     pub(crate) fn follow(&self, version: &Arc<Version>) {
         let following = Following(self.clone(), version.clone());
         following.repeat();

@@ -1,7 +1,8 @@
 //! Access to the storage of candle tensors.
 //!
-//! Candle locks storages in its own operations in an order that cannot deadlock, even if operands share a storage
-//! that another thread waits to write. So kernels run inside candle's custom operations, made here from closures.
+//! Candle's own operations lock storages in an order that cannot deadlock, even if operands share a storage that
+//! another thread waits to write. So kernels run inside candle's custom operations, which this module makes from
+//! closures.
 
 use std::cell::Cell;
 
@@ -19,7 +20,7 @@ struct Call<F> {
     f: F,
 }
 
-/// A storage with the layout of a tensor in it.
+/// A storage, and the layout of a tensor in it.
 pub(crate) type Operand<'a> = (&'a CpuStorage, &'a Layout);
 
 /// The elements of an operand, from the first one of the tensor on.
@@ -104,7 +105,7 @@ impl<F: Fn(&mut CpuStorage, &Layout, [Operand<'_>; 2]) -> Result<()>> InplaceOp3
     }
 }
 
-/// CPU kernels read host memory only, and tensors are never moved to it implicitly.
+/// CPU kernels read host memory only, and tensors are never moved there implicitly.
 fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
     if tensors.iter().all(|tensor| tensor.device().is_cpu()) {
         return Ok(());
@@ -112,7 +113,7 @@ fn check_cpu(op: &'static str, tensors: &[&Raw]) -> crate::Result<()> {
     Err(crate::Error::device(op, "has no CUDA form yet; move the tensors to the CPU with to(\"cpu\")"))
 }
 
-/// A new tensor from the storage of one.
+/// Computes a new tensor from one tensor's storage.
 pub(super) fn read1(
     op: &'static str,
     x: &Raw,
@@ -122,7 +123,7 @@ pub(super) fn read1(
     Ok(x.apply_op1_no_bwd(&Call { op, f })?)
 }
 
-/// A new tensor from the storages of two.
+/// Computes a new tensor from the storages of two.
 pub(super) fn read2(
     op: &'static str,
     a: &Raw,
@@ -133,7 +134,7 @@ pub(super) fn read2(
     Ok(a.apply_op2_no_bwd(b, &Call { op, f })?)
 }
 
-/// A new tensor from the storages of three.
+/// Computes a new tensor from the storages of three.
 pub(super) fn read3(
     op: &'static str,
     [a, b, c]: [&Raw; 3],
@@ -161,7 +162,7 @@ pub(crate) fn read_all<R>(
     result.take().ok_or_else(|| crate::Error::argument(op, "the kernel did not run"))
 }
 
-/// One custom operation inside another, until all storages are found.
+/// Nests custom operations, one for each tensor, and calls `f` in the innermost with all storages.
 fn enter(
     op: &'static str,
     rest: &[&Raw],

@@ -1,8 +1,8 @@
-//! Elementary functions of f32 as branch-free polynomials, which the compiler vectorises inside
-//! [`dispatch`](super::simd::dispatch); the scalar functions of the standard library it cannot.
+//! Elementary functions of f32 as branch-free polynomials. Unlike the standard library's scalar functions, the compiler
+//! can vectorise them inside [`dispatch`](super::simd::dispatch).
 //!
-//! The coefficients are weighted minimax fits (Lawson's iteration on Chebyshev nodes) made for these functions. Errors
-//! are measured against f64 in the tests; NaN, infinities, signed zeros and subnormal numbers behave as in IEEE 754.
+//! The coefficients are weighted minimax fits (Lawson's iteration on Chebyshev nodes) made for these functions. The
+//! tests measure errors against f64; NaN, infinities, signed zeros and subnormal numbers behave as in IEEE 754.
 
 use std::f32::consts::LOG2_E;
 
@@ -31,10 +31,10 @@ fn pow2(k: i32) -> f32 {
 /// e^x, within 1.5 ulp.
 #[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
-    // Beyond these the result is infinity or zero. Comparisons are written so that NaN passes through.
+    // Beyond these bounds the result is infinity or zero. The comparisons let NaN pass through.
     let x = if x > 89.0 { 89.0 } else { x };
     let vanishes = x < -104.0;
-    // Not computed: results below the normal numbers are slow, and masked scores would all be of this kind.
+    // Avoid subnormal results: they are slow to compute, and masked attention scores would all have them.
     let x = if vanishes { 0.0 } else { x };
     let shifted = x.mul_add(LOG2_E, ROUND);
     let n = shifted - ROUND;
@@ -92,11 +92,11 @@ pub(super) fn tanh(x: f32) -> f32 {
     y.copysign(x)
 }
 
-/// The distribution function of the standard normal distribution, within 1.5e-7: for GELU, whose 1 + erf is no nearer
-/// to the exact value, without an exponential.
+/// The distribution function of the standard normal distribution, within 1.5e-7, without an exponential. It is for
+/// GELU, whose usual form with 1 + erf is not more accurate.
 #[inline(always)]
 pub(super) fn normal_cdf(x: f32) -> f32 {
-    // Beyond it is 0 or 1 to within 2e-8.
+    // Beyond this bound the result is 0 or 1 to within 2e-8.
     const END: f32 = 5.5;
     // x² on [-1, 1], where the coefficients are small and nothing cancels.
     let t = (x * x).mul_add(2.0 / (END * END), -1.0);
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn sigmoid_is_accurate() {
-        // Below -87 the exact result is subnormal or nearly so and 1 + e^-x overflows: zero is near enough.
+        // Below -87 the exact result is (almost) subnormal and 1 + e^-x overflows, so zero is close enough.
         let (error, at) = worst(
             |x| sigmoid(if x < -87.0 { -87.0 } else { x }),
             |x| 1.0 / (1.0 + (-if x < -87.0 { -87.0 } else { x }).exp()),

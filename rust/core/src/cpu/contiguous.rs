@@ -11,15 +11,15 @@ use super::strided::{Axis, View, collapse};
 use crate::raw::check_allocation;
 use crate::{Raw, Result};
 
-/// Rows and columns of the tiles that transposed tensors are copied in: a row of the source's tile fills a cache line
-/// or two, a row of the result's tile several.
+/// Rows and columns of the tiles in which transposed tensors are copied. A row of the source's tile fills one or two
+/// cache lines, a row of the result's tile several.
 const TILE_ROWS: usize = 16;
 const TILE_COLUMNS: usize = 64;
 
 /// The tensor itself if it is contiguous, a contiguous copy otherwise; any dtype.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit: a broadcast view may have more elements than memory has room for.
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit, which may happen to broadcast views.
 pub fn contiguous(x: &Raw) -> Result<Raw> {
     if x.is_contiguous() {
         return Ok(x.clone());
@@ -34,8 +34,8 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
     }
 }
 
-/// A contiguous copy if the elements are in transposed order: reading these one after another would fetch a cache line
-/// for each. Otherwise the tensor itself, which kernels read in its own order.
+/// A contiguous copy if the elements are in transposed order, because reading them in the tensor's order would fetch a
+/// cache line for each. Otherwise the tensor itself.
 pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     if x.is_contiguous() {
         return Ok(Cow::Borrowed(x));
@@ -45,7 +45,7 @@ pub(super) fn untransposed(x: &Raw) -> Result<Cow<'_, Raw>> {
     Ok(if transposed { Cow::Owned(contiguous(x)?) } else { Cow::Borrowed(x) })
 }
 
-/// The axis along which neighbours are in memory, if it is not the innermost one.
+/// The axis along which elements are adjacent in memory, if it is not the innermost one.
 fn transposed_axis(axes: &[Axis]) -> Option<usize> {
     let (inner, outer) = axes.split_last()?;
     if inner.stride > 1 { outer.iter().position(|a| a.stride == 1) } else { None }
@@ -76,7 +76,7 @@ fn copy_elements<T: WithDType>(x: &[T], layout: &Layout, out: &mut [MaybeUninit<
     });
 }
 
-/// Copies where the axis `rows` has stride 1 and the last axis, the columns of the result, a larger one.
+/// Copies a tensor whose axis `rows` has stride 1, and whose last axis, the columns of the result, has a larger stride.
 fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], rows: usize, out: &mut [MaybeUninit<T>]) {
     let columns = *axes.last().expect("a transposed tensor has axes");
     let row_stride: usize = axes[rows + 1..].iter().map(|a| a.size).product();
@@ -88,7 +88,7 @@ fn copy_transposed<T: WithDType>(x: &[T], axes: &[Axis], rows: usize, out: &mut 
         for task in tasks {
             let (mut matrix, first) = (task / bands, task % bands * TILE_ROWS);
             let height = TILE_ROWS.min(axes[rows].size - first);
-            // Where the matrix starts in the source and in the result.
+            // The start of the band in the source and in the result.
             let (mut from, mut to, mut step) = (first, first * row_stride, columns.size);
             for (i, axis) in axes.iter().enumerate().rev().skip(1) {
                 if i != rows {

@@ -1,4 +1,4 @@
-//! Element types: how numbers are stored, and the type that arithmetic on them is done in.
+//! Element types: how numbers are stored, and in which type they are computed with.
 
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, DType, WithDType};
@@ -95,7 +95,8 @@ fn f16_to_f32(x: f16) -> f32 {
     let normal = (magnitude << 13) + BIAS;
     // Infinity and NaN have the largest exponent in both formats.
     let special = normal.wrapping_add(BIAS);
-    // A subnormal f16 is its fraction in units of 2^-24: give it the exponent of 2^-14, then take 2^-14 off.
+    // The value of a subnormal f16 is its fraction in units of 2^-24: give it the exponent of 2^-14, then subtract
+    // 2^-14.
     let one = BIAS + (1 << 23);
     let subnormal = (f32::from_bits((magnitude << 13) + one) - f32::from_bits(one)).to_bits();
     let finite = if magnitude < 0x0400 { subnormal } else { normal };
@@ -109,11 +110,11 @@ fn f32_to_f16(x: f32) -> f16 {
     let magnitude = bits & 0x7fff_ffff;
     // Normal: move the exponent to the other bias and round to nearest even at bit 13; a carry may lead to infinity.
     let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x0fff + ((magnitude >> 13) & 1)) >> 13;
-    // Subnormal: units of 2^-24, which adding 0.5 leaves rounded in the low bits.
+    // Subnormal: adding 0.5 rounds to units of 2^-24, whose number is then in the low bits.
     let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
     let finite = if magnitude < (127 - 14) << 23 { subnormal } else { normal };
     let special = if magnitude > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
-    // From 2^16 on.
+    // From 2^16 on the result is infinity or NaN.
     let result = if magnitude >= (127 + 16) << 23 { special } else { finite };
     f16::from_bits((sign | result) as u16)
 }
@@ -170,7 +171,7 @@ mod tests {
 
     #[test]
     fn f32_rounds_to_halves_as_in_the_half_crate() {
-        // Every 2^9 apart hits all ties of f16; of bf16 every tie is a multiple of 2^15.
+        // Steps of 2^9 hit all ties of f16 and of bf16, whose ties are multiples of 2^15.
         for x in (0..=u32::MAX).step_by(1 << 9).chain((0..=u32::MAX).step_by(10_007)).map(f32::from_bits) {
             let (h, b) = (f16::from_acc(x), bf16::from_acc(x));
             if x.is_nan() {

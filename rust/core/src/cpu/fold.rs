@@ -1,22 +1,22 @@
-//! Folds one of three dimensions: the basis of sums and extrema.
+//! Folds over one of three dimensions, the basis of sums and extrema.
 //!
-//! Blocks of fixed size are folded on several threads, then their results in the same way, until one is left. So the
+//! Blocks of fixed size are folded on several threads, then their results likewise, until one result is left. So the
 //! error of a sum grows with the logarithm of the number of blocks, and results do not depend on the number of threads.
 
 use super::pool::{GRAIN, SharedMut, par_ranges};
 use super::simd::{Real, dispatch};
 
-/// Columns summed side by side; their running sums stay in the first-level cache.
+/// Columns folded side by side; their running results stay in the first-level cache.
 pub(super) const TILE: usize = 2048;
 
-/// Running results of one row, enough for a few vector registers.
+/// Running results for one row, enough to fill a few vector registers.
 const LANES: usize = 32;
 
 /// The operation of a reduction on two numbers.
 pub(super) trait Fold: Sync {
-    /// The result of nothing.
+    /// The result for no elements.
     fn start<A: Real>() -> A;
-    /// The result of two results, or of a result and an element.
+    /// Combines two results, or a result and an element.
     fn join<A: Real>(a: A, b: A) -> A;
 }
 
@@ -62,7 +62,7 @@ impl Fold for Min {
     }
 }
 
-/// Reduces the middle one of three dimensions.
+/// Folds over the middle one of three dimensions; `load` converts elements. Returns (outer, inner) values.
 pub(super) fn fold<T: Copy + Sync, A: Real, F: Fold>(
     x: &[T],
     load: impl Fn(T) -> A + Copy + Sync,

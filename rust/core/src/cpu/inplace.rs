@@ -1,6 +1,7 @@
 //! Changes tensors in place, including views of larger buffers.
 //!
-//! The tensor that is changed must not repeat elements, and its source must have another storage: candle rejects both.
+//! The changed tensor must not repeat elements, and its source must have another storage; otherwise candle returns an
+//! error.
 
 use candle_core::{CpuStorage, DType, Layout};
 
@@ -73,7 +74,8 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     }))
 }
 
-/// dst += weight * (src - dst), rounded to the dtype of `dst`. The weight is a tensor of one f64, so that a captured step follows it.
+/// dst += weight * (src - dst), rounded to the dtype of `dst`. The weight is a tensor of one f64, so that replays of a
+/// captured step read its current value.
 ///
 /// # Errors
 /// As [`accumulate`].
@@ -89,7 +91,7 @@ pub fn lerp_in_place(dst: &Raw, src: &Raw, weight: &Raw) -> Result<()> {
     }))
 }
 
-/// A weight is one f64.
+/// Checks that a weight is one f64.
 ///
 /// # Errors
 /// [`Error::DType`] or [`Error::Shape`] if it is something else.
@@ -165,7 +167,7 @@ fn check_dims(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     Err(Error::shape(op, format!("found shape {:?}, expected {:?}", src.dims(), dst.dims())))
 }
 
-/// Calls `kernel` with pieces of `dst` that are consecutive and as many elements of `src`.
+/// Calls `kernel` with consecutive pieces of `dst` and the same elements of `src`.
 fn update_from<D: Stored, S: Stored>(
     dst: &mut CpuStorage,
     layout: &Layout,
@@ -190,8 +192,8 @@ fn update_from<D: Stored, S: Stored>(
     })
 }
 
-/// Calls `kernel` with the pieces of `dst` that are consecutive, and with the position of the first element of
-/// each in row-major order; on several threads.
+/// Calls `kernel` on several threads with pieces of `dst` that are contiguous in memory, and with the row-major
+/// position of each piece's first element.
 fn update<D: Stored>(
     dst: &mut CpuStorage,
     layout: &Layout,
@@ -205,7 +207,7 @@ fn update<D: Stored>(
             let (pieces, length) = if stride == 1 { (1, length) } else { (length, 1) };
             for i in 0..pieces {
                 let from = offset + i * stride;
-                // SAFETY: candle has checked that no two elements of the layout are one, so pieces do not overlap.
+                // SAFETY: candle has checked that the elements of the layout are distinct, so pieces do not overlap.
                 kernel(unsafe { dst.slice(from..from + length) }, start + position + i);
             }
         });

@@ -9,13 +9,13 @@ pub trait Lane: Sized + Copy {
 
     /// A register with `value` in every lane.
     fn splat<S: Simd>(simd: S, value: Self) -> Self::Vector<S>;
-    /// The elements of `values`, fewer than a register has, and zeros.
+    /// The elements of `values`, fewer than a register has, followed by zeros.
     fn load_part<S: Simd>(simd: S, values: &[Self]) -> Self::Vector<S>;
     /// The sum of the lanes.
     fn sum_lanes<S: Simd>(simd: S, a: Self::Vector<S>) -> Self;
     /// `a * b`.
     fn multiply<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
-    /// `a * b + c`, rounded once where the processor can.
+    /// `a * b + c`, rounded once if the processor supports it.
     fn multiply_add<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>, c: Self::Vector<S>) -> Self::Vector<S>;
 }
 

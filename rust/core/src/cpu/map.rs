@@ -15,7 +15,7 @@ use super::strided::{BLOCK, Blocks, Dims, View, broadcast_dims};
 use crate::raw::check_allocation;
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The name in errors of operands that an operation has not checked in its own name.
+/// The name of the operation in errors about operands that the caller has not checked under its own name.
 const OP: &str = "elementwise operation";
 
 /// A function of one number. `apply` must be `#[inline(always)]` to be vectorised.
@@ -23,7 +23,7 @@ pub trait Unary {
     /// The name of the same function in `cuda/kernels/elementwise.cu`.
     const KERNEL: &'static str;
 
-    /// The numbers that it takes there.
+    /// The parameters of the kernel.
     fn parameters(&self) -> [f64; 2] {
         [0.0; 2]
     }
@@ -108,8 +108,8 @@ pub fn unary<F: Unary + Sync>(x: &Raw, f: F) -> Result<Raw> {
 /// f(a, b) for each pair of elements of the broadcast operands.
 ///
 /// # Errors
-/// [`Error::DType`] if the dtypes differ or are not floating-point ones, [`Error::Shape`] if the shapes do not broadcast,
-/// [`Error::OutOfMemory`] if the result is too large.
+/// [`Error::DType`] if the dtypes differ or are not floating-point ones, [`Error::Shape`] if the shapes do not
+/// broadcast, [`Error::OutOfMemory`] if the result is too large.
 pub fn binary<F: Binary + Sync>(a: &Raw, b: &Raw, f: F) -> Result<Raw> {
     let dims = operand_dims(&[a, b])?;
     let (a, b) = (&untransposed(a)?, &untransposed(b)?);
@@ -151,7 +151,7 @@ pub fn ternary<F: Ternary + Sync>(a: &Raw, b: &Raw, c: &Raw, f: F) -> Result<Raw
 }
 
 /// The same numbers in another floating-point dtype, rounded to nearest even (from f64 to f16 and bf16 by way of f32);
-/// contiguous. A tensor that has the dtype already is returned as it is.
+/// contiguous. A tensor that has the dtype already is returned unchanged.
 ///
 /// # Errors
 /// [`Error::DType`] if one of the dtypes is not a floating-point one.
@@ -180,7 +180,7 @@ pub fn cast(x: &Raw, dtype: DType) -> Result<Raw> {
 /// The number in another element type.
 #[inline(always)]
 pub(super) fn convert<S: Elem, D: Elem>(x: S) -> D {
-    // By way of f64, which holds every number of every type; the compiler leaves out the steps that do nothing.
+    // By way of f64, which represents every number of every type; the compiler removes conversions without effect.
     D::from_acc(D::Acc::from_f64(x.to_acc().to_f64()))
 }
 
@@ -211,7 +211,7 @@ fn common_dims(a: &[usize], b: &[usize], dtype: DType) -> Result<Dims> {
     Ok(dims)
 }
 
-/// A function of `K` equally long slices of operands that writes as many results.
+/// A function of `K` slices of operands, all of the same length, that writes a slice of results of this length.
 type Kernel<'f, S, D, const K: usize> = &'f (dyn Fn([&[S]; K], &mut [MaybeUninit<D>]) + Sync);
 
 /// A new storage of shape `dims`, filled by a kernel that writes every element of the slices it is given.

@@ -1,9 +1,8 @@
 //! The thread pool of the CPU engine.
 //!
-//! All CPU work of the library runs on one pool, whose size [`set_num_threads`] changes at any time. Work is split at
-//! boundaries that depend on its size alone, never on the number of threads, so a result is the same bit for bit
-//! whatever the pool's size. The calling thread takes part in the work, and work that fits in one piece never
-//! touches the pool.
+//! All CPU work of the library runs on one pool, whose size [`set_num_threads`] may change at any time. Work is split
+//! at boundaries that depend on its size alone, never on the number of threads, so results are the same bit for bit
+//! with any pool. The calling thread takes part in the work, and work that fits in one piece does not use the pool.
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -17,13 +16,14 @@ use crate::{Error, Result};
 /// Elements that one thread takes at a time.
 pub(super) const GRAIN: usize = 32 * 1024;
 
-/// Number of threads of the pool; 0 until it is first asked for.
+/// Number of threads of the pool; 0 until it is first requested.
 static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// The pool, created at its first use. Replaced, never resized: calls that already run keep the one they started on.
+/// The pool, created at its first use. It is replaced, never resized, so running calls keep the pool they started on.
 static POOL: RwLock<Option<Threads>> = RwLock::new(None);
 
-/// A pool and the process that has its threads: a forked one inherits the pool without them, and its work would never be done.
+/// A pool and the process that has its threads. A forked process inherits the pool without the threads, so work given
+/// to it would never be done.
 struct Threads {
     pool: Arc<rayon::ThreadPool>,
     process: u32,
@@ -40,7 +40,7 @@ impl Threads {
         (self.process == std::process::id()).then(|| Arc::clone(&self.pool))
     }
 
-    /// Ends the threads. Another process's threads cannot be reached, and may have left their locks held.
+    /// Ends the threads, unless they are another process's, which cannot be reached and may have left locks held.
     fn end(self) {
         if self.here().is_none() {
             std::mem::forget(self);
@@ -48,18 +48,18 @@ impl Threads {
     }
 }
 
-/// More threads than any machine has use for; a mistyped number must not bring the machine down.
+/// The most threads of a pool, so that a mistyped number does not bring the machine down.
 const MOST_THREADS: usize = 1024;
 
-/// Number of threads that CPU work is spread over.
+/// The number of threads over which CPU work is spread.
 ///
-/// Defaults to the environment variable `RAYON_NUM_THREADS` if it holds a number from 1 to 1024, otherwise to the number of
-/// processors this process may use.
+/// Defaults to the environment variable `RAYON_NUM_THREADS` if it is a number from 1 to 1024, otherwise to the number
+/// of processors that this process may use.
 pub fn num_threads() -> usize {
     match NUM_THREADS.load(Ordering::Relaxed) {
         0 => {
             let n = default_num_threads();
-            // Another thread may have set a value meanwhile; that one stays.
+            // If another thread has set a value meanwhile, that value stays.
             match NUM_THREADS.compare_exchange(0, n, Ordering::Relaxed, Ordering::Relaxed) {
                 Ok(_) => n,
                 Err(set) => set,
@@ -69,11 +69,11 @@ pub fn num_threads() -> usize {
     }
 }
 
-/// Sets the number of threads that CPU work is spread over. Results do not depend on it.
+/// Sets the number of threads over which CPU work is spread. Results do not depend on it.
 ///
 /// # Errors
-/// [`Error::Argument`] if `n` is 0 or above 1024, or if the operating system rejects to start the threads; the pool then stays as it
-/// was.
+/// [`Error::Argument`] if `n` is 0 or above 1024, or if the operating system cannot start the threads; the pool is then
+/// unchanged.
 pub fn set_num_threads(n: usize) -> Result<()> {
     if n == 0 || n > MOST_THREADS {
         return Err(Error::argument("set_num_threads", format!("found {n} threads, expected 1 to {MOST_THREADS}")));
@@ -85,14 +85,14 @@ pub fn set_num_threads(n: usize) -> Result<()> {
         NUM_THREADS.store(n, Ordering::Relaxed);
         slot.replace(new)
     };
-    // Outside the lock: dropping a pool wakes all its threads.
+    // Outside the lock, because dropping a pool wakes all its threads.
     if let Some(old) = old {
         old.end();
     }
     Ok(())
 }
 
-/// Runs `f` on a thread of the pool, so that rayon calls in it, those of other crates included, use this pool.
+/// Runs `f` on a thread of the pool, so that rayon calls in `f` use this pool, including calls in other crates.
 pub fn run<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     match pool() {
         Some(pool) => pool.install(f),
@@ -100,8 +100,9 @@ pub fn run<R: Send>(f: impl FnOnce() -> R + Send) -> R {
     }
 }
 
-/// Calls `f` once for each piece of `0..len`, on several threads. All pieces have `grain` elements but the last, which
-/// may have fewer. An empty range makes no call; a range of at most `grain` elements makes one, on this thread.
+/// Calls `f` once for each piece of `0..len`, on several threads. All pieces have `grain` elements except the last,
+/// which may have fewer. An empty range makes no call; a range of at most `grain` elements makes one call on this
+/// thread.
 pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
     let grain = grain.max(1);
     if len <= grain {
@@ -128,9 +129,9 @@ pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
 
 /// Pieces of work that threads take one by one.
 ///
-/// The caller waits for the pieces that others have taken but not for the others themselves: if they wake too late it
-/// has done all the work and returns, so spreading small work costs little more than asking for help. Rayon's scopes
-/// wait, which takes longer than many an operation.
+/// The caller waits for the pieces that other threads have taken, but not for the threads themselves: if they wake too
+/// late, it does all the work and returns, so spreading small work costs little more than waking threads. Rayon's
+/// scopes would wait for the threads, which takes longer than many operations.
 struct Job {
     /// Valid until the last piece is done.
     piece: *const (dyn Fn(usize) + Sync),
@@ -147,8 +148,8 @@ unsafe impl Sync for Job {}
 
 impl Job {
     fn new<'a>(piece: &'a (dyn Fn(usize) + Sync + 'a), pieces: usize) -> Self {
-        // SAFETY: only the lifetime changes. `work` calls the function only for pieces that are not done, and the
-        // caller of `finish`, in whose frame the function lives, does not return before all are.
+        // SAFETY: only the lifetime changes. `work` calls the function only for pieces that are not done, and `finish`,
+        // whose caller owns the function, does not return before all pieces are done.
         let piece =
             unsafe { std::mem::transmute::<&'a (dyn Fn(usize) + Sync + 'a), &'static (dyn Fn(usize) + Sync)>(piece) };
         Self { piece, pieces, taken: AtomicUsize::new(0), done: AtomicUsize::new(0), panic: Mutex::new(None) }
@@ -161,7 +162,7 @@ impl Job {
             if i >= self.pieces {
                 break;
             }
-            // SAFETY: piece `i` is not done yet, so the function is still there.
+            // SAFETY: piece `i` is not done yet, so the function is still alive.
             let piece = unsafe { &*self.piece };
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| piece(i))) {
                 *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
@@ -170,12 +171,12 @@ impl Job {
         }
     }
 
-    /// Takes part in the work and returns when all of it is done. A panic in a piece continues here.
+    /// Takes part in the work and returns when all of it is done. A panic in a piece is resumed here.
     fn finish(&self) {
         self.work();
         let mut spins = 0u32;
         while self.done.load(Ordering::Acquire) < self.pieces {
-            // The last pieces of others take microseconds; beyond that this thread would only be in their way.
+            // Others need microseconds for their last pieces; after that, spinning would only slow them down.
             if spins < 10_000 {
                 spins += 1;
                 std::hint::spin_loop();
@@ -221,7 +222,7 @@ impl<'a, T> SharedMut<'a, T> {
         Self { ptr: data.as_mut_ptr(), len: data.len(), data: PhantomData }
     }
 
-    /// The first element, for kernels that write through pointers and answer for themselves.
+    /// The first element, for kernels that write through pointers and guarantee disjointness themselves.
     pub fn as_ptr(&self) -> *mut T {
         self.ptr
     }
@@ -250,8 +251,8 @@ fn default_num_threads() -> usize {
     from_env.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// The pool, or `None` if its threads cannot be started, or another thread changes it at present: the work is then done on the calling
-/// thread. Never waits, because a lock that another thread held when this process was forked is never released.
+/// The pool, or `None` if its threads cannot be started or another thread is changing it; the work is then done on the
+/// calling thread. Never waits, because a lock that another thread held when this process was forked is never released.
 fn pool() -> Option<Arc<rayon::ThreadPool>> {
     let here = |slot: &Option<Threads>| slot.as_ref().and_then(Threads::here);
     match POOL.try_read() {
@@ -280,7 +281,7 @@ fn pool() -> Option<Arc<rayon::ThreadPool>> {
 pub(crate) mod tests {
     use super::*;
 
-    /// Tests that change the number of threads hold this, as the number is one for the whole process.
+    /// Held by tests that change the number of threads, which is global in the process.
     static CHANGING_THREADS: Mutex<()> = Mutex::new(());
 
     /// The results of `f` with 1 and with `n` threads.

@@ -1,6 +1,6 @@
 //! Reductions and cumulative sums.
 //!
-//! Sums are made in f32 (f64 for f64), block by block; results do not depend on the number of threads.
+//! Sums are computed in f32 (f64 for f64), block by block; results do not depend on the number of threads.
 
 use candle_core::{CpuStorage, Shape, WithDType};
 use smallvec::SmallVec;
@@ -15,7 +15,7 @@ use super::strided::Dims;
 use crate::raw::{check_allocation, own_copy};
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The sum over `dims`, which stay with size 1 if `keepdim`. The sum of nothing is 0.
+/// The sum over `dims`, which stay with size 1 if `keepdim`. An empty sum is 0.
 ///
 /// # Errors
 /// [`Error::DType`] if the dtype is not a floating-point one, [`Error::Index`] if a dimension does not exist.
@@ -23,7 +23,7 @@ pub fn sum(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Sum>("sum", x, dims, keepdim, 1.0)
 }
 
-/// The mean over `dims`, which stay with size 1 if `keepdim`. The mean of nothing is NaN.
+/// The mean over `dims`, which stay with size 1 if `keepdim`. An empty mean is NaN.
 ///
 /// # Errors
 /// As [`sum`].
@@ -33,7 +33,7 @@ pub fn mean(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Sum>("mean", x, dims, keepdim, count as f64)
 }
 
-/// The largest element over `dims`, which stay with size 1 if `keepdim`; NaN if one is NaN.
+/// The largest element over `dims`, which stay with size 1 if `keepdim`; NaN if an element is NaN.
 ///
 /// # Errors
 /// As [`sum`], and [`Error::Shape`] if a dimension of `dims` is empty.
@@ -42,7 +42,7 @@ pub fn max(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Max>("max", x, dims, keepdim, 1.0)
 }
 
-/// The smallest element over `dims`, which stay with size 1 if `keepdim`; NaN if one is NaN.
+/// The smallest element over `dims`, which stay with size 1 if `keepdim`; NaN if an element is NaN.
 ///
 /// # Errors
 /// As [`max`].
@@ -51,7 +51,7 @@ pub fn min(x: &Raw, dims: &[usize], keepdim: bool) -> Result<Raw> {
     reduce::<Min>("min", x, dims, keepdim, 1.0)
 }
 
-/// The position (u32) of the largest element along `dim`, the first of equals; of the first NaN if there is one.
+/// The position (u32) of the largest element along `dim` (the first if several are equal), or of the first NaN.
 ///
 /// # Errors
 /// As [`max`].
@@ -112,7 +112,7 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
 pub(crate) fn check_dims(op: &'static str, x: &Raw, dims: &[usize]) -> Result<()> {
     match dims.iter().find(|&&d| d >= x.rank()) {
         Some(d) => Err(Error::index(op, format!("found dimension {d} of a tensor of shape {:?}", x.dims()))),
-        // Only the result of an empty tensor can be larger than the tensor.
+        // Check the allocation, because the result of an empty tensor can be larger than the tensor.
         None if x.elem_count() == 0 => check_allocation(op, &reduced_dims(x.dims(), dims, true), x.dtype()).map(|_| ()),
         None => Ok(()),
     }
@@ -131,7 +131,7 @@ pub(crate) fn reduced_dims(x: &[usize], dims: &[usize], keepdim: bool) -> Dims {
     kept.map(|(i, &d)| if dims.contains(&i) { 1 } else { d }).collect()
 }
 
-/// The elements before, in and after a dimension.
+/// The products of the sizes before and after a dimension, with its own size between.
 pub(crate) fn around(dims: &[usize], dim: usize) -> [usize; 3] {
     [dims[..dim].iter().product(), dims[dim], dims[dim + 1..].iter().product()]
 }
@@ -151,7 +151,7 @@ fn reduce<F: Fold>(op: &'static str, x: &Raw, dims: &[usize], keepdim: bool, div
     }))
 }
 
-/// Whether they are reduced, and the size: of dimensions, of which neighbours that are both reduced, or both kept, count as one.
+/// For each dimension, whether it is reduced, and its size; neighbours that are both reduced, or both kept, are merged.
 pub(crate) fn groups(x: &[usize], dims: &[usize]) -> SmallVec<[(bool, usize); 6]> {
     let mut groups = SmallVec::<[(bool, usize); 6]>::new();
     for (i, &size) in x.iter().enumerate() {
@@ -164,7 +164,7 @@ pub(crate) fn groups(x: &[usize], dims: &[usize]) -> SmallVec<[(bool, usize); 6]
     groups
 }
 
-/// Reduces contiguous elements over the groups of dimensions that are marked, the last one first.
+/// Reduces contiguous elements over the groups that are marked as reduced, the last group first.
 fn reduce_groups<T: Elem, F: Fold>(x: &[T], mut groups: SmallVec<[(bool, usize); 6]>, divisor: f64) -> Vec<T> {
     let mut result: Option<Vec<T::Acc>> = None;
     while let Some(last) = groups.iter().rposition(|&(reduced, _)| reduced) {
@@ -334,7 +334,7 @@ mod tests {
                 assert_eq!(values(&cumsum(&x, dim).unwrap()), values(&expected), "{dims:?} {dim} {dtype:?}");
             }
         }
-        // Rounded one by one, bf16 sums of ones would stay at 256.
+        // If each sum were rounded to bf16, sums of ones would stay at 256.
         let ones = from_vec(vec![bf16::ONE; 1000], 1000);
         assert_eq!(values(&cumsum(&ones, 0).unwrap())[999], 1000.0);
         assert_eq!(cumsum(&whole(&[0, 3], DType::F32), 0).unwrap().dims(), [0, 3]);

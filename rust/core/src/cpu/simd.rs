@@ -12,14 +12,15 @@ use super::lane::Lane;
 /// baseline of the target.
 ///
 /// `f` is an ordinary loop over slices that the compiler vectorises. It must be written
-/// `dispatch(#[inline(always)] || ...)` and all that it calls must be `#[inline(always)]` too: a function that is
-/// not inlined is compiled for the baseline. Threads are started outside, never inside.
+/// `dispatch(#[inline(always)] || ...)`, and every function that it calls must be `#[inline(always)]` too, because a
+/// function that is not inlined is compiled for the baseline. `f` must not start threads.
 #[inline(always)]
 pub fn dispatch<R>(f: impl FnOnce() -> R) -> R {
     arch().dispatch(f)
 }
 
-/// Runs an operation that is written in registers for the widest instruction set that this processor has.
+/// Runs an operation that is written with explicit SIMD registers for the widest instruction set that this processor
+/// has.
 #[inline(always)]
 pub(crate) fn vectorized<Op: pulp::WithSimd>(operation: Op) -> Op::Output {
     arch().dispatch(operation)
@@ -32,8 +33,8 @@ pub(super) fn arch() -> pulp::Arch {
     *ARCH
 }
 
-/// The types that arithmetic is done in: f32, whose elementary functions vectorise, and f64, whose functions are those
-/// of the standard library.
+/// The types of arithmetic: f32, whose elementary functions vectorise, and f64, whose elementary functions are mostly
+/// those of the standard library.
 pub trait Real:
     Copy
     + Debug
@@ -85,7 +86,7 @@ pub trait Real:
     fn ln(self) -> Self;
     /// Hyperbolic tangent.
     fn tanh(self) -> Self;
-    /// The distribution function of the standard normal distribution; of f32 within 1.5e-7.
+    /// The distribution function of the standard normal distribution; for f32 within 1.5e-7.
     fn normal_cdf(self) -> Self;
     /// 1 / (1 + e^-self).
     fn sigmoid(self) -> Self;

@@ -8,8 +8,8 @@ use smallvec::SmallVec;
 /// Sizes of dimensions.
 pub type Dims = SmallVec<[usize; 6]>;
 
-/// Elements in a block: small enough for a few blocks to stay in the first-level cache, large enough that the work per
-/// block hides what preparing it costs.
+/// Elements in a block: few enough for several blocks to stay in the first-level cache, enough for the work on a block
+/// to outweigh its preparation.
 pub(super) const BLOCK: usize = 1024;
 
 /// The shape that two shapes broadcast to by numpy's rules, or `None` if they do not fit together.
@@ -27,15 +27,15 @@ pub fn broadcast_dims(a: &[usize], b: &[usize]) -> Option<Dims> {
     Some(dims)
 }
 
-/// A dimension: its size and the distance of its elements.
+/// A dimension: its size and the distance between its elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Axis {
     pub size: usize,
     pub stride: usize,
 }
 
-/// The axes of `layout` broadcast to `dims`, outermost first, without those of size 1 and with neighbours merged where
-/// one step of the outer is a whole run of the inner.
+/// The axes of `layout` broadcast to `dims`, outermost first. Axes of size 1 are left out, and neighbours are merged if
+/// one step of the outer axis is a whole run of the inner.
 pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
     let added = dims.len() - layout.dims().len();
     let mut axes = SmallVec::<[Axis; 6]>::new();
@@ -57,8 +57,8 @@ pub(super) fn collapse(layout: &Layout, dims: &[usize]) -> SmallVec<[Axis; 6]> {
     axes
 }
 
-/// Calls `f(position, offset, stride, length)` for each piece of the innermost axis that `range`, in row-major order,
-/// runs through; `position` counts from the start of `range`.
+/// Calls `f(position, offset, stride, length)` for each piece of the innermost axis in `range`, which is in row-major
+/// order; `position` counts from the start of `range`.
 #[inline(always)]
 pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut(usize, usize, usize, usize)) {
     let Some((inner, outer)) = axes.split_last() else {
@@ -94,14 +94,14 @@ pub(super) fn for_each_run(axes: &[Axis], range: Range<usize>, mut f: impl FnMut
     }
 }
 
-/// An operand that stands for a contiguous tensor of the result's shape.
+/// An operand that is read as if it were a contiguous tensor of the result's shape.
 pub(super) struct View<'a, T> {
     data: &'a [T],
     axes: SmallVec<[Axis; 6]>,
 }
 
 impl<'a, T: Copy> View<'a, T> {
-    /// The elements of `layout`, the first of which is the first of `data`, broadcast to `dims`.
+    /// The elements of `layout`, broadcast to `dims`; `data` begins at the layout's first element.
     pub fn new(data: &'a [T], layout: &Layout, dims: &[usize]) -> Self {
         Self { data, axes: collapse(layout, dims) }
     }
@@ -119,7 +119,7 @@ impl<'a, T: Copy> View<'a, T> {
         matches!(self.axes.as_slice(), [Axis { stride: 0, .. }])
     }
 
-    /// Writes `wrap` of the elements of `range` to `out`.
+    /// Writes the elements of `range`, converted by `wrap`, to `out`.
     pub fn gather<U: Copy>(&self, range: Range<usize>, out: &mut [U], wrap: impl Fn(T) -> U) {
         for_each_run(&self.axes, range, |position, offset, stride, length| {
             let out = &mut out[position..position + length];
@@ -153,7 +153,7 @@ impl<'v, 'a, T: Copy> Blocks<'v, 'a, T> {
     pub fn new(view: &'v View<'a, T>) -> Self {
         let contiguous = view.contiguous();
         let constant = view.is_constant();
-        // A constant fills the scratch for good.
+        // If the view is constant, the scratch keeps this value.
         let scratch = if contiguous.is_none() { vec![view.data[0]; BLOCK] } else { Vec::new() };
         Self { view, contiguous, constant, scratch }
     }

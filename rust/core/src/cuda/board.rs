@@ -1,7 +1,8 @@
-//! Counters for ids out of range, which kernels write.
+//! Counters with which kernels report ids out of range.
 //!
-//! A kernel cannot raise an error, and waiting for it to check would stall the queue. So it lowers a counter of its operation to the
-//! position of the id, and the next synchronization of the device reads the counters and returns the error.
+//! A kernel cannot return an error, and waiting for its result would stall the queue. So it lowers the counter of its
+//! operation to the position of the id; the next synchronization of the device reads the counters and returns the
+//! error.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -14,7 +15,7 @@ use super::error::driver_error;
 use crate::capture::HostState;
 use crate::{Error, Result};
 
-/// Counters: more than there are operations that take ids.
+/// The number of counters, more than there are operations that take ids.
 const PLACES: usize = 16;
 
 /// The counters of a device.
@@ -42,7 +43,7 @@ impl Board {
         self.counters.device_ptr(&self.stream).0
     }
 
-    /// All counters at their highest: nothing to note.
+    /// Sets all counters to the largest value, which means that nothing is reported.
     fn clear(&self) -> std::result::Result<(), DriverError> {
         // SAFETY: the counters are as long as this.
         unsafe { result::memset_d8_async(self.address(), u8::MAX, PLACES * size_of::<u64>(), self.stream.cu_stream()) }
@@ -69,7 +70,7 @@ impl Board {
         }
         let read = || {
             self.stream.context().bind_to_thread()?;
-            // Into memory that is not pinned: the driver returns when it is done.
+            // A copy to memory that is not pinned is synchronous.
             let counters = self.stream.clone_dtoh(&self.counters)?;
             if counters.iter().any(|&at| at != u64::MAX) {
                 self.clear()?;

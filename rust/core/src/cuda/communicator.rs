@@ -1,7 +1,8 @@
 //! Sums and copies over the GPUs of several processes, by NCCL.
 //!
-//! Every process has one GPU and one communicator. All calls are queued on the GPU's one stream, so they are in order with everything
-//! else. Nothing waits inside of NCCL or the driver: a process that another one has left alone can still receive the message to stop.
+//! Every process has one GPU and one communicator. All calls are queued on the GPU's one stream, so they are in order
+//! with all other work. Nothing blocks inside NCCL or the driver, so a process can still be stopped when another one
+//! has ended.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,17 +23,17 @@ const OP: &str = "nccl";
 const SPIN: Duration = Duration::from_millis(1);
 /// How long it then sleeps at a time.
 const NAP: Duration = Duration::from_micros(50);
-/// How often the embedder is asked whether to continue.
+/// How often a wait asks the embedding program whether to continue.
 const ASK: Duration = Duration::from_millis(100);
 
-/// What a process is to its communicator.
+/// A communicator of NCCL, and whether it can be used.
 struct State {
     comm: Comm,
-    /// Whether it can be used: not aborted.
+    /// Whether it has not been aborted.
     is_alive: bool,
 }
 
-// SAFETY: NCCL asks that one thread at a time uses a communicator; the lock around it sees to that.
+// SAFETY: NCCL requires that only one thread at a time uses a communicator; the lock around the state ensures that.
 unsafe impl Send for State {}
 
 /// This process's part in a group of processes with one GPU each.
@@ -45,10 +46,10 @@ pub struct Communicator {
     stop: AtomicBool,
 }
 
-/// How the processes find each other: made by the one of rank 0, brought to the others.
+/// The identifier by which the processes find each other. Rank 0 makes it, and the others must receive it.
 ///
 /// # Errors
-/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it finds no way to listen.
+/// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it cannot listen.
 pub fn unique_id(folders: &[&Path]) -> Result<[u8; 128]> {
     let nccl = load(folders)?;
     Ok(nccl.unique_id().map_err(|result| failed(nccl, result))?.0)
@@ -89,8 +90,9 @@ impl Communicator {
     /// Join the `size` processes that were given `id`, as number `rank`; all of them must call this.
     ///
     /// # Errors
-    /// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Argument`] if there is no such rank, [`Error::Device`] if `device` is
-    /// not a CUDA device, if NCCL fails, or if not all have joined within `limit`; what [`interrupt::set_check`] returns.
+    /// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Argument`] if there is no such rank,
+    /// [`Error::Device`] if `device` is not a CUDA device, if NCCL fails, or if not all have joined within `limit`; the
+    /// error of the check that [`interrupt::set_check`] has set.
     pub fn new(
         device: &Device,
         rank: usize,
@@ -117,7 +119,7 @@ impl Communicator {
         Ok(made)
     }
 
-    /// Which of the processes this one is, from 0.
+    /// The number of this process, from 0.
     pub const fn rank(&self) -> usize {
         self.rank
     }
@@ -127,12 +129,12 @@ impl Communicator {
         self.size
     }
 
-    /// Queue the sum of each tensor over all processes, in place. All must call this with tensors of the same sizes and dtypes, in the
-    /// same order. What they are part of is read after [`wait`](Self::wait).
+    /// Queue the sum of each tensor over all processes, in place. All must call this with tensors of the same sizes and
+    /// dtypes, in the same order. Read the results, or buffers that contain them, only after [`wait`](Self::wait).
     ///
     /// # Errors
-    /// [`Error::Shape`] if a tensor is not dense, [`Error::DType`] if it holds no numbers, [`Error::Device`] if it is on another device, the
-    /// communicator was aborted, or NCCL fails.
+    /// [`Error::Shape`] if a tensor is not dense, [`Error::DType`] if it holds no numbers, [`Error::Device`] if it is
+    /// on another device, the communicator was aborted, or NCCL fails.
     pub fn all_reduce(&self, tensors: &[&Raw]) -> Result<()> {
         self.queue(tensors, |comm, stream, place, count, dtype| {
             // SAFETY: the tensor is dense, of this size, and used on this stream.
@@ -176,7 +178,7 @@ impl Communicator {
         let stream = self.gpu.stream().cu_stream().cast();
         let mut calls = Some(given);
         self.wait_for(Duration::from_secs(60), "NCCL did not take a call within 60 s", |state| {
-            // The first visit makes the calls, the others ask for their state.
+            // The first iteration makes the calls; later ones poll their state.
             if let Some(calls) = calls.take() {
                 let queue = |&(place, count, dtype): &_| call(state.comm, stream, place, count, dtype);
                 let queued = self.nccl.group_start().and_then(|()| {
@@ -192,8 +194,8 @@ impl Communicator {
     /// Wait until all that is queued on the GPU is done.
     ///
     /// # Errors
-    /// [`Error::Device`] if it is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver fails: the communicator
-    /// is aborted then. What [`interrupt::set_check`] returns.
+    /// [`Error::Device`] if it is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver
+    /// fails; the communicator is then aborted. The error of the check that [`interrupt::set_check`] has set.
     pub fn wait(&self, limit: Duration) -> Result<()> {
         let what = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs());
         bind(self.gpu)?;
@@ -205,12 +207,12 @@ impl Communicator {
         })
     }
 
-    /// Let the present or next wait end with an error; may be called from any thread.
+    /// Make the current or next wait end with an error; may be called from any thread.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
     }
 
-    /// Whether the last call has been taken.
+    /// Whether NCCL has finished queueing the last call.
     fn progress(&self, state: &State) -> Result<bool> {
         // SAFETY: the communicator is alive.
         match unsafe { self.nccl.async_error(state.comm) } {
@@ -220,7 +222,8 @@ impl Communicator {
         }
     }
 
-    /// Ask until the answer is yes. After an error the communicator is dead: what NCCL queued would wait for ever.
+    /// Call `ask` until it returns true. After an error the communicator is aborted, because work that NCCL has queued
+    /// would wait for ever.
     fn wait_for(&self, limit: Duration, what: &str, mut ask: impl FnMut(&State) -> Result<bool>) -> Result<()> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if !state.is_alive {
@@ -262,7 +265,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // The others may be gone: a good end is only waited for while it costs nothing.
+        // Wait for a proper end only for a limited time, because other processes may have ended.
         const LIMIT: Duration = Duration::from_secs(5);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::take(&mut state.is_alive) {

@@ -1,8 +1,10 @@
-//! The stream of a device's copies from pinned memory, and the events that order it with the stream of the device's work.
+//! The stream of a device's copies from pinned memory, and the events that order it with the stream of the device's
+//! work.
 //!
-//! In a capture the same events fork the stream of copies off the captured one and join it again, and the copies become nodes of the
-//! graph. An event of eager work cannot be waited for in a capture, nor the other way round, so both streams meet where a recording or
-//! a replay begins and ends. What was copied before a meeting is unknown after it; [`Copies::epoch`] counts the meetings.
+//! In a capture the same events fork the stream of copies off the captured stream and join it again, and the copies
+//! become nodes of the graph. Captured work cannot wait for an event of eager work, nor the other way round, so the two
+//! streams are joined ("meet") where a recording or a replay begins and ends. After a meeting, the contents of earlier
+//! copies are unknown; [`Copies::epoch`] counts the meetings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -26,25 +28,25 @@ impl Event {
         result::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map(Self)
     }
 
-    /// Complete when the work that is queued in `stream` now is done.
+    /// Record the event, which completes when the work that is queued in `stream` now is done.
     pub(super) fn record(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
         // SAFETY: event and stream live as long as the process.
         unsafe { result::event::record(self.0, stream) }
     }
 
-    /// Let what `stream` gets from now on wait for it.
+    /// Make work that is queued in `stream` from now on wait for the event.
     pub(super) fn before(&self, stream: CUstream) -> std::result::Result<(), DriverError> {
         // SAFETY: as above.
         unsafe { result::stream::wait_event(stream, self.0, CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
     }
 }
 
-/// The stream of a device's copies. There is one, because copies share the bus; it lives as long as the process.
+/// The stream of a device's copies. One is enough, because copies share the bus. It lives as long as the process.
 pub(super) struct Copies {
     stream: CUstream,
     /// Recorded on the device's stream before a copy.
     forked: Event,
-    /// Recorded on the stream of copies where the device's stream waits for all of them.
+    /// Recorded on the stream of copies; the device's stream then waits for all copies.
     joined: Event,
     is_ahead: AtomicBool,
     epoch: AtomicU64,
@@ -76,12 +78,13 @@ impl Copies {
         self.stream
     }
 
-    /// The number of meetings: what was copied is known while it stays the same.
+    /// The number of meetings; while it does not change, the contents of earlier copies are known.
     pub(super) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Let copies that are queued from now on wait for the work of the device's stream. Returns the stream to queue them in.
+    /// Let copies that are queued from now on wait for the work of the device's stream. Returns the stream to queue
+    /// them in.
     pub(super) fn fork(&self, compute: &CudaStream) -> std::result::Result<CUstream, DriverError> {
         compute.context().bind_to_thread()?;
         self.forked.record(compute.cu_stream())?;
@@ -100,14 +103,14 @@ impl Copies {
         Ok(())
     }
 
-    /// As [`join`](Self::join), where a recording or a replay begins or ends: what was copied before counts no more.
+    /// As [`join`](Self::join), where a recording or a replay begins or ends; invalidates earlier copies.
     pub(super) fn meet(&self, compute: &CudaStream) -> std::result::Result<(), DriverError> {
         self.epoch.fetch_add(1, Ordering::AcqRel);
         self.join(compute)
     }
 }
 
-/// The stream of copies of a device, made when it is first asked for.
+/// The stream of copies of a device, made on first use.
 pub(super) struct Lazy(Mutex<Option<&'static Copies>>);
 
 impl Lazy {
@@ -115,7 +118,7 @@ impl Lazy {
         Self(Mutex::new(None))
     }
 
-    /// If it is there.
+    /// The stream, if it has been made.
     pub(super) fn get(&self) -> Option<&'static Copies> {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

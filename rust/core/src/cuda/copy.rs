@@ -19,7 +19,7 @@ pub fn contiguous(x: &Raw) -> Result<Raw> {
     if x.is_contiguous() { Ok(x.clone()) } else { copy(x) }
 }
 
-/// A contiguous copy; any dtype that kernels know.
+/// A contiguous copy; any dtype that kernels support.
 pub fn copy(x: &Raw) -> Result<Raw> {
     const OP: &str = "copy";
     let y = empty(OP, Gpu::of(OP, x)?, x.dims(), x.dtype())?;
@@ -78,7 +78,7 @@ pub fn filled(device: &candle_core::Device, value: f64, dims: &[usize], dtype: D
     Ok(y)
 }
 
-/// Tensors one after the other along `dim`, of equal sizes otherwise; any dtype that kernels know.
+/// Concatenates tensors along `dim`; their other sizes are equal. Any dtype that kernels support.
 pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     const OP: &str = "cat";
     let (first, others) = parts.split_first().ok_or_else(|| Error::argument(OP, "found no tensors"))?;
@@ -95,7 +95,7 @@ pub fn cat(parts: &[&Raw], dim: usize) -> Result<Raw> {
     Ok(y)
 }
 
-/// Zeros; any dtype that kernels know.
+/// A tensor of zeros; any dtype that kernels support.
 pub fn zeros(device: &candle_core::Device, dims: &[usize], dtype: DType) -> Result<Raw> {
     const OP: &str = "zeros";
     let gpu = Gpu::of_device(OP, device)?;
@@ -118,7 +118,7 @@ pub fn scale_in_place(dst: &Raw, factor: f64) -> Result<()> {
     change("scale_in_place", &SCALE_IN_PLACE, dst, factor)
 }
 
-/// `dst`, which is dense, takes `src`, of the same shape and dtype, on its device.
+/// Copies `src` to `dst`, which is dense and has the same shape, dtype and device.
 pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     if !src.is_contiguous() {
         return copy_into(dst, src);
@@ -131,20 +131,20 @@ pub(super) fn transfer(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     let (to, from) = (address(op, dst)?, address(op, src)?);
     let run = || {
         gpu.stream().context().bind_to_thread()?;
-        // SAFETY: both tensors have these bytes, one after the other.
+        // SAFETY: both tensors are contiguous and have this many bytes.
         unsafe { result::memcpy_dtod_async(to, from, bytes, gpu.stream().cu_stream()) }
     };
     run().map_err(|error| driver_error(op, error))
 }
 
-/// A dense copy of a tensor in storage of its own.
+/// A dense copy of a tensor with its own storage.
 pub(super) fn duplicate(op: &'static str, x: &Raw) -> Result<Raw> {
     let y = empty(op, Gpu::of(op, x)?, x.dims(), x.dtype())?;
     transfer(op, &y, x)?;
     Ok(y)
 }
 
-/// The end of the name of a kernel that copies elements as they are.
+/// The suffix of the name of the kernel that copies elements of a dtype without conversion.
 fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     match dtype.size_in_bytes() {
         1 => &["1"],
@@ -154,15 +154,15 @@ fn byte_suffix(dtype: DType) -> &'static [&'static str] {
     }
 }
 
-/// What happens to an element besides being replaced.
+/// How an element changes, if it is not just replaced.
 #[derive(Clone, Copy)]
 enum Change {
     Add,
-    /// By the weight that is there.
+    /// With the weight at this address.
     Lerp(Const),
 }
 
-/// `dst` takes `src`, of the same shape, on its device.
+/// Copies `src` to `dst`, or changes `dst` by it; both have the same shape and device.
 fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Result<()> {
     if dst.elem_count() == 0 {
         return Ok(());
@@ -189,7 +189,7 @@ fn write(op: &'static str, dst: &Raw, src: &Raw, change: Option<Change>) -> Resu
     }
 }
 
-/// `to` takes `from`, of the same size of elements, as it is.
+/// Copies `from` to `to` without conversion; their elements have the same size.
 ///
 /// # Safety
 /// Their strides stay inside of memory that may be written and read.
@@ -207,7 +207,7 @@ pub(super) unsafe fn copy_bytes(
     unsafe { function.launch(op, gpu, shape, CopyArguments { y, x, tensors }) }
 }
 
-/// Changes each element of `dst` alone.
+/// Changes each element of `dst` by a number.
 fn change(op: &'static str, kernel: &Kernel<Fill>, dst: &Raw, number: f64) -> Result<()> {
     let gpu = Gpu::of(op, dst)?;
     let function = gpu.function(kernel, suffix(op, dst.dtype())?)?;
@@ -233,7 +233,7 @@ fn check_pair(op: &'static str, dst: &Raw, src: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// A tensor that is changed must not repeat elements.
+/// Checks that a tensor to be changed does not repeat elements.
 fn check_distinct(op: &'static str, dst: &Raw) -> Result<()> {
     let repeats = dst.dims().iter().zip(dst.stride()).any(|(&size, &stride)| size > 1 && stride == 0);
     if repeats && dst.elem_count() > 0 {

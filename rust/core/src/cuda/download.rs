@@ -1,4 +1,4 @@
-//! Values of tensors on the host.
+//! Copies of tensors' values to the host.
 
 use candle_core::WithDType;
 use trainable_candle_cuda::download;
@@ -9,11 +9,12 @@ use super::gpu::Gpu;
 use super::launch::address;
 use crate::{Error, Raw, Result};
 
-/// The elements of a tensor in row-major order, on the host: those alone are moved. `T` is the type of its dtype. Waits for the device.
+/// The elements of a tensor in row-major order, on the host. Only these elements are copied, not the whole storage. `T`
+/// is the type of its dtype. Waits for the device.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not on a CUDA device, the driver reports an error, or `T` is not its type; [`Error::Index`] if a kernel met an id
-/// out of range.
+/// [`Error::Device`] if it is not on a CUDA device or the driver reports an error, [`Error::DType`] if `T` is not its
+/// type, [`Error::Index`] if a kernel has found an id out of range.
 pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     const OP: &str = "to_cpu";
     let gpu = Gpu::of(OP, x)?;
@@ -24,7 +25,7 @@ pub fn download<T: WithDType>(x: &Raw) -> Result<Vec<T>> {
     let dense = contiguous(x)?;
     let count = dense.elem_count();
     let mut values: Vec<T> = Vec::with_capacity(count);
-    // Without elements there is storage all the same, which nothing has written.
+    // An empty tensor has storage, too, which nothing has written.
     if count > 0 {
         let from = address(OP, &dense)?;
         gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;

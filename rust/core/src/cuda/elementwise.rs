@@ -10,7 +10,7 @@ use crate::{Raw, Result};
 
 const OP: &str = "elementwise operation";
 
-/// The kernel of a function and the numbers that it takes.
+/// The kernel of a function, and its parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel {
     name: &'static str,
@@ -18,7 +18,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// The function's name in `kernels/elementwise.cu` and its numbers.
+    /// The function's name in `kernels/elementwise.cu`, and its parameters.
     pub const fn new(name: &'static str, parameters: [f64; 2]) -> Self {
         Self { name, parameters }
     }

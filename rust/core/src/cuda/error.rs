@@ -1,4 +1,4 @@
-//! Errors of the driver, of cuBLAS and of candle as the library's.
+//! Converts errors of the driver, of cuBLAS and of candle to the library's.
 
 use std::error::Error as StdError;
 

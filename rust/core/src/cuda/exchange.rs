@@ -32,7 +32,7 @@ pub fn stream(device: &Device) -> Result<usize> {
     Ok(Gpu::of_device(OP, device)?.stream().cu_stream() as usize)
 }
 
-/// Have `second` wait for what is queued on `first`.
+/// Make `second` wait for the work that is queued on `first`.
 ///
 /// # Safety
 /// Both are streams of the current device.
@@ -102,8 +102,8 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
 /// Every element that `dims` and `strides` (in elements) reach from `address` is readable on the device.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit, [`Error::Shape`](crate::Error::Shape) if its strides
-/// make too many dimensions, and as [`address`].
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit, [`Error::Shape`](crate::Error::Shape) if
+/// its strides make too many dimensions, and as [`address`].
 pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;

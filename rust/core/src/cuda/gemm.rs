@@ -1,7 +1,7 @@
 //! Matrix products by cuBLAS.
 //!
-//! cuBLAS counts along columns: the transpose of a row-major result is the product of the transposes in the other order, so no operand
-//! that lies by rows or by columns is copied.
+//! cuBLAS is column-major. The transpose of a row-major result is the product of the transposed operands in the
+//! opposite order, so no row-major or column-major operand is copied.
 
 use std::ffi::c_void;
 
@@ -58,8 +58,8 @@ fn check_apart(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<()> {
     Ok(())
 }
 
-/// As [`cpu::write_products`](crate::cpu::write_products). Matrices that follow one another in memory are one product, evenly spaced
-/// ones of one shape per batch.
+/// As [`cpu::write_products`](crate::cpu::write_products). Adjacent matrices are joined to one product, and evenly
+/// spaced products of one shape are one batch.
 pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Result<()> {
     const OP: &str = "write_products";
     let beta = f64::from(u8::from(accumulate));
@@ -88,9 +88,9 @@ pub fn write_products(terms: &[[&Raw; 3]], alpha: f64, accumulate: bool) -> Resu
 /// One of several products of matrices.
 struct Product {
     plan: Plan,
-    /// The dtype of the operands and of the result.
+    /// Addresses of the operands and of the result.
     addresses: [Address; 3],
-    /// Bytes of their elements.
+    /// Bytes of an element of each.
     sizes: [usize; 3],
 }
 
@@ -100,7 +100,7 @@ struct Joined {
     left: Matrix,
     right: Matrix,
     count: usize,
-    /// From an operand or result of the batch to the next, in elements.
+    /// Distances from an operand or result of the batch to the next, in elements.
     strides: [usize; 3],
 }
 
@@ -129,7 +129,7 @@ impl Joined {
         if count == 1 {
             return joined(plan(m, n), 1, [0; 3]);
         }
-        // Neighbouring columns, neighbouring rows, or a batch of results apart.
+        // Results are neighbouring columns, neighbouring rows, or a batch of separate matrices.
         if stride_a == 0 && stride_b == n * b[1] && stride_y == n && row >= count * n {
             return joined(plan(m, count * n), 1, [0; 3]);
         }
@@ -151,7 +151,7 @@ fn spacing(products: &[Product], which: usize) -> Option<usize> {
     (even && distance.is_multiple_of(size)).then_some((distance / size) as usize)
 }
 
-/// A matrix as cuBLAS sees it, by columns: whether it is transposed, and the distance of its columns.
+/// A column-major matrix for cuBLAS: whether it is transposed, and the distance between its columns.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix {
     pub(super) operation: Operation,
@@ -159,9 +159,10 @@ pub(super) struct Matrix {
 }
 
 impl Matrix {
-    /// The layout of a row-major (rows, columns) with these strides, as its transpose; `None` if neither dimension is dense.
+    /// The layout of the transpose of a (rows, columns) matrix with these strides; `None` if neither dimension is
+    /// dense.
     pub(super) fn transpose_of([rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Option<Self> {
-        // A dimension of one element has any stride.
+        // The stride of a dimension of one element does not matter.
         let dense = |size: usize, stride: usize| size <= 1 || stride == 1;
         let distance = |count: usize, stride: usize, length: usize| {
             if count <= 1 { Some(length.max(1)) } else { Some(stride).filter(|&stride| stride >= length.max(1)) }
@@ -190,7 +191,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let (Some(left), Some(right)) =
         (Matrix::transpose_of([plan.m, plan.k], plan.a), Matrix::transpose_of([plan.k, plan.n], plan.b))
     else {
-        // A matrix without a dense dimension, such as every other column of another: no kernel of cuBLAS reads it.
+        // cuBLAS cannot read a matrix without a dense dimension, such as every other column of another.
         let (a, b) = (dense(a, [plan.m, plan.k], plan.a)?, dense(b, [plan.k, plan.n], plan.b)?);
         return run(op, y, &a, &b, alpha, beta);
     };
@@ -199,7 +200,7 @@ fn run(op: &'static str, y: &Raw, a: &Raw, b: &Raw, alpha: f64, beta: f64) -> Re
     let call =
         Call { op, gpu, plan: &plan, left, right, types: [data_type(op, a.dtype())?, data_type(op, y.dtype())?] };
     let sizes = [a.dtype().size_in_bytes(), b.dtype().size_in_bytes(), y.dtype().size_in_bytes()];
-    // One call for the innermost batch dimension, and one for each place in the others.
+    // One call handles the innermost batch dimension; make one for each index of the others.
     let (inner, outer) = match plan.batch.split_last() {
         Some((inner, outer)) => (Some(inner), outer),
         None => (None, plan.batch.as_slice()),
@@ -255,8 +256,8 @@ impl Call<'_> {
         self.gpu.stream().context().bind_to_thread().map_err(|error| driver_error(self.op, error))?;
         let name = || format!("gemm {count} x {m}x{k}x{n} {operands:?}");
         let queue = || {
-            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on the
-            // device's stream.
+            // SAFETY: the plan stays within its operands and the result, which are of the types named; cuBLAS queues on
+            // the device's stream.
             check_blas(unsafe {
                 cublasGemmStridedBatchedEx(
                     *self.gpu.blas().handle(),
@@ -289,7 +290,7 @@ impl Call<'_> {
     }
 }
 
-/// The arithmetic of products of operands of this type.
+/// The type of the arithmetic for operands of this type.
 pub(super) fn compute_type(operands: Type) -> Compute {
     match operands {
         Type::CUDA_R_64F => Compute::CUBLAS_COMPUTE_64F,

@@ -1,4 +1,4 @@
-//! Many products at once: those of one size in one call of cuBLAS.
+//! Many products at once: products of one size are one call of cuBLAS.
 
 use std::ffi::c_void;
 
@@ -21,13 +21,13 @@ use crate::{Error, Raw, Result};
 
 const OP: &str = "matmul";
 
-/// Addresses that travel with one launch of `write_addresses`.
+/// The most addresses that one launch of `write_addresses` takes as arguments.
 const MOST_ADDRESSES: usize = 480;
 
-/// What the addresses of a batch are multiples of: the widest access of a thread, in bytes.
+/// The required alignment of the addresses in a batch: the widest access of a thread, in bytes.
 const ALIGNMENT: Address = 16;
 
-/// What products of one call have in common.
+/// The properties that the products of one call share.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [i32; 3],
@@ -42,11 +42,12 @@ struct Key {
 }
 
 impl Key {
-    /// The shape of a product of two matrices that cuBLAS reads in place.
+    /// The key of a product; `None` if cuBLAS cannot compute it in a batch without copies.
     fn of(product: &Product) -> Result<Option<Self>> {
         let Product { a, b, alpha, to } = product;
         let plan = Plan::of(OP, a, b)?;
-        // cuBLAS does not know the addresses of a batch, and chooses kernels with the widest access that the sizes allow.
+        // cuBLAS does not know the addresses of a batch when it chooses a kernel, and assumes the widest access that
+        // the sizes allow. So the addresses must be aligned.
         let is_aligned = |tensor: &Raw| Ok::<_, Error>(address(OP, tensor)?.is_multiple_of(ALIGNMENT));
         let mut aligned = is_aligned(a)? && is_aligned(b)?;
         let (result, accumulates) = match to {
@@ -117,7 +118,7 @@ pub fn products(work: &[Product]) -> Result<Vec<Raw>> {
     Ok(results.into_iter().flatten().collect())
 }
 
-/// As many as one call takes, none of which adds to the same tensor as another; and the rest.
+/// Splits a group into products for one call, which all add to different tensors, and the rest.
 fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>)> {
     let (mut batch, mut rest) = (Vec::new(), Vec::new());
     let mut sums: FxHashSet<Address> = FxHashSet::default();
@@ -131,7 +132,7 @@ fn distinct(work: &[Product], group: &[usize]) -> Result<(Vec<usize>, Vec<usize>
     Ok((batch, rest))
 }
 
-/// Products of one key in one call.
+/// Computes products of one key in one call.
 fn run(key: &Key, batch: &[&Product]) -> Result<Vec<Raw>> {
     let gpu = Gpu::of(OP, &batch[0].a)?;
     let count = batch.len();

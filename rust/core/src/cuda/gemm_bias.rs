@@ -1,4 +1,4 @@
-//! Products with a bias by cuBLASLt, which adds it where it writes the result.
+//! Products with a bias by cuBLASLt, which adds the bias as it writes the result.
 
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T;
@@ -12,10 +12,11 @@ use super::product_calls::{Arithmetic, Key};
 use crate::cpu::gemm::batch::Plan;
 use crate::{Raw, Result};
 
-/// y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; `None` if cuBLASLt does not take the operands.
+/// y (m, n) = x (m, k) times w (k, n) plus `bias` (n) in each row; `None` if cuBLASLt does not support the operands.
 ///
 /// # Errors
-/// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) and [`Error::Device`](crate::Error::Device) if the operands do not fit.
+/// [`Error::Shape`](crate::Error::Shape), [`Error::DType`](crate::Error::DType) and
+/// [`Error::Device`](crate::Error::Device) if the operands do not fit.
 pub fn product_with_bias(op: &'static str, x: &Raw, w: &Raw, bias: &Raw) -> Result<Option<Raw>> {
     same_device(op, x, &[w, bias])?;
     let plan = Plan::of(op, x, w)?;

@@ -15,8 +15,8 @@ pub enum Codes {
     E4m3,
 }
 
-/// y (m, n) = x (m, k) times wᵀ of w (n, k), all dense: the sums of products of codes, 32-bit integers of int8 and f32 of e4m3. False if
-/// the device has no such products.
+/// y (m, n) = x (m, k) times the transpose of w (n, k), all dense. The results are sums of products of codes: 32-bit
+/// integers for int8, f32 for e4m3. Returns false if the device does not support such products.
 ///
 /// # Safety
 /// `x`, `w` and `y` are addresses of matrices of these sizes on the device.

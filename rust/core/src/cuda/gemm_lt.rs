@@ -1,4 +1,4 @@
-//! Products by cuBLASLt: how a call is found, and how it is queued.
+//! Products by cuBLASLt: finding an algorithm, and queueing calls.
 
 use std::collections::hash_map::Entry;
 use std::ffi::c_void;
@@ -22,8 +22,8 @@ pub(super) const fn alignment(address: Address) -> u32 {
     1 << if zeros < 8 { zeros } else { 8 }
 }
 
-/// Queue a product in cuBLAS' order, columns of y = a b: of the addresses of the operands and the result, and of the bias where the
-/// arithmetic has one. False if cuBLASLt does not compute it.
+/// Queue a product y = a b of column-major matrices, given the addresses of the operands and the result, and of the
+/// bias if the arithmetic has one. Returns false if cuBLASLt does not support it.
 ///
 /// # Safety
 /// The addresses are those of matrices that `key` describes.
@@ -85,7 +85,7 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     type Preference = sys::cublasLtMatmulPreferenceAttributes_t;
     let (_, workspace) = gpu.workspace();
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
-    // Sums of products in f16 and bf16 stay in f32 also where they are split.
+    // Sums of products in f16 and bf16 stay in f32 even if they are split.
     let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
     set_preference(&preference, Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
     let [a, b, y] = key.alignments;
@@ -103,7 +103,7 @@ fn find(gpu: &Gpu, key: &Key) -> Result<Option<Call>> {
     }
 }
 
-/// Queue a call for the addresses of the operands and the result, and of the bias where there is one.
+/// Queue a call for the addresses of the operands and the result, and of the bias if there is one.
 fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>) -> Result<()> {
     if let Some(bias) = bias {
         let pointer = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
@@ -112,13 +112,13 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>)
     let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
     let (workspace, workspace_size) = gpu.workspace();
     let is_integer = call.arithmetic == Arithmetic::Int8;
-    // One and zero.
+    // The factors 1 and 0.
     let (floats, integers) = ([1f32, 0.0], [1i32, 0]);
     let scalar = |i: usize| -> *const c_void {
         if is_integer { std::ptr::from_ref(&integers[i]).cast() } else { std::ptr::from_ref(&floats[i]).cast() }
     };
-    // SAFETY: the layouts describe the operands and the result, whose addresses have the alignment that the algorithm was found
-    // for; the work goes to the device's stream, as all that uses the workspace.
+    // SAFETY: the layouts describe the operands and the result, whose addresses have the alignment that the algorithm
+    // assumes; the work goes to the device's stream, like all work that uses the workspace.
     check(unsafe {
         result::matmul(
             handle(gpu),
@@ -141,7 +141,7 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>)
     })
 }
 
-/// cuBLAS' handle, which cuBLASLt takes as its own.
+/// cuBLAS' handle, which is also valid for cuBLASLt.
 fn handle(gpu: &Gpu) -> sys::cublasLtHandle_t {
     (*gpu.blas().handle()).cast()
 }

@@ -1,4 +1,4 @@
-//! CUDA devices: one state each, with the functions found so far and the handle of cuBLAS.
+//! The state of each CUDA device: its stream, loaded kernels, and the handle of cuBLAS.
 
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -28,13 +28,13 @@ pub struct Gpu {
     stream: Arc<CudaStream>,
     blas: Arc<CudaBlas>,
     loader: Loader,
-    /// Compute capability 9.0, whose own instructions some modules use.
+    /// Whether the compute capability is 9.0, which has instructions that some kernels need.
     is_hopper: bool,
     multiprocessors: usize,
     board: Board,
     product_calls: ProductCalls,
     copies: Lazy,
-    /// cuBLAS and cuBLASLt work in it, one after the other.
+    /// Memory for cuBLAS and cuBLASLt, which use it one after the other.
     workspace: CudaSlice<u8>,
 }
 
@@ -45,7 +45,7 @@ fn known(find: impl Fn(&(DeviceId, &'static Gpu)) -> bool) -> Option<&'static Gp
     GPUS.read().unwrap_or_else(PoisonError::into_inner).iter().find(|gpu| find(gpu)).map(|&(_, gpu)| gpu)
 }
 
-/// The device of a number; the same one at each call. The CUDA libraries are looked for in `folders` first.
+/// The device with a number; every call returns the same one. CUDA libraries are searched in `folders` first.
 ///
 /// # Errors
 /// [`Error::CudaUnavailable`] with the reason, [`Error::Device`] if there is no device of this number.
@@ -75,7 +75,7 @@ fn check_usable(ordinal: usize) -> Result<()> {
         .map_err(|reason| Error::CudaUnavailable(format!("cuda:{ordinal}: {reason}")))
 }
 
-/// The number of devices that the driver sees; one of them at least can be used.
+/// The number of devices that the driver sees, of which at least one can be used.
 ///
 /// # Errors
 /// [`Error::CudaUnavailable`] with the reason.
@@ -92,13 +92,13 @@ impl Gpu {
         let is_hopper = capability == (9, 0);
         let multiprocessors = stream.context().attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         let multiprocessors = multiprocessors.map_err(|error| driver_error("cuda", error))? as usize;
-        // SAFETY: cuBLAS alone uses the memory, and does not read what it has not written.
+        // SAFETY: only cuBLAS uses the memory, and it does not read values that it has not written.
         let workspace = unsafe { device.alloc::<u8>(BLAS_WORKSPACE) }?;
         let (pointer, _) = workspace.device_ptr(&stream);
         // SAFETY: the handle is candle's for this device; the workspace lives as long as the device.
         unsafe {
             check_blas(blas::cublasSetWorkspace_v2(*blas.handle(), pointer as *mut _, BLAS_WORKSPACE))?;
-            // Sums of products in f16 and bf16 stay in f32 also where they are split.
+            // Sums of products in f16 and bf16 stay in f32 even if they are split.
             let mode = blas::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             check_blas(blas::cublasSetMathMode(*blas.handle(), mode))?;
         }
@@ -120,8 +120,8 @@ impl Gpu {
     /// The device of a tensor, which must be on one.
     ///
     /// # Errors
-    /// [`Error::Device`] if the tensor is not on a CUDA device; for a device that is met for the first time [`Error::OutOfMemory`] if it is
-    /// full, [`Error::CudaUnavailable`] if there is no code for it.
+    /// [`Error::Device`] if the tensor is not on a CUDA device. At the first use of a device, [`Error::OutOfMemory`] if
+    /// it is full, and [`Error::CudaUnavailable`] if there are no kernels for it.
     pub fn of(op: &'static str, tensor: &Raw) -> Result<&'static Self> {
         Self::of_device(op, tensor.device())
     }
@@ -141,7 +141,7 @@ impl Gpu {
         if let Some(gpu) = known(|(id, _)| *id == device.id()) {
             return Ok(gpu);
         }
-        // A device that was made with candle.
+        // The device was made with candle.
         if let DeviceLocation::Cuda { gpu_id } = device.location() {
             check_usable(gpu_id)?;
         }
@@ -154,7 +154,7 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// Candle's handle.
+    /// Candle's device.
     pub const fn device(&self) -> &CudaDevice {
         &self.device
     }
@@ -168,27 +168,27 @@ impl Gpu {
         &self.blas
     }
 
-    /// How cuBLASLt computes the products with a bias that have been met.
+    /// The calls of cuBLASLt that were found so far.
     pub(super) const fn product_calls(&self) -> &ProductCalls {
         &self.product_calls
     }
 
-    /// The stream of copies from the host beside the work, made when it is first asked for.
+    /// The stream of copies from the host, which run in parallel with the work; made on first use.
     pub(super) fn copies(&self) -> Result<&'static Copies> {
         self.copies.get_or_make(&self.stream)
     }
 
-    /// Let work and copies beside it meet, where a recording or a replay begins or ends.
+    /// Join the stream of copies with the stream of work, where a recording or a replay begins or ends.
     pub(super) fn meet_copies(&self) -> std::result::Result<(), DriverError> {
         self.copies.get().map_or(Ok(()), |copies| copies.meet(&self.stream))
     }
 
-    /// Its kernels.
+    /// The loader of its kernels.
     pub(super) const fn loader(&self) -> &Loader {
         &self.loader
     }
 
-    /// Address and size of what libraries may use for themselves.
+    /// Address and size of the workspace of cuBLAS and cuBLASLt.
     pub(super) fn workspace(&self) -> (Address, usize) {
         (self.workspace.device_ptr(&self.stream).0, BLAS_WORKSPACE)
     }
@@ -203,7 +203,7 @@ impl Gpu {
         self.multiprocessors
     }
 
-    /// Where kernels note ids that are out of range.
+    /// The counters with which kernels report ids out of range.
     pub(crate) const fn board(&self) -> &Board {
         &self.board
     }

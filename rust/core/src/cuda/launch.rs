@@ -28,7 +28,7 @@ pub struct Function<A> {
     takes: PhantomData<fn(A)>,
 }
 
-/// How many blocks, threads in a block, and bytes of dynamic shared memory in a block.
+/// The launch configuration of a kernel: blocks, threads of a block, and dynamic shared memory of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Blocks in each dimension.
@@ -51,13 +51,13 @@ impl Shape {
         Ok(Self { grid: [grid, 1, 1], block: [threads, 1, 1], shared: 0 })
     }
 
-    /// Blocks of 256 threads for kernels that take any grid: about `each` of `count` elements a thread.
+    /// Blocks of 256 threads for kernels that support any grid, with about `each` of `count` elements per thread.
     pub fn flat(count: usize, each: usize) -> Self {
         let blocks = count.div_ceil(256 * each.max(1)).clamp(1, i32::MAX as usize);
         Self { grid: [blocks as u32, 1, 1], block: [256, 1, 1], shared: 0 }
     }
 
-    /// A team of threads for each row of `len` elements, which it holds in registers: what `include/rows.cuh` asks for.
+    /// A team of threads for each row of `len` elements, which it holds in registers, as `include/rows.cuh` requires.
     pub fn rows(rows: usize, len: usize, dtype: DType) -> Self {
         Self::teams(rows, len, 4, dtype)
     }
@@ -82,7 +82,7 @@ impl Shape {
 }
 
 impl Gpu {
-    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; found once.
+    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; it is looked up only once.
     ///
     /// # Errors
     /// [`Error::Device`] if there is none or the driver cannot load it.
@@ -106,10 +106,11 @@ impl<A: Arguments> Function<A> {
     /// Queue the kernel.
     ///
     /// # Safety
-    /// The memory that the arguments name is valid for what the kernel does with it.
+    /// The memory to which the arguments point is valid for the kernel's accesses.
     ///
     /// # Errors
-    /// [`Error::DType`] if memory has other elements than the kernel reads or writes, [`Error::Device`] if the driver reports an error.
+    /// [`Error::DType`] if memory has other elements than the kernel reads or writes, [`Error::Device`] if the driver
+    /// reports an error.
     pub unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: A) -> Result<()> {
         arguments.lend(|places, elements| {
             check(op, &self.loaded.name, self.loaded.pointers, elements)?;
@@ -121,8 +122,8 @@ impl<A: Arguments> Function<A> {
 
 impl Loaded {
     /// # Safety
-    /// `arguments` point to the kernel's parameters, in order and of their types; the memory that they name is valid for what the
-    /// kernel does with it.
+    /// `arguments` point to the kernel's parameters, in order and of the right types; the memory to which these point
+    /// is valid for the kernel's accesses.
     unsafe fn launch(&self, op: &'static str, gpu: &Gpu, shape: Shape, arguments: &mut [*mut c_void]) -> Result<()> {
         let mut run = || {
             gpu.stream().context().bind_to_thread()?;
@@ -139,7 +140,7 @@ impl Loaded {
     }
 }
 
-/// Whether memory has the elements that a kernel takes it for.
+/// Checks that memory has the elements that a kernel expects.
 fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], elements: &[Element]) -> Result<()> {
     match pointers.iter().zip(elements).find(|((_, expected), found)| !found.fits(*expected)) {
         None => Ok(()),
@@ -152,8 +153,8 @@ fn check(op: &'static str, kernel: &str, pointers: &[(&'static str, Element)], e
     }
 }
 
-/// The address of the first element of a tensor. It stays good while the tensor lives, and for all work queued until then; a graph that is
-/// being captured keeps the tensor.
+/// The address of the first element of a tensor. It is valid while the tensor lives, and for all work queued until
+/// then; a graph that is being captured keeps the tensor.
 ///
 /// # Errors
 /// [`Error::Device`] if the tensor is not on a CUDA device, [`Error::DType`] if kernels do not know its dtype.
@@ -181,7 +182,7 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     Ok(address)
 }
 
-/// What kernels call the elements of a dtype.
+/// The kernels' name for the elements of a dtype.
 pub const fn element(dtype: DType) -> Element {
     match dtype {
         DType::U8 => Element::U8,
@@ -205,7 +206,7 @@ pub fn input(op: &'static str, tensor: &Raw) -> Result<Const> {
     Ok(Const::new(address(op, tensor)?, element(tensor.dtype())))
 }
 
-/// A tensor that a kernel reads and that may be missing: null then.
+/// A tensor that a kernel reads, or null if there is none.
 ///
 /// # Errors
 /// As [`address`].
@@ -221,7 +222,7 @@ pub fn output(op: &'static str, tensor: &Raw) -> Result<Mut> {
     Ok(Mut::new(address(op, tensor)?, element(tensor.dtype())))
 }
 
-/// A tensor that a kernel writes and that may be missing: null then.
+/// A tensor that a kernel writes, or null if there is none.
 ///
 /// # Errors
 /// As [`address`].
@@ -229,7 +230,7 @@ pub fn optional_output(op: &'static str, tensor: Option<&Raw>) -> Result<Mut> {
     tensor.map_or(Ok(Mut::NULL), |tensor| output(op, tensor))
 }
 
-/// How many rows a tensor has along its last dimension, and how long they are.
+/// The number of rows of a tensor along its last dimension, and their length.
 pub fn rows_of(x: &Raw) -> (usize, usize) {
     let len = x.dims().last().copied().unwrap_or(1);
     (x.elem_count() / len.max(1), len)
@@ -276,7 +277,7 @@ pub fn empty(op: &'static str, gpu: &Gpu, dims: &[usize], dtype: DType) -> Resul
     Ok(Raw::from_storage(storage, dims, BackpropOp::none(), false))
 }
 
-/// The name of a floating-point dtype at the end of a kernel's.
+/// The suffix of a kernel's name for a floating-point dtype.
 ///
 /// # Errors
 /// [`Error::DType`] if it is not floating point.
@@ -290,7 +291,7 @@ pub fn suffix(op: &'static str, dtype: DType) -> Result<&'static [&'static str]>
     })
 }
 
-/// The names of two floating-point dtypes at the end of a kernel's.
+/// The suffixes of a kernel's name for two floating-point dtypes.
 ///
 /// # Errors
 /// [`Error::DType`] if one is not floating point.
@@ -313,7 +314,7 @@ pub fn suffixes(op: &'static str, from: DType, to: DType) -> Result<&'static [&'
     })
 }
 
-/// Tensors that one kernel works on must be on one device.
+/// Checks that the tensors of one kernel are on one device.
 ///
 /// # Errors
 /// [`Error::Device`] if they are not.

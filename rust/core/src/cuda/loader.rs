@@ -9,15 +9,15 @@ use trainable_candle_cuda::kernels::{Arguments, Element, Kernel, Module};
 
 use crate::{Error, Result};
 
-/// A function: its module, its name and the dtypes at the end of it.
+/// A function: its module, its name, and the dtypes in the suffix of its name.
 type Name = (&'static str, &'static str, &'static [&'static str]);
 
-/// A kernel for some dtypes as the driver knows it.
+/// A kernel for some dtypes, loaded by the driver.
 #[derive(Clone)]
 pub(super) struct Loaded {
     pub(super) function: CudaFunction,
     pub(super) name: Arc<str>,
-    /// Its pointers: their names, and the elements there.
+    /// The names of its pointer arguments, and the elements to which they point.
     pub(super) pointers: &'static [(&'static str, Element)],
 }
 
@@ -33,7 +33,7 @@ impl Loader {
         Self { stream, modules: RwLock::default(), functions: RwLock::default() }
     }
 
-    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; found once.
+    /// The kernel for some dtypes, `<name>_<dtype>_...` of its module; it is looked up only once.
     ///
     /// # Errors
     /// [`Error::Device`] if there is none or the driver cannot load it.

@@ -13,12 +13,13 @@ use crate::raw::storage_identity;
 use crate::{Raw, Result, product};
 
 const OP: &str = "low_rank";
-/// Terms of a launch.
+/// The most terms of a launch.
 const MOST_TERMS: usize = 4;
 /// Rows of a block.
 const ROWS: usize = 16;
-/// The most elements of input and dst of one term. Above that, memory bandwidth matters more than launches, and cuBLAS reads the
-/// factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096 rows of 1280 + 1280.
+/// The most elements of input and dst of one term. Above that, memory bandwidth matters more than launches, and cuBLAS
+/// reads the factors less often: on an H200 the kernel is faster at 4096 rows of 640 + 640 elements and slower at 4096
+/// rows of 1280 + 1280.
 const MOST_ELEMENTS: usize = 6 << 20;
 /// Feature sizes, addresses and distances of rows must be multiples of this, in bytes.
 const STEP: usize = 32;
@@ -57,7 +58,8 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
             return Ok(false);
         }
     }
-    // In the forward pass they run concurrently, so each needs its own columns. Transposed factors look like a backward pass.
+    // In the forward pass the terms run concurrently, so each needs its own columns. The direction is inferred from the
+    // layout of the factors, so a forward pass with transposed factors counts as backward.
     let columns = u64::from(sizes.outer) * first.input.dtype().size_in_bytes() as u64;
     let mut places: Vec<Address> = list[..terms.len()].iter().map(|term| term.dst).collect();
     places.sort_unstable();
@@ -82,7 +84,7 @@ pub fn low_rank(terms: &[(product::LowRankTerm, Raw)], [scale_hidden, scale_dst]
     let most = (sizes.outer as usize).div_ceil(warps as usize * STEP);
     let shares = (gpu.multiprocessors() / (blocks * layers as usize)).clamp(1, most);
     let shape = Shape { grid: [blocks as u32, shares as u32, layers], block: [32 * warps, 1, 1], shared: 0 };
-    // SAFETY: `sizes` has checked that the matrices have them.
+    // SAFETY: `sizes` has checked that the matrices have these sizes.
     unsafe { function.launch(OP, gpu, shape, LowRankForward16 { terms: LowRankTerms { list }, sizes }) }?;
     Ok(true)
 }
@@ -124,7 +126,7 @@ fn sizes(term: &product::LowRankTerm, dst: &Raw) -> Option<(Direction, LowRankSi
     Some((direction, sizes))
 }
 
-/// The distance of the rows of a matrix with contiguous columns, if they are aligned.
+/// The distance between the rows of a matrix with contiguous rows, if they are aligned.
 fn row_distance(strides: &[usize]) -> Option<u32> {
     let elements = ALIGNMENT / DType::BF16.size_in_bytes();
     match strides {

@@ -10,7 +10,7 @@ use super::gpu::Gpu;
 use crate::device::stats::MemoryStats;
 use crate::{Error, Result, capture};
 
-/// Memory for `count` elements, not set.
+/// Uninitialised memory for `count` elements.
 pub(super) fn allocate<T: DeviceRepr>(
     op: &'static str,
     gpu: &Gpu,
@@ -75,7 +75,7 @@ fn stats(gpu: &Gpu) -> std::result::Result<MemoryStats, DriverError> {
     })
 }
 
-/// What the device holds.
+/// The memory statistics of the device.
 ///
 /// # Errors
 /// [`Error::Device`] if it is not a CUDA device or the driver reports an error.
@@ -94,7 +94,7 @@ pub fn reset_peak_memory_stats(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Let tensors and workspaces take no more than this many bytes of the device's memory; None: as much as there is.
+/// Limit the bytes of the device's memory that tensors and workspaces may take; None: no limit.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -103,7 +103,7 @@ pub fn set_memory_limit(device: &Device, limit: Option<u64>) -> Result<()> {
     Ok(())
 }
 
-/// What its maker calls the device: `NVIDIA H200`.
+/// The maker's name of the device, such as `NVIDIA H200`.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -128,7 +128,8 @@ pub fn empty_cache(device: &Device) -> Result<u64> {
 /// Wait until all work queued on the device is done.
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel met an id out of range.
+/// [`Error::Device`] if it is not a CUDA device, or a kernel failed; [`Error::Index`] if a kernel has found an id out
+/// of range.
 pub fn synchronize(device: &Device) -> Result<()> {
     const OP: &str = "synchronize";
     let gpu = Gpu::of_device(OP, device)?;

@@ -1,10 +1,11 @@
 //! The CUDA runtime: devices, memory, launches, graphs, cuBLAS, and the functions of the CPU engine on CUDA tensors.
 //!
-//! It knows no operation: what launches the kernels of one is beside it, in `ops`.
+//! It has no code of single operations; the code that launches their kernels is in `ops`.
 //!
-//! Functions are those of [`cpu`](crate::cpu), on tensors of one CUDA device. All work goes to the device's one stream in the order of
-//! the calls; nothing waits for it, and shapes travel with the launch instead of through memory. f16 and bf16 are storage formats:
-//! arithmetic and accumulation are in f32. Sums are split by sizes alone, so a run repeats.
+//! The functions are those of [`cpu`](crate::cpu), for tensors of one CUDA device. All work goes to the device's one
+//! stream in the order of the calls. No function waits for it, and shapes are passed as arguments of launches instead
+//! of through memory. f16 and bf16 are storage formats: arithmetic and accumulation are in f32. Sums are split by sizes
+//! alone, so runs are repeatable.
 
 mod board;
 pub mod communicator;

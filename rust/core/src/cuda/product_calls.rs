@@ -1,4 +1,4 @@
-//! What a device keeps of products by cuBLASLt: how it computes each.
+//! The calls of cuBLASLt that a device caches, one for each kind of product.
 
 use std::sync::Mutex;
 
@@ -11,23 +11,24 @@ use crate::product::{MatmulPrecision, float32_matmul_precision};
 pub(super) type DataType = sys::cudaDataType;
 type Compute = sys::cublasComputeType_t;
 
-/// The calls found so far, each with the algorithm that cuBLASLt recommends for it. None for what it does not do.
+/// The calls found so far, each with the algorithm that cuBLASLt recommends for it; None if cuBLASLt does not support
+/// the product.
 #[derive(Default)]
 pub(super) struct ProductCalls(pub(super) Mutex<FxHashMap<Key, Option<Call>>>);
 
-/// Which numbers are multiplied, and how.
+/// The types of the numbers that are multiplied, and of their sums.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Arithmetic {
-    /// Of one floating-point dtype, with a bias that is added where the result is written.
+    /// Operands of one floating-point dtype, with a bias that is added as the result is written.
     Bias { dtype: DType, is_tf32: bool },
-    /// Two's complement numbers of 8 bits, with sums of 32.
+    /// 8-bit integers, with 32-bit sums.
     Int8,
     /// e4m3 numbers, with sums in f32.
     E4m3,
 }
 
 impl Arithmetic {
-    /// Of the layer whose dtype this is.
+    /// The arithmetic of a layer with a bias in this dtype.
     pub(super) fn with_bias(dtype: DType) -> Self {
         let is_tf32 = dtype == DType::F32 && float32_matmul_precision() == MatmulPrecision::High;
         Self::Bias { dtype, is_tf32 }
@@ -48,7 +49,7 @@ impl Arithmetic {
         }
     }
 
-    /// How sums are made, and the type of the factor of a product.
+    /// The arithmetic of sums, and the type of the factor on a product.
     pub(super) const fn sums(self) -> (Compute, DataType) {
         match self {
             Self::Bias { is_tf32: true, .. } => (Compute::CUBLAS_COMPUTE_32F_FAST_TF32, DataType::CUDA_R_32F),
@@ -58,13 +59,13 @@ impl Arithmetic {
     }
 }
 
-/// What an algorithm depends on.
+/// The properties on which the choice of an algorithm depends.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub(super) arithmetic: Arithmetic,
     /// m, n, k.
     pub(super) sizes: [usize; 3],
-    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance of its columns.
+    /// For each operand, in cuBLAS' order: whether it is transposed, and the distance between its columns.
     pub(super) operands: [(bool, i64); 2],
     /// Largest powers of two up to 256 that divide the addresses of the operands, and of result and bias.
     pub(super) alignments: [u32; 3],
@@ -75,7 +76,8 @@ pub(super) struct Owned<T: Copy>(pub(super) T, pub(super) unsafe fn(T) -> Result
 
 impl<T: Copy> Drop for Owned<T> {
     fn drop(&mut self) {
-        // SAFETY: made by the function that goes with this one, and not used any more. It cannot fail for a valid one.
+        // SAFETY: the matching function has made it, and it is not used any more. Freeing a valid description cannot
+        // fail.
         let _ = unsafe { self.1(self.0) };
     }
 }
@@ -86,7 +88,7 @@ pub(super) type Layout = Owned<sys::cublasLtMatrixLayout_t>;
 pub(super) struct Call {
     pub(super) arithmetic: Arithmetic,
     pub(super) description: Owned<sys::cublasLtMatmulDesc_t>,
-    /// Of each operand and of the result.
+    /// The layouts of the operands and of the result.
     pub(super) layouts: [Layout; 3],
     pub(super) algorithm: sys::cublasLtMatmulAlgo_t,
 }

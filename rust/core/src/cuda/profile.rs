@@ -1,7 +1,7 @@
-//! Times of kernels: an event before and one after each launch.
+//! Measures the times of kernels, with an event before and one after each launch.
 //!
-//! If the GPU waited for the host, the times of launches would include the waiting. So the GPU pauses while a batch of launches is
-//! queued, and then runs the batch without a gap.
+//! If the GPU waited for the host, the times of launches would include the waiting. So the GPU pauses while a batch of
+//! launches is queued, and then runs the batch without a gap.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -19,12 +19,13 @@ use crate::device::stats::KernelTime;
 use crate::{Error, Result, capture};
 
 const OP: &str = "profile";
-/// Launches in a batch: with their events, fewer than a stream accepts before it blocks the host.
+/// Launches in a batch: few enough that a stream accepts them and their events without blocking the host.
 const BATCH: usize = 128;
-/// The longest that the GPU pauses for the host. Queueing a batch takes less; a thread that waits for the GPU waits no longer than this.
+/// The longest that the GPU pauses for the host. Queueing a batch takes less; a thread that waits for the GPU waits no
+/// longer than this.
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
-/// Whether a profile is being made, to be asked at each launch.
+/// Whether a profile is being made; checked at each launch.
 static IS_ON: AtomicBool = AtomicBool::new(false);
 static PROFILE: Mutex<Option<Profile>> = Mutex::new(None);
 
@@ -37,11 +38,11 @@ struct Profile {
 /// An event of the device's stream.
 struct Event(CUevent);
 
-// SAFETY: the driver takes events from any thread.
+// SAFETY: the driver's events may be used from any thread.
 unsafe impl Send for Event {}
 
 impl Event {
-    /// The point that the stream has been queued up to.
+    /// Record an event after all work that is queued now.
     fn now(gpu: &Gpu) -> std::result::Result<Self, DriverError> {
         gpu.stream().context().bind_to_thread()?;
         let event = Self(result::event::create(CUevent_flags::CU_EVENT_DEFAULT)?);
@@ -64,7 +65,7 @@ impl Drop for Event {
     }
 }
 
-/// What the GPU waits for.
+/// A gate at which the GPU waits until it is opened.
 #[derive(Default)]
 struct Gate {
     is_open: Mutex<bool>,
@@ -72,20 +73,20 @@ struct Gate {
 }
 
 impl Gate {
-    /// Let the stream wait for a new gate.
+    /// Make the stream wait at a new gate.
     fn close(gpu: &Gpu) -> std::result::Result<Arc<Self>, DriverError> {
         unsafe extern "C" fn wait(gate: *mut c_void) {
-            // SAFETY: `close` has given a share of the gate away, to this one call.
+            // SAFETY: `close` has given this one call a share of the gate.
             let gate = unsafe { Arc::from_raw(gate.cast_const().cast::<Gate>()) };
             let is_open = gate.is_open.lock().unwrap_or_else(PoisonError::into_inner);
             drop(gate.opened.wait_timeout_while(is_open, LONGEST_PAUSE, |is_open| !*is_open));
         }
         let gate = Arc::new(Self::default());
         let share = Arc::into_raw(gate.clone()).cast_mut().cast();
-        // SAFETY: the function takes the share, whenever it is called; it calls no CUDA.
+        // SAFETY: the function takes the share when it is called; it does not call CUDA.
         let queued = unsafe { result::stream::launch_host_function(gpu.stream().cu_stream(), wait, share) };
         if let Err(error) = queued {
-            // SAFETY: the function is not called, so the share is taken back.
+            // SAFETY: the function will not be called, so take the share back.
             drop(unsafe { Arc::from_raw(share.cast_const().cast::<Self>()) });
             return Err(error);
         }
@@ -118,7 +119,7 @@ pub fn start(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Wait for the device; gives the times of all kernels by name, the longest first.
+/// Wait for the device; returns the times of all kernels by name, the longest first.
 ///
 /// # Errors
 /// [`Error::Argument`] if no profile is being made, [`Error::Device`] if a kernel failed.
@@ -151,10 +152,10 @@ impl Profile {
     }
 }
 
-/// Queue a launch of this name; measured if a profile is being made, and no graph.
+/// Queue a launch of this name, measured if a profile is being made and no graph is recorded.
 ///
 /// # Errors
-/// What `queue` raises, [`Error::Device`] if the driver reports an error.
+/// Those of `queue`, [`Error::Device`] if the driver reports an error.
 pub fn measured<T>(gpu: &Gpu, name: impl FnOnce() -> String, queue: impl FnOnce() -> Result<T>) -> Result<T> {
     if !IS_ON.load(Ordering::Relaxed) || capture::is_capturing() {
         return queue();

@@ -1,4 +1,4 @@
-//! Random numbers, the same ones as on the CPU up to rounding.
+//! Random numbers, equal to those of the CPU up to rounding.
 
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::random::{NORMAL, Normal, UNIFORM, Uniform};
@@ -9,7 +9,7 @@ use super::recorder::generator;
 use crate::rng::state::State;
 use crate::{Raw, Result};
 
-/// `low + (high - low) u` in f32, where u is what the generator draws from `start` on.
+/// `low + (high - low) u` in f32, where u are the uniform numbers that the generator draws from `start` on.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if they do not fit.
@@ -25,7 +25,7 @@ pub fn uniform(device: &Device, dims: &[usize], start: State, [low, high]: [f64;
     })
 }
 
-/// `mean + std z` in f32, where z is what the generator draws from `start` on.
+/// `mean + std z` in f32, where z are the normal numbers that the generator draws from `start` on.
 ///
 /// # Errors
 /// As [`uniform`].
@@ -41,7 +41,8 @@ pub fn normal(device: &Device, dims: &[usize], start: State, [mean, std]: [f64; 
     })
 }
 
-/// What a kernel draws that takes the result, its length and the generator's place, in memory and by value.
+/// Draw with a kernel, whose `arguments` are made from the result, its length, and the generator's position, in memory
+/// and by value.
 fn draw<A: Arguments>(
     op: &'static str,
     kernel: &Kernel<A>,

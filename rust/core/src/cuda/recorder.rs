@@ -1,4 +1,4 @@
-//! The capture of a graph that is under way, for all parts of the runtime.
+//! The state of the capture in progress, for all parts of the runtime.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -14,10 +14,10 @@ use crate::raw::storage_identity;
 use crate::rng::state::State;
 use crate::{Error, Raw, Result, capture};
 
-/// Draws go forward by less than this.
+/// A difference of positions below this means that the generator has advanced; otherwise it was set back.
 pub const FORWARD: u64 = 1 << 63;
 
-/// What a capture on this thread needs to know.
+/// The state of the capture on this thread.
 struct Current {
     generator: Address,
     start: State,
@@ -36,7 +36,7 @@ thread_local! {
 /// The thread that captures, 0 if none does.
 static CAPTURER: AtomicU64 = AtomicU64::new(0);
 
-/// This thread alone captures, until [`release`].
+/// Reserve capturing for this thread, until [`release`].
 ///
 /// # Errors
 /// [`Error::Device`] if another thread captures.
@@ -47,30 +47,30 @@ pub fn claim(op: &'static str) -> Result<()> {
     }
 }
 
-/// What is queued from now on is recorded: draws from `start` on read the generator at this address.
+/// Begin a recording, in which draws from `start` on read the generator's state at this address.
 pub fn begin(generator: Address, start: State) {
     CURRENT.set(Some(Current { generator, start, held: FxHashMap::default(), sources: Vec::new() }));
 }
 
-/// What a graph reads or writes, which lives as long as it.
+/// The tensors and host memory that a graph reads or writes, kept as long as the graph.
 #[derive(Default)]
 pub struct Held {
     _tensors: Vec<Raw>,
     _sources: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
-/// Nothing is recorded any more; what the graph reads or writes.
+/// End the recording; returns the memory that the graph reads or writes.
 pub fn end() -> Held {
     let held = |current: Current| Held { _tensors: current.held.into_values().collect(), _sources: current.sources };
     CURRENT.take().map_or_else(Held::default, held)
 }
 
-/// Other threads may capture.
+/// Allow other threads to capture again.
 pub fn release() {
     CAPTURER.store(0, Ordering::Release);
 }
 
-/// Only the thread that captures may use a device meanwhile: what others queue would become a part of the graph.
+/// Check that no other thread captures, because work that this thread queued would become a part of the graph.
 ///
 /// # Errors
 /// [`Error::Device`] on any other thread.
@@ -87,7 +87,8 @@ pub fn is_capturing_anywhere() -> bool {
     CAPTURER.load(Ordering::Acquire) != 0
 }
 
-/// Keep a tensor, whose memory begins at `address`, as long as the graph that is being captured on this thread, if one is.
+/// Keep a tensor, whose memory begins at `address`, as long as the graph that is being captured on this thread, if one
+/// is.
 pub fn hold(tensor: &Raw, address: Address) {
     if !capture::is_capturing() || memory::is_of_graphs(address) {
         return;
@@ -99,7 +100,7 @@ pub fn hold(tensor: &Raw, address: Address) {
     });
 }
 
-/// Keep the owner of memory of the host as long as the graph that is being captured on this thread, if one is.
+/// Keep the owner of host memory as long as the graph that is being captured on this thread, if one is.
 pub fn hold_source(owner: &Arc<impl Any + Send + Sync>) {
     if !capture::is_capturing() {
         return;
@@ -113,8 +114,8 @@ pub fn hold_source(owner: &Arc<impl Any + Send + Sync>) {
     });
 }
 
-/// Where kernels find the generator's seed and position for draws from `state` on: in device memory (the address, or null), with the
-/// position counted from there, or by value.
+/// How kernels find the generator's seed and position for draws from `state` on: in device memory at the returned
+/// address, to which the returned position is relative, or by value if the address is null.
 pub fn generator(state: State) -> (Const, State) {
     CURRENT.with_borrow(|current| match current {
         Some(Current { generator, start, .. })

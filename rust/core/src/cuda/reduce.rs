@@ -63,7 +63,7 @@ fn along(op: &'static str, x: &Raw, [outer, n, inner]: [usize; 3], (dtype, divis
     reduce_chunks(op, &partial, [outer, chunks, inner], chunks, (dtype, divisor))
 }
 
-/// How many elements one block reduces: a function of the sizes alone.
+/// The number of elements that one block reduces, which depends only on the sizes.
 fn chunk_length(outer: usize, n: usize, inner: usize) -> usize {
     // Enough blocks to fill a large GPU, each with enough to do.
     const BLOCKS: usize = 1024;
@@ -131,7 +131,7 @@ pub fn cumsum(x: &Raw, dim: usize) -> Result<Raw> {
     lines(OP, &CUMSUM, x, dim, x.dims(), x.dtype())
 }
 
-/// A warp for each line along `dim`.
+/// Runs a kernel with a warp for each line along `dim`.
 fn lines(op: &'static str, kernel: &Kernel<Argmax>, x: &Raw, dim: usize, dims: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of(op, x)?;
     let function = gpu.function(kernel, suffix(op, x.dtype())?)?;

@@ -1,7 +1,7 @@
-//! Copies from pinned memory of the host on a stream of their own, beside the work of the device's stream.
+//! Copies from pinned host memory on a separate stream, in parallel with the work of the device's stream.
 //!
-//! Events order the two streams (see `copies.rs`): a copy begins when all work queued before it is done, and work that needs it waits
-//! for its end.
+//! Events order the two streams (see `copies.rs`): a copy begins when all work queued before it is done, and work that
+//! needs it waits for its end.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -41,12 +41,12 @@ impl Copier {
         Ok(Self { gpu, copies, filled: filled.map_err(|error| driver_error(OP, error))? })
     }
 
-    /// What is in the slots is known while this number stays the same.
+    /// A number; while it does not change, the contents of the slots are known.
     pub fn epoch(&self) -> u64 {
         self.copies.epoch()
     }
 
-    /// Pinned memory of the host.
+    /// Allocate pinned host memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the system gives no more.
@@ -67,7 +67,8 @@ impl Copier {
         Ok(Pinned { memory, gpu: self.gpu, copies: self.copies })
     }
 
-    /// Queue copies to `slot` after all work that is queued now. `owner` owns their sources, and lives as long as a graph with them.
+    /// Queue copies to `slot` after all work that is queued now. `owner` owns the sources; a graph that has the copies
+    /// keeps it alive.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error, or another thread captures.
@@ -81,7 +82,8 @@ impl Copier {
                 return Err(Error::argument(OP, "a unit is larger than its slot"));
             }
             let to = address(OP, to)?;
-            // SAFETY: the slot is as large; the source is pinned, and stays until the copy is done: its owner waits for the stream.
+            // SAFETY: the slot is large enough. The source is pinned, and lives until the copy is done, because its
+            // owner waits for the stream.
             unsafe { upload::copy_pinned(to, bytes.as_ptr(), bytes.len(), copies.cast()) }
                 .map_err(|status| status_error(OP, status))?;
         }
@@ -100,12 +102,13 @@ impl Copier {
 
 impl Drop for Copier {
     fn drop(&mut self) {
-        // The slots are released in the order of the device's stream. If the driver cannot wait, nothing is released before it can.
+        // The slots are released in the order of the device's stream. If the driver cannot wait, nothing is released
+        // before it can.
         let _ = self.copies.join(self.gpu.stream());
     }
 }
 
-/// Pinned memory of the host that copies read.
+/// Pinned host memory from which copies read.
 pub struct Pinned {
     memory: Memory,
     gpu: &'static Gpu,
@@ -113,7 +116,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// Its bytes.
+    /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         self.memory.bytes()
     }
@@ -133,7 +136,7 @@ impl Drop for Pinned {
             // SAFETY: as above. Graphs copy in the device's stream.
             unsafe { result::stream::synchronize(self.gpu.stream().cu_stream()) }
         };
-        // Without knowing that nothing reads it, it must stay: while a function is captured nothing can wait.
+        // Leak the memory if a copy may still read it; during a capture it is not possible to wait.
         if recorder::is_capturing_anywhere() || wait().is_err() {
             self.memory.leak();
         }

@@ -7,12 +7,12 @@ use trainable_candle_cuda::structs::Strided;
 use super::launch::{Address, Const, Element, Mut, Shape, address, element};
 use crate::{Error, Raw, Result};
 
-/// `MAX_AXES` there.
+/// `MAX_AXES` of `strided.cuh`.
 const MAX_AXES: usize = 8;
 /// The widest access of a thread, in bytes.
 const ACCESS: usize = 16;
 
-/// A tensor that takes part.
+/// A tensor of an elementwise kernel.
 #[derive(Clone, Copy)]
 pub struct Member<'a> {
     pub layout: &'a Layout,
@@ -29,17 +29,17 @@ impl<'a> Member<'a> {
         Ok(Self { layout: tensor.layout(), address: address(op, tensor)?, dtype: tensor.dtype() })
     }
 
-    /// As a kernel reads it.
+    /// The tensor as an input of a kernel.
     pub const fn input(&self) -> Const {
         Const::new(self.address, element(self.dtype))
     }
 
-    /// As a kernel writes it.
+    /// The tensor as an output of a kernel.
     pub const fn output(&self) -> Mut {
         Mut::new(self.address, element(self.dtype))
     }
 
-    /// Its elements as this many bytes of any kind.
+    /// Elements of the same size without a type, for copies.
     pub fn bytes(&self) -> Element {
         Element::of_bytes(self.dtype.size_in_bytes())
     }
@@ -52,10 +52,11 @@ struct Axis<const K: usize> {
     strides: [usize; K],
 }
 
-/// Tensors that broadcast to `dims`, the first of which, written, has that shape; and a thread for each item.
+/// The description of tensors that broadcast to `dims`, and a launch with a thread for each item. The first tensor is
+/// written and has the shape `dims`.
 ///
 /// # Errors
-/// [`Error::Shape`] if more dimensions than [`MAX_AXES`] stay after neighbours are merged, and as [`Shape::threads`].
+/// [`Error::Shape`] if more dimensions than [`MAX_AXES`] remain after neighbours are merged, and as [`Shape::threads`].
 pub fn strided<const K: usize>(
     op: &'static str,
     dims: &[usize],
@@ -88,8 +89,8 @@ pub fn strided<const K: usize>(
     Ok((tensors, Shape::threads(op, count.div_ceil(width))?))
 }
 
-/// The axes, outermost first, without those of size 1 and with neighbours merged where in every tensor one step of the outer is a whole
-/// run of the inner; one at least.
+/// The axes, outermost first, at least one. Axes of size 1 are left out, and neighbours are merged if one step of the
+/// outer axis is a whole run of the inner in every tensor.
 fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[Axis<K>; MAX_AXES]> {
     let mut axes = SmallVec::<[Axis<K>; MAX_AXES]>::new();
     for (i, &size) in dims.iter().enumerate().filter(|(_, size)| **size != 1) {
@@ -110,7 +111,7 @@ fn merged<const K: usize>(dims: &[usize], layouts: &[&Layout; K]) -> SmallVec<[A
     axes
 }
 
-/// Whether threads can take `width` neighbours at once.
+/// Whether threads can access `width` neighbouring elements at once.
 fn is_wide<const K: usize>(axes: &[Axis<K>], members: &[Member<'_>; K], width: usize) -> bool {
     let Some((inner, outer)) = axes.split_last() else { return false };
     inner.size % width == 0

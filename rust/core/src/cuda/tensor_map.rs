@@ -15,20 +15,21 @@ use trainable_candle_cuda::structs::{Address, TensorMap};
 use super::error::driver_error;
 use crate::Result;
 
-/// How the copy engine walks over the pixels of an image; pairs are (height, width).
+/// How the copy engine traverses the pixels of an image; pairs are (height, width).
 #[derive(Clone, Copy)]
 pub struct Windows {
-    /// The first place, and how far before the image's end the last is.
+    /// The first place.
     pub lower: [i64; 2],
+    /// The offset of the last place from the image's end.
     pub upper: [i64; 2],
     /// Pixels from one place to the next.
     pub stride: [u32; 2],
 }
 
-/// A map that no kernel reads.
+/// A placeholder for a map that the kernel does not read.
 pub const NO_MAP: TensorMap = TensorMap { opaque: [0; 16] };
 
-/// A tensor map of `shape` (the densest dimension first).
+/// Makes tensor maps. Shapes list the densest dimension first.
 pub struct Encoder {
     op: &'static str,
     element: Element,
@@ -48,7 +49,7 @@ impl Encoder {
         Ok(Self { op, element, size: dtype.size_in_bytes() as u64 })
     }
 
-    /// Distances in bytes of all dimensions but the first.
+    /// Strides in bytes of all dimensions but the first.
     fn distances<const N: usize>(&self, shape: &[u64; N]) -> [u64; N] {
         let mut bytes = self.size;
         shape.map(|size| {
@@ -68,13 +69,13 @@ impl Encoder {
         Ok(TensorMap { opaque: map.opaque })
     }
 
-    /// Boxes of a dense tensor.
+    /// A map of boxes of a dense tensor.
     pub fn boxes(&self, start: Address, shape: [u64; 3], extent: [u32; 3]) -> Result<TensorMap> {
         let [first, second, _] = self.distances(&shape);
         self.strided(start, shape, &[first, second], extent)
     }
 
-    /// Boxes of a tensor whose rows are dense, with the distances in bytes of all dimensions but the first.
+    /// A map of boxes of a tensor whose rows are dense, with the strides in bytes of all dimensions but the first.
     ///
     /// # Errors
     /// The driver's, for example if an address or a distance is not a multiple of 16.
@@ -107,7 +108,8 @@ impl Encoder {
         }
     }
 
-    /// Windows of `pixels` pixels, this many channels at once, of a dense image (batch, height, width, channels).
+    /// A map of windows of `pixels` pixels and `channels_at_once` channels, of a dense image (batch, height, width,
+    /// channels).
     pub fn windows(
         &self,
         start: Address,
@@ -123,7 +125,7 @@ impl Encoder {
         let corner = |[y, x]: [i64; 2]| [x as i32, y as i32];
         let (lower, upper) = (corner(windows.lower), corner(windows.upper));
         let mut map = MaybeUninit::<CUtensorMap>::uninit();
-        // SAFETY: as above; there are two corners' numbers for four dimensions.
+        // SAFETY: as above; a corner has two numbers for four dimensions.
         unsafe {
             let status = cuTensorMapEncodeIm2col(
                 map.as_mut_ptr(),

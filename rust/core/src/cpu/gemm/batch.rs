@@ -10,11 +10,11 @@ use crate::cpu::access::{elements, read2, write3};
 use crate::cpu::{Dims, Elem, Real, broadcast_dims};
 use crate::{Error, Raw, Result, dispatch_float};
 
-/// The matrix product by the rules of numpy: (..., m, k) times (..., k, n) gives (..., m, n), batch dimensions
-/// broadcast; a vector on the left is a row, on the right a column, and its dimension is missing in the result.
+/// The matrix product by the rules of numpy: (..., m, k) times (..., k, n) gives (..., m, n), and batch dimensions
+/// broadcast. A vector is a row on the left and a column on the right; the result lacks its dimension.
 ///
-/// Takes f32, f64, f16 or bf16 with any strides and copies no operand; f16 and bf16 are summed up in f32. Sums over
-/// an empty dimension are zeros.
+/// Takes f32, f64, f16 or bf16 with any strides and copies no operand; f16 and bf16 are summed in f32. Sums over an
+/// empty dimension are zeros.
 ///
 /// # Errors
 /// [`Error::Shape`] if the sizes do not fit, [`Error::DType`] if the dtypes differ or are not floating-point,
@@ -23,8 +23,8 @@ pub fn matmul(a: &Raw, b: &Raw) -> Result<Raw> {
     product(a, b, 1.0, a.dtype())
 }
 
-/// `alpha` times the matrix product of `a` and `b` in `dtype`: that of the operands, or f32 for operands in f16 or bf16, which
-/// then loses nothing to rounding.
+/// `alpha` times the matrix product of `a` and `b`. `dtype` is that of the operands, or f32 for operands in f16 or
+/// bf16, whose f32 sums are then not rounded.
 ///
 /// # Errors
 /// As [`matmul`], and [`Error::DType`] if the result cannot have this dtype.
@@ -41,8 +41,9 @@ pub fn product(a: &Raw, b: &Raw, alpha: f64, dtype: DType) -> Result<Raw> {
 
 /// Adds `alpha` times the matrix product of `a` and `b` to `dst`, in place.
 ///
-/// `a` and `b` are as in [`matmul`]. `dst` has the shape of their product and is contiguous (it may be part of a
-/// larger buffer), or for two matrices a range of the columns of one that is; its dtype is theirs, or f32 for operands in f16 or bf16, which then loses nothing to rounding.
+/// `a` and `b` are as in [`matmul`]. `dst` has the shape of their product. It is contiguous (it may be part of a larger
+/// buffer) or, if `a` and `b` are matrices, a range of the columns of a contiguous matrix. Its dtype is theirs, or f32
+/// for operands in f16 or bf16, whose f32 sums are then not rounded.
 ///
 /// # Errors
 /// [`Error::Shape`] and [`Error::DType`] if they do not fit, [`Error::Candle`] if `dst` shares its storage
@@ -51,8 +52,8 @@ pub fn matmul_accumulate(dst: &Raw, a: &Raw, b: &Raw, alpha: f64) -> Result<()> 
     write_product("matmul_accumulate", dst, a, b, alpha, true)
 }
 
-/// Writes `alpha` times the matrix product of `a` and `b` to each `dst` of `terms` (dst, a, b), or adds it; operands as in
-/// [`matmul_accumulate`].
+/// Writes `alpha` times the matrix product of `a` and `b` to each `dst` of `terms` (dst, a, b), or adds it; operands as
+/// in [`matmul_accumulate`].
 ///
 /// # Errors
 /// As [`matmul_accumulate`].
@@ -69,8 +70,8 @@ fn write_product(op: &'static str, dst: &Raw, a: &Raw, b: &Raw, alpha: f64, accu
     }
 }
 
-/// A destination must be contiguous or a range of columns, of the product's shape, and of the operands' dtype, or f32 for f16 and
-/// bf16.
+/// Checks that a destination is contiguous or a range of columns, has the product's shape, and has the operands' dtype,
+/// or f32 for f16 and bf16.
 pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operands: DType) -> Result<()> {
     if dst.dims() != plan.dims.as_slice() {
         let message = format!("found a destination of shape {:?}, expected {:?}", dst.dims(), plan.dims);
@@ -85,7 +86,7 @@ pub(crate) fn check_destination(op: &'static str, plan: &Plan, dst: &Raw, operan
     check_result_dtype(op, operands, dst.dtype())
 }
 
-/// The dtype of a product must be that of the operands, or f32 for f16 and bf16.
+/// Checks that the dtype of a product is that of the operands, or f32 for f16 and bf16.
 pub(crate) fn check_result_dtype(op: &'static str, operands: DType, result: DType) -> Result<()> {
     match (operands, result) {
         (operands, found) if operands == found => Ok(()),
@@ -124,7 +125,7 @@ pub(crate) struct Plan {
     pub m: usize,
     pub n: usize,
     pub k: usize,
-    /// From a row of the result to the next.
+    /// Elements from a row of the result to the next.
     pub row: usize,
     /// Strides of `a` along m and k.
     pub a: [usize; 2],
@@ -141,7 +142,7 @@ impl Plan {
         Self::new(op, a.layout(), b.layout())
     }
 
-    /// The product of two tensors that goes to `dst`.
+    /// The product of two tensors that is written to `dst`.
     pub fn into(op: &'static str, dst: &Raw, a: &Raw, b: &Raw) -> Result<Self> {
         let mut plan = Self::of(op, a, b)?;
         check_destination(op, &plan, dst, a.dtype())?;
@@ -188,8 +189,8 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Adds the next outer batch dimension: to the rows if `b` does not change along it and the rows of `a` go on
-    /// evenly, so that a batch of inputs times one weight is a single product.
+    /// Adds the next outer batch dimension. It joins the rows if `b` does not change along it and the rows of `a`
+    /// continue with the same stride, so that a batch of inputs times one weight is a single product.
     fn push_outer(&mut self, axis: BatchAxis) {
         if axis.size == 1 {
             return;
@@ -224,7 +225,7 @@ impl Plan {
             accumulate,
         };
         let count = self.batch.iter().map(|axis| axis.size).product();
-        // SAFETY: the caller answers for the result, candle's layouts for the operands.
+        // SAFETY: the caller guarantees the result, and candle's layouts guarantee the operands.
         unsafe {
             product.run(count, |mut index| {
                 let mut offsets = [0; 3];
@@ -248,7 +249,8 @@ impl Plan {
         let len = crate::raw::check_allocation(op, &self.dims, C::DTYPE)?;
         read2(op, a, b, |[a, b]| {
             let mut data = Vec::<C>::with_capacity(len);
-            // SAFETY: the plan stays within its operands, and writes each of the `len` elements, all within the capacity.
+            // SAFETY: the plan stays within its operands, and writes each of the `len` elements, all within the
+            // capacity.
             unsafe {
                 self.run::<T, C>(elements(a)?, elements(b)?, data.as_mut_ptr(), alpha, false);
                 data.set_len(len);
@@ -267,14 +269,15 @@ impl Plan {
             let skipped = (self.row - self.n) * self.m.saturating_sub(1);
             let len = if layout.shape().elem_count() == 0 { 0 } else { layout.shape().elem_count() + skipped };
             let c = &mut C::slice_mut(storage)?[start..start + len];
-            // SAFETY: `c` has the elements of the result, which the plan does not leave.
+            // SAFETY: `c` has the elements of the result, and the plan stays within them.
             unsafe { self.run::<T, C>(elements(a)?, elements(b)?, c.as_mut_ptr(), alpha, accumulate) };
             Ok(())
         })
     }
 }
 
-/// Batch dimensions, sizes and strides of the matrix of an operand; a vector is a row on the left, a column on the right.
+/// The batch dimensions of an operand, and the sizes and strides of its matrix; a vector is a row on the left, a column
+/// on the right.
 fn split(layout: &Layout, left: bool) -> Option<(&[usize], [usize; 2], [usize; 2])> {
     let (dims, strides) = (layout.dims(), layout.stride());
     match dims.len() {

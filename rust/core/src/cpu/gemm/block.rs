@@ -1,4 +1,4 @@
-//! Cuts a product into blocks and computes one.
+//! Divides a product into blocks, and computes a block.
 
 use std::any::TypeId;
 use std::cell::RefCell;
@@ -11,17 +11,17 @@ use crate::cpu::{Elem, Real, dispatch, pool};
 
 /// Longest stretch of `k` that is packed at once, chosen so that a panel of `b` stays in the first-level cache.
 const MAX_K: usize = 384;
-/// Most rows of a block (along the vectors): its packed `a` stays in the second-level cache.
+/// Most rows of a block (along the vectors), chosen so that its packed `a` stays in the second-level cache.
 const MAX_ROWS: usize = 512;
 /// Most columns of a block.
 const MAX_COLUMNS: usize = 4096;
-/// Shortest sums for which a thin product has a method of its own.
+/// Shortest sums for which thin products have their own methods.
 const MIN_THIN_K: usize = 64;
-/// Longest stretch of `k` of a thin product of outer products: its pages of `a` stay in the translation buffer.
+/// Longest stretch of `k` in [`Method::Outer`], chosen so that the pages of `a` stay in the translation buffer (TLB).
 const OUTER_K: usize = 64;
-/// Most bytes that a `b` that is not packed extends over.
+/// Most bytes that `b` may extend over to be read in place instead of packed.
 const MAX_IN_PLACE: usize = 32 << 10;
-/// Multiply-adds that are worth a thread.
+/// The least number of multiply-adds that is worth another thread.
 const MIN_WORK: usize = 1 << 18;
 
 /// `c (+)= alpha * a * b` as pointers; `c` is (m, n) and the sums are `k` long.
@@ -33,13 +33,13 @@ pub struct Product<A: Elem, B, C> {
     pub a: Side<A>,
     pub b: Side<B>,
     pub c: *mut C,
-    /// Distance of neighbouring rows and columns of `c`.
+    /// Distances between neighbouring rows and between neighbouring columns of `c`, in elements.
     pub c_strides: [usize; 2],
     pub alpha: A::Acc,
     pub accumulate: bool,
 }
 
-// SAFETY: the pointers are only followed by `run`, whose caller answers for them on every thread.
+// SAFETY: only `run` dereferences the pointers, and its caller guarantees that this is valid on every thread.
 unsafe impl<A: Elem, B: Elem, C: Elem> Sync for Product<A, B, C> {}
 
 impl<A, B, C> Product<A, B, C>
@@ -48,17 +48,18 @@ where
     B: Elem<Acc = A::Acc>,
     C: Elem<Acc = A::Acc>,
 {
-    /// Computes `batch` products, the operands of the i-th `offsets(i)` = `[a, b, c]` elements further on.
+    /// Computes `batch` products. The operands and the result of the i-th begin `offsets(i)` = `[a, b, c]` elements
+    /// after those of `self`.
     ///
     /// # Safety
-    /// The operands are readable and the results writable at all their elements, and no element of a result
-    /// is that of another or of an operand.
+    /// The operands are readable and the results writable at all their elements, and no element of a result is also one
+    /// of another result or of an operand.
     pub unsafe fn run(self, batch: usize, offsets: impl Fn(usize) -> [usize; 3] + Sync) {
         if self.m == 0 || self.n == 0 || batch == 0 {
             return;
         }
-        // Rows run along the large operand of a thin product, otherwise along the contiguous direction of the result:
-        // they are the direction of the vectors.
+        // Vectors run along the rows. So rows must run along the large operand of a thin product, or else along the
+        // contiguous direction of the result; if they do not, compute the transposed product.
         let thin = self.m.min(self.n) <= thin::max_columns() && self.k >= MIN_THIN_K;
         let method = match thin {
             true if self.n <= self.m => self.a.method(self.n),
@@ -130,7 +131,10 @@ where
         });
     }
 
-    /// The result, if it is of the accumulator's type, or `sums`, to be added to it at the end.
+    /// The destination of sums: the result if `direct` (it has the accumulator's type), or else `sums`, which [`write`]
+    /// adds to the result at the end.
+    ///
+    /// [`write`]: Self::write
     fn target(&self, direct: bool, sums: *mut A::Acc) -> Target<A::Acc> {
         if direct {
             let [row_stride, column_stride] = self.c_strides;
@@ -153,7 +157,7 @@ where
             let target = self.target(direct, sums);
             for p in (0..self.k).step_by(stretch) {
                 let k = stretch.min(self.k - p);
-                // SAFETY: the caller answers for the operands and the result, `with_scratch` for the panels.
+                // SAFETY: the caller guarantees the operands and the result, `with_scratch` the panels.
                 unsafe {
                     pack(a_rest, shape, Along::Rows, self.a.at(self.m - rest, p), rest, k);
                     pack(b, shape, Along::Columns, self.b.at(0, p), self.n, k);
@@ -176,7 +180,7 @@ where
         let in_place = self.b.inner == 1 && is_accumulator::<B>();
         let len_b = if in_place { 0 } else { self.n * self.k };
         with_scratch([0, len_b, len_c], |[_, b, sums]: [*mut A::Acc; 3]| {
-            // SAFETY: the caller answers for the operands and the result, `with_scratch` for the copies.
+            // SAFETY: the caller guarantees the operands and the result, `with_scratch` the copies.
             unsafe {
                 let (b, b_step) = if in_place {
                     (self.b.ptr.cast(), self.b.outer)
@@ -208,18 +212,18 @@ where
         let stretch = self.k.div_ceil(self.k.div_ceil(MAX_K).max(1)).next_multiple_of(16).min(self.k);
         let len_a = packed_len(shape, Along::Rows, self.m, stretch);
         let in_place = self.b.is_small(self.n, self.k);
-        // Each panel of `b` is packed just before its use, and stays in the first-level cache meanwhile.
+        // Each panel of `b` is packed just before its use, and stays in the first-level cache during it.
         let len_b = packed_len(shape, Along::Columns, shape.columns.min(self.n), stretch);
-        // f16 and bf16 results are summed up in a block of the accumulator's type and rounded at the end.
+        // f16 and bf16 results are summed in a block of the accumulator's type and rounded at the end.
         let direct = is_accumulator::<C>();
         let len_c = if direct { 0 } else { self.m * self.n };
         with_scratch([len_a, len_b, len_c], |[a, b, sums]: [*mut A::Acc; 3]| {
             let target = self.target(direct, sums);
             let mut p = 0;
-            // Once even if k = 0: the result is then written as zeros.
+            // Runs once even if k = 0; the result is then zeros.
             loop {
                 let k = stretch.min(self.k - p);
-                // SAFETY: the caller answers for the operands and the result, `with_scratch` for the panels.
+                // SAFETY: the caller guarantees the operands and the result, `with_scratch` the panels.
                 unsafe {
                     pack(a, shape, Along::Rows, self.a.at(0, p), self.m, k);
                     for j in (0..self.n).step_by(shape.columns) {
@@ -256,7 +260,7 @@ where
     unsafe fn write(self, sums: *const A::Acc) {
         let [row_stride, column_stride] = self.c_strides;
         for j in 0..self.n {
-            // SAFETY: column `j` of the sums and of the result, which is contiguous or has elements of its own.
+            // SAFETY: column `j` of the sums and of the result; both are valid, and the result's elements are distinct.
             unsafe {
                 let sums = std::slice::from_raw_parts(sums.add(j * self.m), self.m);
                 let c = self.c.add(j * column_stride);
@@ -287,11 +291,11 @@ where
 /// How a block is computed.
 #[derive(Clone, Copy)]
 enum Method {
-    /// Both operands packed.
+    /// Both operands are packed.
     Packed,
-    /// Thin, `a` with contiguous columns.
+    /// The product is thin, and `a` has contiguous columns.
     Outer,
-    /// Thin, `a` with contiguous rows.
+    /// The product is thin, and `a` has contiguous rows.
     Dot,
 }
 
@@ -302,7 +306,7 @@ impl<T: Elem> Side<T> {
         is_accumulator::<T>() && extent * size_of::<T>() < MAX_IN_PLACE
     }
 
-    /// The contiguous ones of the first `len × k` elements.
+    /// The contiguous runs of the first `len × k` elements, to be prefetched.
     fn ahead(self, len: usize, k: usize) -> Ahead {
         let (runs, run, stride) = match (self.outer, self.inner) {
             (_, 1) => (len, k, self.outer),
@@ -313,7 +317,7 @@ impl<T: Elem> Side<T> {
         Ahead { ptr: self.ptr.cast(), runs, len: run * size, stride: stride * size }
     }
 
-    /// How a thin product with this as its large operand, and this many columns, is computed.
+    /// The method for a thin product that has this large operand, and this many columns.
     fn method(self, columns: usize) -> Method {
         match (self.outer, self.inner) {
             (_, 1) if !is_accumulator::<T>() && columns <= narrow::MAX_COLUMNS => Method::Dot,
@@ -330,13 +334,13 @@ fn is_accumulator<T: Elem>() -> bool {
     TypeId::of::<T>() == TypeId::of::<T::Acc>()
 }
 
-/// Rows and columns of the blocks of an (m, n) result: equal parts within the limits, and at least `parts` of them
-/// where the result is large enough.
+/// Rows and columns of the blocks of an (m, n) result. The blocks are equal parts within the limits, at least `parts`
+/// of them if the result is large enough.
 fn block_size(shape: TileShape, [m, n]: [usize; 2], parts: usize) -> [usize; 2] {
     let (max_rows, max_columns) = (m.div_ceil(shape.lanes), n.div_ceil(4));
     let mut grid = [m.div_ceil(MAX_ROWS), n.div_ceil(MAX_COLUMNS)];
     while grid[0] * grid[1] < parts {
-        // Cut the longer side of a block, which leaves the least to pack.
+        // Divide the longer side of a block, which minimises packing.
         let (rows, columns) = (m / grid[0], n / grid[1]);
         if grid[0] < max_rows && (rows >= columns || grid[1] >= max_columns) {
             grid[0] += 1;
@@ -354,8 +358,8 @@ fn block_size(shape: TileShape, [m, n]: [usize; 2], parts: usize) -> [usize; 2] 
 #[repr(align(64))]
 struct Line(#[expect(dead_code, reason = "only its size and alignment matter")] [u8; 64]);
 
-/// Calls `f` with three regions of at least `lens` elements, each on a cache line of its own. They are kept for
-/// the next call on this thread.
+/// Calls `f` with three regions of at least `lens` elements, each starting at a cache line. The memory is reused by the
+/// next call on this thread.
 pub fn with_scratch<T: Real, R>(lens: [usize; 3], f: impl FnOnce([*mut T; 3]) -> R) -> R {
     thread_local! {
         static SCRATCH: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };

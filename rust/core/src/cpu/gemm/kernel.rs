@@ -1,8 +1,8 @@
 //! The innermost loops of a matrix product, written once for every instruction set.
 //!
-//! A tile of the result is held in registers as `V` vectors by `N` columns and summed up as outer products; the
-//! vectors run along the rows of the packed `a`, each element of the packed `b` is broadcast. Every element of the
-//! result is one chain of fused multiply-adds in the order of `k`, so it does not depend on its tile.
+//! A tile of the result is held in registers as `V` vectors by `N` columns and summed as outer products; the vectors
+//! run along the rows of the packed `a`, and each element of the packed `b` is broadcast. Every element of the result
+//! is one chain of fused multiply-adds in the order of `k`, so its value does not depend on its tile.
 
 use pulp::{Simd, WithSimd};
 
@@ -16,7 +16,7 @@ pub const fn lanes<T: Lane, S: Simd>() -> usize {
     size_of::<T::Vector<S>>() / size_of::<T>()
 }
 
-/// How large a tile is on this processor.
+/// The size of a tile on this processor.
 #[derive(Clone, Copy, Debug)]
 pub struct TileShape {
     /// Elements of a register.
@@ -30,8 +30,8 @@ pub struct TileShape {
 impl TileShape {
     pub const fn of<T: Lane, S: Simd>() -> Self {
         let lanes = lanes::<T, S>();
-        // 2 x 12 accumulators of 32 registers, 3 x 4 of 16: enough chains to hide the latency of the multiply-add, and
-        // registers left for the operands.
+        // 2 x 12 accumulators in 32 registers, or 3 x 4 in 16: enough chains to hide the latency of the multiply-add,
+        // with registers left for the operands.
         if S::REGISTER_COUNT >= 32 {
             Self { lanes, rows: 2 * lanes, columns: 12 }
         } else {
@@ -55,22 +55,22 @@ impl TileShape {
 /// Elements of the largest tile over all instruction sets.
 const MAX_TILE: usize = 512;
 
-/// Where a block of the result goes.
+/// The destination of a block of the result.
 #[derive(Clone, Copy)]
 pub struct Target<T> {
     /// The first element.
     pub ptr: *mut T,
-    /// Distance of neighbouring rows.
+    /// Distance between neighbouring rows.
     pub row_stride: usize,
-    /// Distance of neighbouring columns.
+    /// Distance between neighbouring columns.
     pub column_stride: usize,
-    /// Factor of the product.
+    /// Factor on the product.
     pub alpha: T,
-    /// Add to what is there instead of writing over it.
+    /// Add to the values of the destination instead of replacing them.
     pub accumulate: bool,
 }
 
-/// Memory that will be read next: `runs` of `len` bytes, `stride` bytes from one to the next.
+/// Memory that will be read next: `runs` of `len` bytes, whose starts are `stride` bytes apart.
 #[derive(Clone, Copy)]
 pub struct Ahead {
     /// The first byte.
@@ -79,14 +79,14 @@ pub struct Ahead {
     pub runs: usize,
     /// Bytes of a run.
     pub len: usize,
-    /// Distance of the runs in bytes.
+    /// Distance between the starts of runs in bytes.
     pub stride: usize,
 }
 
 /// Bytes of a cache line.
 pub const LINE: usize = 64;
 
-/// Asks the processor for the cache line of `address`, which need not be memory of ours.
+/// Prefetches the cache line of `address`, which may be any address.
 #[inline(always)]
 pub fn prefetch(address: *const u8) {
     #[cfg(target_arch = "x86_64")]
@@ -104,7 +104,7 @@ impl Ahead {
         self.runs * self.len.div_ceil(LINE)
     }
 
-    /// Asks the processor for the line `offset` bytes into the current run and moves on.
+    /// Prefetches the line `offset` bytes into the current run and advances to the next.
     #[inline(always)]
     fn fetch(&mut self, offset: &mut usize) {
         if self.runs > 0 {
@@ -119,14 +119,14 @@ impl Ahead {
     }
 }
 
-/// Broadcast elements: `step` from one position of `k` to the next, `column` from one column to the next.
+/// An operand whose elements are broadcast: its strides along `k` and along the columns.
 #[derive(Clone, Copy)]
 pub struct Broadcast<T> {
     /// The first element.
     pub ptr: *const T,
-    /// Distance of the positions of `k`.
+    /// Distance between positions of `k`.
     pub step: usize,
-    /// Distance of the columns.
+    /// Distance between columns.
     pub column: usize,
 }
 
@@ -137,17 +137,17 @@ impl<T> Broadcast<T> {
     }
 }
 
-/// Where a stretch of the sums is in both operands, in elements.
+/// The offsets of a stretch of the sums in both operands, in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// Distance of its first step in `a`.
+    /// Offset of its first step in `a`.
     pub a: usize,
-    /// Distance of its first step in `b`.
+    /// Offset of its first step in `b`.
     pub b: usize,
 }
 
 impl Run {
-    /// Sums of one stretch.
+    /// The runs of sums that are a single stretch.
     pub const WHOLE: [Self; 1] = [Self { a: 0, b: 0 }];
 }
 
@@ -165,7 +165,7 @@ pub struct Columns<T> {
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
-    /// What the next panel will be packed from.
+    /// The memory from which the next panel will be packed.
     pub ahead: Ahead,
 }
 
@@ -173,8 +173,8 @@ impl<T: Real> Columns<T> {
     /// Computes the columns.
     ///
     /// # Safety
-    /// `a` holds packed panels of `m × k` elements, `b` is readable, and nothing else reads or writes the elements of `c`
-    /// meanwhile.
+    /// `a` holds packed panels of `m × k` elements, `b` is readable, and nothing else reads or writes the elements of
+    /// `c` meanwhile.
     pub unsafe fn run(self) {
         arch().dispatch(self);
     }
@@ -214,11 +214,11 @@ impl<T: Real> WithSimd for Columns<T> {
     }
 }
 
-/// Broadcast elements that were packed for the tile.
+/// Layout of broadcast elements: packed for the tile.
 const PACKED: u8 = 0;
-/// Columns of neighbours.
+/// Layout of broadcast elements: each column is contiguous along `k`.
 const COLUMNS: u8 = 1;
-/// Any strides.
+/// Layout of broadcast elements: any strides.
 const STRIDED: u8 = 2;
 
 /// One tile of the result, of which `rows × columns` elements are written.
@@ -227,15 +227,15 @@ pub struct Tile<'a, T> {
     pub runs: &'a [Run],
     /// Steps of a stretch.
     pub k: usize,
-    /// For each step, as many elements as the registers of the rows hold, `a_step` after those of the step before.
+    /// For each step, as many elements as the registers of the rows hold.
     pub a: *const T,
-    /// Distance of the steps of `a`.
+    /// Distance between steps in `a`.
     pub a_step: usize,
     /// For each step, as many elements as there are columns, rounded up to a multiple of 4.
     pub b: Broadcast<T>,
     /// The result.
     pub c: Target<T>,
-    /// Rows, of those that fill the registers.
+    /// Rows to write, at most those that fill the registers.
     pub rows: usize,
     /// Columns.
     pub columns: usize,
@@ -245,13 +245,15 @@ impl<T: Real> Tile<'_, T> {
     /// Computes the tile.
     ///
     /// # Safety
-    /// `a` and `b` are readable at each of the `k` steps of each run, and nothing else reads or writes the tile of `c` meanwhile.
+    /// `a` and `b` are readable at each of the `k` steps of each run, and nothing else reads or writes the tile of `c`
+    /// meanwhile.
     #[inline(always)]
     pub unsafe fn run<S: Simd>(self, simd: S) {
         macro_rules! tiles {
             ($($v:literal x $n:literal),*) => {
                 match (self.rows.div_ceil(lanes::<T, S>()), self.columns.next_multiple_of(4)) {
-                    // Room for the accumulators, a column of vectors and an element; larger tiles are never asked for.
+                    // The registers hold the accumulators, a column of vectors and an element. Larger tiles do not
+                    // occur.
                     $(($v, $n) if $v * $n + $v < S::REGISTER_COUNT => unsafe {
                         match self.b {
                             Broadcast { step: $n, column: 1, .. } => self.outer_products::<S, $v, $n, PACKED>(simd),
@@ -292,7 +294,7 @@ impl<T: Real> Tile<'_, T> {
                             *sum = T::multiply_add(simd, vector, element, *sum);
                         }
                     }
-                    // There may be no memory after the last step.
+                    // `wrapping_add`, because there may be no memory after the last step.
                     a = a.wrapping_add(self.a_step);
                     b = b.wrapping_add(step);
                 }
@@ -309,7 +311,7 @@ impl<T: Real> Tile<'_, T> {
                 }
             }
         } else {
-            // Part of a tile, or elements that are not neighbours, go through a copy.
+            // Parts of a tile, and elements that are not contiguous, are written through a copy.
             let mut copy = [T::ZERO; MAX_TILE];
             let copy = &mut copy[..N * V * lanes];
             let columns = self.columns;

@@ -1,12 +1,12 @@
 //! Matrix products.
 //!
-//! Operands are given with their strides, so a transpose is never copied. Numbers are converted to the accumulator
-//! (f32 for f16 and bf16) when a block is packed, and sums stay in it until the result is written.
+//! Operands are given with their strides, so a transpose is never copied. Numbers are converted to the accumulator's
+//! type (f32 for f16 and bf16) when a block is packed, and sums stay in this type until the result is written.
 //!
-//! The result is split into blocks that are computed on several threads; each packs its operands and runs the register
-//! tiles of [`kernel`] over them (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
-//! Sums are split at multiples of a constant and each element is computed the same way in any block, so the result
-//! does not depend on the number of threads.
+//! The result is split into blocks that are computed on several threads; each thread packs its operands and runs the
+//! register tiles of [`kernel`] over them (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication",
+//! 2008). Sums are split at multiples of a constant and each element is computed the same way in any block, so the
+//! result does not depend on the number of threads.
 
 pub(crate) mod batch;
 mod block;
@@ -25,7 +25,8 @@ use block::Product;
 
 use super::{Elem, Real};
 
-/// A matrix in a slice: element (i, j) is `data[i * row_stride + j * col_stride]`. A stride of 0 repeats a row or column.
+/// A matrix in a slice: element (i, j) is `data[i * row_stride + j * col_stride]`. A stride of 0 repeats a row or
+/// column.
 #[derive(Clone, Copy, Debug)]
 pub struct MatRef<'a, T> {
     data: &'a [T],
@@ -65,7 +66,7 @@ impl<'a, T> MatRef<'a, T> {
     }
 }
 
-/// A matrix in a mutable slice, with strides as in [`MatRef`]; no two elements share a place.
+/// A matrix in a mutable slice, with strides as in [`MatRef`]; its elements are all distinct.
 #[derive(Debug)]
 pub struct MatMut<'a, T> {
     data: &'a mut [T],
@@ -129,7 +130,7 @@ fn check_bounds(len: usize, [rows, cols]: [usize; 2], [row_stride, col_stride]: 
     );
 }
 
-/// `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`. Without it `c` is written and not read.
+/// `c = alpha * a * b`, or `c += alpha * a * b` with `accumulate`. Without `accumulate`, `c` is not read.
 ///
 /// The operands may have different dtypes with the same accumulator: products of bf16 matrices, or of a bf16 and an
 /// f32 matrix, can be added to an f32 result. f16 and bf16 results are rounded once, at the end.
@@ -163,7 +164,8 @@ where
         alpha: Real::from_f64(alpha),
         accumulate,
     };
-    // SAFETY: `MatRef::new` and `MatMut::new` checked that all elements are in their slices and those of `c` distinct.
+    // SAFETY: `MatRef::new` and `MatMut::new` have checked that all elements are in their slices and that those of `c`
+    // are distinct.
     unsafe { product.run(1, |_| [0; 3]) }
 }
 

@@ -1,16 +1,18 @@
 //! Products of a matrix of f16 or bf16 with a few columns, such as a language model's layers at one more token.
 //!
-//! Such a product takes as long as reading the matrix does, once, in its own dtype: numbers are widened in registers, and nothing of it is
-//! packed or kept.
+//! Such a product takes about as long as reading the matrix once in its own dtype: numbers are converted in registers,
+//! and the matrix is not packed.
 
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// Columns up to which the matrix is read in place. For more, packing it once is less work than widening it for every four.
+/// Most columns for which the matrix is read in place. For more, packing it once is less work than converting it for
+/// every four columns.
 pub const MAX_COLUMNS: usize = 8;
 /// Columns whose sums are kept at a time.
 const COLUMNS: usize = 4;
-/// Numbers of a row that are taken at a time: the sums of four columns then fill half of the smallest register file.
+/// Numbers of a row that are processed at a time; the sums of four columns then fill half of the smallest register
+/// file.
 const RUN: usize = 16;
 
 /// `c (+)= alpha * a * b` with an `a` whose rows, and a `b` whose columns, are contiguous, as dot products.
@@ -60,9 +62,9 @@ impl<T: Elem> Narrow<T> {
     /// Computes `N` elements of row `i` from column `j` on.
     #[inline(always)]
     unsafe fn row<const N: usize>(&self, i: usize, j: usize) {
-        /// Sums that a single column has side by side, so that they do not wait for each other.
+        /// Independent partial sums for a single column, so that additions do not wait for each other.
         const CHAINS: usize = 4;
-        // SAFETY: row `i` of `a`, columns `j..j + N` of `b`, the elements of `c` where they meet.
+        // SAFETY: row `i` of `a`, columns `j..j + N` of `b`, and their elements of `c`.
         unsafe {
             let a = self.a.add(i * self.a_step);
             let b: [*const T::Acc; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));
@@ -100,7 +102,7 @@ impl<T: Elem> Narrow<T> {
     }
 }
 
-/// Adds the products of a run of a row with those of `N` columns.
+/// Adds the products of a run of a row with the same runs of `N` columns to `sums`.
 ///
 /// # Safety
 /// All are readable.

@@ -1,4 +1,5 @@
-//! Packing: copies a block of an operand into panels in the order the tiles read it, as numbers of the accumulator.
+//! Packing: copies a block of an operand into panels, in the order in which tiles read it and in the accumulator's
+//! type.
 
 use std::any::TypeId;
 
@@ -49,8 +50,8 @@ const ROWS: usize = 16;
 /// Steps of `k` that are transposed at a time.
 const RUN: usize = 64;
 
-/// Packs `len × k` elements: panels of as many rows or columns as a tile has, each panel in the order of `k`. Rows
-/// that fill up the last panel are zeros.
+/// Packs `len × k` elements into panels that have as many rows or columns as a tile, each panel in the order of `k`.
+/// The last panel is padded with zeros.
 ///
 /// # Safety
 /// `src` is readable for `len × k` elements, `dst` writable for [`packed_len`] elements.
@@ -99,7 +100,7 @@ unsafe fn copy_exact<T: Elem, const N: usize>(dst: *mut T::Acc, src: Side<T>, k:
     );
 }
 
-/// Elements as numbers of the accumulator.
+/// Converts elements to the accumulator's type.
 #[inline(always)]
 fn widen<T: Elem, const N: usize>(from: [T; N]) -> [T::Acc; N] {
     let mut to = [T::Acc::ZERO; N];
@@ -126,7 +127,7 @@ unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width:
     for p in (0..k).step_by(RUN) {
         let run = RUN.min(k - p);
         if src.inner == 1 {
-            // Each row is a stream of its own, too many for the processor to follow.
+            // Prefetch explicitly, because the processor cannot follow as many streams as there are rows.
             for i in 0..rows {
                 let next = src.ptr.wrapping_add(i * src.outer + p + RUN).cast::<u8>();
                 let bytes = (k - p - run).min(RUN) * size_of::<T>();
@@ -151,7 +152,7 @@ unsafe fn transpose<T: Elem>(dst: *mut T::Acc, src: Side<T>, rows: usize, width:
     }
 }
 
-/// Copies up to [`ROWS`] rows of `run` elements as numbers of the accumulator; those that `src` lacks become zeros.
+/// Copies up to [`ROWS`] rows of `run` elements in the accumulator's type; rows that `src` lacks become zeros.
 unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, rows: usize, run: usize) {
     dispatch(
         #[inline(always)]
@@ -179,7 +180,7 @@ unsafe fn convert<T: Elem>(copied: &mut [[T::Acc; RUN]; ROWS], src: Side<T>, row
     );
 }
 
-/// Writes each of the first `run` columns of `width` rows as neighbours, one column `dst_stride` after the other.
+/// Writes each of the first `run` columns of `width` rows contiguously; columns are `dst_stride` elements apart.
 unsafe fn store_columns<T: Real>(
     src: *const T,
     src_stride: usize,
@@ -222,7 +223,8 @@ unsafe fn transpose_avx512(
                 *row = unsafe { _mm512_loadu_ps(src.add(i * src_stride + p)) };
             }
         }
-        // Pairs of rows, then four: `fours[4 g + c]` has in its 128-bit part `l` column `4 l + c` of rows `4 g..4 g + 4`.
+        // Combine rows by two, then by four: the 128-bit part `l` of `fours[4 g + c]` has column `4 l + c` of rows
+        // `4 g..4 g + 4`.
         let mut fours = [_mm512_setzero_pd(); 16];
         for g in 0..4 {
             let [r0, r1, r2, r3] = [rows[4 * g], rows[4 * g + 1], rows[4 * g + 2], rows[4 * g + 3]];
@@ -235,7 +237,7 @@ unsafe fn transpose_avx512(
             fours[4 * g + 2] = _mm512_unpacklo_pd(hi01, hi23);
             fours[4 * g + 3] = _mm512_unpackhi_pd(hi01, hi23);
         }
-        // The parts of one column together.
+        // Join the parts of each column.
         for c in 0..4 {
             let part = |g: usize| _mm512_castpd_ps(fours[4 * g + c]);
             let even01 = _mm512_shuffle_f32x4::<0x88>(part(0), part(1));

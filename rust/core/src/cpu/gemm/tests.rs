@@ -3,7 +3,7 @@ use half::{bf16, f16};
 use super::*;
 use crate::cpu::pool::tests::with_1_and_n_threads;
 
-/// Numbers in -1..1 that every dtype holds exactly enough for products to be compared.
+/// Numbers in -1..1, rounded to the dtype.
 fn numbers<T: Elem>(len: usize, seed: u64) -> Vec<T> {
     let mut state = seed;
     (0..len)
@@ -63,7 +63,7 @@ where
             let mut c = vec![nan; len];
             for i in 0..m {
                 for j in 0..n {
-                    // What is not to be read is NaN.
+                    // Values that must not be read are NaN.
                     c[i * strides[0] + j * strides[1]] = if accumulate { before[i * n + j] } else { nan };
                 }
             }

@@ -1,7 +1,7 @@
 //! Products with a result of a few columns, such as the rank of an adapter or a batch of one row.
 //!
-//! They read every element of the large operand for a few multiply-adds only, so it is read in place instead of
-//! being packed.
+//! They use every element of the large operand for only a few multiply-adds, so it is read in place instead of being
+//! packed.
 
 use pulp::{Simd, WithSimd};
 
@@ -9,7 +9,7 @@ use super::kernel::{Broadcast, Run, Target, Tile, lanes};
 use crate::cpu::Real;
 use crate::cpu::simd::arch;
 
-/// Most columns of a thin product on this processor: accumulators for them and registers for the operands.
+/// Most columns of a thin product on this processor, for which registers hold the accumulators and operands.
 pub fn max_columns() -> usize {
     struct Detect;
     impl WithSimd for Detect {
@@ -32,7 +32,7 @@ pub struct Outer<T> {
     /// Columns of `a`, `a_step` elements from one to the next.
     pub a: *const T,
     pub a_step: usize,
-    /// The rows of `a` that fill no register, packed.
+    /// The last rows of `a`, which do not fill a register, packed.
     pub a_rest: *const T,
     /// `b` as one packed panel.
     pub b: *const T,
@@ -58,7 +58,7 @@ impl<T: Real> WithSimd for Outer<T> {
         let lanes = lanes::<T, S>();
         let columns = self.n.next_multiple_of(4);
         let b = Broadcast::packed(self.b, self.n);
-        // As many registers along the rows as leave the columns theirs.
+        // As many registers along the rows as the columns leave.
         let vectors = match (columns, S::REGISTER_COUNT >= 32) {
             (4, true) => 4,
             (4, false) => 3,
@@ -119,7 +119,7 @@ impl<T: Real> Dot<T> {
         let full = self.k / lanes * lanes;
         let zero = T::splat(simd, T::ZERO);
         let mut acc = [[zero; R]; N];
-        // SAFETY: rows `i..i + R` of `a`, columns `j..j + N` of `b` and the elements of `c` where they meet.
+        // SAFETY: rows `i..i + R` of `a`, columns `j..j + N` of `b` and their elements of `c`.
         unsafe {
             let a: [*const T; R] = std::array::from_fn(|r| self.a.add((i + r) * self.a_step));
             let b: [*const T; N] = std::array::from_fn(|n| self.b.add((j + n) * self.b_step));

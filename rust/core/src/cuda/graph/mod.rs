@@ -1,17 +1,18 @@
 //! CUDA graphs of functions: all work that a function queues, launched at once.
 //!
-//! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer states. The
-//! second call records the function and replays the record; each later call copies new inputs in and replays. Every call counts:
-//! training computes the same bits as without a graph. If the function creates gradients outside flat buffers, these move to fixed
-//! storage after the first call, the second call runs eagerly again, and the third records.
+//! The first call of a captured function runs it eagerly, which allocates memory, loads kernels and creates optimizer
+//! states. The second call records the function and replays the record; each later call copies new inputs in and
+//! replays. Every call has its full effect, so training computes the same bits as without a graph. If the function
+//! creates gradients outside flat buffers, these move to fixed storage after the first call, the second call runs
+//! eagerly again, and the third records.
 //!
-//! All graphs of a device share one pool of memory for temporaries, because they run one after the other; eager work between two
-//! replays may have it meanwhile. A call returns copies; a
-//! function that keeps any other tensor it has created is an error. A graph keeps alive the tensors outside the pool that it reads
-//! or writes. Random draws read the position of the generator from device memory and advance it by the number of draws. Values that
-//! the function creates on the CPU are constants of the graph: one that changes between calls is an error, and so is reading a
-//! value. When host state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the graph is stale: the next
-//! call runs eagerly and the one after it records again.
+//! All graphs of a device share one pool of memory for temporaries, because they run one after the other; eager work
+//! between two replays may use it. A call returns copies; it is an error if a function keeps any other tensor that it
+//! has created. A graph keeps alive the tensors outside the pool that it reads or writes. Random draws read the
+//! position of the generator from device memory and advance it by the number of draws. Values that the function creates
+//! on the CPU are constants of the graph; it is an error if one changes between calls, or if the function reads a
+//! value. When host state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the graph is
+//! stale: the next call runs eagerly and the one after it records again.
 
 mod recording;
 
@@ -37,7 +38,8 @@ use recording::{Lease, Recorded, Recording, Template};
 
 const OP: &str = "capture";
 
-/// A function that runs as a CUDA graph from its second call on, or its third if it makes gradients outside of flat buffers.
+/// A function that runs as a CUDA graph from its second call on, or its third if it makes gradients outside of flat
+/// buffers.
 ///
 /// ```no_run
 /// use trainable_candle_core::capture::Captured;
@@ -66,10 +68,12 @@ enum Stage {
 }
 
 impl Captured {
-    /// Calls take tensors of the shapes and dtypes of `inputs`. The function gets tensors on `device`, and returns tensors there.
+    /// Calls take tensors of the shapes and dtypes of `inputs`. The function gets tensors on `device`, and returns
+    /// tensors there.
     ///
     /// # Errors
-    /// [`Error::Device`] if `device` is not a CUDA device, [`Error::Autograd`] if an input needs a gradient, [`Error::OutOfMemory`].
+    /// [`Error::Device`] if `device` is not a CUDA device, [`Error::Autograd`] if an input needs a gradient,
+    /// [`Error::OutOfMemory`].
     pub fn new(device: &Device, function: Function, inputs: &[&Tensor]) -> Result<Self> {
         let gpu = Gpu::of_device(OP, device)?;
         capture::refuse(OP)?;
@@ -94,10 +98,10 @@ impl Captured {
     /// The results of the function for `inputs`, detached from the tape.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one that the function was captured with; the function's errors.
-    /// In the call that records, [`Error::Device`] if a graph cannot do what the function does: read a value, wait, copy a value from
-    /// the CPU that the previous call did not, keep a tensor that it has created, change state that its own work depends on. That call
-    /// then has no effect, and the next one runs eagerly.
+    /// [`Error::Shape`] or [`Error::DType`] if an input differs from the one that the function was captured with; the
+    /// function's errors. In the call that records, [`Error::Device`] if a graph cannot do what the function does: read
+    /// a value, wait, copy a value from the CPU that the previous call did not, keep a tensor that it has created,
+    /// change state that its own work depends on. That call then has no effect, and the next one runs eagerly.
     pub fn call(&mut self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.check(inputs)?;
         if capture::is_running() {
@@ -143,7 +147,7 @@ impl Captured {
         outputs
     }
 
-    /// Whether new inputs are like those that the function was captured with.
+    /// Checks that new inputs have the shapes and dtypes with which the function was captured.
     fn check(&self, inputs: &[&Tensor]) -> Result<()> {
         if inputs.len() != self.inputs.len() {
             let message = format!("found {} inputs, expected {}", inputs.len(), self.inputs.len());
@@ -208,7 +212,7 @@ fn values(outputs: Vec<Tensor>) -> Result<Vec<Raw>> {
     outputs.into_iter().enumerate().map(value).collect()
 }
 
-/// Until it is dropped, the values that this thread copies from the CPU are noted.
+/// Until this is dropped, the values that this thread copies from the CPU are recorded.
 struct Noting;
 
 impl Noting {
@@ -228,12 +232,12 @@ impl Drop for Noting {
     }
 }
 
-/// A recorded function. Fields drop in this order: the lease on the memory of graphs after everything in that memory.
+/// A recorded function. Fields are dropped in order, so the lease on the memory of graphs comes after everything in it.
 struct Graph {
     gpu: &'static Gpu,
     executable: Executable,
     outputs: Vec<Raw>,
-    /// What the graph uses outside of the memory of graphs.
+    /// The tensors that the graph uses outside of the memory of graphs.
     _held: Held,
     effects: Effects,
     _constants: Constants,
@@ -248,7 +252,8 @@ impl Graph {
     fn record(gpu: &'static Gpu, function: &Function, inputs: &[Tensor], known: Known) -> Result<Self> {
         let generator = empty(OP, gpu, &[2], DType::I64)?;
         let start = rng::state();
-        // Draws during the recording advance this stream alone; each launch of the graph reserves its draws from the real one.
+        // Draws during the recording advance this stream alone; each launch of the graph reserves its draws from the
+        // real one.
         let _stream = rng::Stream::enter(start);
         let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
         let outputs = function(inputs).and_then(values);
@@ -322,7 +327,7 @@ impl Graph {
         launch().map_err(|error| driver_error(OP, error))
     }
 
-    /// A call: the recorded work, and its effects on the host.
+    /// Repeat a call: the recorded work, and its effects on the host.
     fn replay(&self) -> Result<()> {
         self.effects.before()?;
         self.launch()?;
@@ -331,8 +336,8 @@ impl Graph {
     }
 }
 
-/// Check that a recording has left only its `outputs` in the memory of graphs. Any other tensor there would change with each
-/// replay of any graph, because all graphs share that memory.
+/// Check that a recording has left only its `outputs` in the memory of graphs. Any other tensor there would change with
+/// each replay of any graph, because all graphs share that memory.
 fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
     let outputs = outputs.iter().map(|output| address(OP, output)).collect::<Result<Vec<_>>>()?;
     let others: Vec<_> = kept.iter().filter(|block| !outputs.iter().any(|at| block.contains(at))).collect();
@@ -347,10 +352,10 @@ fn check_kept(kept: &[Range<Address>], outputs: &[Raw]) -> Result<()> {
     Err(Error::device(OP, message))
 }
 
-/// What the driver replays.
+/// The driver's executable graph.
 struct Executable(CUgraphExec);
 
-// SAFETY: the driver wants calls on one graph to come one at a time: its owner is used through an exclusive reference.
+// SAFETY: the driver requires calls on one graph one at a time; its owner is used through an exclusive reference.
 unsafe impl Send for Executable {}
 // SAFETY: a shared reference gives no access to it.
 unsafe impl Sync for Executable {}
@@ -359,7 +364,7 @@ impl Executable {
     fn new(gpu: &Gpu, template: &Template) -> Result<Self> {
         let make = || {
             gpu.stream().context().bind_to_thread()?;
-            // SAFETY: the template is a graph; what it becomes is destroyed once, with this.
+            // SAFETY: the template is a graph; the executable made from it is destroyed once, with `Self`.
             let executable = Self(unsafe { result::graph::instantiate(template.0, CUgraphInstantiate_flags(0)) }?);
             // SAFETY: the stream is the device's.
             unsafe { result::graph::upload(executable.0, gpu.stream().cu_stream()) }?;
@@ -370,7 +375,7 @@ impl Executable {
 
     fn launch(&self, gpu: &Gpu) -> std::result::Result<(), DriverError> {
         gpu.stream().context().bind_to_thread()?;
-        // SAFETY: the memory that the graph names is kept by its owner.
+        // SAFETY: the owner of the graph keeps the memory that the graph uses.
         unsafe { result::graph::launch(self.0, gpu.stream().cu_stream()) }
     }
 }

@@ -73,9 +73,10 @@ impl Recording {
         recorder::begin(generator, start);
         upload::capture(known);
         gpu.meet_copies().map_err(|error| driver_error(OP, error))?;
-        // Relaxed: memory may be mapped and modules be loaded meanwhile.
+        // Relaxed mode, because memory may be mapped and modules loaded during the capture.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is the device's, and not capturing: `CAPTURER` has one at a time.
+        // SAFETY: the stream is the device's, and not capturing, because `recorder::claim` allows one capture at a
+        // time.
         unsafe { result::stream::begin_capture(stream.cu_stream(), mode) }.map_err(|error| driver_error(OP, error))?;
         recording.is_open = true;
         Ok(recording)

@@ -8,7 +8,7 @@ fn random(dims: &[usize], dtype: DType) -> Raw {
     Raw::from_vec(numbers, dims, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// The product by candle, in f64, of contiguous copies.
+/// Candle's product of contiguous copies, in f64.
 fn oracle(a: &Raw, b: &Raw) -> Raw {
     let wide = |x: &Raw| x.to_dtype(DType::F64).unwrap().contiguous().unwrap();
     wide(a).broadcast_matmul(&wide(b)).unwrap()
@@ -142,7 +142,7 @@ fn operands_that_do_not_fit_are_errors() {
     assert!(accumulate(&random(&[3, 5], DType::BF16)).contains("found a destination of dtype bf16"));
 }
 
-/// Products that go to columns of a larger matrix, in place of what is there or added to it.
+/// Products that replace columns of a larger matrix, or are added to them.
 #[test]
 fn products_are_written_to_ranges_of_columns() {
     for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
