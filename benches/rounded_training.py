@@ -8,9 +8,9 @@ all linear layers learns this project's Rust and CUDA sources; every tenth file 
 run side by side.
 
 `qat`: the adapter is trained over a bf16 base ("plain"), over a base in a format ("on"), rounded
-together with its base ("qat"), with learned scales too, or from LoftQ's initial values. Losses are of the held-out files:
-for weights merged in f32, for these weights rounded to a format, and for the training base with
-the adapter unmerged ("apart"). The formats were chosen before the seeds.
+together with its base ("qat"), with learned scales too, or from LoftQ's initial values. Losses are
+of the held-out files: for weights merged in f32, for these weights rounded to a format, and for the
+training base with the adapter unmerged ("apart"). The formats were chosen before the seeds.
 
 `w8a8`: the same steps over an 8-bit base, multiplying values or codes. It reports the mean of the
 last tenth of the training losses, and the held-out loss.
