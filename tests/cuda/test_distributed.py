@@ -135,7 +135,7 @@ def test_who_waits_for_nobody_gives_up_in_time(cuda: Any) -> None:
     try:
         _core.NcclCommunicator("cuda", 0, 2, unique, 0.3)
     except DeviceError as error:
-        assert "not all of the 2 processes have joined within 0 s" in str(error), error
+        assert "not all of the 2 processes have joined within 0.3 s" in str(error), error
     else:
         raise SystemExit("joined alone")
     """

@@ -243,3 +243,50 @@ def test_the_average_is_that_of_the_definition(everything: TrainConfig) -> None:
         expected = {n: decay * expected[n] + (1 - decay) * found[n] for n in expected}
     for name, var in run.adapter.named_parameters().items():
         np.testing.assert_allclose(var.numpy(), expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def schedule_free(everything: TrainConfig) -> TrainConfig:
+    return everything.with_(
+        ema_decay=0.0, optimizer="adamwschedulefree", lr_scheduler="constant", learning_rate=0.02
+    )
+
+
+def test_the_average_of_a_schedule_free_optimizer_is_what_is_saved(
+    schedule_free: TrainConfig,
+) -> None:
+    run = train_adapter(schedule_free, progress=False, report=lambda _: None)
+    checkpoint = Path(schedule_free.output) / "checkpoint-000012"
+    trained = tc.load_file(checkpoint / "parameters.safetensors")
+    saved = tc.load_file(run.adapter_path)
+    states = tc.load_file(checkpoint / "optimizer.safetensors")
+    differ = 0
+    for number, (name, var) in enumerate(run.adapter.named_parameters().items()):
+        stored = next(tensor for key, tensor in saved.items() if key.endswith(name)).numpy()
+        np.testing.assert_array_equal(var.numpy(), stored)
+        y = next(tensor for key, tensor in trained.items() if key.endswith(name)).numpy()
+        z = states[f"{number}.z"].numpy()
+        # beta1 is 0.9: y lies a tenth of the way from the average to z.
+        np.testing.assert_allclose(y, 0.9 * stored + 0.1 * z, rtol=1e-4, atol=1e-6)
+        differ += not np.array_equal(y, stored)
+    assert differ
+
+
+def test_a_schedule_free_run_resumes_bit_for_bit(schedule_free: TrainConfig, train: Train) -> None:
+    whole = train(schedule_free.with_(output=f"{schedule_free.output}-whole"))
+    train(schedule_free, Until(5))
+    assert train(schedule_free.with_(resume="latest")) == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ema_decay": 0.9}, "averages the adapter itself; set --ema-decay to 0"),
+        ({"lr_scheduler": "cosine"}, "needs no schedule; set --lr-scheduler to constant"),
+    ],
+)
+def test_what_a_schedule_free_optimizer_does_without(
+    schedule_free: TrainConfig, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        schedule_free.with_(**change)

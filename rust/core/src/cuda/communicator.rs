@@ -114,7 +114,7 @@ impl Communicator {
         let comm = comm.map_err(|result| failed(nccl, result))?;
         let state = Mutex::new(State { comm, is_alive: true });
         let made = Self { nccl, gpu, rank, size, state, stop: AtomicBool::new(false) };
-        let what = format!("not all of the {size} processes have joined within {} s", limit.as_secs());
+        let what = format!("not all of the {size} processes have joined within {} s", limit.as_secs_f64());
         made.wait_for(limit, &what, |state| made.progress(state))?;
         Ok(made)
     }
@@ -197,7 +197,7 @@ impl Communicator {
     /// [`Error::Device`] if it is not done within `limit`, [`stop`](Self::stop) was called, or NCCL or the driver
     /// fails; the communicator is then aborted. The error of the check that [`interrupt::set_check`] has set.
     pub fn wait(&self, limit: Duration) -> Result<()> {
-        let what = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs());
+        let what = format!("the GPU is still waiting for the other processes after {} s", limit.as_secs_f64());
         bind(self.gpu)?;
         let stream = self.gpu.stream().cu_stream().cast();
         self.wait_for(limit, &what, |state| {

@@ -115,10 +115,6 @@ impl Nested {
             return tuple.iter().try_for_each(|item| self.visit(&item, depth + 1));
         }
         let value = self.scalar(object)?;
-        if self.values.is_empty() && self.dims.len() > depth {
-            // An empty list came before: the shape is already complete.
-            return Err(self.ragged(depth, "a number"));
-        }
         if self.dims.len() != depth {
             return Err(self.ragged(depth, "a number"));
         }

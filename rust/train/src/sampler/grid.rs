@@ -16,7 +16,10 @@ pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Res
     if keep == 0 || count > total {
         return Err(Error::argument(
             OP,
-            format!("found {keep} steps, expected at least 1 and fewer than the {total} timesteps of the schedule"),
+            format!(
+                "found {keep} steps, expected 1 to {}: the schedule has {total} timesteps",
+                total - (count - keep).min(total)
+            ),
         ));
     }
     let timesteps: Vec<f64> = match config.timestep_spacing {
