@@ -10,7 +10,7 @@ use trainable_candle_cuda::structs::{Address, Whole};
 use super::step::{Groups, Known};
 
 /// The threads of a block: WHOLE_THREADS of the kernels.
-const THREADS: usize = 512;
+const THREADS: u32 = 512;
 
 /// What a kernel needs to know of a variable besides its addresses.
 #[derive(Clone, Debug)]
