@@ -1,12 +1,14 @@
-"""Optimizers on a GPU: AdamW8bit over 268 M parameters, AdamW with clipping over 23 M.
+"""Optimizers on a GPU: AdamW8bit over 268 M parameters, all of them and clipping over 23 M.
 
 python benches/gpu_optim.py
 
-The 23 M parameters are those of a LoRA of rank 16 on SDXL's attention, in as many tensors.
+The 23 M parameters are those of a LoRA of rank 16 on SDXL's attention, in as many tensors. Torch's
+side of optimizers that torch lacks are prodigyopt, schedulefree and came-pytorch, where installed.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import gpu_timing
@@ -107,10 +109,55 @@ def torch_clipped(machine: Machine, shapes: list[tuple[int, int]]) -> float:
     return gpu_timing.torch_timed(torch, step, machine.seconds)
 
 
+THEIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adamw": ("torch.optim", "AdamW", {"fused": True}),
+    "adafactor": ("torch.optim", "Adafactor", {}),
+    "came": ("came_pytorch", "CAME", {}),
+    "prodigy": ("prodigyopt", "Prodigy", {}),
+    "adamwschedulefree": ("schedulefree", "AdamWScheduleFree", {}),
+    "muon": ("torch.optim", "Muon", {}),
+}
+"""The module, name and options of what other libraries have."""
+
+
+def every(machine: Machine) -> None:
+    """One step of each optimizer over the adapter's factors."""
+    device, shapes = machine.device, adapter_shapes()
+    for kind, made in tc.optim.KINDS.items():
+        optimizer = made(our_vars([*shapes], device), lr=1e-4)
+        optimizer.step()
+        graph = gpu_timing.captured(optimizer.step, device)
+        sides: dict[str, float | None] = {
+            "ours": gpu_timing.timed(graph, device, machine.seconds),
+            "ours_without_graph": gpu_timing.timed(optimizer.step, device, machine.seconds),
+        }
+        if machine.torch is not None and kind in THEIRS:
+            sides["theirs"] = theirs(machine, kind, shapes)
+        print(f"{kind}: {gpu_timing.milliseconds(**sides)}", flush=True)
+        del optimizer, graph
+        gpu_timing.fresh(device)
+
+
+def theirs(machine: Machine, kind: str, shapes: list[tuple[int, int]]) -> float | None:
+    module, name, options = THEIRS[kind]
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+    optimizer = made(torch_parameters(machine.torch, [*shapes]), lr=1e-4, **options)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return gpu_timing.torch_timed(machine.torch, optimizer.step, machine.seconds)
+
+
 def main() -> None:
     options = gpu_timing.parser(__doc__).parse_args()
     machine = gpu_timing.start(options)
-    cases: dict[str, Callable[[Machine], None]] = {"AdamW8bit": eight_bit, "AdamW": clipped}
+    cases: dict[str, Callable[[Machine], None]] = {
+        "AdamW8bit": eight_bit,
+        "AdamW": clipped,
+        "every": every,
+    }
     for title, case in cases.items():
         if options.only in title:
             gpu_timing.fresh(machine.device)
