@@ -67,9 +67,9 @@ struct Neighbours {
     share: f32,
 }
 
-/// The neighbours of each output pixel along an axis of `input` pixels that is enlarged to `output` pixels, as in torch's
-/// `interpolate(mode="bilinear", align_corners=False)`: the centre of pixel i is at i + 0.5, and an output pixel whose centre is before the first one
-/// gets the value of the first pixel.
+/// The neighbours of each output pixel along an axis that is enlarged from `input` to `output` pixels, as in torch's
+/// `interpolate(mode="bilinear", align_corners=False)`: the centre of pixel i is at i + 0.5. An output pixel whose centre is before the
+/// centre of the first input pixel gets the value of that pixel.
 fn neighbours(input: usize, output: usize) -> Vec<Neighbours> {
     let scale = input as f64 / output as f64;
     let of = |i: usize| {
