@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Check that a release has one version everywhere, and print its section of the changelog.
+"""Check the version of a release, or print its section of the changelog.
 
-.ci/release.py check [TAG]   the version in Cargo.toml matches the tag and has a dated section
-.ci/release.py notes         print that section of the changelog
+.ci/release.py check [TAG]   check that TAG names the version in Cargo.toml, and that CHANGELOG.md
+                             has a section with a date for this version
+.ci/release.py notes         print the section of CHANGELOG.md for the version in Cargo.toml
 """
 
 import re
@@ -28,7 +29,7 @@ def version(manifest: str) -> str:
 
 
 def sections(changelog: str) -> dict[str, tuple[str | None, str]]:
-    """Date and text of each version of the changelog."""
+    """The date and the text of each section of the changelog, by version."""
     heads = list(SECTION.finditer(changelog))
     ends = [head.start() for head in heads[1:]] + [len(changelog)]
     return {
@@ -38,7 +39,7 @@ def sections(changelog: str) -> dict[str, tuple[str | None, str]]:
 
 
 def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
-    """A message for each disagreement between manifest, changelog and tag."""
+    """One message for each contradiction between manifest, changelog and tag."""
     known = version(manifest)
     date, text = sections(changelog).get(known, (None, ""))
     found = []
@@ -58,7 +59,7 @@ def complaints(manifest: str, changelog: str, tag: str) -> list[str]:
 
 
 def main(command: str, tag: str = "") -> None:
-    """Check, or print the notes."""
+    """Run the command `check` or `notes`."""
     manifest = (ROOT / "Cargo.toml").read_text()
     changelog = (ROOT / "CHANGELOG.md").read_text()
     if command == "notes":

@@ -22,10 +22,11 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
 ELSEWHERE = {"params", "lr", "weight_decay", "optimizer", "total_steps", "warmup_steps"}
 HEAD = """# Every setting
 
-Each is a flag, a line `name: value` of a YAML file (`--config`; hyphens are underscores there), and
-a field of `TrainConfig`. `trainable-candle train --help` shows those that a first run may need,
-`--help-all` those that the chosen model has. The column "also" has the names of other tools that
-mean the same. `.ci/settings_page.py --write` makes this page."""
+Each setting is a command-line flag, a line `name: value` of a YAML file (`--config`; names have
+underscores instead of hyphens there), and a field of `TrainConfig`. `trainable-candle train --help`
+shows the settings that a first run may need; `--help-all` shows all settings of the chosen model.
+The column "also" lists the names of the same setting in other tools, which are accepted, too.
+`.ci/settings_page.py --write` makes this page."""
 
 
 def page() -> str:
@@ -75,7 +76,10 @@ def value(hint: Any, setting: Setting) -> str:
 
 def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
     """The section of the `name=value` arguments that each choice of a setting takes."""
-    lines = [f"## `{own}`\n", f"What `{own} name=value …` takes, with its defaults.\n"]
+    lines = [
+        f"## `{own}`\n",
+        f"The arguments that `{own} name=value …` accepts, with their defaults.\n",
+    ]
     lines += [f"| `{chosen_by}` | |", "|---|---|"]
     lines += [
         f"| {code(name)} | {', '.join(named(kind)) or 'none'} |" for name, kind in kinds.items()

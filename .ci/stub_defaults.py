@@ -1,6 +1,7 @@
-"""Read from the Rust sources the defaults of parameters that the generated stubs do not show.
+"""Read defaults of parameters from the Rust sources, and write them into the generated stubs.
 
-PyO3 writes literals into stubs and `...` for anything else, such as `Integer::of(8)`.
+PyO3 writes a default into a stub only if it is a literal. For any other expression, such as
+`Integer::of(8)`, it writes `...`.
 """
 
 import ast
@@ -16,7 +17,7 @@ OWNER = re.compile(r"^impl (\w+) \{", re.MULTILINE)
 
 
 def defaults(folder: Path) -> Defaults:
-    """The default of each parameter, by function (or class) and name."""
+    """Defaults in the Rust files, by (name of the function or class, name of the parameter)."""
     found: Defaults = {}
     for path in sorted(folder.rglob("*.rs")):
         source = path.read_text()
@@ -30,7 +31,7 @@ def defaults(folder: Path) -> Defaults:
 
 
 def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
-    """Each default that is `...`, with its function (or class) and parameter."""
+    """For each default `...`: names of the function or class and of the parameter, and its node."""
     for scope in ast.walk(tree):
         for node in getattr(scope, "body", []):
             if not isinstance(node, ast.FunctionDef):
@@ -49,7 +50,7 @@ def hidden(tree: ast.Module) -> Iterator[tuple[str, str, ast.expr]]:
 
 
 def show_defaults(source: str, known: Defaults) -> str:
-    """Write known defaults in place of `...`."""
+    """The source with `...` replaced by each default that is in `known`."""
     lines = source.encode().split(b"\n")  # ast counts columns in bytes
     places = [
         (default.lineno - 1, default.col_offset, text)
@@ -63,7 +64,7 @@ def show_defaults(source: str, known: Defaults) -> str:
 
 
 def is_literal(text: str) -> bool:
-    """Whether a default is a literal in Python too."""
+    """Whether the Rust text of a default is also a literal in Python."""
     try:
         ast.literal_eval(text)
     except (SyntaxError, ValueError):

@@ -1,20 +1,21 @@
-// Elementwise functions over strided tensors: the description of the tensors, and the loop.
+// Elementwise functions over strided tensors: `Strided` describes the tensors, and `for_each` calls a function on their elements.
 #pragma once
 
 #include "element.cuh"
 
 constexpr int MAX_AXES = 8;
 
-// `K` tensors of one shape, the first of which is written. Passed by value; the host has merged neighbouring axes.
+// `K` tensors of the same shape. A kernel writes the first tensor and takes this structure by value. The host has already merged
+// neighbouring axes where the strides allow it.
 template <int K> struct Strided {
-    uint64_t count;                 // elements
-    uint32_t axes;                  // at least 1, outermost first
-    uint32_t width;                 // elements that a thread takes: 1, or as many as one 16-byte access of the largest type holds
+    uint64_t count;                 // number of elements of each tensor
+    uint32_t axes;                  // number of axes, at least 1; the first is the outermost
+    uint32_t width;                 // elements for each thread: 1, or the number of elements of the largest type in 16 bytes
     uint64_t sizes[MAX_AXES];
-    uint64_t strides[K][MAX_AXES];  // in elements; the last one is 0 or 1 where `width` is above 1
+    uint64_t strides[K][MAX_AXES];  // in elements; if `width` is above 1, the stride of the last axis is 0 or 1
 };
 
-// The offset of element `index` in each tensor.
+// Writes to `offsets[k]` the offset in tensor k of the element whose index in row-major order is `index`.
 template <typename Index, int K>
 __device__ __forceinline__ void locate(const Strided<K> &tensors, Index index, uint64_t (&offsets)[K]) {
 #pragma unroll
@@ -30,7 +31,7 @@ __device__ __forceinline__ void locate(const Strided<K> &tensors, Index index, u
     for (int k = 0; k < K; ++k) offsets[k] += uint64_t(index) * tensors.strides[k][0];
 }
 
-// `N` neighbouring elements, or one element `N` times.
+// Returns `N` neighbouring elements if `stride` is 1, or `N` copies of one element if it is 0.
 template <int N, typename T> __device__ __forceinline__ Pack<T, N> load(const T *x, uint64_t stride) {
     Pack<T, N> pack;
     if (N > 1 && stride == 1) return *reinterpret_cast<const Pack<T, N> *>(x);
@@ -40,8 +41,8 @@ template <int N, typename T> __device__ __forceinline__ Pack<T, N> load(const T 
     return pack;
 }
 
-// Calls `body.template run<N>(offsets, strides)` for each element (N = 1) or each `N` neighbouring ones.
-// Launch: one thread an item of `width` elements, any one-dimensional block.
+// Calls `body.template run<1>(offsets, strides)` once for each element if `tensors.width` is 1, or `run<WIDTH>` once for each `WIDTH`
+// neighbouring elements. Launch: one thread for each `tensors.width` elements, one-dimensional blocks of any size.
 template <int WIDTH, int K, typename Body> __device__ __forceinline__ void for_each(const Strided<K> &tensors, Body body) {
     const uint64_t start = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) * tensors.width;
     if (start >= tensors.count) return;

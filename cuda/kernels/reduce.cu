@@ -1,15 +1,16 @@
-// Sums, largest and smallest elements, positions of the largest, and running sums along n, of a dense tensor (outer, n, inner).
+// Reductions of a dense tensor x (outer, n, inner) along n: sum, maximum, minimum, index of the maximum. Also cumulative sums along n.
 //
-// `<function>_rows_<from>_<to>` (inner is 1) and `<function>_columns_<from>_<to>` take (y, x, outer, n, inner, chunk, divisor)
-// and write y (outer, chunks, inner), chunks = ceil(n / chunk): the reduction of each `chunk` elements along n, divided by
-// `divisor`. With one chunk, y is the result; with more, a second launch over y reduces them. Sums are computed in the arithmetic type.
+// `<function>_rows_<from>_<to>` requires that inner is 1; `<function>_columns_<from>_<to>` accepts any inner. Both take the arguments
+// (y, x, outer, n, inner, chunk, divisor). They split n into chunks = ceil(n / chunk) pieces of at most `chunk` elements, reduce each
+// piece, divide the result by `divisor`, and write y (outer, chunks, inner). If there is one piece, y is the result; otherwise a
+// second launch reduces y. Sums are computed in the arithmetic type `Acc` of the element type.
 #include "element.cuh"
 
 struct Sum {
     template <typename R> static __device__ __forceinline__ R neutral() { return R(0); }
     template <typename R> static __device__ __forceinline__ R join(R a, R b) { return a + b; }
 };
-// The largest and the smallest element; NaN if any element is NaN.
+// `Max` gives the largest element and `Min` the smallest. Both give NaN if any element is NaN.
 struct Max {
     template <typename R> static __device__ __forceinline__ R neutral() { return R(-INFINITY); }
     template <typename R> static __device__ __forceinline__ R join(R a, R b) { return a > b || a != a ? a : b; }
@@ -27,14 +28,14 @@ template <typename F, typename R> __device__ __forceinline__ R join_warp(R value
     return value;
 }
 
-// Launch: block (threads, rows) = (32, 8) or (256, 1), grid of ceil(outer * chunks / rows) blocks, no dynamic shared memory.
+// Launch: blocks of (32, 8) or (256, 1) threads, ceil(outer * chunks / blockDim.y) blocks, no dynamic shared memory.
 template <typename F, typename S, typename D>
 __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t chunk, double divisor) {
     using R = Acc<S>;
     __shared__ R joined[WARP];
     const uint64_t chunks = n == 0 ? 1 : (n + chunk - 1) / chunk;
     const uint64_t task = uint64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-    // All threads of a warp return together, as do all threads of a block of one row.
+    // `task` is the same for all threads of a warp, and for all threads of a (256, 1) block, so these return together.
     if (task >= outer * chunks) return;
     const uint64_t start = task % chunks * chunk, length = n - start < chunk ? n - start : chunk;
     const S *row = x + task / chunks * n + start;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void reduce_rows(D *y, const S *x, uint64_t outer, ui
     if (threadIdx.x == 0) y[task] = narrow<D>(Acc<D>(value / R(divisor)));
 }
 
-// Launch: block (32, 8), grid (ceil(inner / 32), outer * chunks up to 65535), no dynamic shared memory.
+// Launch: blocks of (32, 8) threads, grid (ceil(inner / 32), min(outer * chunks, 65535)), no dynamic shared memory.
 template <typename F, typename S, typename D>
 __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner, uint64_t chunk,
                                                double divisor) {
@@ -87,7 +88,7 @@ __device__ __forceinline__ void reduce_columns(D *y, const S *x, uint64_t outer,
     }
 }
 
-// `*_rows_*` ignores `inner`, which is 1, and takes it so that both forms have the same arguments.
+// `*_rows_*` has the argument `inner` only to have the same arguments as `*_columns_*`; its value must be 1 and is not read.
 #define REDUCTION(NAME, F, FROM, S, TO, D)                                                                             \
     extern "C" __global__ void NAME##_rows_##FROM##_##TO(D *y, const S *x, uint64_t outer, uint64_t n, uint64_t inner,      \
                                                          uint64_t chunk, double divisor) {                             \
@@ -108,15 +109,16 @@ REDUCTIONS(bf16, __nv_bfloat16, bf16, __nv_bfloat16)
 REDUCTIONS(bf16, __nv_bfloat16, f32, float)
 REDUCTIONS(f32, float, bf16, __nv_bfloat16)
 
-// Whether element b at position j goes before element a at position i: NaN first, then the larger, then the earlier.
+// Whether `argmax` prefers element b at index j to element a at index i. It prefers NaN to numbers, a larger number to a smaller one,
+// and of equal elements the one with the smaller index.
 template <typename R> __device__ __forceinline__ bool before(R b, uint32_t j, R a, uint32_t i) {
     const bool a_nan = a != a, b_nan = b != b;
     if (a_nan || b_nan) return a_nan == b_nan ? j < i : b_nan;
     return b > a || (b == a && j < i);
 }
 
-// `argmax_<dtype>(y, x, outer, n, inner)`: y (outer, inner), the position of the largest element along n; n is at least 1.
-// Launch: a warp per element of y, block 256, no shared memory.
+// `argmax_<dtype>(y, x, outer, n, inner)` writes y (outer, inner), the index along n of the largest element. n is at least 1.
+// Launch: one warp for each element of y, blocks of 256 threads, no dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
     const uint64_t task = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
@@ -138,8 +140,8 @@ __device__ __forceinline__ void find_largest(uint32_t *y, const T *x, uint64_t o
     if (lane == 0) y[task] = best;
 }
 
-// `cumsum_<dtype>(y, x, outer, n, inner)`: y = the sums up to each element along n.
-// Launch: a warp per line along n, block 256, no shared memory.
+// `cumsum_<dtype>(y, x, outer, n, inner)` writes y (outer, n, inner): element i along n is the sum of elements 0 to i of x along n.
+// Launch: one warp for each pair of outer and inner indices, blocks of 256 threads, no dynamic shared memory.
 template <typename T>
 __device__ __forceinline__ void add_up(T *y, const T *x, uint64_t outer, uint64_t n, uint64_t inner) {
     const uint64_t task = (uint64_t(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;

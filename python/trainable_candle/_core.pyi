@@ -3534,19 +3534,19 @@ def conv2d(
         input: (B, C, H, W).
         weight: (O, C / groups, KH, KW).
         bias: (O,).
-        stride: pixels from one window to the next, one number or (height, width).
-        padding: zeros on each side.
-        dilation: distance of the pixels under neighbouring elements of the kernel.
-        groups: number of groups of channels, each convolved by itself.
-        channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result are channels-last, which
-            saves copies.
+        stride: distance between neighbouring windows in pixels: one number or (height, width).
+        padding: number of zero pixels added on each side: one number or (height, width).
+        dilation: distance in pixels between neighbouring elements of the kernel: one number or (height, width).
+        groups: number of groups of channels; each group is convolved separately.
+        channels_last: whether the layouts are input (B, H, W, C), weight (O, KH, KW, C / groups) and result (B, OH, OW, O). This
+            layout needs no copies.
 
     Returns:
         (B, O, OH, OW); (B, OH, OW, O) with `channels_last`.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
-        ArgumentError: if a stride or dilation or the number of groups is 0.
+        ArgumentError: if a stride, a dilation or the number of groups is 0.
     """
 
 def cross_entropy(
@@ -3659,14 +3659,15 @@ def cuda_unavailable_reason() -> str | None:
 
 def draw_from(seed: SupportsIndex, function: Callable[..., Any]) -> Any:
     """
-    Call a function whose draws come from the stream of a seed; the library's generator does not advance.
+    Call `function` with a separate generator: its random numbers are those after `manual_seed(seed)`. The state of the library's
+    generator does not change.
 
     Args:
-        seed: 0 to 2**64 - 1.
+        seed: the seed of the separate generator, 0 to 2**64 - 1.
         function: called without arguments.
 
     Returns:
-        What the function returns.
+        The result of `function`.
     """
 
 def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: bool = True) -> Tensor:
@@ -3681,8 +3682,8 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: boo
 
     Args:
         input: any shape.
-        p: the probability, in [0, 1].
-        training: False returns the input.
+        p: the probability of zeroing an element, in [0, 1].
+        training: if False, return the input unchanged.
 
     Raises:
         ArgumentError: if `p` is out of range.
@@ -3691,7 +3692,7 @@ def dropout(input: Tensor, p: SupportsFloat | SupportsIndex = ..., training: boo
 
 def embedding(input: Tensor, weight: Tensor) -> Tensor:
     """
-    The rows of a table at given positions.
+    The rows of a table at given indices.
 
     ```python
     table = tc.Var(tc.randn(100, 8))
@@ -3699,14 +3700,14 @@ def embedding(input: Tensor, weight: Tensor) -> Tensor:
     ```
 
     Args:
-        input: i64 or u32 positions of any shape.
-        weight: (entries, features).
+        input: indices of rows, i64 or u32, of any shape.
+        weight: the table, (entries, features).
 
     Returns:
-        (..., features).
+        (..., features), where ... is the shape of `input`.
 
     Raises:
-        IndexOutOfRangeError: if a position is out of range.
+        IndexOutOfRangeError: if an index is not in 0 to entries - 1.
         ShapeError, DTypeError: if the operands do not fit.
     """
 
@@ -3747,9 +3748,10 @@ def eye(
 
 def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> Tensor:
     """
-    A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
-    range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator). Factors on them have the
-    gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>).
+    Round a matrix to the values that an 8-bit or 4-bit format can represent; the result keeps the dtype of the input. The backward pass
+    is the straight-through estimator: an element gets the gradient of its rounded value if its code is within the format's range, and 0
+    otherwise. The backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
+    (<https://arxiv.org/abs/1902.08153>).
 
     ```python
     weight = tc.Var(tc.randn(64, 64))
@@ -3759,17 +3761,17 @@ def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> 
 
     Args:
         input: floating point, (out_features, in_features).
-        format: "int8" or "fp8", as `quantize` followed by `dequantize` rounds; "nf4", likewise but with scales in f32;
-            "int4", torchao's symmetric weights: integers from -8 to 7 with a scale for each 32 elements of a row.
-        factors: what the scales are multiplied by, one for each in the order of the rows.
+        format: "int8" or "fp8" rounds as `quantize` followed by `dequantize` does. "nf4" does the same, but keeps scales in f32.
+            "int4" is the format of torchao's symmetric weights: integers from -8 to 7, with one scale for each 32 elements of a row.
+        factors: one factor for each scale, row after row; each scale is multiplied by its factor.
 
     Returns:
-        the shape and dtype of the input.
+        the rounded matrix, in the shape and dtype of the input.
 
     Raises:
-        ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4"; if
-            there is another number of factors than of scales.
-        DTypeError: if it is not floating point.
+        ShapeError: if the input is not a matrix, or does not consist of whole groups ("int4": 32 elements of a row; "nf4": 64 elements
+            of the matrix), or if the number of factors differs from the number of scales.
+        DTypeError: if the input is not floating point.
         ArgumentError: if the format is unknown.
     """
 
@@ -3809,14 +3811,14 @@ def full(
 
 def geglu(input: Tensor) -> Tensor:
     """
-    `h * gelu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+    `h * gelu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
 
     ```python
     assert F.geglu(tc.randn(2, 8)).shape == (2, 4)
     ```
 
     Args:
-        input: (..., 2 n).
+        input: (..., 2 * n).
 
     Returns:
         (..., n).
@@ -3850,7 +3852,7 @@ def get_num_threads() -> int:
 
 def get_rng_state() -> tuple[int, int]:
     """
-    Seed and position of the generator; `set_rng_state` repeats the draws that followed.
+    The state of the generator, (seed, position). Draws after `set_rng_state(state)` repeat the draws that followed this call.
 
     ```python
     state = tc.get_rng_state()
@@ -4132,7 +4134,8 @@ def linear(input: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None 
 
     Args:
         input: (..., in_features).
-        weight: (out_features, in_features), or what `quantize` makes of it, which gets no gradient. The backward pass saves the input only if the weight needs a gradient.
+        weight: (out_features, in_features), or a quantized matrix that `quantize` returned. A quantized matrix gets no gradient. The
+            tape saves the input for the backward pass only if the weight needs a gradient.
         bias: (out_features,).
 
     Returns:
@@ -4231,10 +4234,11 @@ def lora_backward(
         input: (..., in_features).
         lora_down: (rank, in_features).
         lora_up: (out_features, rank).
-        scale: the factor.
+        scale: the factor `scale` in the formula.
 
     Returns:
-        (grad_down, grad_up), in the shapes and dtypes of the matrices: those of the input, or f32 where that is f16 or bf16.
+        (grad_down, grad_up), in the shapes of `lora_down` and `lora_up`. Their dtype is f32 if the input is f16 or bf16, else the dtype
+        of the input.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -4248,8 +4252,8 @@ def lora_backward_(
     scale: SupportsFloat | SupportsIndex,
 ) -> None:
     """
-    `lora_backward` of many layers at once, added to the gradients of the matrices, in place if these are in a flat buffer. On a CUDA
-    device, products of one size run together, without synchronization.
+    Compute `lora_backward` of many layers at once, and add the results to the gradients of the matrices. Gradients that are in a flat
+    buffer change in place. On a CUDA device, matrix products of equal size run in one launch, without synchronization.
 
     ```python
     x, down, up = tc.randn(5, 8), tc.Var(tc.randn(2, 8)), tc.Var(tc.randn(4, 2))
@@ -4258,20 +4262,20 @@ def lora_backward_(
     ```
 
     Args:
-        grad_outputs: for each layer (..., out_features).
-        inputs: for each layer (..., in_features).
-        lora_downs: for each layer (rank, in_features).
-        lora_ups: for each layer (out_features, rank).
-        scale: the factor, the same for all.
+        grad_outputs: one tensor (..., out_features) for each layer.
+        inputs: one tensor (..., in_features) for each layer.
+        lora_downs: one variable (rank, in_features) for each layer.
+        lora_ups: one variable (out_features, rank) for each layer.
+        scale: the factor `scale` of `lora_backward`, the same for all layers.
 
     Raises:
         ArgumentError: if the lists have different lengths, or the scale is not finite.
-        ShapeError, DTypeError, DeviceError: if the operands do not fit; then no gradient changes.
+        ShapeError, DTypeError, DeviceError: if the operands of a layer do not fit together. No gradient changes in this case.
     """
 
 def manual_seed(seed: SupportsIndex) -> None:
     """
-    Start the generator's stream of `seed`.
+    Set the seed of the library's generator; the next draw is the first of this seed.
 
     ```python
     tc.manual_seed(0)
@@ -4354,19 +4358,20 @@ def normal_samples(
     purpose: str,
 ) -> Tensor:
     """
-    Standard normal values for samples of a run, each from its own stream, so that a sample has the same values in any batch.
+    Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so its values do not depend on
+    the other samples of the batch.
 
     Args:
-        shape: of the values of one sample.
-        samples: their numbers.
-        seed: that of the run.
-        purpose: the purpose of the draw.
+        shape: the shape of the values of one sample.
+        samples: the indices of the samples in the run.
+        seed: the seed of the run.
+        purpose: the name of what the random numbers are for.
 
     Returns:
-        A row for each sample, (B, ...), f32.
+        (B, *shape), f32: one entry for each of the B samples.
 
     Raises:
-        ArgumentError: if there is no such purpose.
+        ArgumentError: if no purpose has this name.
     """
 
 def ones(
@@ -4569,7 +4574,7 @@ def rms_norm_rope(
         weight: scale, (D,), in the dtype of `x` or f32; None for ones.
         cos: (S, D / 2), cosines of the angles.
         sin: (S, D / 2), sines of the angles.
-        interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+        interleaved: whether pair i consists of features 2 * i and 2 * i + 1, instead of features i and i + D / 2.
         eps: added to the mean square.
 
     Returns:
@@ -4583,7 +4588,7 @@ def rms_norm_rope(
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """
-    Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features rotated by angles.
+    Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotate each pair of features by an angle.
 
     ```python
     angles = tc.arange(16.0).reshape(16, 1) * tc.tensor([1.0, 0.1, 0.01, 0.001])
@@ -4595,7 +4600,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
         x: (..., S, D), D even.
         cos: (S, D / 2), cosines of the angles.
         sin: (S, D / 2), sines of the angles.
-        interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+        interleaved: whether pair i consists of features 2 * i and 2 * i + 1, instead of features i and i + D / 2.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -4709,7 +4714,7 @@ def scaled_dot_product_attention(
     scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
-    softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
+    softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of scores is never stored.
 
     ```python
     q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens
@@ -4720,8 +4725,9 @@ def scaled_dot_product_attention(
         query: (..., S, D).
         key: (..., L, D).
         value: (..., L, Dv).
-        attn_mask: broadcastable to (..., S, L): u8, 1 where a query attends to a key, or floating point, added to the scores.
-        is_causal: whether position i attends only to positions up to i.
+        attn_mask: broadcastable to (..., S, L). A u8 mask is 1 where a query attends to a key and 0 elsewhere; a floating-point mask is
+            added to the scores.
+        is_causal: whether the query at position i attends only to keys at positions 0 to i.
         scale: factor of the scores; default 1 / sqrt(D).
 
     Returns:
@@ -4790,7 +4796,7 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
     """
-    Continue from what `get_rng_state` returned.
+    Set the generator to a state that `get_rng_state` returned.
 
     ```python
     state = tc.get_rng_state()
@@ -4879,15 +4885,15 @@ def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tens
 
 def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int:
     """
-    The seed of a separate stream in a run of `seed`.
+    The seed of one stream of random numbers. A run has a separate stream for each pair of `purpose` and `number`.
 
     Args:
-        seed: that of the run, 0 to 2**64 - 1.
-        purpose: the purpose of the draw.
-        number: the number of the sample, batch, ..., 0 to 2**64 - 1.
+        seed: the seed of the run, 0 to 2**64 - 1.
+        purpose: the name of what the random numbers are for.
+        number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 
     Raises:
-        ArgumentError: if there is no such purpose.
+        ArgumentError: if no purpose has this name.
     """
 
 def swiglu(input: Tensor) -> Tensor:
@@ -4899,7 +4905,7 @@ def swiglu(input: Tensor) -> Tensor:
     ```
 
     Args:
-        input: (..., 2 n).
+        input: (..., 2 * n).
 
     Returns:
         (..., n).
@@ -4933,7 +4939,8 @@ def upsample_nearest2d(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    Resize an image by the nearest pixel, as torch's `interpolate(mode="nearest")`: position i of n copies floor(i * m / n) of m.
+    Resize images as torch's `interpolate(mode="nearest")` does. Along a side that grows from m to n pixels, pixel i of the result is a
+    copy of pixel floor(i * m / n) of the input.
 
     ```python
     image = tc.tensor([[[[1.0, 2.0]]]])
@@ -4942,9 +4949,9 @@ def upsample_nearest2d(
 
     Args:
         input: (B, C, H, W).
-        size: of the result, one number or (height, width).
-        scale_factor: the ratio of sizes, instead of `size`.
-        channels_last: whether input and result are (B, H, W, C), which saves copies.
+        size: size of the result in pixels: one number or (height, width).
+        scale_factor: size of the result divided by the size of the input, an alternative to `size`: one number or (height, width).
+        channels_last: whether the layout of input and result is (B, H, W, C). This layout needs no copies.
 
     Returns:
         (B, C, *size); (B, *size, C) with `channels_last`.
@@ -4965,9 +4972,9 @@ def varlen_attention(
     scale: SupportsFloat | SupportsIndex | None = ...,
 ) -> Tensor:
     """
-    Causal attention inside the segments of a packed row, several sequences that do not attend to one another: softmax(query @
-    key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
-    graph can be replayed with others.
+    Causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one after another. The result
+    for a query is softmax(query @ key.T * scale) @ value over the keys of the query's segment, up to the position of the query. On CUDA
+    the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in it.
 
     ```python
     q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -4977,12 +4984,14 @@ def varlen_attention(
 
     Args:
         query: (N, heads, D).
-        key: (N, key heads, D). The number of key heads divides that of heads; head h of the query attends to head
-            h // (heads // key heads).
-        value: (N, key heads, D).
-        cu_seqlens: (M + 1,), i64 or u32: 0, and where each of M segments ends, ascending. The last may repeat, so that a tensor of fixed
-            size holds fewer segments. Rows after it belong to no segment: they give zeros and get no gradient.
-        window: how many keys a query sees at most, its own included: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
+        key: (N, key_heads, D). `heads` must be a multiple of `key_heads`; head h of the query attends to key head
+            h // (heads // key_heads).
+        value: (N, key_heads, D).
+        cu_seqlens: (M + 1,), i64 or u32, ascending: 0, then the end of each of M segments. The last end may be repeated, so that
+            a tensor of fixed size can hold fewer segments. Rows after the last end belong to no segment: their results are zeros, and
+            they get no gradient.
+        window: the largest number of keys that a query attends to, including the key at its own position. This is the sliding window of
+            Mistral (Jiang et al. 2023, arXiv:2310.06825). Default: no limit.
         scale: factor of the scores; default 1 / sqrt(D).
 
     Returns:
@@ -4990,7 +4999,7 @@ def varlen_attention(
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
-        IndexOutOfRangeError: if bounds do not ascend from 0 to at most N; on CUDA when the next value is read.
+        IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a value raises this.
         ArgumentError: if the window is below 1.
     """
 

@@ -1,4 +1,4 @@
-"""`train-lora`, `sample` and `merge` as a user runs them."""
+"""`train`, `sample` and `merge`, run as commands."""
 
 import os
 import shlex
@@ -103,7 +103,7 @@ def test_a_signal_saves_and_says_how_to_resume(
     assert [row["loss"] for row in logs[0]] == [row["loss"] for row in logs[1]]
 
 
-def test_a_file_of_settings_with_flags(
+def test_flags_override_a_file_of_settings(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.yaml"
@@ -157,11 +157,11 @@ def test_a_folder_that_cannot_be_written_is_named(
     file.write_text("")
     refused(run(*training(digits_base, digits_folder, file, 2)), str(file), "exists")
     refused(run(*training(digits_base, digits_folder, file / "x", 2)), str(file), "Not a directory")
-    read_only = Path("/proc/self")  # not even root can make a folder there
+    read_only = Path("/proc/self")  # not even root can create a folder in it
     refused(run(*training(digits_base, digits_folder, read_only / "x", 2)), "/proc/self/x: No such")
 
 
-def test_weights_and_pictures_that_do_not_suit_are_refused(
+def test_weights_and_images_that_do_not_fit_the_model_are_rejected(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -184,7 +184,7 @@ def test_weights_and_pictures_that_do_not_suit_are_refused(
     )
 
 
-def test_a_device_that_is_not_there_is_refused(
+def test_unknown_devices_and_layers_are_rejected(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     arguments = training(digits_base, digits_folder, tmp_path / "out", 2)
@@ -192,7 +192,7 @@ def test_a_device_that_is_not_there_is_refused(
     refused(run(*arguments, "--target-modules", "to_x"), "to_x")
 
 
-def test_a_dtype_that_is_none_is_refused(digits_base: Path, tmp_path: Path) -> None:
+def test_an_unknown_dtype_is_rejected(digits_base: Path, tmp_path: Path) -> None:
     arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
     refused(sample(*arguments, "--dtype", "f8"), "f8")
 
@@ -224,7 +224,7 @@ def test_sample_draws_a_grid(digits_base: Path, trained: Path, tmp_path: Path) -
     assert np.abs(difference).max() <= 1
 
 
-def test_sample_refuses_prompts_without_a_digit(digits_base: Path, tmp_path: Path) -> None:
+def test_sample_rejects_prompts_without_a_digit(digits_base: Path, tmp_path: Path) -> None:
     output = tmp_path / "a.png"
     result = sample("--weights", digits_base, "--prompt", "a cat", "--output", output)
     refused(result, "'a cat' names no digit, expected one of 0 to 9 or of zero to nine")
@@ -254,7 +254,9 @@ def test_merge_writes_a_model_that_draws_the_same(
     np.testing.assert_allclose(merged(sampled, timestep, labels).numpy(), expected, atol=1e-4)
 
 
-def test_what_is_no_adapter_is_refused(digits_base: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_adapter_is_rejected(
+    digits_base: Path, trained: Path, tmp_path: Path
+) -> None:
     arguments = ["--weights", digits_base, "--prompt", "1", "--output", tmp_path / "a.png"]
     refused(sample(*arguments, "--adapter", tmp_path / "none.safetensors"), "none.safetensors")
     refused(sample(*arguments, "--adapter", trained / "train.csv"), "train.csv")

@@ -1,4 +1,4 @@
-"""A process that cannot continue ends all others with its reason; the checkpoint is whole."""
+"""If one process fails, all others end and report why; checkpoints stay readable."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 from trainable_candle.distributed.launch import gpu_environment
 from trainable_candle.train.state import checkpoints, read_state
 
-# The processes may write no byte more after the first checkpoint, as on a full disk.
+# After the first checkpoint, every write of a process fails, as on a full disk.
 FULL_DISK = """
 import resource
 import sys
@@ -37,7 +37,9 @@ train_adapter(config, callbacks=[Full()], progress=False, world=from_environment
 """
 
 
-def test_a_full_disk_ends_all(digits_base: Path, digits_folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_all_processes(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     places = [str(digits_base), str(digits_folder), str(output)]
     with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
@@ -61,7 +63,7 @@ def test_a_full_disk_ends_all(digits_base: Path, digits_folder: Path, tmp_path: 
     assert all(step % 4 == 0 for step in steps)
 
 
-# A run in which 10 s of silence count as a failure.
+# A run in which a process counts as failed if no message of it arrives for 10 s.
 STOPPED = """
 import sys
 
@@ -80,7 +82,7 @@ train_adapter(config, progress=False, world=from_environment())
 """
 
 
-def test_a_process_that_is_stopped_ends_all(
+def test_a_stopped_process_ends_all_processes(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"

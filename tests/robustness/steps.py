@@ -1,4 +1,6 @@
-"""Many steps of a small model with LoRA: time and memory must stay flat.
+"""Train a small model with LoRA for many steps, and print time and memory for each tenth of them.
+
+Neither the time of a step nor the memory may grow.
 
 python tests/robustness/steps.py [--steps 100000]
 """
@@ -16,7 +18,7 @@ TENTHS = 10
 
 
 def resident_kib() -> int:
-    """Memory of this process, KiB."""
+    """Memory that this process has in RAM, in KiB."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("VmRSS:")[2].split()[0])
 

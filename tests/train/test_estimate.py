@@ -1,4 +1,4 @@
-"""Memory: estimates against what the tape and the optimizer really hold."""
+"""Estimates of memory match the memory that the tape and the optimizer use."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("batch_size", [4, 32])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_activations_are_what_the_tape_holds_within_a_fifth(
+def test_estimated_activations_match_the_tape_within_a_fifth(
     base: Path, digits_folder: Path, batch_size: int, checkpointing: str
 ) -> None:
     task = digits(base, digits_folder, batch_size=batch_size, gradient_checkpointing=checkpointing)
@@ -54,7 +54,7 @@ def test_activations_are_what_the_tape_holds_within_a_fifth(
     estimated = estimated_items(task)["model activations"]
     assert loss.item() > 0
     if checkpointing == "full":
-        # Backward recomputes one block at a time, which the estimate adds.
+        # The backward pass recomputes one block at a time. The estimate includes that block.
         assert held < estimated < held + 1.2 * _none(base, digits_folder, batch_size)
     else:
         assert estimated == pytest.approx(held, rel=0.2)
@@ -66,7 +66,7 @@ def _none(base: Path, folder: Path, batch_size: int) -> int:
 
 @pytest.mark.parametrize("grid", ["int8", "nf4", "fp8"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_rounded_weights_are_what_the_tape_holds_more(
+def test_estimated_rounded_weights_match_what_the_tape_adds(
     digits_folder: Path, tmp_path: Path, checkpointing: str, grid: str
 ) -> None:
     base = tmp_path / "base"
@@ -89,15 +89,17 @@ def test_rounded_weights_are_what_the_tape_holds_more(
     plain, items = held()
     assert "model rounded weights" not in items
     rounded, items = held(qat=grid)
-    # Buffers of one 128 x 128 layer: its weight, the sum with the adapter, and the gradient.
+    # Three f32 buffers of one 128 x 128 layer: the weight, the weight plus the adapter's product,
+    # and the gradient.
     found = items["model rounded weights"] - 3 * 4 * 128 * 128
-    # The rounded weights of q, k, v and the output.
+    # Bytes of the rounded weights of one block: four f32 matrices for q, k, v and the output.
     block = 4 * 4 * 128 * 128
     if checkpointing == "full":
-        # Backward recomputes the rounded weights of one block, which the estimate adds.
+        # The backward pass recomputes the rounded weights of one block at a time. The estimate
+        # includes those weights.
         assert (rounded - plain, found) == (0, block)
     else:
-        # The model's first layers need no gradient of their input, and keep no rounded weight.
+        # The tape keeps no rounded weights of the first layers: their inputs need no gradient.
         assert rounded - plain <= found == 6 * block < 1.3 * (rounded - plain)
 
 
@@ -147,14 +149,16 @@ def test_the_table_names_every_item() -> None:
         ("a.proj_out", ["all-attention"], False),
     ],
 )
-def test_layers_are_named_as_for_adapters(name: str, patterns: list[str], expected: Any) -> None:
+def test_patterns_select_the_layers_that_adapters_select(
+    name: str, patterns: list[str], expected: Any
+) -> None:
     found = adapted_layers({name: (4, 4)}, patterns)
     assert found == ({name: (4, 4)} if expected else {})
     with pytest.raises(ConfigError, match="is not a regular expression"):
         adapted_layers({name: (4, 4)}, ["a["])
 
 
-def test_a_convolution_is_told_by_its_shape() -> None:
+def test_convolutions_are_recognized_by_their_shape() -> None:
     layers = {"a": (4, 4), "b": (4, 4, 3, 3)}
     assert adapted_layers(layers, ["all-conv"]) == {"b": (4, 4, 3, 3)}
     assert adapted_layers(layers, ["all-linear", "all-conv"], ["b"]) == {"a": (4, 4)}

@@ -1,4 +1,4 @@
-"""Checkpoints are written while training continues, and failures lose no earlier one."""
+"""Checkpoints are written while training continues; a failed write leaves older ones intact."""
 
 import errno
 import resource
@@ -26,7 +26,7 @@ PARAMETERS = "parameters.safetensors"
 
 
 class At(Callback):
-    """Does something after a step."""
+    """Calls `action` after step `step`."""
 
     def __init__(self, step: int, action: Callable[[Trainer[Any]], object]) -> None:
         self._step = step
@@ -39,12 +39,12 @@ class At(Callback):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """No checkpoint is written before this is set."""
+    """An event: until a test sets it, no checkpoint is written."""
     opened = threading.Event()
 
     class Waiting(state.Draft):
         def write(self, snapshot: state.Snapshot) -> None:
-            assert opened.wait(60), "training waits for the checkpoint"
+            assert opened.wait(60), "training must not wait for the checkpoint"
             super().write(snapshot)
 
     monkeypatch.setattr(saver, "Draft", Waiting)
@@ -69,7 +69,7 @@ def test_training_goes_on_while_a_snapshot_is_written(
     assert {name: tensor.numpy().tobytes() for name, tensor in stored.items()} == bits
 
 
-def test_the_older_one_stays_until_the_newer_is_whole(
+def test_the_older_checkpoint_stays_until_the_newer_is_whole(
     config: TrainConfig, train: Train, gate: threading.Event
 ) -> None:
     found: list[list[int]] = []
@@ -89,7 +89,7 @@ def test_the_older_one_stays_until_the_newer_is_whole(
     assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [12]
 
 
-def test_what_was_begun_is_finished_when_training_fails(
+def test_a_checkpoint_that_was_begun_is_finished_when_training_fails(
     config: TrainConfig, gate: threading.Event
 ) -> None:
     def fail(_: Trainer[Any]) -> None:
@@ -103,7 +103,7 @@ def test_what_was_begun_is_finished_when_training_fails(
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """Within this context a longer file is rejected, as by a full disk."""
+    """Within this context, writing more than `size` bytes to a file fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
             begun.append(trainer.step)
 
     class Failure(Callback):
-        """Submits more jobs than the queue takes, so that one of them meets the error."""
+        """Submits more jobs than the queue holds, so that one submission raises the error."""
 
         def on_save(self, trainer: Trainer[Any], folder: Path) -> None:  # noqa: ARG002
             for _ in range(0 if is_late or trainer.step < 6 else 100):
@@ -143,8 +143,8 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
         train(config.with_(save_every=3), At(5, fill), release, Failure(), Begun())
     assert caught.value.errno == errno.EFBIG
     assert "checkpoint-000006.partial" in str(caught.value)
-    # The error ends the run wherever the loop next meets the saver: between two callbacks of the
-    # checkpoint, after a step, or before the next checkpoint begins.
+    # The training loop raises the error at its next call of the saver: between two callbacks of
+    # one checkpoint, after a step, or before the next checkpoint begins.
     assert begun == ([3, 5, 6] if is_late else [3, 5])
     output = Path(config.output)
     assert sorted(path.name for path in output.glob("*checkpoint*")) == [
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_last_checkpoint(
     assert train(resumed) == train(unbroken)
 
 
-def test_a_callback_that_cannot_write_its_part_ends_the_run_too(
+def test_a_callback_that_cannot_write_its_file_ends_the_run_too(
     config: TrainConfig, train: Train
 ) -> None:
     def refuse() -> None:
@@ -173,7 +173,7 @@ def test_a_callback_that_cannot_write_its_part_ends_the_run_too(
 
 
 @pytest.mark.parametrize("reason", ["full", "read-only"])
-def test_the_command_says_why_and_ends(
+def test_the_command_prints_the_reason_and_ends(
     config: TrainConfig, reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     output = config.output if reason == "full" else "/sys/trainable-candle"
@@ -187,6 +187,7 @@ def test_the_command_says_why_and_ends(
     assert "Traceback" not in error
 
 
+# Child processes save; each is killed at a later file operation than the child before it.
 STEPWISE = """
 import os, signal, sys
 from pathlib import Path
@@ -220,7 +221,7 @@ for number in range(1000):
     if child == 0:
         until(number, 2.0 + number)
     status = os.waitpid(child, 0)[1]
-    # As a new run does.
+    # What a new run does before it resumes.
     if state.needs_restoring(output):
         print("restored")
         state.restore(output)
@@ -238,16 +239,17 @@ print("steps", number)
 """
 
 
-def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STEPWISE, str(tmp_path / "run")]
     (tmp_path / "run").mkdir()
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.split("\n")
-    assert "restored" in lines, "no kill came between the two renames"
+    assert "restored" in lines, "no process was killed between the two renames"
     assert int(lines[-2].split()[1]) > 12
 
 
+# A run that is killed when its thread for checkpoints raises the audit event of a given number.
 KILLED = """
 import os, signal, sys, threading
 left = int(sys.argv[2])

@@ -1,23 +1,25 @@
 // Tensor-core products of f16 and bf16 tiles (PTX `mma.sync.m16n8k16`, `ldmatrix`) and asynchronous copies into shared memory.
 //
-// A tile is in shared memory as panels of 64 columns, each row after row of 128 bytes; the 16-byte chunks of a row are permuted
-// by an exclusive or with the row's index modulo 8, so that the eight rows which `ldmatrix` reads at once are in different banks.
+// A tile in shared memory consists of panels of 64 columns. A panel stores its rows one after another, 128 bytes each. A row of a panel
+// has eight 16-byte chunks; chunk c of row r is stored at place c ^ (r % 8). The eight rows that one `ldmatrix` reads are therefore
+// in different banks.
 //
-// Fragments of a 16 x 8 product as the PTX manual lays them out: with g = lane / 4 and t = lane % 4, a thread's four accumulators
-// are the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). Accumulators of two neighbouring products, narrowed, are
-// the left operand of a product over their 16 columns, so that chained products need no exchange between threads.
+// The PTX manual defines which thread has which elements of a 16 x 8 product. With g = lane / 4 and t = lane % 4, the four
+// accumulators of a thread are the elements (g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t) and (g + 8, 2 * t + 1). If the accumulators of
+// two neighbouring products are rounded to 16 bits, they have the layout of a 16 x 16 left operand. A second product can thus use the
+// result of a first one without an exchange between threads.
 #pragma once
 
 #include "warpgroup.cuh"
 
-// Values in the 16-byte chunk that is copied and permuted as a whole.
+// Number of values in a 16-byte chunk, the unit of copies and of the permutation.
 constexpr int CHUNK = 8;
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Loads four 8 x 8 matrices; lanes 8 i to 8 i + 7 give the addresses of the rows of matrix i.
+// Loads four 8 x 8 matrices. Lanes 8 * i to 8 * i + 7 pass the addresses of the rows of matrix i.
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -25,7 +27,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t 
                  : "memory");
 }
 
-// The same, each matrix transposed.
+// Loads four 8 x 8 matrices as `load_matrices` does, and transposes each of them.
 __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
@@ -33,7 +35,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&matrices)[4], uint32_
                  : "memory");
 }
 
-// sum += a b: (16, 8) += (16, 16) (16, 8).
+// sum += a @ b, where sum is (16, 8), a is (16, 16) and b is (16, 8).
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 template <>
@@ -51,7 +53,7 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float (&sum)[4], con
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two values in a register, the first in its low half.
+// Rounds two values to `T` and packs them into a register: `first` in the low half, `second` in the high half.
 template <typename T> __device__ __forceinline__ uint32_t pair(float first, float second);
 template <> __device__ __forceinline__ uint32_t pair<__half>(float first, float second) {
     __half2 values = __floats2half2_rn(first, second);
@@ -62,54 +64,55 @@ template <> __device__ __forceinline__ uint32_t pair<__nv_bfloat16>(float first,
     return *reinterpret_cast<uint32_t *>(&values);
 }
 
-// 2^x to within 2 ulp; results below the smallest normal number are zero.
+// 2^x with an error of at most 2 ulp. A result below the smallest normal number becomes zero.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Copies 16 bytes to shared memory: the first `bytes` from global memory, the others as zeros.
+// Starts to write 16 bytes to shared memory: first `bytes` bytes from global memory, then zeros.
 __device__ __forceinline__ void copy_wide(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// The same for 4 bytes.
+// Starts to write 4 bytes to shared memory: first `bytes` bytes from global memory, then zeros.
 __device__ __forceinline__ void copy_word(uint32_t to, const void *from, int bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all copies are in shared memory, for all threads of the block.
+// Waits until the copies of all threads of the block have arrived in shared memory.
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     publish_to_products();
     __syncthreads();
 }
 
-// Bytes of `rows` rows of `D` two-byte values.
+// Number of bytes in `rows` rows of `D` two-byte values.
 template <int D> __host__ __device__ constexpr int tile_bytes(int rows) { return rows * D * 2; }
 
-// Bytes of a row in a panel, and how many 16-column steps a panel has.
+// Number of bytes in a row of a panel, and number of 16-column steps in a panel.
 constexpr int ROW_BYTES = 128, PANEL_STEPS = 4;
 
-// The address of a chunk in a tile of `ROWS` rows.
+// The offset in bytes of chunk `chunk` of row `row` from the start of a tile of `ROWS` rows.
 template <int ROWS> __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
     return chunk / 8 * (ROWS * ROW_BYTES) + row * ROW_BYTES + ((chunk % 8 ^ (row & 7)) << 4);
 }
 
-// The address of 16 columns of a tile, from that of its first 16.
+// `address` points into the first 16 columns of a tile. Returns the address of the same row in the 16 columns of step `step`.
 template <int ROWS> __device__ __forceinline__ uint32_t step_columns(uint32_t address, int step) {
     return (address ^ (step % PANEL_STEPS << 5)) + step / PANEL_STEPS * (ROWS * ROW_BYTES);
 }
 
-// Starts to copy a tile of `ROWS` rows from rows that are `stride` values apart, of which `rows` rows and `width` columns exist; the
-// others become zero. `source` and `stride` are multiples of 16 bytes. `THREADS` threads take part.
+// Starts to copy `ROWS` rows and `D` columns to a tile. Row i begins at `source + i * stride`. Only `rows` rows and `width` columns exist
+// in the source; the rest of the tile becomes zero. `source` and the distance between rows are multiples of 16 bytes. `THREADS`
+// threads take part.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64_t stride, int rows, int width) {
     constexpr int CHUNKS = D / CHUNK, STEP = THREADS / CHUNKS;
-    static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP % 8 == 0), "every thread copies as many chunks");
+    static_assert(THREADS % CHUNKS == 0 && ROWS % STEP == 0 && (STEP % 8 == 0), "all threads copy the same number of chunks");
     const int first = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
     const bool column = chunk * CHUNK < width;
     const uint32_t to = tile + chunk_offset<ROWS>(first, chunk);
@@ -121,9 +124,9 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const T *source, uint64
     }
 }
 
-// The left operand of products, the 16 M rows of this warp in a tile of `ROWS` rows in shared memory, read when it is used.
+// The left operand of products: the 16 * M rows of this warp, in a tile of `ROWS` rows in shared memory. Each use reads them from there.
 template <int D, int M, int ROWS> struct SharedRows {
-    // The addresses of the warpgroup's rows, and of the row that this lane loads.
+    // The address of the first row of this thread's warpgroup, and the address of the row that this lane loads.
     uint32_t rows, address;
 
     __device__ __forceinline__ explicit SharedRows(uint32_t tile) {
@@ -139,7 +142,7 @@ template <int D, int M, int ROWS> struct SharedRows {
     }
 };
 
-// The same, held in registers: read once, or for warpgroups in each iteration of the loop that uses them.
+// The same left operand in registers. Warps load it once; warpgroups load it again in each iteration of the loop that uses it.
 template <int D, int M, int ROWS> struct HeldRows {
     SharedRows<D, M, ROWS> shared;
     uint32_t fragments[M][D / 16][4];
@@ -180,7 +183,8 @@ __device__ __forceinline__ void warpgroup_rows(float (&sum)[N / 8][4], const Hel
 }
 #endif
 
-// (16 M, N) products of rows: sum = a bᵀ, with N rows `b` of a tile of `ROWS` rows. The caller waits for them.
+// sum = a @ b.T, where sum is (16 * M, N), a is (16 * M, D) and b is N rows, (N, D), of a tile of `ROWS` rows. The products of a
+// warpgroup are asynchronous: the caller waits for them.
 template <typename T, int D, int M, int N, int ROWS, template <int, int, int> class Rows, int ROWS_OF_A>
 __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const Rows<D, M, ROWS_OF_A> &a, uint32_t b) {
 #if WARPGROUP_PRODUCTS
@@ -215,7 +219,7 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N / 8][4], const R
     }
 }
 
-// Accumulators (16 M, N), narrowed to `T`, as the left operand of products.
+// Accumulators (16 * M, N), rounded to `T`, as the left operand of products.
 template <typename T, int M, int N> struct Weights {
     uint32_t fragments[M][N / 16][4];
 
@@ -230,7 +234,8 @@ template <typename T, int M, int N> struct Weights {
     }
 };
 
-// (16 M, D) sums of rows: sum += weights x, with N rows `x` of a tile of `ROWS` rows. The caller waits for them.
+// sum += weights @ x, where sum is (16 * M, D), weights is (16 * M, N) and x is N rows, (N, D), of a tile of `ROWS` rows. The products
+// of a warpgroup are asynchronous: the caller waits for them.
 template <typename T, int D, int M, int N, int ROWS>
 __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], const Weights<T, M, N> &weights, uint32_t x) {
 #if WARPGROUP_PRODUCTS
@@ -263,14 +268,15 @@ __device__ __forceinline__ void add_weighted_rows(float (&sum)[M][D / 8][4], con
     }
 }
 
-// Writes (16 M, D) accumulators of a warp, narrowed, to rows that are `stride` values apart, of which `rows` rows and `width` columns
-// exist. `tile` points at this warp's 16 M rows of a tile of `ROWS` rows in shared memory. All threads of the block take part.
+// Rounds the accumulators of a warp, (16 * M, D), to `T` and writes them to global memory. Row i begins at `to + i * stride`; only `rows`
+// rows and `width` columns are written. The values pass through shared memory: `tile` points at the 16 * M rows of this warp in a tile
+// of `ROWS` rows. All threads of the block take part.
 template <typename T, int D, int M, int ROWS>
 __device__ __forceinline__ void write_rows(T *to, uint64_t stride, int rows, int width, const float (&sum)[M][D / 8][4],
                                            unsigned char *tile) {
     constexpr int CHUNKS = D / CHUNK, STEP = WARP / CHUNKS;
     const int lane = threadIdx.x % WARP, group = lane / 4, member = lane % 4;
-    // A warpgroup's products read the rows of all its warps.
+    // Products of a warpgroup read the rows of all its warps, so all warps must have finished before one overwrites its rows.
     if constexpr (BY_WARPGROUP<M>)
         __syncthreads();
     else

@@ -1,4 +1,4 @@
-"""One class for each optimizer of the library's registry; `kinds.pyi` lists them."""
+"""One class for each optimizer that the Rust core registers; `kinds.pyi` lists the classes."""
 
 from inspect import Parameter, Signature
 from types import NoneType
@@ -8,7 +8,7 @@ from trainable_candle._core import Optimizer, optimizer_kinds
 from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
 _ALWAYS = ("fused", "foreach")
-"""Torch's switches between implementations, ignored: every step is fused over all variables."""
+"""Arguments that are accepted for torch's sake and ignored: every step is fused anyway."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:

@@ -72,7 +72,7 @@ class Adapter(Group):
     alpha: Annotated[
         float | None,
         Setting(
-            "scale is alpha / rank (default: rank)",
+            "the adapter is scaled by alpha / rank (default: rank)",
             rare=True,
             low=0,
             above=True,
@@ -80,31 +80,39 @@ class Adapter(Group):
         ),
     ] = None
     target_modules: Annotated[
-        list[str], Setting("layers, comma-separated (default: model's)", rare=True)
+        list[str], Setting("layers to adapt, comma-separated (default: model's)", rare=True)
     ] = field(default_factory=list)
-    exclude_modules: Annotated[list[str], Setting("layers to leave out", rare=True)] = field(
-        default_factory=list
-    )
-    rslora: Annotated[bool, Setting("scale by alpha / sqrt(rank)", rare=True)] = False
+    exclude_modules: Annotated[
+        list[str], Setting("layers not to adapt, comma-separated", rare=True)
+    ] = field(default_factory=list)
+    rslora: Annotated[
+        bool, Setting("scale by alpha / sqrt(rank) instead of alpha / rank", rare=True)
+    ] = False
     dora_axis: Annotated[
         str,
-        Setting("a magnitude per output or input; A1111 reads input", choices=DORA_AXES, rare=True),
+        Setting(
+            "one magnitude per output or per input; A1111 reads only input",
+            choices=DORA_AXES,
+            rare=True,
+        ),
     ] = DORA_AXES[0]
     lora_dropout: Annotated[
         float, Setting("dropout on the adapter's input", low=0, below=1, rare=True)
     ] = 0.0
     qat: Annotated[
         str | None,
-        Setting("quantization-aware: round adapted weights as this format does", GRIDS, rare=True),
+        Setting("train for quantization: round adapted weights to this format", GRIDS, rare=True),
     ] = None
     init: Annotated[
         str,
-        Setting("initial values of LoRA; loftq: make up for --base-precision", INITS, rare=True),
+        Setting(
+            "initial LoRA values; loftq: offset the error of --base-precision", INITS, rare=True
+        ),
     ] = INITS[0]
     initial_adapter: Annotated[
         str | None,
         Setting(
-            "file to start from: same kind and ranks",
+            "adapter file to start from, of the same kind and ranks",
             rare=True,
             synonyms=("network-weights", "lora-model-name"),
             path=True,
@@ -112,7 +120,12 @@ class Adapter(Group):
     ] = None
     format: Annotated[
         str | None,
-        Setting("names in the files (default: model's)", choices=FORMATS, rare=True, free=True),
+        Setting(
+            "how adapter files name their tensors (default: model's)",
+            choices=FORMATS,
+            rare=True,
+            free=True,
+        ),
     ] = None
     adapter_precision: Annotated[
         str,
@@ -150,7 +163,7 @@ class LearnedScales(Group):
     contradictions: ClassVar = (_scales_contradiction,)
 
     qat_learned_scales: Annotated[
-        bool, Setting("with --qat: learn the scales, too, for merge --to", rare=True)
+        bool, Setting("with --qat: also learn the scales that merge --to uses", rare=True)
     ] = False
 
 
@@ -163,7 +176,7 @@ class TrainingAdapters(Group):
     training_adapter: Annotated[
         str | None,
         Setting(
-            "file that a distilled model is trained over, and used without",
+            "file of an adapter for a distilled model, applied only in training",
             rare=True,
             synonyms=("assistant-lora-path", "assistant-adapter"),
             path=True,
@@ -189,13 +202,13 @@ class TextEncoders(Group):
         ),
     )
 
-    train_text_encoder: Annotated[bool, Setting("adapters on the text encoders too", rare=True)] = (
-        False
-    )
+    train_text_encoder: Annotated[
+        bool, Setting("train adapters on the text encoders, too", rare=True)
+    ] = False
     text_encoder_learning_rate: Annotated[
         float | None,
         Setting(
-            "learning rate of text encoders (default: a tenth; with prodigy the same)",
+            "learning rate of text encoders (default: --learning-rate / 10; prodigy: the same)",
             low=0,
             above=True,
             rare=True,
@@ -212,5 +225,10 @@ class ClipSkip(Group):
     section: ClassVar[str] = sections.OBJECTIVE
 
     clip_skip: Annotated[
-        int | None, Setting("text layers left out (default: model's)", low=0, rare=True)
+        int | None,
+        Setting(
+            "text encoder layers to skip before its last but one (default: model's)",
+            low=0,
+            rare=True,
+        ),
     ] = None

@@ -27,11 +27,11 @@ class Data(Group):
 
     section: ClassVar[str] = sections.MODEL
 
-    model: Annotated[str, Setting("which model; see `trainable-candle info`")] = ""
+    model: Annotated[str, Setting("name of a model; see `trainable-candle info`")] = ""
     weights: Annotated[
         str,
         Setting(
-            "its checkpoint: a folder or a file",
+            "weights of the model: a folder or a file",
             synonyms=("pretrained-model-name-or-path", "base-model-name", "checkpoint", "ckpt"),
             path=True,
         ),
@@ -62,7 +62,7 @@ class DefaultCaption(Group):
     section: ClassVar[str] = sections.CAPTIONS
 
     caption: Annotated[
-        str | None, Setting("for images without a .txt", rare=True, tokenized=True)
+        str | None, Setting("caption of images without a .txt file", rare=True, tokenized=True)
     ] = None
 
 
@@ -72,7 +72,7 @@ class Unusable(Group):
 
     section: ClassVar[str] = sections.MODEL
 
-    skip_bad: Annotated[bool, Setting("leave out what cannot be read", rare=True)] = False
+    skip_bad: Annotated[bool, Setting("leave out examples that cannot be read", rare=True)] = False
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,15 @@ class Parts(Group):
     text_encoder: Annotated[
         list[str],
         Setting(
-            "a text encoder beside --weights; may be given again", texts=True, rare=True, path=True
+            "path of a text encoder outside --weights; repeat for several",
+            texts=True,
+            rare=True,
+            path=True,
         ),
     ] = field(default_factory=list)
     vae: Annotated[
-        str | None, Setting("the autoencoder beside --weights", rare=True, path=True)
+        str | None,
+        Setting("path of the autoencoder if it is outside --weights", rare=True, path=True),
     ] = None
     text_encoder_precision: Annotated[
         str,
@@ -123,13 +127,13 @@ class Images(Group):
 
     resolution: Annotated[
         int | None,
-        Setting("root of an image's area, px (default: model's)", low=8, section=sections.MODEL),
+        Setting("images have N x N px of area (default: model's)", low=8, section=sections.MODEL),
     ] = None
-    bucketing: Annotated[bool, Setting("keep aspect ratios", rare=True)] = True
+    bucketing: Annotated[bool, Setting("keep the aspect ratios of images", rare=True)] = True
     bucket_step: Annotated[
         int | None,
         Setting(
-            "sides are multiples of it (default: 64, or less)",
+            "sides of images are multiples of N px (default: at most 64)",
             low=8,
             rare=True,
             synonyms=("bucket-reso-steps",),
@@ -138,7 +142,7 @@ class Images(Group):
     min_side: Annotated[
         int | None,
         Setting(
-            "shortest side (default: resolution / 4)",
+            "shortest side of an image, px (default: resolution / 4)",
             low=8,
             rare=True,
             synonyms=("min-bucket-reso",),
@@ -147,13 +151,13 @@ class Images(Group):
     max_side: Annotated[
         int | None,
         Setting(
-            "longest side (default: resolution x 2)",
+            "longest side of an image, px (default: resolution x 2)",
             low=8,
             rare=True,
             synonyms=("max-bucket-reso",),
         ),
     ] = None
-    upscale: Annotated[bool, Setting("enlarge small images", rare=True)] = False
+    upscale: Annotated[bool, Setting("enlarge images that are too small", rare=True)] = False
     crop: Annotated[str, Setting("which part of an image to keep", choices=CROPS, rare=True)] = (
         "center"
     )
@@ -161,7 +165,7 @@ class Images(Group):
         int, Setting("cached crops per image", low=1, high=MOST_VIEWS, rare=True)
     ] = 4
     flip: Annotated[
-        bool, Setting("mirror half of the images", rare=True, synonyms=("flip-aug",))
+        bool, Setting("mirror half of the images, at random", rare=True, synonyms=("flip-aug",))
     ] = False
     color_brightness: Annotated[
         float,
@@ -198,20 +202,22 @@ class Images(Group):
         Setting("turn hues by up to this share of the circle", low=0, high=MOST_HUE, rare=True),
     ] = 0.0
     color_variants: Annotated[
-        int, Setting("cached variants of the colours", low=1, high=MOST_VIEWS, rare=True)
+        int, Setting("cached colour variants per image", low=1, high=MOST_VIEWS, rare=True)
     ] = 4
-    mask: Annotated[str, Setting("weigh the loss by a mask", choices=MASKS, rare=True)] = "off"
+    mask: Annotated[
+        str, Setting("weigh the loss by a mask file or the alpha channel", choices=MASKS, rare=True)
+    ] = "off"
     prior_loss_weight: Annotated[
-        float, Setting("weight of regularization images", low=0, rare=True)
+        float, Setting("weight of regularization images in the loss", low=0, rare=True)
     ] = 1.0
     cache: Annotated[
         str,
-        Setting("where latents and features are kept", choices=CACHES, rare=True, free=True),
+        Setting("where to keep latents and text features", choices=CACHES, rare=True, free=True),
     ] = "disk"
     cache_dir: Annotated[
         str | None,
         Setting(
-            "its folder (default: .trainable-candle in the dataset)",
+            "folder of the disk cache (default: .trainable-candle in the dataset)",
             rare=True,
             free=True,
             path=True,
@@ -256,27 +262,39 @@ class Captions(Group):
     caption_dropout: Annotated[
         float,
         Setting(
-            "share of empty captions", low=0, high=1, rare=True, synonyms=("caption-dropout-rate",)
+            "share of captions that are replaced by an empty one",
+            low=0,
+            high=1,
+            rare=True,
+            synonyms=("caption-dropout-rate",),
         ),
     ] = 0.0
     caption_shuffle: Annotated[
         bool, Setting("shuffle the tags", rare=True, synonyms=("shuffle-caption",))
     ] = False
     caption_keep_tokens: Annotated[
-        int, Setting("tags that keep their place", low=0, rare=True, synonyms=("keep-tokens",))
+        int,
+        Setting(
+            "number of first tags that stay in place", low=0, rare=True, synonyms=("keep-tokens",)
+        ),
     ] = 0
     caption_tag_dropout: Annotated[
         float,
         Setting(
-            "share of tags left out",
+            "share of tags that are left out",
             low=0,
             below=1,
             rare=True,
             synonyms=("caption-tag-dropout-rate",),
         ),
     ] = 0.0
-    caption_separator: Annotated[str, Setting("separator of tags", rare=True)] = ","
+    caption_separator: Annotated[str, Setting("text that separates tags", rare=True)] = ","
     caption_variants: Annotated[
         int,
-        Setting("cached orders of tags; 0: a new one each time", low=0, high=MOST_VIEWS, rare=True),
+        Setting(
+            "cached tag orders per caption; 0: a new order each time",
+            low=0,
+            high=MOST_VIEWS,
+            rare=True,
+        ),
     ] = 8

@@ -42,7 +42,7 @@ class Files(Group):
     save_every: Annotated[
         int,
         Setting(
-            "steps between saves; 0: the last",
+            "every N steps; 0: at the end",
             low=0,
             free=True,
             synonyms=("save-every-n-steps", "checkpointing-steps", "save-steps"),
@@ -51,7 +51,7 @@ class Files(Group):
     save_every_epochs: Annotated[
         int | None,
         Setting(
-            "epochs between saves, in place of steps",
+            "epochs between saves, instead of --save-every",
             low=1,
             rare=True,
             free=True,
@@ -59,21 +59,19 @@ class Files(Group):
         ),
     ] = None
     keep_checkpoints: Annotated[
-        int, Setting("checkpoints to keep", low=1, rare=True, free=True)
+        int, Setting("how many checkpoints to keep", low=1, rare=True, free=True)
     ] = 3
     keep_adapters: Annotated[
-        int, Setting("adapters of earlier steps to keep", low=1, rare=True, free=True)
+        int, Setting("how many adapters of earlier steps to keep", low=1, rare=True, free=True)
     ] = 10
-    log_every: Annotated[
-        int, Setting("steps between lines of logs", low=1, rare=True, free=True)
-    ] = 1
+    log_every: Annotated[int, Setting("steps between log lines", low=1, rare=True, free=True)] = 1
     tensorboard: Annotated[bool, Setting("log for TensorBoard too", rare=True, free=True)] = False
     wandb: Annotated[
         str | None,
-        Setting("log to Weights & Biases: the project", rare=True, free=True),
+        Setting("project of Weights & Biases to log to", rare=True, free=True),
     ] = None
     resume: Annotated[
-        str | None, Setting("a checkpoint folder, `latest` or `auto`", free=True, path=True)
+        str | None, Setting("from a checkpoint folder, `latest` or `auto`", free=True, path=True)
     ] = None
 
     @property

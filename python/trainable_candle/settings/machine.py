@@ -59,7 +59,7 @@ class Machine(Group):
     precision: Annotated[
         str,
         Setting(
-            "auto: bf16 on a GPU",
+            "dtype of computation; auto: bf16 on a GPU",
             choices=(AUTO, *PRECISIONS),
             synonyms=("mixed-precision", "train-dtype", "dtype"),
             spellings=PRECISION_SPELLINGS,
@@ -68,7 +68,7 @@ class Machine(Group):
     vram: Annotated[
         float | None,
         Setting(
-            "GiB of memory to stay within (default: free)",
+            "memory limit, GiB (default: all free memory)",
             low=0,
             above=True,
             free=True,
@@ -86,7 +86,7 @@ class Machine(Group):
     w8a8: Annotated[
         bool,
         Setting(
-            "multiply the codes of an 8-bit base, to which activations and gradients are rounded",
+            "with an 8-bit base: round activations and gradients to 8 bits, and multiply the codes",
             rare=True,
         ),
     ] = False
@@ -120,7 +120,9 @@ class Machine(Group):
     ] = None
     cuda_graphs: Annotated[
         int,
-        Setting("on a GPU, shapes of batches recorded; 0: none", low=0, rare=True, free=True),
+        Setting(
+            "how many batch shapes to record as CUDA graphs; 0: none", low=0, rare=True, free=True
+        ),
     ] = 16
     threads: Annotated[
         int | None, Setting("CPU threads (default: all)", low=1, rare=True, free=True)

@@ -31,25 +31,31 @@ class NoisePrediction(Group):
         str | None,
         Setting("what the model predicts (default: model's)", choices=PREDICTIONS, rare=True),
     ] = None
-    min_timestep: Annotated[int, Setting("first timestep", low=0, rare=True)] = 0
+    min_timestep: Annotated[int, Setting("lowest timestep to train at", low=0, rare=True)] = 0
     max_timestep: Annotated[
-        int | None, Setting("first timestep that is left out (default: model's)", low=1, rare=True)
+        int | None, Setting("train only below this timestep (default: model's)", low=1, rare=True)
     ] = None
     noise_offset: Annotated[
         float,
         Setting(
-            "extra noise, one value per channel",
+            "strength of extra noise that is constant in each channel",
             low=0,
             rare=True,
             synonyms=("offset-noise-weight",),
         ),
     ] = 0.0
     multires_noise_iterations: Annotated[
-        int, Setting("levels of multiresolution noise; 0: none, 6 is usual", low=0, rare=True)
+        int, Setting("levels of multiresolution noise; 0: none; 6 is usual", low=0, rare=True)
     ] = 0
     multires_noise_discount: Annotated[
         float,
-        Setting("factor on each further level of it", low=0, above=True, below=1, rare=True),
+        Setting(
+            "weight of a multiresolution level relative to the level before",
+            low=0,
+            above=True,
+            below=1,
+            rare=True,
+        ),
     ] = 0.3
 
 
@@ -77,14 +83,22 @@ class Loss(Group):
         ),
     ] = "mse"
     huber_delta: Annotated[
-        float, Setting("error from which Huber is linear", low=0, above=True, rare=True)
+        float, Setting("error above which the Huber loss is linear", low=0, above=True, rare=True)
     ] = 0.1
     huber_schedule: Annotated[
-        str, Setting("how huber-delta varies with noise", choices=HUBER_SCHEDULES, rare=True)
+        str,
+        Setting(
+            "how --huber-delta varies with the noise level", choices=HUBER_SCHEDULES, rare=True
+        ),
     ] = "constant"
     min_snr_gamma: Annotated[
         float | None,
-        Setting("weigh by min(SNR, X); 5 is usual", low=0, above=True, rare=True),
+        Setting(
+            "limit of the signal-to-noise ratio in loss weights; 5 is usual",
+            low=0,
+            above=True,
+            rare=True,
+        ),
     ] = None
 
 
@@ -100,7 +114,12 @@ class NoiseLevels(Group):
     ] = None
     timestep_shift: Annotated[
         float | None,
-        Setting("above 1: more noise (default: model's)", low=0, above=True, rare=True),
+        Setting(
+            "shift of noise levels; above 1: more noise (default: model's)",
+            low=0,
+            above=True,
+            rare=True,
+        ),
     ] = None
 
 
@@ -129,5 +148,5 @@ class DistilledGuidance(Group):
     section: ClassVar[str] = sections.OBJECTIVE
 
     train_guidance: Annotated[
-        float, Setting("the model's input for the guidance scale in training", low=0, rare=True)
+        float, Setting("guidance scale that the model gets as input in training", low=0, rare=True)
     ] = 1.0

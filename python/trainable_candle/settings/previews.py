@@ -67,7 +67,7 @@ class Previews(Group):
     sample_prompts: Annotated[
         list[str],
         Setting(
-            "prompts of previews, or a .txt file of them", texts=True, tokenized=True, free=True
+            "prompts of previews, or a .txt file of prompts", texts=True, tokenized=True, free=True
         ),
     ] = field(default_factory=list)
     sample_every: Annotated[
@@ -83,7 +83,7 @@ class Previews(Group):
     sample_every_epochs: Annotated[
         int | None,
         Setting(
-            "epochs between previews, in place of steps",
+            "epochs between previews, instead of --sample-every",
             low=1,
             rare=True,
             free=True,
@@ -103,7 +103,7 @@ class Denoising(Group):
     conditions: ClassVar[tuple[Condition, ...]] = (_previews("sample_steps"),)
 
     sample_steps: Annotated[
-        int, Setting("sampling steps of a preview", low=1, rare=True, free=True)
+        int, Setting("sampling steps per preview", low=1, rare=True, free=True)
     ] = 25
 
 
@@ -118,14 +118,17 @@ class Drawing(Group):
     )
 
     negative_prompt: Annotated[
-        str, Setting("what not to draw", rare=True, tokenized=True, free=True)
+        str, Setting("prompt that guidance leads away from", rare=True, tokenized=True, free=True)
     ] = ""
     guidance: Annotated[
-        float | None, Setting("guidance scale (default: model's)", low=0, rare=True, free=True)
+        float | None,
+        Setting("guidance scale of previews (default: model's)", low=0, rare=True, free=True),
     ] = None
     sampler: Annotated[
-        str | None, Setting("sampler (default: model's)", choices=SAMPLERS, rare=True, free=True)
+        str | None,
+        Setting("sampler of previews (default: model's)", choices=SAMPLERS, rare=True, free=True),
     ] = None
     sample_size: Annotated[
-        str | None, Setting("WIDTHxHEIGHT (default: resolution)", rare=True, free=True)
+        str | None,
+        Setting("size of previews, WIDTHxHEIGHT (default: resolution)", rare=True, free=True),
     ] = None

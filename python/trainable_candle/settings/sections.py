@@ -1,4 +1,4 @@
-"""The sections of `--help`, in its order; each group of settings names its section."""
+"""The titles of the sections of `--help`, in the order in which `--help` prints them."""
 
 from typing import Final
 

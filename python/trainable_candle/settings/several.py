@@ -17,7 +17,7 @@ def _names_gpus(config: Any) -> str | None:
         return None
     numbers = text.split(",")
     if not all(number.strip().isdecimal() for number in numbers):
-        return f"gpus: found {text!r}, expected a number of GPUs, `all`, or their numbers as in 0,2"
+        return f"gpus: found {text!r}, expected a number of GPUs, `all`, or their indices as in 0,2"
     if len(set(numbers)) < len(numbers):
         return f"gpus: {text!r} names a GPU twice"
     if len(numbers) == 1 and int(text) < 1:
@@ -35,18 +35,20 @@ class Several(Group):
     gpus: Annotated[
         str | None,
         Setting(
-            "GPUs of this machine: 2, all, or 0,2",
+            "number of GPUs (2), their indices (0,2), or all",
             free=True,
             synonyms=("devices", "num-processes", "gpu-ids"),
         ),
     ] = None
     effective_batch: Annotated[
         int | None,
-        Setting("samples a step on all GPUs; sets the accumulation", low=1, rare=True),
+        Setting(
+            "samples per step on all GPUs together; sets --gradient-accumulation", low=1, rare=True
+        ),
     ] = None
     reduce: Annotated[
         str,
-        Setting("dtype of gradients between GPUs", choices=REDUCTIONS, rare=True, free=True),
+        Setting("dtype in which GPUs exchange gradients", choices=REDUCTIONS, rare=True, free=True),
     ] = "f32"
     compare_every: Annotated[
         int,

@@ -38,19 +38,27 @@ class Texts(Group):
 
     objective: Annotated[
         str,
-        Setting("sft: learn answers; dpo: prefer one of two", choices=OBJECTIVES, rare=True),
+        Setting(
+            "sft: learn the answers; dpo: prefer the better of two answers",
+            choices=OBJECTIVES,
+            rare=True,
+        ),
     ] = "sft"
     dpo_beta: Annotated[
         float,
         Setting(
-            "larger: stay nearer to the base", low=0, above=True, rare=True, synonyms=("beta",)
+            "larger values keep the model nearer to the base",
+            low=0,
+            above=True,
+            rare=True,
+            synonyms=("beta",),
         ),
     ] = 0.1
 
     sequence_length: Annotated[
         int | None,
         Setting(
-            "tokens of a row (default: 2048, or the model's)",
+            "tokens per row (default: 2048, or less if the model requires it)",
             low=2,
             rare=True,
             synonyms=("max-length", "max-seq-length", "cutoff-len", "sequence-len"),
@@ -75,8 +83,11 @@ class Writing(Group):
     )
 
     sample_tokens: Annotated[
-        int, Setting("tokens of a preview, at most", low=1, rare=True, free=True)
+        int, Setting("largest number of tokens of a preview", low=1, rare=True, free=True)
     ] = 128
     sample_temperature: Annotated[
-        float, Setting("0: the likeliest token each time", low=0, rare=True, free=True)
+        float,
+        Setting(
+            "temperature of previews; 0: always the likeliest token", low=0, rare=True, free=True
+        ),
     ] = 0.0

@@ -98,7 +98,7 @@ class Training(Group):
     epochs: Annotated[
         int | None,
         Setting(
-            "passes over the dataset, in place of steps",
+            "epochs to train, instead of --steps",
             low=1,
             synonyms=("max-train-epochs", "num-train-epochs", "num-epochs"),
         ),
@@ -106,7 +106,7 @@ class Training(Group):
     batch_size: Annotated[
         int,
         Setting(
-            "or auto: the fastest that fits",
+            "number, or auto: the fastest",
             low=0,
             words={AUTO: 0},
             synonyms=("train-batch-size", "batch", "bs"),
@@ -114,7 +114,12 @@ class Training(Group):
     ] = 1
     gradient_accumulation: Annotated[
         int,
-        Setting("batches in a step", low=1, rare=True, synonyms=("gradient-accumulation-steps",)),
+        Setting(
+            "batches per optimizer step",
+            low=1,
+            rare=True,
+            synonyms=("gradient-accumulation-steps",),
+        ),
     ] = 1
     optimizer: Annotated[
         str, Setting("update rule", choices=OPTIMIZERS, synonyms=("optimizer-type", "optim"))
@@ -122,7 +127,7 @@ class Training(Group):
     optimizer_args: Annotated[
         list[str],
         Setting(
-            "name=value of the optimizer's own numbers, such as eps=1e-6 betas=0.9,0.99",
+            "further arguments of the optimizer, such as eps=1e-6 betas=0.9,0.99",
             texts=True,
             several=True,
             rare=True,
@@ -131,7 +136,7 @@ class Training(Group):
     learning_rate: Annotated[
         float | None,
         Setting(
-            "learning rate (default: model's; of prodigy 1)", low=0, above=True, synonyms=("lr",)
+            "learning rate (default: model's; prodigy: 1)", low=0, above=True, synonyms=("lr",)
         ),
     ] = None
     lr_scheduler: Annotated[
@@ -146,7 +151,9 @@ class Training(Group):
     ] = "constant"
     lr_scheduler_args: Annotated[
         list[str],
-        Setting("name=value of the schedule's own numbers", texts=True, several=True, rare=True),
+        Setting(
+            "arguments of the schedule, such as num_cycles=0.5", texts=True, several=True, rare=True
+        ),
     ] = field(default_factory=list)
     warmup_steps: Annotated[
         int,
@@ -161,13 +168,17 @@ class Training(Group):
     max_grad_norm: Annotated[
         float,
         Setting(
-            "clip the gradient's norm; 0: do not", low=0, rare=True, synonyms=("clip-grad-norm",)
+            "largest norm of the gradient, clipped above; 0: no limit",
+            low=0,
+            rare=True,
+            synonyms=("clip-grad-norm",),
         ),
     ] = 1.0
     ema_decay: Annotated[
-        float, Setting("average the adapter; 0: do not", low=0, below=1, rare=True)
+        float,
+        Setting("decay of the adapter's moving average; 0: no average", low=0, below=1, rare=True),
     ] = 0.0
-    seed: Annotated[int, Setting("seed of everything random", low=0, below=2**64, rare=True)] = 0
+    seed: Annotated[int, Setting("seed of all random numbers", low=0, below=2**64, rare=True)] = 0
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-//! The functions of `trainable_candle.nn.functional` except norms and losses. Argument names and layouts are torch's.
+//! The functions of `trainable_candle.nn.functional` except norms and losses. Argument names and tensor layouts are the same as in
+//! torch.
 
 use pyo3::prelude::*;
 use tc::ops::attention::{scaled_dot_product_attention as attention, varlen_attention as attention_of_segments};
@@ -27,8 +28,8 @@ pub fn inner(tensor: Option<&Tensor>) -> Option<&tc::Tensor> {
 ///
 /// Args:
 ///     input: (..., in_features).
-///     weight: (out_features, in_features), or a result of `quantize`, which gets no gradient. The input is saved for the backward
-///         pass only if the weight needs a gradient.
+///     weight: (out_features, in_features), or a quantized matrix that `quantize` returned. A quantized matrix gets no gradient. The
+///         tape saves the input for the backward pass only if the weight needs a gradient.
 ///     bias: (out_features,).
 ///
 /// Returns:
@@ -44,9 +45,10 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
     compute(py, work, || lin::linear(&input.0, weight, inner(bias))).map(Tensor)
 }
 
-/// A matrix rounded as a format in eight or four bits would, in its own dtype. The gradient passes the rounding where a code is in
-/// range and is 0 elsewhere; scales are constants in the backward pass (the straight-through estimator). Factors on them have the
-/// gradient of LSQ, equation 3 (<https://arxiv.org/abs/1902.08153>).
+/// Round a matrix to the values that an 8-bit or 4-bit format can represent; the result keeps the dtype of the input. The backward pass
+/// is the straight-through estimator: an element gets the gradient of its rounded value if its code is within the format's range, and 0
+/// otherwise. The backward pass treats scales as constants. `factors` get the gradient of LSQ, equation 3
+/// (<https://arxiv.org/abs/1902.08153>).
 ///
 /// ```python
 /// weight = tc.Var(tc.randn(64, 64))
@@ -56,17 +58,17 @@ pub fn linear(py: Python<'_>, input: &Tensor, weight: WeightArg<'_>, bias: Optio
 ///
 /// Args:
 ///     input: floating point, (out_features, in_features).
-///     format: "int8" or "fp8", as `quantize` followed by `dequantize` rounds; "nf4", likewise but with scales in f32;
-///         "int4", torchao's symmetric weights: integers from -8 to 7 with a scale for each 32 elements of a row.
-///     factors: what the scales are multiplied by, one for each in the order of the rows.
+///     format: "int8" or "fp8" rounds as `quantize` followed by `dequantize` does. "nf4" does the same, but keeps scales in f32.
+///         "int4" is the format of torchao's symmetric weights: integers from -8 to 7, with one scale for each 32 elements of a row.
+///     factors: one factor for each scale, row after row; each scale is multiplied by its factor.
 ///
 /// Returns:
-///     the shape and dtype of the input.
+///     the rounded matrix, in the shape and dtype of the input.
 ///
 /// Raises:
-///     ShapeError: if the input is not a matrix, or not of whole groups: 32 elements of a row for "int4", 64 in all for "nf4"; if
-///         there is another number of factors than of scales.
-///     DTypeError: if it is not floating point.
+///     ShapeError: if the input is not a matrix, or does not consist of whole groups ("int4": 32 elements of a row; "nf4": 64 elements
+///         of the matrix), or if the number of factors differs from the number of scales.
+///     DTypeError: if the input is not floating point.
 ///     ArgumentError: if the format is unknown.
 #[pyfunction]
 #[pyo3(signature = (input, format, factors=None))]
@@ -92,10 +94,11 @@ pub fn fake_quantize(py: Python<'_>, input: &Tensor, format: &str, factors: Opti
 ///     input: (..., in_features).
 ///     lora_down: (rank, in_features).
 ///     lora_up: (out_features, rank).
-///     scale: the factor.
+///     scale: the factor `scale` in the formula.
 ///
 /// Returns:
-///     (grad_down, grad_up), in the shapes and dtypes of the matrices: those of the input, or f32 where that is f16 or bf16.
+///     (grad_down, grad_up), in the shapes of `lora_down` and `lora_up`. Their dtype is f32 if the input is f16 or bf16, else the dtype
+///     of the input.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -115,8 +118,8 @@ pub fn lora_backward(
     Ok((Tensor(down), Tensor(up)))
 }
 
-/// `lora_backward` of many layers at once, added to the gradients of the matrices, in place if these are in a flat buffer. On a CUDA
-/// device, products of one size run together, without synchronization.
+/// Compute `lora_backward` of many layers at once, and add the results to the gradients of the matrices. Gradients that are in a flat
+/// buffer change in place. On a CUDA device, matrix products of equal size run in one launch, without synchronization.
 ///
 /// ```python
 /// x, down, up = tc.randn(5, 8), tc.Var(tc.randn(2, 8)), tc.Var(tc.randn(4, 2))
@@ -125,15 +128,15 @@ pub fn lora_backward(
 /// ```
 ///
 /// Args:
-///     grad_outputs: for each layer (..., out_features).
-///     inputs: for each layer (..., in_features).
-///     lora_downs: for each layer (rank, in_features).
-///     lora_ups: for each layer (out_features, rank).
-///     scale: the factor, the same for all.
+///     grad_outputs: one tensor (..., out_features) for each layer.
+///     inputs: one tensor (..., in_features) for each layer.
+///     lora_downs: one variable (rank, in_features) for each layer.
+///     lora_ups: one variable (out_features, rank) for each layer.
+///     scale: the factor `scale` of `lora_backward`, the same for all layers.
 ///
 /// Raises:
 ///     ArgumentError: if the lists have different lengths, or the scale is not finite.
-///     ShapeError, DTypeError, DeviceError: if the operands do not fit; then no gradient changes.
+///     ShapeError, DTypeError, DeviceError: if the operands of a layer do not fit together. No gradient changes in this case.
 #[pyfunction]
 pub fn lora_backward_(
     py: Python<'_>,
@@ -174,23 +177,23 @@ pub fn lora_backward_(
 ///     input: (B, C, H, W).
 ///     weight: (O, C / groups, KH, KW).
 ///     bias: (O,).
-///     stride: pixels from one window to the next, one number or (height, width).
-///     padding: zeros on each side.
-///     dilation: distance of the pixels under neighbouring elements of the kernel.
-///     groups: number of groups of channels, each convolved by itself.
-///     channels_last: whether input (B, H, W, C), weight (O, KH, KW, C / groups) and result are channels-last, which
-///         saves copies.
+///     stride: distance between neighbouring windows in pixels: one number or (height, width).
+///     padding: number of zero pixels added on each side: one number or (height, width).
+///     dilation: distance in pixels between neighbouring elements of the kernel: one number or (height, width).
+///     groups: number of groups of channels; each group is convolved separately.
+///     channels_last: whether the layouts are input (B, H, W, C), weight (O, KH, KW, C / groups) and result (B, OH, OW, O). This
+///         layout needs no copies.
 ///
 /// Returns:
 ///     (B, O, OH, OW); (B, OH, OW, O) with `channels_last`.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     ArgumentError: if a stride or dilation or the number of groups is 0.
+///     ArgumentError: if a stride, a dilation or the number of groups is 0.
 #[pyfunction]
 #[pyo3(signature = (input, weight, bias=None, stride=Pair::of(1), padding=Pair::of(0), dilation=Pair::of(1),
     groups=Integer::of(1), *, channels_last=false))]
-#[allow(clippy::too_many_arguments)] // torch's
+#[allow(clippy::too_many_arguments)] // torch has them
 pub fn conv2d(
     py: Python<'_>,
     input: &Tensor,
@@ -213,7 +216,8 @@ pub fn conv2d(
     compute(py, input.0.elem_count(), || apply(&input.0, &weight.0, inner(bias), options)).map(Tensor)
 }
 
-/// Call `apply` with the tensor channels-last; its channels are the second dimension unless `channels_last`.
+/// Call `apply` with `x` in the channels-last layout. Unless `channels_last`, the channels of `x` are its second dimension, and so are
+/// the channels of the result.
 pub fn with_channels_last(
     x: &tc::Tensor,
     channels_last: bool,
@@ -228,7 +232,8 @@ pub fn with_channels_last(
     apply(&x.permute(&to_last)?)?.permute(&back)
 }
 
-/// Resize an image by the nearest pixel, as torch's `interpolate(mode="nearest")`: position i of n copies floor(i * m / n) of m.
+/// Resize images as torch's `interpolate(mode="nearest")` does. Along a side that grows from m to n pixels, pixel i of the result is a
+/// copy of pixel floor(i * m / n) of the input.
 ///
 /// ```python
 /// image = tc.tensor([[[[1.0, 2.0]]]])
@@ -237,9 +242,9 @@ pub fn with_channels_last(
 ///
 /// Args:
 ///     input: (B, C, H, W).
-///     size: of the result, one number or (height, width).
-///     scale_factor: the ratio of sizes, instead of `size`.
-///     channels_last: whether input and result are (B, H, W, C), which saves copies.
+///     size: size of the result in pixels: one number or (height, width).
+///     scale_factor: size of the result divided by the size of the input, an alternative to `size`: one number or (height, width).
+///     channels_last: whether the layout of input and result is (B, H, W, C). This layout needs no copies.
 ///
 /// Returns:
 ///     (B, C, *size); (B, *size, C) with `channels_last`.
@@ -288,14 +293,14 @@ pub fn quick_gelu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
     compute(py, input.0.elem_count(), || input.0.quick_gelu()).map(Tensor)
 }
 
-/// `h * gelu(gate)` with h and the gate the halves of the last dimension (Shazeer 2020, arXiv:2002.05202).
+/// `h * gelu(gate)`, where h is the first half of the last dimension and gate the second (Shazeer 2020, arXiv:2002.05202).
 ///
 /// ```python
 /// assert F.geglu(tc.randn(2, 8)).shape == (2, 4)
 /// ```
 ///
 /// Args:
-///     input: (..., 2 n).
+///     input: (..., 2 * n).
 ///
 /// Returns:
 ///     (..., n).
@@ -315,7 +320,7 @@ pub fn geglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 /// ```
 ///
 /// Args:
-///     input: (..., 2 n).
+///     input: (..., 2 * n).
 ///
 /// Returns:
 ///     (..., n).
@@ -328,7 +333,7 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
     compute(py, input.0.elem_count(), || gated::swiglu(&input.0)).map(Tensor)
 }
 
-/// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762), without the matrix of scores.
+/// softmax(query @ key.T * scale + mask) @ value (Vaswani et al. 2017, arXiv:1706.03762). The matrix of scores is never stored.
 ///
 /// ```python
 /// q, k, v = (tc.randn(1, 2, 16, 8) for _ in range(3))  # one text, two heads, 16 tokens
@@ -339,8 +344,9 @@ pub fn swiglu(py: Python<'_>, input: &Tensor) -> Result<Tensor> {
 ///     query: (..., S, D).
 ///     key: (..., L, D).
 ///     value: (..., L, Dv).
-///     attn_mask: broadcastable to (..., S, L): u8, 1 where a query attends to a key, or floating point, added to the scores.
-///     is_causal: whether position i attends only to positions up to i.
+///     attn_mask: broadcastable to (..., S, L). A u8 mask is 1 where a query attends to a key and 0 elsewhere; a floating-point mask is
+///         added to the scores.
+///     is_causal: whether the query at position i attends only to keys at positions 0 to i.
 ///     scale: factor of the scores; default 1 / sqrt(D).
 ///
 /// Returns:
@@ -364,9 +370,9 @@ pub fn scaled_dot_product_attention(
     compute(py, work, || attention(&query.0, &key.0, &value.0, inner(attn_mask), is_causal, scale)).map(Tensor)
 }
 
-/// Causal attention inside the segments of a packed row, several sequences that do not attend to one another: softmax(query @
-/// key.T * scale) @ value over the keys of the query's segment up to its own position. On CUDA nothing waits for the bounds, so a CUDA
-/// graph can be replayed with others.
+/// Causal attention inside the segments of a packed row. A packed row is several sequences, the segments, one after another. The result
+/// for a query is softmax(query @ key.T * scale) @ value over the keys of the query's segment, up to the position of the query. On CUDA
+/// the host does not read `cu_seqlens`, so a recorded CUDA graph can be replayed with other values in it.
 ///
 /// ```python
 /// q, k, v = (tc.randn(10, 2, 8) for _ in range(3))
@@ -376,12 +382,14 @@ pub fn scaled_dot_product_attention(
 ///
 /// Args:
 ///     query: (N, heads, D).
-///     key: (N, key heads, D). The number of key heads divides that of heads; head h of the query attends to head
-///         h // (heads // key heads).
-///     value: (N, key heads, D).
-///     cu_seqlens: (M + 1,), i64 or u32: 0, and where each of M segments ends, ascending. The last may repeat, so that a tensor of fixed
-///         size holds fewer segments. Rows after it belong to no segment: they give zeros and get no gradient.
-///     window: how many keys a query sees at most, its own included: Mistral's sliding window (Jiang et al. 2023, arXiv:2310.06825).
+///     key: (N, key_heads, D). `heads` must be a multiple of `key_heads`; head h of the query attends to key head
+///         h // (heads // key_heads).
+///     value: (N, key_heads, D).
+///     cu_seqlens: (M + 1,), i64 or u32, ascending: 0, then the end of each of M segments. The last end may be repeated, so that
+///         a tensor of fixed size can hold fewer segments. Rows after the last end belong to no segment: their results are zeros, and
+///         they get no gradient.
+///     window: the largest number of keys that a query attends to, including the key at its own position. This is the sliding window of
+///         Mistral (Jiang et al. 2023, arXiv:2310.06825). Default: no limit.
 ///     scale: factor of the scores; default 1 / sqrt(D).
 ///
 /// Returns:
@@ -389,7 +397,7 @@ pub fn scaled_dot_product_attention(
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
-///     IndexOutOfRangeError: if bounds do not ascend from 0 to at most N; on CUDA when the next value is read.
+///     IndexOutOfRangeError: if `cu_seqlens` does not ascend from 0 to at most N. On CUDA, the next call that reads a value raises this.
 ///     ArgumentError: if the window is below 1.
 #[pyfunction]
 #[pyo3(signature = (query, key, value, cu_seqlens, *, window=None, scale=Argument::of(None)))]
@@ -419,8 +427,8 @@ pub fn varlen_attention(
 ///
 /// Args:
 ///     input: any shape.
-///     p: the probability, in [0, 1].
-///     training: False returns the input.
+///     p: the probability of zeroing an element, in [0, 1].
+///     training: if False, return the input unchanged.
 ///
 /// Raises:
 ///     ArgumentError: if `p` is out of range.
@@ -432,7 +440,7 @@ pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool)
     compute(py, input.0.elem_count(), || drop::dropout(&input.0, p, training)).map(Tensor)
 }
 
-/// The rows of a table at given positions.
+/// The rows of a table at given indices.
 ///
 /// ```python
 /// table = tc.Var(tc.randn(100, 8))
@@ -440,21 +448,21 @@ pub fn dropout(py: Python<'_>, input: &Tensor, p: Argument<f64>, training: bool)
 /// ```
 ///
 /// Args:
-///     input: i64 or u32 positions of any shape.
-///     weight: (entries, features).
+///     input: indices of rows, i64 or u32, of any shape.
+///     weight: the table, (entries, features).
 ///
 /// Returns:
-///     (..., features).
+///     (..., features), where ... is the shape of `input`.
 ///
 /// Raises:
-///     IndexOutOfRangeError: if a position is out of range.
+///     IndexOutOfRangeError: if an index is not in 0 to entries - 1.
 ///     ShapeError, DTypeError: if the operands do not fit.
 #[pyfunction]
 pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tensor> {
     compute(py, weight.0.elem_count(), || index::embedding(&weight.0, &input.0)).map(Tensor)
 }
 
-/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): pairs of features rotated by angles.
+/// Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotate each pair of features by an angle.
 ///
 /// ```python
 /// angles = tc.arange(16.0).reshape(16, 1) * tc.tensor([1.0, 0.1, 0.01, 0.001])
@@ -466,7 +474,7 @@ pub fn embedding(py: Python<'_>, input: &Tensor, weight: &Tensor) -> Result<Tens
 ///     x: (..., S, D), D even.
 ///     cos: (S, D / 2), cosines of the angles.
 ///     sin: (S, D / 2), sines of the angles.
-///     interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+///     interleaved: whether pair i consists of features 2 * i and 2 * i + 1, instead of features i and i + D / 2.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.

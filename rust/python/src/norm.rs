@@ -244,7 +244,7 @@ pub fn group_norm_silu(
 ///     weight: scale, (D,), in the dtype of `x` or f32; None for ones.
 ///     cos: (S, D / 2), cosines of the angles.
 ///     sin: (S, D / 2), sines of the angles.
-///     interleaved: whether pairs are neighbours (2i, 2i + 1) instead of (i, i + D / 2).
+///     interleaved: whether pair i consists of features 2 * i and 2 * i + 1, instead of features i and i + D / 2.
 ///     eps: added to the mean square.
 ///
 /// Returns:

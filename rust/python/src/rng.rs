@@ -1,4 +1,4 @@
-//! The library's random numbers.
+//! The library's generator of random numbers, and the streams of a run.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::types::Anything;
 
-/// Start the generator's stream of `seed`.
+/// Set the seed of the library's generator; the next draw is the first of this seed.
 ///
 /// ```python
 /// tc.manual_seed(0)
@@ -28,7 +28,7 @@ pub fn manual_seed(seed: Integer) -> Result<()> {
     Ok(())
 }
 
-/// Seed and position of the generator; `set_rng_state` repeats the draws that followed.
+/// The state of the generator, (seed, position). Draws after `set_rng_state(state)` repeat the draws that followed this call.
 ///
 /// ```python
 /// state = tc.get_rng_state()
@@ -42,7 +42,7 @@ pub fn get_rng_state() -> (u64, u64) {
     (seed, offset)
 }
 
-/// Continue from what `get_rng_state` returned.
+/// Set the generator to a state that `get_rng_state` returned.
 ///
 /// ```python
 /// state = tc.get_rng_state()
@@ -57,48 +57,50 @@ pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
     Ok(())
 }
 
-/// The seed of a separate stream in a run of `seed`.
+/// The seed of one stream of random numbers. A run has a separate stream for each pair of `purpose` and `number`.
 ///
 /// Args:
-///     seed: that of the run, 0 to 2**64 - 1.
-///     purpose: the purpose of the draw.
-///     number: the number of the sample, batch, ..., 0 to 2**64 - 1.
+///     seed: the seed of the run, 0 to 2**64 - 1.
+///     purpose: the name of what the random numbers are for.
+///     number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 ///
 /// Raises:
-///     ArgumentError: if there is no such purpose.
+///     ArgumentError: if no purpose has this name.
 #[pyfunction]
 pub fn stream_seed(seed: Integer, purpose: &str, number: Integer) -> Result<u64> {
     const OP: &str = "stream_seed";
     Ok(State::of(seed.word(OP, "seed")?, purpose.parse()?, number.word(OP, "number")?).seed)
 }
 
-/// Call a function whose draws come from the stream of a seed; the library's generator does not advance.
+/// Call `function` with a separate generator: its random numbers are those after `manual_seed(seed)`. The state of the library's
+/// generator does not change.
 ///
 /// Args:
-///     seed: 0 to 2**64 - 1.
+///     seed: the seed of the separate generator, 0 to 2**64 - 1.
 ///     function: called without arguments.
 ///
 /// Returns:
-///     What the function returns.
+///     The result of `function`.
 #[pyfunction]
 pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyResult<Anything<'py>> {
     let _stream = rng::Stream::enter(State { seed: seed.word("draw_from", "seed")?, offset: 0 });
     function.call(py, &[]).map(Anything)
 }
 
-/// Standard normal values for samples of a run, each from its own stream, so that a sample has the same values in any batch.
+/// Standard normal values for the samples of a batch. Each sample has its own stream of random numbers, so its values do not depend on
+/// the other samples of the batch.
 ///
 /// Args:
-///     shape: of the values of one sample.
-///     samples: their numbers.
-///     seed: that of the run.
-///     purpose: the purpose of the draw.
+///     shape: the shape of the values of one sample.
+///     samples: the indices of the samples in the run.
+///     seed: the seed of the run.
+///     purpose: the name of what the random numbers are for.
 ///
 /// Returns:
-///     A row for each sample, (B, ...), f32.
+///     (B, *shape), f32: one entry for each of the B samples.
 ///
 /// Raises:
-///     ArgumentError: if there is no such purpose.
+///     ArgumentError: if no purpose has this name.
 #[pyfunction]
 pub fn normal_samples(
     py: Python<'_>,
@@ -117,7 +119,7 @@ pub fn normal_samples(
     compute(py, samples.len() * size, draw).map(Tensor)
 }
 
-/// The numbers of samples.
+/// The indices of samples as 64-bit integers.
 pub fn words(op: &'static str, numbers: &[Integer]) -> Result<Vec<u64>> {
     numbers.iter().map(|number| number.word(op, "a sample's number")).collect()
 }

@@ -1,4 +1,4 @@
-"""Families whose transformers follow a flow from noise to latents: SD3.5, Flux."""
+"""The base of families that are trained by flow matching, such as SD3.5 and Flux."""
 
 from trainable_candle.families.flow.family import FlowFamily
 

@@ -1,4 +1,4 @@
-"""The base of families whose weights are a pipeline: denoiser, autoencoder, text encoders."""
+"""The base of families that consist of a denoiser, an autoencoder and text encoders."""
 
 from trainable_candle.families.pipeline.family import PipelineFamily
 

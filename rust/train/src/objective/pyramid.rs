@@ -1,24 +1,27 @@
-//! Multiresolution noise ("pyramid noise"), which has large structures beside the fine ones.
+//! Multiresolution noise ("pyramid noise"): a sum of standard normal noise at several resolutions, enlarged to one size.
 //!
-//! The idea: J. Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training",
+//! The idea is from J. Whitaker 2023, "Multi-Resolution Noise for Diffusion Model Training",
 //! <https://wandb.ai/johnowhitaker/multires_noise/reports/Multi-Resolution-Noise-for-Diffusion-Model-Training--VmlldzozNjYyOTU2>. The
-//! formula is that of kohya's scripts,
+//! formula is the one in kohya's scripts,
 //! <https://github.com/kohya-ss/sd-scripts/blob/0329bea5848f1761a3bb1a540cb47324dd88e059/library/custom_train_functions.py>.
 
 use trainable_candle_core::rng;
 
-/// What multiresolution noise adds to standard normal noise of one example, from the generator that this thread draws from.
+/// The settings of multiresolution noise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pyramid {
-    /// The most levels.
+    /// The largest number of levels.
     pub iterations: usize,
-    /// The factor on each level after the first.
+    /// The weight of each level divided by the weight of the level before.
     pub discount: f64,
 }
 
 impl Pyramid {
-    /// Σᵢ `discount`ⁱ · enlarged(noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋) over levels i from 0, with rᵢ uniform in [2, 4), in the shape
-    /// `[channels, h, w]`. A level with a side of one pixel is the last.
+    /// Draws noise for one example from the generator of this thread; the caller adds it to standard normal noise.
+    ///
+    /// The result is Σᵢ `discount`ⁱ · enlarge(noiseᵢ), in the shape `[channels, h, w]`, where i counts levels from 0. noiseᵢ is standard
+    /// normal noise of ⌊h / rᵢⁱ⌋ × ⌊w / rᵢⁱ⌋ pixels, at least one pixel a side, and rᵢ is uniform in [2, 4). The sum ends with the
+    /// first level that has a side of one pixel.
     pub fn draw(self, [channels, height, width]: [usize; 3]) -> Vec<f32> {
         let mut sum = vec![0f32; channels * height * width];
         let mut weight = 1.0;
@@ -37,7 +40,8 @@ impl Pyramid {
     }
 }
 
-/// Add `weight` times images of `small` pixels, each enlarged to `size` by bilinear interpolation, to `sums`; pairs are (height, width).
+/// Enlarge each of `images` from `small` to `size` by bilinear interpolation, multiply it by `weight`, and add it to `sums`. Both sizes
+/// are (height, width) in pixels.
 fn add_enlarged(sums: &mut [f32], size: [usize; 2], images: &[f32], small: [usize; 2], weight: f32) {
     let [rows, columns] = [0, 1].map(|axis| neighbours(small[axis], size[axis]));
     let pixels = (size[0] * size[1]).max(1);
@@ -57,14 +61,15 @@ fn mix(a: f32, b: f32, share: f32) -> f32 {
     a * (1.0 - share) + b * share
 }
 
-/// The two pixels that one is interpolated between, and the share of the second.
+/// The two input pixels between which an output pixel is interpolated: their indices, and the weight of the second.
 struct Neighbours {
     at: [usize; 2],
     share: f32,
 }
 
-/// Those of each of `output` positions among `input`, as torch's `interpolate(mode="bilinear", align_corners=False)` has them: centres
-/// of pixels are at halves, and positions before the first centre are on it.
+/// The neighbours of each output pixel along an axis that is enlarged from `input` to `output` pixels, as in torch's
+/// `interpolate(mode="bilinear", align_corners=False)`: the centre of pixel i is at i + 0.5. An output pixel whose centre is before the
+/// centre of the first input pixel gets the value of that pixel.
 fn neighbours(input: usize, output: usize) -> Vec<Neighbours> {
     let scale = input as f64 / output as f64;
     let of = |i: usize| {
@@ -85,7 +90,7 @@ mod tests {
         sums
     }
 
-    /// torch 2.11: `F.interpolate(x, size, mode="bilinear")`.
+    /// The expected values are from torch 2.11, `F.interpolate(x, size, mode="bilinear")`.
     #[test]
     fn images_are_enlarged_as_by_torch() {
         let found = enlarged(&[0.0, 1.0, 4.0, 9.0, 16.0, 25.0], [2, 3], [3, 5]);

@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/beside.cu`.
+//! The implementation for CUDA, with the kernels in `kernels/beside.cu`.
 
 use trainable_candle_cuda::kernels::beside::{GeluTanhBesideBackward, GeluTanhBesideForward};
 
@@ -26,13 +26,14 @@ pub(super) fn forward(columns: &Columns, before: Option<&Raw>, x: &Raw) -> Resul
             kept: count32(op, columns.kept)?,
             width: count32(op, columns.width)?,
         };
-        // SAFETY: the tensors are dense and of these sizes.
+        // SAFETY: the tensors are dense and have the sizes in the arguments.
         unsafe { function.launch(op, gpu, shape, arguments) }?;
     }
     Ok(y)
 }
 
-/// Adds the gradient of x for `grad`, that of the activated columns; in place if the columns have no gradient yet.
+/// Adds the gradient of `x` to the tape, where `grad` is the gradient of the activated columns. The kernel writes straight into the
+/// gradient of `x` if no gradient of these columns has been written before.
 pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: &Raw, grad: &Raw) -> Result<()> {
     let Columns { dim, start, .. } = *columns;
     let (x, grad) = (contiguous(x)?, even_rows(grad)?);
@@ -46,6 +47,7 @@ pub(super) fn backward(columns: &Columns, context: &mut BackwardContext<'_>, x: 
     context.add_part(0, x.dims(), dim, start, &dx)
 }
 
+/// Writes the gradient of the columns to `dx`.
 fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
     let op = columns.activation.info().name;
     let gpu = Gpu::of(op, x)?;
@@ -63,18 +65,18 @@ fn write(columns: &Columns, x: &Raw, grad: &Raw, dx: &Raw) -> Result<()> {
         dx_row: row(dx),
         width: count32(op, columns.width)?,
     };
-    // SAFETY: rows are dense, evenly spaced and of these sizes.
+    // SAFETY: the rows are dense and evenly spaced, and have the sizes in the arguments.
     unsafe { function.launch(op, gpu, Shape::flat(grad.elem_count(), wide(x.dtype())), arguments) }
 }
 
-/// The distance between rows that are evenly spaced.
+/// The distance in elements between neighbouring rows of `x`, which must be evenly spaced.
 fn row(x: &Raw) -> u64 {
     let rank = x.rank();
     let between = (0..rank - 1).rev().find(|&i| x.dims()[i] != 1);
     between.map_or(x.dims()[rank - 1], |i| x.stride()[i]) as u64
 }
 
-/// `x`, copied unless its rows are dense and evenly spaced.
+/// `x` itself if its rows are dense and evenly spaced; otherwise a dense copy.
 fn even_rows(x: &Raw) -> Result<Raw> {
     let (dims, strides) = (x.dims(), x.stride());
     let last = x.rank() - 1;

@@ -1,4 +1,4 @@
-//! The CUDA form: `kernels/upsample.cu`.
+//! The implementation for CUDA, with the kernels in `kernels/upsample.cu`.
 
 use trainable_candle_cuda::kernels::upsample::{
     UPSAMPLE_NEAREST2D_BACKWARD, UPSAMPLE_NEAREST2D_FORWARD, UpsampleNearest2dBackward, UpsampleNearest2dForward,
@@ -9,7 +9,7 @@ use crate::cuda::launch::{Shape, count32, empty, input, output, suffix, wide};
 use crate::cuda::{Gpu, contiguous};
 use crate::{Raw, Result};
 
-/// The image in its new size, or if `is_backward` its gradient from that of the result.
+/// Resizes the images `x`. If `is_backward`, `x` is the gradient of the result, and the function returns the gradient of the images.
 pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
     let op = UPSAMPLE_NEAREST2D.name;
     let &Resize { batch, channels, input: from, output: to } = size;
@@ -25,7 +25,7 @@ pub(super) fn resize(size: &Resize, x: &Raw, is_backward: bool) -> Result<Raw> {
         let [height, width] = [count32(op, from[0])?, count32(op, from[1])?];
         let [out_height, out_width, channels] = [count32(op, to[0])?, count32(op, to[1])?, count32(op, channels)?];
         let (x, y) = (input(op, &x)?, output(op, &y)?);
-        // SAFETY: the images are dense and of these sizes.
+        // SAFETY: the images are dense and have the sizes in the arguments.
         unsafe {
             if is_backward {
                 let arguments =
