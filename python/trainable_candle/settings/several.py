@@ -36,6 +36,7 @@ class Several(Group):
         str | None,
         Setting(
             "number of GPUs (2), their indices (0,2), or all",
+            rare=True,
             free=True,
             synonyms=("devices", "num-processes", "gpu-ids"),
         ),

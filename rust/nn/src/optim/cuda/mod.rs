@@ -1,5 +1,6 @@
 //! The step on CUDA variables: states, hyper-parameters and step counters in device memory, one launch for all variables.
 
+mod access;
 mod gradient;
 mod step;
 mod transfer;
@@ -11,13 +12,12 @@ use smallvec::SmallVec;
 use trainable_candle_core::capture::{Follower, HostState, before_replay};
 use trainable_candle_core::compute::{copy_into, zeros};
 use trainable_candle_core::flat::forget_grads;
-use trainable_candle_core::raw::to_vec;
 use trainable_candle_core::{DType, Device, Error, Raw, Result, Tensor, Var};
 
 use super::quant::BLOCK_SIZE;
 use super::rule::{Kernels, Rule, Settings, StateKind, StateSpec};
 use super::slots::Slots;
-use super::state::{Group, Master, Parameter, State, StateData};
+use super::state::{Group, Parameter};
 use step::{Groups, Known, Member, STATE_BLOCK, Table};
 use transfer::{host_zeros, overwrite, place_in, to_device};
 use whole::{Call, Extent, WholeTable};
@@ -447,96 +447,6 @@ impl OnDevice {
         }
         self.tables.push((launch.layout, work.clone()));
         Ok(work)
-    }
-
-    /// The numbers that the steps of all variables share; waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the device fails.
-    pub(super) fn shared(&self) -> Result<Vec<f64>> {
-        self.shared.as_ref().map_or_else(|| Ok(Vec::new()), to_vec::<f64>)
-    }
-
-    /// Replaces those numbers; captured steps go on with the new ones.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the device fails.
-    pub(super) fn set_shared(&self, numbers: &[f64]) -> Result<()> {
-        let Some(shared) = &self.shared else { return Ok(()) };
-        copy_into(shared, &Raw::from_slice(numbers, numbers.len(), shared.device())?)
-    }
-
-    /// The steps that each variable has taken; waits for the device.
-    ///
-    /// # Errors
-    /// [`Error::Device`] if the device fails.
-    pub(super) fn steps(&self) -> Result<Vec<u64>> {
-        let (steps, slots) = (self.settings.steps()?, self.slots.get());
-        Ok(slots.of.iter().map(|&slot| steps[slot]).collect())
-    }
-
-    /// A state in f32 of variable number `index`, without a copy, and its f32 values where the variable is shorter.
-    ///
-    /// # Errors
-    /// None that a caller could cause.
-    pub(super) fn state(&self, var: &Var, index: usize, state: usize) -> Result<(Raw, Option<Raw>)> {
-        let place = &self.places[index];
-        let (spec, buffer) = (self.layouts[place.layout].specs[state], &self.layouts[place.layout].buffers[state]);
-        let dims = spec.kind.dims(var.dims());
-        let start = entries(spec.kind, place.blocks[state] as usize);
-        let part = buffer.narrow(0, start, dims.iter().product())?.reshape(dims)?;
-        Ok((part, place.master.as_ref().map(|master| master.values.clone())))
-    }
-
-    /// The value of variable number `index` is again that of its f32 values.
-    pub(super) fn follow(&self, var: &Var, index: usize) {
-        if let Some(master) = &self.places[index].master {
-            var.set_followed_by(&master.follower);
-        }
-    }
-
-    /// The variables with their states, on the host. Waits for the device.
-    pub(super) fn download<C>(&self, groups: &[Group<C>]) -> Result<Vec<Parameter>> {
-        let (steps, slots) = (self.settings.steps()?, self.slots.get());
-        let host = |buffer: &Raw| {
-            Ok(match buffer.dtype() {
-                DType::U8 => StateData::U8(to_vec(buffer)?),
-                _ => StateData::F32(to_vec(buffer)?),
-            })
-        };
-        let host = |layout: &Layout| layout.buffers.iter().map(host).collect::<Result<Vec<_>>>();
-        let layouts = self.layouts.iter().map(host).collect::<Result<Vec<_>>>()?;
-        let download = |((parameter, place), &slot): ((&Parameter, &Place), &usize)| {
-            let var = &parameter.var;
-            // Empty variables take no steps.
-            let step = if var.elem_count() > 0 { steps[slot] } else { 0 };
-            let mut copy = Parameter { step, ..Parameter::new(var.clone()) };
-            if copy.step > 0 {
-                let specs = self.layouts[place.layout].specs.iter().zip(&place.blocks);
-                for ((&spec, &block), buffer) in specs.zip(&layouts[place.layout]) {
-                    let start = entries(spec.kind, block as usize);
-                    let part = start..start + spec.kind.dims(var.dims()).iter().product::<usize>();
-                    let data = match buffer {
-                        StateData::F32(data) => StateData::F32(data[part].to_vec()),
-                        StateData::F64(data) => StateData::F64(data[part].to_vec()),
-                        StateData::U8(data) => StateData::U8(data[part].to_vec()),
-                    };
-                    copy.states.push(State { spec, data });
-                }
-                if let Some(master) = &place.master {
-                    let version = master.follower.version();
-                    copy.master = Some(Master { values: to_vec(&master.values)?, version });
-                }
-            }
-            Ok(copy)
-        };
-        parameters(groups).zip(&self.places).zip(&slots.of).map(download).collect()
-    }
-
-    pub(super) fn state_bytes(&self) -> usize {
-        let bytes = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
-        let states: usize = self.layouts.iter().flat_map(|layout| &layout.buffers).map(bytes).sum();
-        states + self.places.iter().flat_map(|place| &place.master).map(|master| bytes(&master.values)).sum::<usize>()
     }
 }
 

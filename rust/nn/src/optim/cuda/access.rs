@@ -1,0 +1,100 @@
+//! What others read of the states on a device, and set.
+
+use trainable_candle_core::compute::copy_into;
+use trainable_candle_core::raw::to_vec;
+use trainable_candle_core::{DType, Raw, Result, Var};
+
+use super::{Layout, OnDevice, Place, entries, parameters};
+use crate::optim::state::{Group, Master, Parameter, State, StateData};
+
+impl OnDevice {
+    /// The numbers that the steps of all variables share; waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub(in crate::optim) fn shared(&self) -> Result<Vec<f64>> {
+        self.shared.as_ref().map_or_else(|| Ok(Vec::new()), to_vec::<f64>)
+    }
+
+    /// Replaces those numbers; captured steps go on with the new ones.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub(in crate::optim) fn set_shared(&self, numbers: &[f64]) -> Result<()> {
+        let Some(shared) = &self.shared else { return Ok(()) };
+        copy_into(shared, &Raw::from_slice(numbers, numbers.len(), shared.device())?)
+    }
+
+    /// The steps that each variable has taken; waits for the device.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the device fails.
+    pub(in crate::optim) fn steps(&self) -> Result<Vec<u64>> {
+        let (steps, slots) = (self.settings.steps()?, self.slots.get());
+        Ok(slots.of.iter().map(|&slot| steps[slot]).collect())
+    }
+
+    /// A state in f32 of variable number `index`, without a copy, and its f32 values where the variable is shorter.
+    ///
+    /// # Errors
+    /// None that a caller could cause.
+    pub(in crate::optim) fn state(&self, var: &Var, index: usize, state: usize) -> Result<(Raw, Option<Raw>)> {
+        let place = &self.places[index];
+        let (spec, buffer) = (self.layouts[place.layout].specs[state], &self.layouts[place.layout].buffers[state]);
+        let dims = spec.kind.dims(var.dims());
+        let start = entries(spec.kind, place.blocks[state] as usize);
+        let part = buffer.narrow(0, start, dims.iter().product())?.reshape(dims)?;
+        Ok((part, place.master.as_ref().map(|master| master.values.clone())))
+    }
+
+    /// The value of variable number `index` is again that of its f32 values.
+    pub(in crate::optim) fn follow(&self, var: &Var, index: usize) {
+        if let Some(master) = &self.places[index].master {
+            var.set_followed_by(&master.follower);
+        }
+    }
+
+    /// The variables with their states, on the host. Waits for the device.
+    pub(in crate::optim) fn download<C>(&self, groups: &[Group<C>]) -> Result<Vec<Parameter>> {
+        let (steps, slots) = (self.settings.steps()?, self.slots.get());
+        let host = |buffer: &Raw| {
+            Ok(match buffer.dtype() {
+                DType::U8 => StateData::U8(to_vec(buffer)?),
+                _ => StateData::F32(to_vec(buffer)?),
+            })
+        };
+        let host = |layout: &Layout| layout.buffers.iter().map(host).collect::<Result<Vec<_>>>();
+        let layouts = self.layouts.iter().map(host).collect::<Result<Vec<_>>>()?;
+        let download = |((parameter, place), &slot): ((&Parameter, &Place), &usize)| {
+            let var = &parameter.var;
+            // Empty variables take no steps.
+            let step = if var.elem_count() > 0 { steps[slot] } else { 0 };
+            let mut copy = Parameter { step, ..Parameter::new(var.clone()) };
+            if copy.step > 0 {
+                let specs = self.layouts[place.layout].specs.iter().zip(&place.blocks);
+                for ((&spec, &block), buffer) in specs.zip(&layouts[place.layout]) {
+                    let start = entries(spec.kind, block as usize);
+                    let part = start..start + spec.kind.dims(var.dims()).iter().product::<usize>();
+                    let data = match buffer {
+                        StateData::F32(data) => StateData::F32(data[part].to_vec()),
+                        StateData::F64(data) => StateData::F64(data[part].to_vec()),
+                        StateData::U8(data) => StateData::U8(data[part].to_vec()),
+                    };
+                    copy.states.push(State { spec, data });
+                }
+                if let Some(master) = &place.master {
+                    let version = master.follower.version();
+                    copy.master = Some(Master { values: to_vec(&master.values)?, version });
+                }
+            }
+            Ok(copy)
+        };
+        parameters(groups).zip(&self.places).zip(&slots.of).map(download).collect()
+    }
+
+    pub(in crate::optim) fn state_bytes(&self) -> usize {
+        let bytes = |raw: &Raw| raw.elem_count() * raw.dtype().size_in_bytes();
+        let states: usize = self.layouts.iter().flat_map(|layout| &layout.buffers).map(bytes).sum();
+        states + self.places.iter().flat_map(|place| &place.master).map(|master| bytes(&master.values)).sum::<usize>()
+    }
+}
