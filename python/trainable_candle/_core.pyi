@@ -215,7 +215,7 @@ class Adapter:
         """
     def set_training(self, /, training: bool) -> None:
         """
-        Training (dropout on) or not.
+        Set whether the adapter is in training mode, in which dropout is active.
         """
     def vars(self, /) -> list[Var]:
         """
@@ -252,7 +252,7 @@ class AdapterFile:
 @final
 class AdapterModule:
     """
-    One layer's adapter in a file; a module that holds those of several layers is there once for each.
+    One layer's adapter in a file; a module that holds the adapters of several layers is listed once for each.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
@@ -413,7 +413,7 @@ class AdapterSet:
         """
     def set_training(self, /, training: bool) -> None:
         """
-        Training (dropout on) or not.
+        Set whether the adapters are in training mode, in which dropout is active.
         """
 
 @final
@@ -447,7 +447,7 @@ class AutoencoderKL(Model):
     @property
     def downscale(self, /) -> int:
         """
-        Pixels along one side of an image for each of the latents.
+        Pixels per latent along one side of an image.
         """
     def encode(
         self, /, image: Tensor, *, tile_size: SupportsIndex | None = None
@@ -491,7 +491,7 @@ class CLIPTextModel(Model):
     """
     def __call__(self, /, input_ids: Tensor) -> TextFeatures:
         """
-        What the encoder makes of texts.
+        The features of texts.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32, S up to 77.
@@ -586,11 +586,11 @@ class CausalLM(Model):
         """
         Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
 
-        The scores are those of a pass over the whole texts; one more token of a text costs a pass over that token alone.
+        The scores are those of a forward pass over the whole texts, but only the new tokens are computed.
 
         Args:
             cache: the texts so far.
-            tokens: the new token ids of each text; none where a text rests.
+            tokens: the new token ids of each text; an empty list for a text that gets none.
 
         Raises:
             IndexOutOfRangeError: if an id is not a token.
@@ -613,8 +613,8 @@ class CausalLM(Model):
         """
         What follows each prompt: the new tokens, without the one that ends the text.
 
-        Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. What is drawn depends on the seed,
-        the number of the text and the place in it alone.
+        Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. A draw depends
+        only on the seed, the number of the text and the place in the text.
 
         Args:
             prompts: the token ids of each text, at least one each.
@@ -622,19 +622,19 @@ class CausalLM(Model):
             temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
             top_k: draw from this many likeliest tokens; 0: from all.
             top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
-            min_p: draw from tokens with this share of the likeliest one's probability, 0 to 1.
+            min_p: draw from tokens with at least this share of the likeliest one's probability, 0 to 1.
             repetition_penalty: above 1, tokens that the text has become less likely.
-            stop_token_ids: which tokens end a text; `eos_token_ids` without it.
+            stop_token_ids: which tokens end a text; default: `eos_token_ids`.
             seed: of the draws.
 
         Raises:
             IndexOutOfRangeError: if an id is not a token.
             ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
-            NonFiniteError: if the model gives no numbers.
+            NonFiniteError: if the model's scores are not finite.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
-        The states that the head reads, after the final norm, of a packed row: (N, D).
+        The states of a packed row that the head reads, after the final norm: (N, D).
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -661,7 +661,7 @@ class CausalLM(Model):
         Args:
             input_ids: token ids, (B, S), i64 or u32.
             attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the states are 0.
-            layers: which states to return, from 0 to the number of layers that were loaded; the last without it.
+            layers: which states to return, from 0 to the number of layers that were loaded; default: the last.
 
         Returns:
             (B, S, D) for each of `layers`.
@@ -675,8 +675,8 @@ class CausalLM(Model):
         self, /, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
         """
-        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Without a matrix of all
-        scores, forward and backward.
+        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
+        forward nor backward makes a matrix of all scores.
 
         Args:
             input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -696,12 +696,13 @@ class CausalLM(Model):
         self, /, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
         """
-        The mean loss of the labels, each of which the token before it is to predict: a number in f32, without a matrix of all scores.
+        The mean loss of predicting each label from the tokens before it: a number in f32, computed without a matrix of
+        all scores.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
-            labels: (B, S), i64: the ids themselves, or -100 where a token does not count. They are shifted inside. The mean is over those
-                that count; 0 if none does.
+            labels: (B, S), i64: the ids themselves, or -100 where a token does not count; they are shifted inside. The mean is over the
+                labels that count; 0 if none does.
             attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
 
         Raises:
@@ -736,7 +737,7 @@ class CausalLM(Model):
             targets: what each token is to predict, (N), i64: the id of the next token of its text, or -100 where it does not count.
             positions: the place of each token in its text, (N), i64 or u32.
             cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
-            weights: by which losses are multiplied, (N), f32.
+            weights: factors of the losses, (N), f32.
 
         Raises:
             ShapeError, DTypeError: if an input does not fit.
@@ -751,8 +752,8 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex],
     ) -> list[Tensor]:
         """
-        The states as `hidden_states` of one text and the padding that follows it: padding sees every word, but neither itself nor other
-        padding, as in transformers where a mask covers it.
+        The states, as those of `hidden_states`, of one text and the padding that follows it. Padding sees every word,
+        but neither itself nor other padding, like masked tokens in transformers.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
@@ -789,7 +790,7 @@ class CausalLM(Model):
             prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
 
         Raises:
-            As `generate`, of which those about the model come with the first step.
+            As `generate`; those about the model are raised at the first step.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -811,12 +812,12 @@ class CheckpointFacts:
     @property
     def factor(self, /) -> int | None:
         """
-        Pixels along one side of an image for each of the latents, if there is an autoencoder.
+        Pixels per latent along one side of an image, if there is an autoencoder.
         """
     @property
     def model(self, /) -> str | None:
         """
-        What the command line calls the family that the models are of; None for a model that is part of none.
+        The family of the models, as the command line calls it; None for a model of no family.
         """
     @property
     def parts(self, /) -> dict[str, PartFacts]:
@@ -859,12 +860,12 @@ class ChromaTransformer(Model):
 
         Args:
             hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
-            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim): T5's, the words and one token of padding.
+            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim): from T5, the words and one token of padding.
             timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
             img_ids: positions of the image's tokens, (S, 3): 0, row, column.
             txt_ids: positions of the text's tokens, (L, 3): zeros.
-            lengths: how many tokens of each text are read, (B,), f32, at least 1; what follows is not seen. All are read without it, and attention
-                needs no mask, which saves time.
+            lengths: how many tokens of each text are read, (B,), f32, at least 1; what follows is not seen. By default all are read, and
+                attention needs no mask, which saves time.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -1011,8 +1012,8 @@ class DiffusionObjective:
 
         Args:
             latents: (B, C, ...).
-            samples: the number of each sample in the run: noise and timestep then depend only on it and `seed`, and the library's
-                generator does not advance. Without it they come from that generator.
+            samples: the number of each sample in the run: noise and timestep then depend only on this number and
+                `seed`, and the library's generator does not advance. By default they come from that generator.
             seed: the run's seed.
 
         Raises:
@@ -1045,7 +1046,7 @@ class DiffusionObjective:
 
         Args:
             latents: (B, C, ...).
-            examples: a number for each, from 0.
+            examples: the number of each example, from 0.
             seed: selects the noise.
 
         Raises:
@@ -1201,7 +1202,7 @@ class FlowMatching:
 
     Args:
         distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-        shift: shifts them towards noise (above 1) or data (below 1); 1 changes nothing.
+        shift: shifts levels towards noise (above 1) or data (below 1); 1 changes nothing.
 
     Raises:
         ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -1244,8 +1245,8 @@ class FlowMatching:
 
         Args:
             data: (B, ...).
-            samples: the number of each sample in the run: noise and level then depend only on it and `seed`, and the library's
-                generator does not advance. Without it they come from that generator.
+            samples: the number of each sample in the run: noise and level then depend only on this number and `seed`,
+                and the library's generator does not advance. By default they come from that generator.
             seed: the run's seed.
 
         Returns:
@@ -1274,7 +1275,7 @@ class FlowMatching:
 
         Args:
             data: (B, ...).
-            examples: a number for each, from 0.
+            examples: the number of each example, from 0.
             seed: selects the noise.
 
         Returns:
@@ -1307,7 +1308,7 @@ class Flux2Transformer(Model):
             encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
             timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
             img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
-            txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, number.
+            txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, index.
             guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number.
 
         Returns:
@@ -1491,7 +1492,7 @@ class LoraConfig:
     Which layers get an adapter, and of what kind and size. The names are peft's.
 
     A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-    whole name; "all-linear" means every linear layer, "all-conv" for every convolution, "all-attention" for the
+    whole name; "all-linear" means every linear layer, "all-conv" every convolution, "all-attention" the
     projections of attention.
 
     ```python
@@ -1675,8 +1676,8 @@ class Model:
         scale: SupportsFloat | SupportsIndex = ...,
     ) -> TrainingAdapter:
         """
-        Put the LoRA of a file beside whatever is trained, its effect multiplied by `scale`: that over which a distilled model is trained.
-        It stays frozen, and neither files nor merged weights have it.
+        Put the LoRA of a file beside the adapter that is trained, its effect multiplied by `scale`: the one over which
+        a distilled model is trained. It stays frozen, and neither saved files nor merged weights have it.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -1717,15 +1718,15 @@ class Model:
         A frozen model of random weights, for measuring how fast and large it is.
 
         Args:
-            config: a `config.json`; the published model's without it.
-            dtype: of the weights, f32 without it.
+            config: a `config.json`; default: the published model's.
+            dtype: of the weights; default: f32.
             device: where they are.
             quantize: as in `from_pretrained`.
             stream_blocks: as in `from_pretrained`.
             stream_modulation: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: of `Model`, which is not a model by itself; if the kind has no layers to quantize.
+            ArgumentError: if called on `Model`, which is not a model by itself, or if the kind has no layers to quantize.
             MissingFileError, ConfigError: if the configuration is missing or another model's.
             OutOfMemoryError: if the model does not fit.
         """
@@ -1746,7 +1747,7 @@ class Model:
         stream_modulation: bool = False,
     ) -> Self:
         """
-        The frozen model at `path`: of this class, or of `Model`, whatever kind its files say it is.
+        The frozen model at `path`: one of this class or, called on `Model`, of the kind that its files state.
 
         ```python
         unet = tc.models.load("sdxl", dtype="bf16")
@@ -1756,20 +1757,20 @@ class Model:
         Args:
             path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
                 which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
-            dtype: convert the weights; as they are stored without it.
+            dtype: convert the weights; by default they stay as stored.
             device: where to load it.
-            subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; the first
-                that the class may have without it.
+            subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; by
+                default the first that the class may have.
             config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
             force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
-                says: SDXL's autoencoder does, whose values leave the range of f16.
-            layers: load only this many of the first layers of a language model, to read its `hidden_states`; all without it.
+                says. That of SDXL's autoencoder asks for f32, as its values leave the range of f16.
+            layers: load only this many of the first layers of a language model, to read its `hidden_states`; default: all.
             quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
                 they are read; all else is as `dtype` says.
             stream_blocks: keep the weights of this many blocks in pinned memory of the host, and copy each block's to the device ahead of
-                its use, on a stream of its own. Only two blocks' are on the device at a time.
-            stream_modulation: keep the weights that make the modulation of blocks there, in all blocks and not only in those streamed: for
-                Flux 6 GiB that each step reads once.
+                its use, on a stream of its own. Only those of two blocks are on the device at a time.
+            stream_modulation: keep the weights that make the modulation of blocks there, for all blocks, not only for those streamed. For Flux
+                these are 6 GiB, which each step reads once.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
@@ -1780,7 +1781,7 @@ class Model:
         """
     def get_tensor(self, /, name: str) -> Tensor:
         """
-        One of `named_tensors`, by its name. Of a quantized weight only these values are made.
+        One of `named_tensors`, by its name. Of quantized weights, only this one is dequantized.
 
         Raises:
             ArgumentError: if the model has no parameter of this name.
@@ -1792,8 +1793,8 @@ class Model:
         scale: SupportsFloat | SupportsIndex = ...,
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model, their effect multiplied by `scale`: of a file in any of the formats of
-        `AdapterSet.save`, by whatever tool. Its adapters for other parts of a pipeline are left out.
+        Put the adapters of a file on the model, their effect multiplied by `scale`. The file may have any of the
+        formats of `AdapterSet.save`, and come from any tool. Its adapters for other parts of a pipeline are left out.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -1863,7 +1864,7 @@ class NcclCommunicator:
     ) -> NcclCommunicator: ...
     def all_reduce(self, /, tensor: Tensor) -> Tensor:
         """
-        Return the sum of a tensor over all processes; queued, not waited for.
+        Return the sum of a tensor over all processes. Only queues the work.
 
         Raises:
             DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
@@ -1872,11 +1873,11 @@ class NcclCommunicator:
         self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
     ) -> Tensor:
         """
-        Add up the gradients of all processes, in place, and a tensor; queued, not waited for.
+        Add up the gradients of all processes in place, and a tensor. Only queues the work.
 
         Args:
             parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
-            tail: what else is added up: numbers that belong to the step.
+            tail: the tensor, with numbers that belong to the step.
             narrow: send the gradients as bf16, half of the bytes, each sum rounded.
 
         Returns:
@@ -1888,7 +1889,7 @@ class NcclCommunicator:
         """
     def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
         """
-        Give a variable the values that it has on process `root`; queued, not waited for.
+        Give a variable the values that it has on process `root`. Only queues the work.
 
         Raises:
             ArgumentError: if there is no such process.
@@ -1906,7 +1907,7 @@ class NcclCommunicator:
         """
     def stop(self, /) -> None:
         """
-        End the present or the next wait with an error; for another thread.
+        End the current or the next `wait` with an error; called from another thread.
         """
     def wait(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
         """
@@ -2051,9 +2052,18 @@ class Optimizer:
         settings: dict[str, Any],
     ) -> Optimizer:
         """
-        The optimizer of a kind, over `params`, with the hyper-parameters that are not its defaults.
+        The optimizer of a kind, over `params`, with the hyper-parameters that differ from its defaults.
         """
     def __repr__(self, /) -> str: ...
+    @property
+    def averages(self, /) -> bool:
+        """
+        Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does, which `eval` gives to them.
+        """
+    def eval(self, /) -> None:
+        """
+        Put the averages that the optimizer keeps in the variables, to validate with or to save; nothing if it keeps none.
+        """
     @property
     def group_lrs(self, /) -> list[float]:
         """
@@ -2104,6 +2114,10 @@ class Optimizer:
 
         Raises:
             ShapeError: if `if_finite` has more or less than one element.
+        """
+    def train(self, /) -> None:
+        """
+        Restore the variables' own values, bit for bit, before the next step; nothing if they are there.
         """
     def zero_grad(self, /) -> None:
         """
@@ -2178,7 +2192,7 @@ class PartFacts:
     @property
     def has_modulation(self, /) -> bool:
         """
-        Whether `stream_modulation` can keep something there.
+        Whether `stream_modulation` can keep weights in the memory of the host.
         """
     @property
     def layers(self, /) -> dict[str, list[int]]:
@@ -2201,7 +2215,7 @@ class PartFacts:
         tokens: SupportsIndex = 0,
     ) -> int:
         """
-        About how many values are kept between forward and backward at the fullest, for one sample.
+        About how many values are kept between forward and backward at the peak, for one sample.
 
         Args:
             config: which layers get adapters, and of what rank.
@@ -2246,7 +2260,7 @@ class PartFacts:
         Args:
             dtype: of the weights.
             quantize: the format of linear layers in blocks, as in `from_pretrained`.
-            stream_blocks: as in `from_pretrained`; counted is what is on the device.
+            stream_blocks: as in `from_pretrained`; only what is on the device is counted.
             stream_modulation: likewise.
 
         Raises:
@@ -2323,7 +2337,8 @@ class QuantizedTensor:
         """
     def tensors(self, /) -> dict[str, Tensor]:
         """
-        The tensors of the matrix: "codes" (u8) and "scales", which blocks of ggml hold among their codes; of "nf4" also "scale_codes" (u8) and "offset".
+        The tensors of the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". Blocks of
+        ggml have "codes" alone, which contain their scales.
         """
     def to(self, /, device: str) -> QuantizedTensor:
         """
@@ -2488,7 +2503,7 @@ class Schedule:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        num_cycles: waves of the cosine; half a one goes from 1 to 0.
+        num_cycles: waves of the cosine; half a wave goes from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -2514,8 +2529,8 @@ class Schedule:
 @final
 class T5Encoder(Model):
     """
-    A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read texts. In half
-    precision too, where its values leave the range of f16. Made by `from_pretrained`.
+    A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read
+    texts. It computes in half precision too, although its values leave the range of f16. Made by `from_pretrained`.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
@@ -2523,8 +2538,8 @@ class T5Encoder(Model):
 
         Args:
             input_ids: token ids, (B, L), i64 or u32.
-            attention_mask: (B, L), i64 or u32: 1 for tokens that are seen, 0 for those that are not. All are seen without it, as in
-                diffusers' pipelines, padding included.
+            attention_mask: (B, L), i64 or u32: 1 for tokens that are seen, 0 for those that are not. By default all are seen, padding
+                included, as in diffusers' pipelines.
 
         Raises:
             ShapeError: if an input has another shape.
@@ -2537,9 +2552,10 @@ class Tensor(ComposedMethods):
     """
     An immutable array of numbers on a device, and its place on the autograd tape.
 
-    Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend on a
-    `Var`; `backward` follows it. Shapes broadcast as in numpy. There are no implicit casts: tensors that meet in an
-    operation must have the same dtype; plain numbers adopt the tensor's.
+    Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
+    on a `Var`; `backward` follows it. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
+    tensors promote dtypes as torch does; other operations need tensors of one dtype. A plain number adopts the tensor's
+    dtype, but a float with a tensor of integers gives f32.
 
     ```python
     t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -2550,7 +2566,7 @@ class Tensor(ComposedMethods):
 
     __array_priority__: Final = 1000.0
     """
-    Makes numpy arrays leave operators with tensors to the tensor.
+    Makes a numpy array leave an operator to the tensor on the other side.
     """
     @property
     def T(self, /) -> Tensor:
@@ -2572,8 +2588,8 @@ class Tensor(ComposedMethods):
     ) -> Any:
         """
         A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-        1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless it
-        is named, none for -1) waits for the values, and memory is used again only after the consumer is done with it.
+        1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless
+        it is named, none for -1) waits for the values, and memory is reused only after the consumer is done with it.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
         """
@@ -2588,8 +2604,9 @@ class Tensor(ComposedMethods):
     def __ge__(self, other: object, /) -> Tensor: ...
     def __getitem__(self, index: Any, /) -> Tensor:
         """
-        Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or one
-        u8 mask, where torch would take it. A view except for steps other than 1 and tensors. Differentiable.
+        Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or
+        one u8 mask, where torch would take it. The result is a view, except with steps other than 1 or tensors.
+        Differentiable.
         """
     def __gt__(self, other: object, /) -> Tensor: ...
     def __hash__(self, /) -> int:
@@ -2643,7 +2660,7 @@ class Tensor(ComposedMethods):
         """
         Differentiate with respect to every variable that this depends on, and add the gradients to their `.grad`.
 
-        Frees saved tensors on the way, unless `retain_graph`.
+        Frees saved tensors as it proceeds, unless `retain_graph`.
 
         Args:
             gradient: the gradient of this tensor, in its shape; not needed for a single element.
@@ -2695,7 +2712,7 @@ class Tensor(ComposedMethods):
         """
     def cumsum(self, /, dim: SupportsIndex) -> Tensor:
         """
-        Sums of the elements up to each along `dim`.
+        The sum of the elements up to and including each along `dim`.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -2981,7 +2998,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if the dtypes differ or are not floating point.
+            DTypeError: if neither is floating point, or a numpy array has another dtype.
         """
     def reciprocal(self, /) -> Tensor:
         """
@@ -3061,7 +3078,7 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the sizes do not add up to the dimension's.
-            ArgumentError: if the one size is 0.
+            ArgumentError: if a size for all parts is given and is 0.
             IndexOutOfRangeError: if the dimension is out of range.
         """
     def sqrt(self, /) -> Tensor:
@@ -3184,7 +3201,7 @@ class Tensor(ComposedMethods):
 @final
 class TextFeatures:
     """
-    What a text encoder makes of texts.
+    The features that a text encoder computes for texts.
 
     ```python
     encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -3223,7 +3240,7 @@ class TextFeatures:
 @final
 class TrainingAdapter:
     """
-    A frozen LoRA beside whatever is trained on a model, made by `add_training_adapter`.
+    A frozen LoRA beside the adapter that is trained on a model, made by `add_training_adapter`.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -3242,7 +3259,7 @@ class TrainingAdapter:
         """
     def remove(self, /) -> None:
         """
-        Take it off the model.
+        Remove it from the model.
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
@@ -3282,7 +3299,7 @@ class Var(VarMethods, Tensor):
 
         Raises:
             ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
-            OutOfMemoryError: there is no memory to copy a gradient out of an adapter's flat buffer.
+            OutOfMemoryError: if there is no memory to copy a gradient out of an adapter's flat buffer.
         """
     @grad.setter
     def grad(self, /, grad: Tensor | None) -> None: ...
@@ -3319,9 +3336,9 @@ class ZImageTransformer(Model):
         Args:
             hidden_states: latents under noise, (B, in_channels, h, w), shifted and scaled as the autoencoder says; h and w are even.
             encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
-            timestep: from 0 (noise) to 1 (clean), against the clock of other flow models: (B,), (1,), or a number.
-            lengths: how many tokens of each text are words, (B,); what follows is not read. All are words without it.
-            rows_are_full: a promise that, in every text, less than 32 tokens follow the words up to a multiple of 32. Attention then needs
+            timestep: from 0 (noise) to 1 (clean), the reverse of other flow models: (B,), (1,), or a number.
+            lengths: how many tokens of each text are words, (B,); what follows is not read. Default: all are words.
+            rows_are_full: a promise that every text, padded to a multiple of 32 tokens, fills its row, padded likewise. Attention then needs
                 no mask, which saves time.
 
         Returns:
@@ -3430,7 +3447,7 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     """
     Run `function(*tensors)`, saving little for the backward pass, which recomputes the rest.
 
-    The function must compute the same when it is called again; random numbers are replayed, so that dropout draws the
+    The function must compute the same when it is called again; random numbers are the same, so that dropout has the
     same mask. Variables that it captures get their gradients.
 
     ```python
@@ -3455,8 +3472,8 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
 
 def choices() -> dict[str, list[str]]:
     """
-    What there is to choose from, by names in options: "adapter", "format", "model", "optimizer", "qat". The values of "optimizer" are the names
-    of classes in small letters.
+    The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". Those of "optimizer" are
+    names of classes in small letters.
     """
 
 def classifier_free_guidance(
@@ -3587,7 +3604,7 @@ def cuda_device_count() -> int:
 
 def cuda_device_name(device: str) -> str:
     """
-    What its maker calls a CUDA device.
+    The name of a CUDA device, as its manufacturer gives it.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -3882,7 +3899,7 @@ def grad(
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
     """
-    The gradients of `loss` with respect to `inputs`, without a change of `.grad`.
+    The gradients of `loss` with respect to `inputs`; no `.grad` changes.
 
     ```python
     x = tc.Var([3.0])
@@ -3937,7 +3954,8 @@ def gradcheck(
 
 def gradient_vectors(parameters: Iterable[Var] | Mapping[str, Var]) -> list[Tensor]:
     """
-    Return the gradients of variables as vectors, adjacent ones of a flat buffer as one; zeros for one without a gradient.
+    Return the gradients of variables as vectors, one for all that are adjacent in a flat buffer. Missing gradients are
+    zeros.
 
     Raises:
         OutOfMemoryError: if the vectors do not fit.
@@ -4061,7 +4079,7 @@ def inspect(
         others: folders and files of single models, text encoders and autoencoders, which replace those of `path`.
 
     Raises:
-        MissingFileError: if there is nothing.
+        MissingFileError: if nothing is at `path`.
         WeightsFormatError: if a file is damaged, or a part of the family is missing.
         ConfigError: if a configuration is wrong, or there is no such family.
     """
@@ -4160,7 +4178,7 @@ def linear_cross_entropy(
 
     Args:
         input: (N, D) states.
-        weight: (classes, D), in the dtype of the states. A frozen weight gets no gradient, which costs nothing.
+        weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
         target: (N) class ids, i64 or u32; rows with -100 are ignored.
         weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
 
@@ -4172,8 +4190,8 @@ def linear_cross_entropy(
 
 def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """
-    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a time, and
-    again in the backward pass.
+    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a
+    time, and recomputed in the backward pass.
 
     ```python
     states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -4336,7 +4354,7 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def nccl_unique_id() -> bytes:
     """
-    Return 128 bytes by which processes find each other; the process that asks must become rank 0.
+    Return 128 bytes by which processes find each other; the calling process must become rank 0.
 
     Raises:
         CudaUnavailableError: if NCCL cannot be used.
@@ -4421,7 +4439,7 @@ def prepare_adapters(
     dtype: DType | str | None = None,
 ) -> AdapterFile:
     """
-    Copy what `save_adapters` would write to the CPU, to write it while training continues.
+    Copy to the CPU what `save_adapters` would write, so that it can be written while training continues.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -4656,13 +4674,13 @@ def save_checkpoint(
         path: the file.
         models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
             Adapters are left out; a merged one is part of its layer's weight.
-        base: a checkpoint from which all else is taken, as it is.
+        base: a checkpoint from which all else is copied, unchanged.
         dtype: convert the weights of the models.
-        quantize: "fp8" or "int8", by the places of models whose linear layers are written as ComfyUI stores them: e4m3 numbers with a
-            scale a tensor, or integers with a scale a row.
+        quantize: by the folder of a model, "fp8" or "int8": write its linear layers as ComfyUI stores them, as e4m3 numbers with a
+            scale per tensor, or as integers with a scale per row.
 
     Raises:
-        ArgumentError: if a model has no such place, or no layers that may be quantized; if the format is another.
+        ArgumentError: if a model has no such folder, or no layers that may be quantized; if the format is neither.
         FileError, MissingFileError: if a file cannot be written or read.
     """
 
@@ -4684,12 +4702,13 @@ def save_file(
         tensors: tensors by name.
         path: the file.
         metadata: text entries for the file's header.
-        codes: names of u8 tensors that are the codes of other numbers of eight bits, "int8" or "fp8" (e4m3), as a QuantizedTensor has them.
+        codes: by the name of a u8 tensor that holds codes, as a QuantizedTensor has them: the numbers that they mean, "int8" or
+            "fp8" (e4m3).
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if a name of codes is of no tensor, or the numbers are others.
-        DTypeError: if such a tensor is not u8, or safetensors files do not hold a dtype.
+        ArgumentError: if `codes` names no tensor, or other numbers.
+        DTypeError: if such a tensor is not u8, or safetensors files cannot hold a dtype.
     """
 
 def saved_bytes() -> int:
@@ -4782,16 +4801,16 @@ def set_num_threads(n: SupportsIndex) -> None:
     ```
 
     Raises:
-        ArgumentError: if `n` is 0, or the system rejects.
+        ArgumentError: if `n` is 0, or the system cannot start so many threads.
     """
 
 def set_resolver(resolve: Callable[..., Any]) -> None:
     """
-    Set what finds models by names that are not paths, once.
+    Set the function that finds models by names that are not paths. Only the first call has an effect.
 
     Args:
         resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
-            half-precision files are preferred; returns a folder, or None if the name is none that it knows.
+            half-precision files are preferred; returns a folder, or None if it does not know the name.
     """
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
@@ -4810,11 +4829,11 @@ def set_w8a8(enabled: bool) -> None:
     """
     Choose whether linear layers over int8 or fp8 weights multiply codes, on GPUs several times as fast as values.
 
-    Activations and gradients are rounded to the format of the weight right before a product, each row with the scale its largest
-    magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does; weights whose scales are along the sum are
-    multiplied into the gradient before. Sums of int8 are exact, those of fp8 in f32. Layers over other formats, and those whose
-    sides are not multiples of 16, multiply values. GPUs need compute capability 7.5 for int8 and 8.9 for fp8; older ones multiply
-    values.
+    Activations and gradients are rounded to the format of the weight right before a product, each row with a scale of
+    its largest magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does. Scales of a weight that
+    vary along the sum are multiplied into the gradient before that. Sums of int8 are exact, those of fp8 in f32. Layers
+    over other formats, and those whose sides are not multiples of 16, multiply values. GPUs need compute capability 7.5
+    for int8 and 8.9 for fp8; older ones multiply values.
 
     Args:
         enabled: whether they do, from now on. The default is that they multiply the values that codes represent. Captured graphs

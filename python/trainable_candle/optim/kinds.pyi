@@ -14,6 +14,8 @@ __all__ = [
     "Adafactor",
     "CAME",
     "Prodigy",
+    "AdamWScheduleFree",
+    "Muon",
     "SGD",
 ]
 
@@ -370,6 +372,101 @@ class Prodigy(GroupedOptimizer):
         fused: bool | None = None,
         foreach: bool | None = None,
     ) -> Prodigy: ...
+
+class AdamWScheduleFree(GroupedOptimizer):
+    """
+    Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before validating or saving, which puts the average in the parameters, and `train()` before the next step.
+
+    ```python
+    optimizer = tc.optim.AdamWScheduleFree(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0; without a schedule.
+        betas: The share of the average in the point where gradients are taken, above 0, and the decay rate of the second moment; both less than 1.
+        eps: Added to the root of the second moment, at least 0.
+        weight_decay: At least 0: times the parameter, added to the normalized gradient.
+        warmup_steps: Steps in which the learning rate grows linearly from 0.
+        r: Step number k has the weight k to this power in the average.
+        weight_lr_power: And the largest learning rate so far to this power.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.0025,
+        betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (0.9, 0.999),
+        eps: SupportsFloat | SupportsIndex = 1e-08,
+        weight_decay: SupportsFloat | SupportsIndex = 0.0,
+        warmup_steps: int = 0,
+        r: SupportsFloat | SupportsIndex = 0.0,
+        weight_lr_power: SupportsFloat | SupportsIndex = 2.0,
+        *,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+    ) -> AdamWScheduleFree: ...
+
+class Muon(GroupedOptimizer):
+    """
+    Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: momentum whose update is made orthogonal; vectors take a step of AdamW.
+
+    ```python
+    optimizer = tc.optim.Muon(model.parameters(), lr=1e-3)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ```
+
+    Args:
+        params: variables, or dicts with an entry "params" and their own hyper-parameters.
+        lr: Learning rate, at least 0.
+        weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
+        momentum: Decay rate of the momentum, in [0, 1).
+        nesterov: Move the gradient towards the momentum instead of taking the momentum alone.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration: of the matrix, of its third and of its fifth power.
+        eps: The least norm that an update is divided by, above 0.
+        ns_steps: Steps of the Newton-Schulz iteration, less than 100.
+        match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch: `adjust_lr_fn="match_rms_adamw"`); otherwise, as torch does by default, by `sqrt(max(1, A / B))`.
+        vector_betas: Vectors take a step of AdamW: its decay rates, each in [0, 1).
+        vector_eps: Vectors take a step of AdamW: added to the root of the second moment, at least 0.
+
+    Raises:
+        ArgumentError: if a number is out of range, there is no variable, or one appears twice.
+        DTypeError: if a variable's dtype is not supported.
+    """
+    def __new__(
+        cls,
+        /,
+        params: Iterable[Var] | Mapping[str, Var] | Iterable[Mapping[str, Any]],
+        lr: SupportsFloat | SupportsIndex = 0.001,
+        weight_decay: SupportsFloat | SupportsIndex = 0.1,
+        momentum: SupportsFloat | SupportsIndex = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[
+            SupportsFloat | SupportsIndex,
+            SupportsFloat | SupportsIndex,
+            SupportsFloat | SupportsIndex,
+        ] = (3.4445, -4.775, 2.0315),
+        eps: SupportsFloat | SupportsIndex = 1e-07,
+        ns_steps: int = 5,
+        *,
+        match_rms_adamw: bool = True,
+        vector_betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (
+            0.9,
+            0.999,
+        ),
+        vector_eps: SupportsFloat | SupportsIndex = 1e-08,
+        fused: bool | None = None,
+        foreach: bool | None = None,
+    ) -> Muon: ...
 
 class SGD(GroupedOptimizer):
     """
