@@ -405,10 +405,10 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &FAKE_QUANTIZE_BY,
         cases: || {
-            // Factors above 1, so that no value is out of range. Their gradient is taken away again: 0 is left if it is right.
+            // Factors of 1.5 and more, so that no value is out of range. Their gradient is taken away again: 0 is left if it is right.
             let passed = |grid: Grid| {
                 move |x: &[Tensor]| {
-                    let factors = x[1].exp()?.add_scalar(1.0)?;
+                    let factors = x[1].exp()?.add_scalar(1.5)?;
                     let rounded = fake_quantize_by(&x[0], &factors, grid)?;
                     let groups = [factors.elem_count(), x[0].elem_count() / factors.elem_count().max(1)];
                     let added = rounded.sub(&x[0])?.detach().reshape(&groups[..])?;
