@@ -16,6 +16,7 @@ from trainable_candle.optim import KINDS
 from trainable_candle.optim.lr_scheduler import SCHEDULES
 from trainable_candle.settings import Setting, TrainConfig, flag, group_of, settings
 from trainable_candle.settings.sections import SECTIONS
+from trainable_candle.settings.training import OF_RUNS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "settings.md"
 # Arguments that are settings of their own.
@@ -82,18 +83,18 @@ def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
     ]
     lines += [f"| `{chosen_by}` | |", "|---|---|"]
     lines += [
-        f"| {code(name)} | {', '.join(named(kind)) or 'none'} |" for name, kind in kinds.items()
+        f"| {code(name)} | {', '.join(named(kind, OF_RUNS.get(name, {}))) or 'none'} |"
+        for name, kind in kinds.items()
     ]
     return "\n".join(lines)
 
 
-def named(kind: Any) -> Iterator[str]:
-    """The arguments of an optimizer or a schedule."""
+def named(kind: Any, own: dict[str, Any]) -> Iterator[str]:
+    """The arguments of an optimizer or a schedule, with defaults of `own` before its own."""
     for name, parameter in signature(kind).parameters.items():
         if name not in ELSEWHERE and parameter.default is not Parameter.empty:
-            given = (
-                parameter.default if isinstance(parameter.default, tuple) else (parameter.default,)
-            )
+            default = own.get(name, parameter.default)
+            given = default if isinstance(default, tuple) else (default,)
             yield code(f"{name}={','.join(map(str, given)).lower()}")
 
 

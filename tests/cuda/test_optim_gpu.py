@@ -17,7 +17,7 @@ SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adafactor": [{"maximize": True, "weight_decay": 0.1}],
     "came": [{"weight_decay": 0.1}],
-    "muon": [{"nesterov": False}, {"match_rms_adamw": False, "ns_steps": 3}],
+    "muon": [{"nesterov": False}, {"match_rms_adamw": True, "ns_steps": 3}],
     "adamwschedulefree": [{"warmup_steps": 3, "weight_decay": 0.1, "r": 0.5}],
     "prodigy": [
         {"slice_p": 3, "betas": (0.0, 0.99), "decouple": False, "weight_decay": 0.1},

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "optim"
 STEPS = 6
 
 MUON: dict[str, dict[str, Any]] = {
-    "muon": {"lr": 0.02},
+    "muon": {"lr": 0.02, "match_rms_adamw": True},
     "muon_options": {
         "lr": 0.05,
         "weight_decay": 0.3,
@@ -24,7 +24,6 @@ MUON: dict[str, dict[str, Any]] = {
         "nesterov": False,
         "ns_coefficients": (2.0, -1.5, 0.5),
         "ns_steps": 7,
-        "match_rms_adamw": False,
     },
 }
 SCHEDULE_FREE: dict[str, dict[str, Any]] = {
@@ -74,7 +73,6 @@ def test_muon_makes_the_update_of_any_shape_orthogonal() -> None:
             weight_decay=0.0,
             ns_coefficients=(1.875, -1.25, 0.375),
             ns_steps=30,
-            match_rms_adamw=False,
         )
         x.grad = tc.tensor(rng.standard_normal(shape).astype(np.float32))
         optimizer.step()

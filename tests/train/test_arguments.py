@@ -97,3 +97,10 @@ def test_wrong_arguments_are_errors_that_name_right_ones(
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**settings)
     assert text in str(caught.value)
+
+
+def test_muon_takes_learning_rates_of_adamw_unless_told_otherwise() -> None:
+    muon = TrainConfig(model="digits", dataset="d", output="o", optimizer="muon")
+    assert muon.optimizer_arguments["match_rms_adamw"] is True
+    torch_like = muon.with_(optimizer_args=["match_rms_adamw=false"])
+    assert torch_like.optimizer_arguments["match_rms_adamw"] is False

@@ -434,7 +434,7 @@ class Muon(GroupedOptimizer):
         ns_coefficients: Coefficients of the Newton-Schulz iteration: of the matrix, of its third and of its fifth power.
         eps: The least norm that an update is divided by, above 0.
         ns_steps: Steps of the Newton-Schulz iteration, less than 100.
-        match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch: `adjust_lr_fn="match_rms_adamw"`); otherwise, as torch does by default, by `sqrt(max(1, A / B))`.
+        match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch: `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
         vector_betas: Vectors take a step of AdamW: its decay rates, each in [0, 1).
         vector_eps: Vectors take a step of AdamW: added to the root of the second moment, at least 0.
 
@@ -458,7 +458,7 @@ class Muon(GroupedOptimizer):
         eps: SupportsFloat | SupportsIndex = 1e-07,
         ns_steps: int = 5,
         *,
-        match_rms_adamw: bool = True,
+        match_rms_adamw: bool = False,
         vector_betas: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] = (
             0.9,
             0.999,

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
+OF_RUNS: Final[dict[str, dict[str, Any]]] = {"muon": {"match_rms_adamw": True}}
+"""Arguments of optimizers with other defaults in runs, whose learning rates are those of AdamW."""
 
 
 def _long_warmup(config: Any) -> str | None:
@@ -187,7 +189,9 @@ class Training(Group):
         Raises:
             ConfigError: a text is not of the form `name=value`.
         """
-        return {"weight_decay": self.weight_decay, **parsed("optimizer_args", self.optimizer_args)}
+        own = OF_RUNS.get(self.optimizer, {})
+        given = parsed("optimizer_args", self.optimizer_args)
+        return {"weight_decay": self.weight_decay, **own, **given}
 
     @property
     def lr_scheduler_arguments(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ use super::rule::{
 };
 
 hyper_parameters! {
-    /// Hyper-parameters of [`Muon`]; names, meaning and defaults are those of `torch.optim.Muon`, except for the last three.
+    /// Hyper-parameters of [`Muon`]; names, meaning and defaults are those of `torch.optim.Muon`, except that `match_rms_adamw` is torch's `adjust_lr_fn`, and for the last two.
     pub struct MuonConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
@@ -33,7 +33,7 @@ hyper_parameters! {
         /// Steps of the Newton-Schulz iteration, less than 100.
         pub ns_steps: usize,
         /// Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch:
-        /// `adjust_lr_fn="match_rms_adamw"`); otherwise, as torch does by default, by `sqrt(max(1, A / B))`.
+        /// `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
         pub match_rms_adamw: bool,
         /// Vectors take a step of AdamW: its decay rates, each in [0, 1).
         pub vector_betas: (f64, f64),
@@ -52,7 +52,7 @@ impl Default for MuonConfig {
             ns_coefficients: (3.4445, -4.775, 2.0315),
             eps: 1e-7,
             ns_steps: 5,
-            match_rms_adamw: true,
+            match_rms_adamw: false,
             vector_betas: (0.9, 0.999),
             vector_eps: 1e-8,
         }
