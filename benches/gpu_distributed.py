@@ -1,12 +1,15 @@
-"""SDXL on several GPUs: time of summing gradients, and time of a step against one GPU.
+"""A model on several GPUs: time of summing gradients, and time of a step against one GPU.
 
-python benches/gpu_distributed.py [--gpus 2] [--steps 100]
+python benches/gpu_distributed.py [--model flux] [--gpus 2] [--steps 100] [--machines]
 
-Every process trains the full-size UNet of random weights with `Trainer` as `train-lora` does:
-batch 1, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16 on every transformer layer. One GPU runs the
-same, once with as many batches a step as there are GPUs, so that losses can be compared. Sums are
-timed for f32 vectors, with everything that a step waits for. NCCL_P2P_DISABLE=1 measures cards that
-cannot access each other's memory.
+Every process trains a full-size model of random weights with `Trainer` as `train-lora` does: batch
+1 at 1024 x 1024 px, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16. `sdxl` is the UNet with adapters
+on every transformer layer, `flux` is Flux.1-dev with adapters on its attention and full
+checkpointing. One GPU runs the same, once with as many batches a step as there are GPUs, so that
+losses can be compared. Sums are timed for f32 vectors, with everything that a step waits for.
+
+NCCL_P2P_DISABLE=1 measures GPUs that cannot access each other's memory. `--machines` makes NCCL
+take every GPU for one on another machine, so that sums go through sockets.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpu_transformers import cases, inputs_of, model_of
 
 import trainable_candle as tc
 from trainable_candle.distributed.group import Group, make_group
@@ -28,6 +33,9 @@ from trainable_candle.distributed.launch import gpu_environment
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.families.sdxl import SDXL
 from trainable_candle.train import Callback, StepReport, Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 RANK, LATENT, TOKENS = 16, 128, 77
 SIZES = {"1 kB": 256, "47 MB": 11_750_000, "93 MB": 23_250_000, "170 MB": 42_600_000}
@@ -52,13 +60,17 @@ class Times(Callback):
         self.losses.append(report.loss)
 
 
-def train(group: Group, device: str, steps: int, accumulation: int) -> dict[str, Any]:
-    tc.manual_seed(0)
+class Network(NamedTuple):
+    """A model of random weights with its adapter, and the loss of a batch."""
+
+    adapter: tc.AdapterSet
+    inputs: Callable[[int], dict[str, tc.Tensor]]
+    loss: Callable[[dict[str, tc.Tensor]], tc.Tensor]
+
+
+def sdxl(device: str) -> Network:
     model = tc.models.SDXLUNet.from_config(dtype="bf16", device=device)
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(SDXL.targets))
-    adapter = model.add_adapter(config)
-    parameters = adapter.named_parameters()
-    optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
     times = tc.full((1,), 500.0, device=device)
     sizes = tc.full((1, 6), 1024.0, device=device)
 
@@ -76,6 +88,35 @@ def train(group: Group, device: str, steps: int, accumulation: int) -> dict[str,
         found = model(sample, times, text, text_embeds=pooled, time_ids=sizes)
         return tc.nn.functional.mse_loss(found.to("f32"), given["target"])
 
+    return Network(model.add_adapter(config), inputs, loss)
+
+
+def flux(device: str) -> Network:
+    found = [case for case in cases() if case.title.startswith("flux-dev, full")]
+    model = model_of(found[0], device)
+    model.enable_gradient_checkpointing("full")
+    config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=found[0].layers)
+    image, text, *others = inputs_of(found[0], device)
+
+    def inputs(_number: int) -> dict[str, tc.Tensor]:
+        shapes = {"sample": image.shape, "target": image.shape, "text": text.shape}
+        return {name: tc.randn(shape).to(device) for name, shape in shapes.items()}
+
+    def loss(given: dict[str, tc.Tensor]) -> tc.Tensor:
+        sample, words = (given[name].to("bf16") for name in ("sample", "text"))
+        return tc.nn.functional.mse_loss(model(sample, words, *others).to("f32"), given["target"])
+
+    return Network(model.add_adapter(config), inputs, loss)
+
+
+NETWORKS = {"sdxl": sdxl, "flux": flux}
+
+
+def train(network: str, group: Group, device: str, steps: int, accumulation: int) -> dict[str, Any]:
+    tc.manual_seed(0)
+    adapter, inputs, loss = NETWORKS[network](device)
+    parameters = adapter.named_parameters()
+    optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
     seen = Times()
     trainer = Trainer(
         loss,
@@ -124,7 +165,7 @@ def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) 
     return 1e3 * statistics.median(pauses)
 
 
-def child(steps: int, accumulation: int, *, with_sums: bool) -> None:
+def child(network: str, steps: int, accumulation: int, *, with_sums: bool) -> None:
     started = time.perf_counter()
     world = from_environment()
     device = "cuda" if world is None else world.device(tc.cuda.device_count())
@@ -132,21 +173,31 @@ def child(steps: int, accumulation: int, *, with_sums: bool) -> None:
     result: dict[str, Any] = {"join": time.perf_counter() - started}
     if with_sums and world is not None:
         result["sums"] = sums(group, device)
-    result |= train(group, device, steps, accumulation)
+    result |= train(network, group, device, steps, accumulation)
     result["version"] = tc.__version__
     group.close()
     print(json.dumps(result), flush=True)
 
 
-def start(gpus: int, steps: int, accumulation: int, *, with_sums: bool) -> list[dict[str, Any]]:
+def start(
+    gpus: int, options: argparse.Namespace, steps: int, accumulation: int, *, with_sums: bool
+) -> list[dict[str, Any]]:
     """Run one process for each GPU; the results of each."""
+
+    def environment(rank: int, folder: Path) -> dict[str, str]:
+        if gpus == 1:
+            return dict(os.environ)
+        apart = {"NCCL_HOSTID": f"machine-{rank}"} if options.machines else {}
+        return gpu_environment(folder, rank, gpus) | apart
+
     with tempfile.TemporaryDirectory(prefix="tc-") as folder:
-        command = [sys.executable, __file__, "--child", "--steps", str(steps)]
+        command = [sys.executable, __file__, "--child", "--model", options.model]
+        command += ["--steps", str(steps)]
         command += ["--accumulation", str(accumulation), *(["--sums"] if with_sums else [])]
         processes = [
             subprocess.Popen(
                 command,
-                env=gpu_environment(Path(folder), rank, gpus) if gpus > 1 else dict(os.environ),
+                env=environment(rank, Path(folder)),
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -160,23 +211,25 @@ def start(gpus: int, steps: int, accumulation: int, *, with_sums: bool) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=NETWORKS, default="sdxl")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--machines", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--sums", action="store_true")
     options = parser.parse_args()
     if options.child:
-        child(options.steps, options.accumulation, with_sums=options.sums)
+        child(options.model, options.steps, options.accumulation, with_sums=options.sums)
         return
-    several = start(options.gpus, options.steps, 1, with_sums=True)
+    several = start(options.gpus, options, options.steps, 1, with_sums=True)
     first = several[0]
     print(
         f"trainable-candle {first['version']}, {options.gpus} GPUs, joined in {first['join']:.1f} s"
     )
     for name, (alone, in_a_row) in first["sums"].items():
         print(f"sum of {name}: {alone:.3f} ms waited for, {in_a_row:.3f} ms in a row")
-    one = start(1, options.steps, 1, with_sums=False)[0]
+    one = start(1, options, options.steps, 1, with_sums=False)[0]
     ratio = options.gpus * one["ms"] / first["ms"]
     print(
         f"step: {one['ms']:.2f} ms on one GPU, {first['ms']:.2f} on {options.gpus}: {ratio:.3f} x"
@@ -185,7 +238,7 @@ def main() -> None:
     same = len({(tuple(each["losses"]), each["parameters"]) for each in several}) == 1
     print(f"losses and parameters equal on all GPUs: {same}")
     steps = min(30, options.steps)
-    accumulated = start(1, steps, options.gpus, with_sums=False)[0]["losses"]
+    accumulated = start(1, options, steps, options.gpus, with_sums=False)[0]["losses"]
     pairs = zip(accumulated, first["losses"], strict=False)
     far = max(abs(a - b) / abs(a) for a, b in pairs)
     print(f"losses of {steps} steps against one GPU with {options.gpus} batches: {far:.1e} apart")
