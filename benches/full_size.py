@@ -117,7 +117,7 @@ def write_pictures(
 
 
 def write_texts(path: Path, count: int = 64, length: int = 2000) -> None:
-    """Write lines of random letters, the data set of a language model."""
+    """Write lines of random letters, a dataset for a language model."""
     random = np.random.default_rng(0)
     texts = ("".join(map(chr, random.integers(97, 123, length))) for _ in range(count))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

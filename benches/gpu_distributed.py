@@ -3,10 +3,10 @@
 python benches/gpu_distributed.py [--gpus 2] [--steps 100]
 
 Every process trains the full-size UNet of random weights with `Trainer` as `train-lora` does:
-batch 1, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16 on every transformer layer. One GPU runs the
-same, once with as many batches a step as there are GPUs, so that losses can be compared. Sums are
-timed for f32 vectors, with everything that a step waits for. NCCL_P2P_DISABLE=1 measures cards that
-cannot access each other's memory.
+batch 1, bf16, CUDA graphs, AdamW8bit, LoRA of rank 16 on every transformer layer. One GPU then
+trains twice: with one batch a step, to compare times, and with as many batches a step as there are
+GPUs, to compare losses. Sums are timed for f32 vectors, with everything that a step waits for. With
+NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that cannot.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def train(group: Group, device: str, steps: int, accumulation: int) -> dict[str,
 
 
 def sums(group: Group, device: str) -> dict[str, tuple[float, float]]:
-    """Milliseconds of a sum that the host waits for, and of each of 20 in a row."""
+    """Milliseconds of one sum that the host waits for, and of each of 20 that it queues at once."""
     found = {}
     for name, count in SIZES.items():
         vector = {"one": tc.Var(tc.zeros((count,), device=device))}
@@ -139,7 +139,7 @@ def child(steps: int, accumulation: int, *, with_sums: bool) -> None:
 
 
 def start(gpus: int, steps: int, accumulation: int, *, with_sums: bool) -> list[dict[str, Any]]:
-    """Run one process for each GPU; the results of each."""
+    """Run one process for each GPU; return the results of each process."""
     with tempfile.TemporaryDirectory(prefix="tc-") as folder:
         command = [sys.executable, __file__, "--child", "--steps", str(steps)]
         command += ["--accumulation", str(accumulation), *(["--sums"] if with_sums else [])]
@@ -175,7 +175,7 @@ def main() -> None:
         f"trainable-candle {first['version']}, {options.gpus} GPUs, joined in {first['join']:.1f} s"
     )
     for name, (alone, in_a_row) in first["sums"].items():
-        print(f"sum of {name}: {alone:.3f} ms waited for, {in_a_row:.3f} ms in a row")
+        print(f"sum of {name}: {alone:.3f} ms alone, {in_a_row:.3f} ms as one of 20 in a row")
     one = start(1, options.steps, 1, with_sums=False)[0]
     ratio = options.gpus * one["ms"] / first["ms"]
     print(
@@ -188,7 +188,7 @@ def main() -> None:
     accumulated = start(1, steps, options.gpus, with_sums=False)[0]["losses"]
     pairs = zip(accumulated, first["losses"], strict=False)
     far = max(abs(a - b) / abs(a) for a, b in pairs)
-    print(f"losses of {steps} steps against one GPU with {options.gpus} batches: {far:.1e} apart")
+    print(f"losses of {steps} steps: {far:.1e} from one GPU with {options.gpus} batches a step")
 
 
 if __name__ == "__main__":

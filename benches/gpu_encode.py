@@ -109,7 +109,7 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
             to_host = gpu_timing.timed(
                 partial(on_host, vae, picture, device), device, machine.seconds
             )
-            print(f"  with the latents on the host {to_host * 1e3 / batch:.1f} ms a picture")
+            print(f"  with the latents on the host {to_host * 1e3 / batch:.1f} ms an image")
     title = "decode 1024 x 1024"
     if only in title:
         latent = tc.randn((1, 4, 128, 128), device=device)
@@ -154,7 +154,7 @@ def errors(machine: Machine, vae: Any) -> None:
             float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)))
             for x, y in zip(found, exact, strict=True)
         )
-        print(f"error of {name}: latents {encode:.1e}, picture {decode:.1e}", flush=True)
+        print(f"error of {name}: latents {encode:.1e}, image {decode:.1e}", flush=True)
 
 
 def optional(name: str) -> Any | None:
@@ -241,7 +241,7 @@ def drawing(machine: Machine, vae: Any, *, profile: bool) -> None:
         started = time.perf_counter()
         run(count)
         seconds = time.perf_counter() - started
-        report(f"draw 1024 x 1024, {STEPS} steps, {count} pictures", seconds, device)
+        report(f"draw 1024 x 1024, {STEPS} steps, {count} images", seconds, device)
     sample, times = tc.randn((2, 4, 128, 128), device=device), tc.full((1,), 500.0, device=device)
     both = {name: tc.cat([x, x]) for name, x in text.items()}
     both["time_ids"] = tc.full((2, 6), 1024.0, device=device)

@@ -3,8 +3,8 @@
 python benches/gpu_lm.py [--only qwen2] [--profile] [--liger]
 
 A step is forward, cross-entropy, backward and the optimizer, with f32 LoRA of rank 16 on the seven
-linear layers of every block and 8-bit AdamW. Our step is timed without and with a CUDA graph. The
-peer is transformers with peft under torch's autocast where they are installed; `--liger` adds
+linear layers of every block and 8-bit AdamW. Our step is timed without and with a CUDA graph, and
+compared with transformers and peft under torch's autocast, if they are installed; `--liger` adds
 Liger's kernels. Each sequence of a row is an example of its own; every token has a loss.
 """
 

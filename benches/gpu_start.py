@@ -66,7 +66,7 @@ def child(*arguments: str, **environment: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where there is room for 5 GiB, for a while")
+    parser.add_argument("--folder", help="where to write 5 GiB, for a while")
     parser.add_argument("--first-step", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()
