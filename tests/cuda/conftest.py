@@ -105,7 +105,7 @@ class Simulation:
         missing: Sequence[str] = (),
         settings: dict[str, str] | None = None,
     ) -> Run:
-        """Run a snippet in a process of its own, which must succeed.
+        """Run a snippet in a process of its own, and assert that it succeeds.
 
         `libraries` are those that exist (default: all), `missing` the functions that they lack,
         `settings` those of the simulation, such as {"DEVICES": "2"}.

@@ -185,7 +185,7 @@ def describe(
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """The same for PTX, which has less information."""
+    """What PTX says about each kernel, which is less."""
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
 

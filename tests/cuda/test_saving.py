@@ -26,7 +26,7 @@ def tensors(path: Path) -> dict[str, int]:
     return {n: ITEM[e["dtype"]] * math.prod(e["shape"]) for n, e in header.items()}
 
 
-def test_of_a_view_its_own_elements_are_moved(cuda: Any) -> None:
+def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
     run = cuda.run("""
     import numpy as np
 
@@ -123,8 +123,8 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # Two codes per element and two scales per block of 256, in whole blocks. The file lacks them,
-    # since a kernel counts the steps and kernels do not compute here.
+    # Two codes per element and two scales per block of 256, in whole blocks. The sizes are computed
+    # here, since the file has no states: a kernel counts the steps, and kernels do not compute.
     counts = [size // 4 for size in written("parameters").values()]
     states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
     surplus = moved(run.after("optimizer")) - states

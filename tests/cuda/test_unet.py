@@ -58,7 +58,7 @@ def test_convolutions_take_the_kernels_of_their_gpu(cuda: Any) -> None:
     assert len(general) <= 3, general
 
 
-def test_projections_are_read_where_they_lie(cuda: Any) -> None:
+def test_projections_are_read_in_place(cuda: Any) -> None:
     step = run(cuda)
     forward = Counter(step.after("forward-2").launches)
     backward = Counter(step.after("backward-2").launches)
@@ -74,7 +74,7 @@ def test_projections_are_read_where_they_lie(cuda: Any) -> None:
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
     backward = Counter(run(cuda).after("backward-2").launches)
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
-    # Feature maps that are joined have a second gradient, and no norm that adds it.
+    # A joined feature map has a second gradient that no norm adds.
     assert backward["add_bf16"] <= JOINS, backward
 
 
@@ -83,6 +83,6 @@ def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
         targets: len(run(cuda, targets).after("forward-2").of("product"))
         for targets in ('["to_out.0"]', ATTENTION)
     }
-    # Adapters of one input share a product for x Aᵀ and one for the sum into the result: two for q,
-    # k and v, two for q alone, two for the text's k and v.
+    # Adapters of one input share two products: x Aᵀ, and the sum into the result. Each block has
+    # three such inputs: of q, k and v, of q of the cross-attention, and of its k and v.
     assert products[ATTENTION] - products['["to_out.0"]'] == 6 * BLOCKS
