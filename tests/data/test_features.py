@@ -109,7 +109,7 @@ def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -
         ({}, {"vae": "a", "dtype": "f16"}, 4),
     ],
 )
-def test_other_settings_are_other_entries(
+def test_other_settings_make_other_entries(
     settings: dict[str, Any],
     identity: dict[str, str],
     made: int | None,
@@ -127,7 +127,7 @@ def test_other_settings_are_other_entries(
     assert cached(load(tmp_path / "a"), tmp_path / "c")[0].fill().made == 0
 
 
-def test_an_edited_picture_is_encoded_again(pictures: MakePictures, tmp_path: Path) -> None:
+def test_an_edited_image_is_encoded_again(pictures: MakePictures, tmp_path: Path) -> None:
     paths = pictures("a", *SIZES)
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     Image.new("RGB", (64, 64), "red").save(paths[1])
@@ -224,7 +224,7 @@ def test_an_entry_that_vanished_is_an_error(pictures: MakePictures, tmp_path: Pa
         cached(data, None)
 
 
-def test_what_a_killed_run_leaves_is_whole(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *[(64, 64)] * 60)
     script = (
         "import numpy as np, trainable_candle as tc\n"
@@ -243,7 +243,7 @@ def test_what_a_killed_run_leaves_is_whole(pictures: MakePictures, tmp_path: Pat
                 assert run.stdout.readline()
             run.send_signal(signal.SIGKILL)
     entries = list((tmp_path / "c").rglob("*.safetensors"))
-    # Each run leaves all entries but those being encoded or written, and those waiting between.
+    # Each killed run lacks only the entries that it was encoding, writing or queueing between.
     assert sum(max(0, wanted - 2 - kept.PENDING) for wanted in (1, 7, 8)) <= len(entries) < 60
     for path in entries:
         assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)
@@ -268,7 +268,7 @@ def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory", "off"])
-def test_text_features_of_different_length_are_continued(kind: str, tmp_path: Path) -> None:
+def test_shorter_text_features_are_padded_with_zeros(kind: str, tmp_path: Path) -> None:
     def parts(caption: str) -> int:
         return len(caption.split())
 
@@ -321,7 +321,7 @@ def test_a_read_only_data_set_is_cached_elsewhere(
     elsewhere = CacheOptions(folder=tmp_path / "x" / "y")
     assert cache_folder(elsewhere, options, None) == (tmp_path / "x" / "y", None)
 
-    # The test uses no permissions, which root ignores.
+    # The test replaces mkdir, since root ignores permissions.
     mkdir = Path.mkdir
 
     def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -338,7 +338,7 @@ def test_a_read_only_data_set_is_cached_elsewhere(
         cache_folder(DISK, options, None)
 
 
-def test_the_cache_is_not_taken_for_pictures(pictures: MakePictures, tmp_path: Path) -> None:
+def test_the_cache_is_not_taken_for_images(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64))
     options = DatasetOptions(
         parse_sources([{"path": tmp_path / "a", "recursive": True}]), resolution=64
@@ -348,7 +348,7 @@ def test_the_cache_is_not_taken_for_pictures(pictures: MakePictures, tmp_path: P
     assert len(load_dataset(options)) == 1
 
 
-def test_what_memory_does_not_hold_is_read_again(
+def test_entries_beyond_the_memory_limits_are_read_again(
     pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures("a", *SIZES)
