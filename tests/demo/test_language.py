@@ -27,7 +27,7 @@ def test_tasks_are_what_their_names_say() -> None:
     assert words.UNSEEN not in words.TASKS
 
 
-def test_words_belong_to_one_part_for_good() -> None:
+def test_training_and_held_out_words_are_disjoint() -> None:
     kept = words.words(np.random.default_rng(0), 500)
     held_out = words.words(np.random.default_rng(0), 100, held_out=True)
     assert not set(kept) & set(held_out)
@@ -68,7 +68,7 @@ def test_the_data_has_both_kinds_of_tasks_and_no_word_that_is_judged(tmp_path: P
         (Verdict(0.0, 0.9, 1.0, 0.79), False),
     ],
 )
-def test_what_passes(verdict: Verdict, passed: bool) -> None:
+def test_which_verdicts_pass(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
     assert "pig, with the LoRA" in str(verdict)
 
