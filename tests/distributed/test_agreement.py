@@ -1,4 +1,4 @@
-"""Processes that do not belong together are found at the start or when parameters differ."""
+"""Differences between processes are errors: of settings at the start, of parameters in training."""
 
 import shutil
 import subprocess
@@ -153,12 +153,12 @@ def test_parameters_that_drift_apart_end_the_run_at_the_next_comparison() -> Non
     assert [output.strip() for _, output, _ in found] == ["4", "4"]
 
 
-def test_parameters_that_stay_equal_do_not() -> None:
+def test_parameters_that_stay_equal_do_not_end_the_run() -> None:
     found = started([["-c", TRAINING, "-1"]] * 2)
     assert [(status, output.strip()) for status, output, _ in found] == [(0, "9"), (0, "9")]
 
 
-def test_what_one_process_alone_has_is_named() -> None:
+def test_settings_that_one_process_lacks_are_named() -> None:
     ours, theirs = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
     assert differing(theirs, ours) == [
         "a is missing there and 1 on rank 0",

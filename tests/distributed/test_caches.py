@@ -1,4 +1,4 @@
-"""A run on two processes encodes every image and caption once, and has the losses of one."""
+"""A run on two processes encodes every image once, and has the losses of a run on one."""
 
 import subprocess
 import sys
