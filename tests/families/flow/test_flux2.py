@@ -1,4 +1,4 @@
-"""What is particular to FLUX.2-klein: padding that is read, statistics, distilled models."""
+"""What is particular to FLUX.2-klein: padding that is read, statistics of latents, distillation."""
 
 import json
 import shutil

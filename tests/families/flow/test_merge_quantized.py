@@ -1,4 +1,4 @@
-"""`merge --to fp8` and `int8` of image models: files as ComfyUI has them, and their loss."""
+"""`merge --to fp8` and `int8` of image models: files in ComfyUI's format, and their loss."""
 
 import json
 import struct
@@ -57,7 +57,7 @@ def merged(given: list[str], output: Path, *flags: str) -> int:
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-def test_the_file_is_one_of_comfyui(
+def test_the_file_has_comfyuis_format(
     files: tuple[str, Path, Path, TrainConfig],  # noqa: F811
     tmp_path: Path,
     to: str,
@@ -102,7 +102,7 @@ def test_the_file_is_one_of_comfyui(
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-def test_the_loss_before_and_after_is_told(
+def test_the_losses_before_and_after_rounding_are_reported(
     files: tuple[str, Path, Path, TrainConfig],  # noqa: F811
     tmp_path: Path,
     sdxl_folder: Path,
@@ -142,7 +142,7 @@ def test_what_cannot_be_written_is_named(
         ({"qat": "int8", "base_precision": "same"}, ["--to", "int8"], ""),
     ],
 )
-def test_a_note_tells_what_an_adapter_was_trained_with(
+def test_a_note_says_what_an_adapter_was_trained_with(
     flux_base: Path,
     sdxl_folder: Path,
     tmp_path: Path,

@@ -19,11 +19,11 @@ diffusers = pytest.importorskip("diffusers")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# diffusers itself uses what it deprecates.
+# diffusers uses a class that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-# The numbers of rows and columns of latents differ, and one is odd in tokens.
+# Height and width of the latents differ, and one of them is an odd number of tokens.
 SIZE, STEPS, SEED = (40, 24), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
 
@@ -219,7 +219,7 @@ def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
 
 
 def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
-    """Words, the padding after them, which is read too, and a caption that is truncated."""
+    """Captions with padding, which the model reads too, and a caption that is truncated."""
     pipeline = klein(flux2_base, is_distilled=False)
     captions = ["", PROMPT, "a blur " * 100]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The estimate against what the tape, the optimizer and the models really hold."""
+"""The estimate of memory against the bytes that the tape, the optimizer and the models hold."""
 
 import math
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def weight_bytes(model: tc.models.Model) -> int:
     return sum(tensor.nbytes for tensor in model.named_tensors().values())
 
 
-def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
+def test_batches_for_encoding_fill_half_of_the_free_memory(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     facts = facts_of(sdxl_base, "sdxl")
@@ -122,7 +122,7 @@ def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
     assert encode_area(facts, config.with_(device="cpu"), math.inf) == 0
 
 
-def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
+def test_the_estimate_knows_how_many_images_are_encoded_at_once(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")
