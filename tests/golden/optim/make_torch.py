@@ -35,7 +35,7 @@ CASES = {
         },
     ),
 }
-# Shapes that Adafactor treats in other ways: a vector, two matrices.
+# Adafactor treats a vector and a stack of matrices differently from one matrix.
 ADAFACTOR_SHAPES = {"vector": (1073,), "matrices": (2, 16, 30)}
 SCHEDULES = {
     "constant": (optimization.get_constant_schedule_with_warmup, {"num_warmup_steps": 10}),

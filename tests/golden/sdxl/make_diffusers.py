@@ -4,12 +4,11 @@ transformers and peft make of them.
 Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
 python make_diffusers.py
 
-`original_names.json.gz` says where the tensors of a model of these numbers of layers are in an
-original checkpoint: key -> folder, parameter, and the form ("plain", "transposed", "pointwise", or
-which third of its rows), as found by comparing a model with what diffusers'
-convert_diffusers_to_original_sdxl.py made of it. `unet_shapes.json`: the names and shapes of SDXL's
-UNet, of diffusers' model on the meta device, as `folded` of transformers/make_diffusers.py writes
-them.
+`original_names.json.gz` maps each key of an original checkpoint to a folder, a parameter and a form
+("plain", "transposed", "pointwise", or a third of its rows), for models with these numbers of
+layers. It was found by comparing a model with the output of diffusers'
+convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of diffusers'
+model of SDXL's UNet, in the format of `folded` in transformers/make_diffusers.py.
 """
 
 import copy
@@ -33,7 +32,7 @@ VOCABULARY, POOLED, CONTEXT = 200, 12, 20
 
 
 def randomized(model: Module) -> Module:
-    """Every parameter matters, and is a bf16 value, so that files of bf16 hold it."""
+    """Give every parameter values that have an effect, and that bf16 files hold exactly."""
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             if parameter.ndim >= 2:
@@ -104,7 +103,7 @@ def adapter_case(
 
 
 def unet() -> None:
-    """The UNet, with an odd size that the way up must meet, and adapters on it."""
+    """The UNet on latents of an odd size, which up-sampling must restore, and adapters on it."""
     sizes = {
         "block_out_channels": (8, 8, 24),
         "norm_num_groups": 4,

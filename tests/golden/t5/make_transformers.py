@@ -70,7 +70,7 @@ def main():
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
     mask[1, :3] = 0
-    # Distances beyond the furthest that the table tells apart.
+    # Distances beyond the largest that the table distinguishes.
     long = torch.randint(2, TOKENS, (1, 150))
     for name, sizes in SIZES.items():
         model = random_model(config(FORM[name], **sizes))

@@ -74,7 +74,7 @@ MODULATION = ["norm1.linear", "norm1_context.linear"]
 
 
 def randomize(model):
-    """Every parameter other than its usual start, so that a missing one shows."""
+    """Give every parameter unusual initial values, so that a missing parameter shows."""
     with torch.no_grad():
         for name, value in model.named_parameters():
             if value.ndim >= 2:
@@ -156,7 +156,7 @@ def texts(length):
 
 
 def positions(height, width, length, axes):
-    """Of the tokens of an image and of a text, for rotary embedding."""
+    """Positions of the tokens of an image and of a text, for rotary embedding."""
     image = torch.zeros(height, width, axes)
     image[..., 1] += torch.arange(height)[:, None]
     image[..., 2] += torch.arange(width)
@@ -198,8 +198,8 @@ def flux():
 
 
 def chroma():
-    """Texts of which 7 and 3 tokens are read, as `ChromaPipeline` masks them (there with numbers
-    that attention adds to its scores, where the original code has a mask of booleans)."""
+    """Texts of 7 and 3 tokens and their padding, with the mask of booleans of the original code.
+    `ChromaPipeline` makes a mask of numbers, which attention adds to its scores."""
     height, width, length = 3, 2, 7
     x = torch.randn(2, height * width, 64).requires_grad_()
     inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 3)
@@ -218,7 +218,7 @@ def chroma():
 
 
 def z_image():
-    """24 tokens of an image, of which 32 are made; captions of which one is longer than 32."""
+    """24 tokens of an image, which are padded to 32; one caption is longer than 32 tokens."""
     lengths = torch.tensor([37, 19])
     x = torch.randn(2, 16, 12, 8).requires_grad_()
     text, times = torch.randn(2, 37, 40), torch.tensor([0.113, 0.871])
@@ -302,7 +302,7 @@ def full_size():
         }
     folder = OUTPUT / "full_size"
     folder.mkdir(exist_ok=True)
-    # Chroma has what Flux has but for its modulation: what it has beside.
+    # Chroma has Flux's parameters without the modulation: store only those that Flux lacks.
     flux = models["flux_dev"].state_dict()
     with torch.device("meta"):
         chroma = ChromaTransformer2DModel().state_dict()
