@@ -25,7 +25,7 @@ def largest_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_files_come_back_as_they_were(
+def test_saved_adapters_load_unchanged(
     unet: tc.models.SDXLUNet,
     attach: Attach,
     config_of: Callable[[str], tc.LoraConfig],
@@ -194,7 +194,7 @@ def test_alphas_of_a_configuration_in_the_header(unet: tc.models.SDXLUNet, tmp_p
     np.testing.assert_allclose(merged(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_untrained_layers_are_told(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
+def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
     adapter = unet.add_adapter(tc.LoraConfig(r=2, target_modules=[LAYER, "conv_in"]))
     up = adapter.named_parameters()["conv_in.lora_B.weight"]
     up.set(tc.ones_like(up))
@@ -219,7 +219,7 @@ def test_untrained_layers_are_told(unet: tc.models.SDXLUNet, tmp_path: Path) -> 
         ({"unet.conv_in.alpha": (3,), "unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "one number"),
     ],
 )
-def test_wrong_files_are_refused(
+def test_wrong_files_are_rejected(
     unet: tc.models.SDXLUNet,
     tmp_path: Path,
     tensors: dict[str, tuple[int, ...]],

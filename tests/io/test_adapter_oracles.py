@@ -1,7 +1,7 @@
 """Files that this library writes, as diffusers and ComfyUI read them.
 
-diffusers' part needs torch, diffusers and peft; ComfyUI's a checkout whose folder is in the
-environment variable COMFYUI. Without them the tests are skipped.
+Tests of diffusers need torch, diffusers and peft. Tests of ComfyUI need a checkout whose folder is
+in the environment variable COMFYUI. Without them the tests are skipped.
 """
 
 import gzip
@@ -177,7 +177,7 @@ class Classes(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
-# The loader asks what class a model is of; the classes themselves need every model's code.
+# The loader only compares classes; importing the real ones would need the code of all models.
 sys.modules["comfy.model_base"] = Classes("comfy.model_base")
 import comfy
 comfy.model_base = sys.modules["comfy.model_base"]
