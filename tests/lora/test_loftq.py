@@ -17,7 +17,7 @@ LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama"
 
 
 def weight(rows: int = 96, columns: int = 128) -> np.ndarray:
-    """Normal, with a few large columns as trained layers have."""
+    """A normal matrix with a few large columns, which trained layers have."""
     random = np.random.default_rng(0)
     values = random.standard_normal((rows, columns)) * 0.02
     values[:, :4] *= 8
@@ -156,7 +156,7 @@ def test_layers_that_lost_nothing_and_ranks_above_a_side_stay_as_they_are() -> N
     assert changed == {name.partition(".lora_")[0] for name in before if "q_proj" in name}
 
 
-def test_a_base_that_lost_nothing_is_refused() -> None:
+def test_a_base_that_lost_nothing_is_rejected() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32")
     adapter = base.add_adapter(tc.LoraConfig(r=2))
