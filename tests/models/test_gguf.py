@@ -1,4 +1,4 @@
-"""Language models in GGUF files: they compute what their values compute in a folder."""
+"""Language models in GGUF files compute the same as a folder with the same values."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def scores(model: CausalLM) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path: Path) -> None:
     base = folder(family, tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
     found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
