@@ -14,7 +14,7 @@ FORMATS = ["int8", "int4", "fp8", "nf4"]
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """As in the script of the golden values."""
+    """The matrix of the script that made the golden values."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -61,10 +61,10 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_rounded_matrix_is_its_own_rounding(format: str) -> None:
+def test_rounding_twice_equals_rounding_once(format: str) -> None:
     once = F.fake_quantize(tc.tensor(matrix(6, 64)), format)
     if format == "int4":
-        # Its largest code is 7 of 7.5, so that a second scale is smaller.
+        # The largest value is 7.5 steps, but the largest code is 7: the next scale is smaller.
         assert len(np.unique(once.numpy()[0, :32] / np.abs(once.numpy()[0, :32]).max())) <= 16
     else:
         again = F.fake_quantize(once, format).numpy()
@@ -144,7 +144,7 @@ def test_clipped_elements_of_a_weight_train_no_factor() -> None:
     )
 
 
-def test_what_cannot_be_rounded_is_refused() -> None:
+def test_layers_that_cannot_be_rounded_are_rejected() -> None:
     weight = tc.tensor(matrix(8, 40))
     with pytest.raises(ConfigError, match=r"multiple of 32.*exclude_modules"):
         tc.nn.LoRALinear(weight, 2, 2.0, qat="int4")
@@ -162,7 +162,7 @@ class Small(tc.nn.Module):
         self.fc = tc.nn.Linear.init(16, 8)
 
 
-def test_modules_of_python_have_it_on_linear_layers() -> None:
+def test_python_modules_round_their_linear_layers() -> None:
     config = tc.LoraConfig(r=2, target_modules=["fc"], qat="int8")
     model = Small()
     before = model.fc.weight
