@@ -91,7 +91,7 @@ def test_an_adapter_reaches_comfyui(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"ComfyUI: (\d+) of \1 modules", said, re.IGNORECASE)
 
 
-def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
     example = script("08")
     continued = example.main(tmp_path)
     train, _ = example.digits.split(example.digits.load())
