@@ -33,7 +33,7 @@ def rows(one: str, other: str) -> Iterator[tc.Tensor]:
     [(d, d) for d in ("f64", "f32", "f16", "bf16", "i64", "u8")]
     + [("i64", "f16"), ("u8", "i64"), ("f16", "bf16"), ("f64", "i64")],
 )
-def test_results_are_torchs(function: Callable[..., Any], one: str, other: str) -> None:
+def test_results_equal_those_of_torch(function: Callable[..., Any], one: str, other: str) -> None:
     torch = pytest.importorskip("torch")
 
     def theirs(x: tc.Tensor) -> Any:

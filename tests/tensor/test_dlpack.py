@@ -1,4 +1,4 @@
-"""DLPack in both directions, and what happens to the memory."""
+"""DLPack in both directions, and the memory that it shares or copies."""
 
 import gc
 import weakref
@@ -78,7 +78,7 @@ def test_old_consumers_get_a_copy():
     assert not np.shares_memory(np.from_dlpack(Old(t, copy=True, max_version=(1, 0))), shared)
 
 
-def test_capsules_that_nobody_takes():
+def test_capsules_that_are_never_consumed():
     t = tc.tensor([1.0, 2.0])
     for _ in range(100):
         t.__dlpack__()
@@ -86,7 +86,7 @@ def test_capsules_that_nobody_takes():
     assert t.tolist() == [1, 2]
 
 
-def test_export_refuses_to_lose_a_gradient():
+def test_exporting_a_tensor_with_a_gradient_is_an_error():
     with pytest.raises(tc.AutogradError, match=r"dlpack: .*detach\(\) it first"):
         tc.Var([1.0]).__dlpack__()
     np.testing.assert_array_equal(np.from_dlpack(tc.Var([1.0]).detach()), [1])
@@ -132,7 +132,7 @@ def test_import_frees_the_producer():
     assert t.tolist() == [0, 1, 2, 3]
 
 
-def test_import_of_our_own():
+def test_import_of_our_own_tensors():
     t = tc.tensor([[1.0, 2.0]], dtype="bf16")
     assert tc.from_dlpack(t).dtype == "bf16"
     assert tc.from_dlpack(t).tolist() == [[1, 2]]
@@ -145,7 +145,7 @@ def test_a_capsule_is_used_once():
         tc.from_dlpack(capsule)
 
 
-def test_import_refuses():
+def test_import_rejects_what_it_cannot_copy():
     with pytest.raises(tc.ArgumentError, match="from_dlpack: list has no __dlpack__"):
         tc.from_dlpack([1])
     with pytest.raises(tc.DTypeError, match="dlpack: elements of DLPack type code 5, 128 bits"):
