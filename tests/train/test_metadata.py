@@ -23,7 +23,7 @@ def metadata(of_data: dict[str, str] | None = None, **settings: Any) -> dict[str
     return training_metadata(config, Progress(7, 2, 5, 1.5), of_data or {})
 
 
-def test_kohyas_and_modelspecs_entries_say_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_kohya_and_modelspec_hold_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     found = metadata(
         name="sks",

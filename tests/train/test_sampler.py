@@ -61,7 +61,7 @@ def test_no_gradient_is_recorded() -> None:
     assert not found.requires_grad
 
 
-def test_what_cannot_be_sampled_is_refused() -> None:
+def test_wrong_arguments_of_samplers_are_rejected() -> None:
     schedule, x = NoiseSchedule(), tc.randn((1, 2))
     with pytest.raises(ArgumentError, match='unknown sampler "ddim"'):
         Sampler(schedule, 4, "ddim")
