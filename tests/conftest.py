@@ -63,7 +63,7 @@ def gpu() -> str:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """The CPU, and with the marker `gpu` a CUDA device."""
+    """The CPU or, with the marker `gpu`, a CUDA device."""
     return request.getfixturevalue("gpu") if request.param == "cuda" else request.param
 
 
