@@ -3,7 +3,8 @@
 python benches/gpu_optim.py
 
 The 23 M parameters are those of a LoRA of rank 16 on SDXL's attention, in as many tensors. Where
-torch lacks an optimizer, ours is compared with prodigyopt, schedulefree or came-pytorch.
+torch lacks an optimizer, ours is compared with prodigyopt, schedulefree or came-pytorch, if these
+are installed.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
 The adapter has rank 16 on all transformer layers of SDXL's UNet: 1,444 tensors, 42.6 M parameters,
 trained with AdamW8bit. On the CPU the adapter is for the small UNet that the package ships. A plain
 write puts the same bytes from memory into files of the same sizes and syncs them; saving and plain
-writing take turns. Training stops while values are copied to the host; a
-training run measures this pause too, as the extra time of the step after a checkpoint.
+writing take turns. Training stops while values are copied to the host; a training run measures this
+pause too, as the extra time of the step after a checkpoint.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def main() -> None:
     parser = gpu_timing.parser(__doc__)
     parser.set_defaults(seconds=2.0)
     parser.add_argument("--steps", type=int, default=0, help="run this many steps, without torch")
-    parser.add_argument("--trace", action="store_true", help="print the kernels of a replay")
+    parser.add_argument("--trace", action="store_true", help="kernels of a replay; needs torch")
     options = parser.parse_args()
     machine = gpu_timing.start(options)
     for case in CASES:

@@ -2,10 +2,10 @@
 
 python benches/gpu_streaming.py [--base int8] [--blocks 0 28 57] [--modulation]
 
-1024 x 1024 px, full checkpointing, random weights. Each number of blocks
-prints a line: milliseconds a step with and without a graph, milliseconds of a forward pass of a few
-tokens, the peak on the device, and the losses of the first steps, which must be equal in all lines.
-The pass of a few tokens computes almost nothing, so its time is that of copying the blocks.
+1024 x 1024 px, full checkpointing, random weights. For each number of blocks a line has
+milliseconds a step with and without a graph, milliseconds of a forward pass of a few tokens, the
+peak on the device, and the losses of the first steps, which must be equal in all lines. A few
+tokens take almost no computation, so the time of their pass is that of copying the blocks.
 """
 
 from __future__ import annotations
