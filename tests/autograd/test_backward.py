@@ -27,7 +27,7 @@ def test_gradients_accumulate_until_zero_grad():
     assert x.grad.tolist() == [2, 2]
 
 
-def test_a_gradient_that_was_read_stays_as_it_was():
+def test_later_backward_passes_do_not_change_a_gradient_that_was_read():
     x = tc.Var([1.0])
     (x * 3).backward()
     first = x.grad
