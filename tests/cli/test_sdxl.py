@@ -59,7 +59,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # With this seed, `flip` and random crops change the first two images.
+            # With this seed, random crops change one of the first two images, and `flip` one.
             "seed": 2,
             "optimizer": "adamw",
             **settings,
