@@ -185,7 +185,7 @@ def describe(
 
 
 def portable_code(number: int, image: bytes) -> Iterator[str]:
-    """What PTX says about each kernel, which is less."""
+    """What PTX says about each kernel: less than machine code does."""
     for name in re.findall(rb"\.entry\s+(\w+)", image):
         yield describe(f"compute_{number}", name.decode(), 0, 0, 0, {})
 

@@ -234,7 +234,7 @@ def test_a_captured_function_can_be_part_of_another(cuda: Any) -> None:
     assert len(run.after("call-2").of("replay")) == 1
 
 
-def test_graphs_share_their_memory_and_give_it_back(cuda: Any) -> None:
+def test_graphs_share_memory_and_free_it(cuda: Any) -> None:
     cuda.run("""
         import gc
 

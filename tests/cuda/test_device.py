@@ -93,7 +93,7 @@ def test_memory_can_be_limited(cuda: Any) -> None:
     """)
 
 
-def test_full_memory_is_an_error_that_says_so(cuda: Any) -> None:
+def test_full_memory_is_an_out_of_memory_error(cuda: Any) -> None:
     run = cuda.run("""
         kept = tc.tensor([1.0, 2.0], device="cuda")
         uses = {

@@ -105,7 +105,7 @@ def test_variables_that_step_apart_are_recorded_anew(cuda: Any) -> None:
     assert [len(run.after(f"call-{call}").of("replay")) for call in range(3)] == [0, 1, 1]
 
 
-def test_a_step_is_not_replayed_without_gradients_from_outside(cuda: Any) -> None:
+def test_a_step_without_gradients_is_not_replayed(cuda: Any) -> None:
     run = cuda.run(
         ADAMW
         + """

@@ -57,7 +57,7 @@ def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("mib", [8, 9, 33, 75])
-def test_large_tensors_pass_through_the_ring_as_they_are(cuda: Any, mib: int) -> None:
+def test_large_tensors_pass_through_the_ring_unchanged(cuda: Any, mib: int) -> None:
     run = cuda.run(f"""
     import numpy as np
 

@@ -41,7 +41,7 @@ def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
         assert sum(launches.values()) <= 20, launches
 
 
-def test_warm_step_neither_waits_nor_takes_memory(cuda: Any) -> None:
+def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
     run = cuda.run(TRAIN.replace("DTYPE", "f32"))
     for step in ("step-2", "step-3"):
         assert run.after(step).waits == []
