@@ -38,7 +38,7 @@ def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
 
 
 def expect_whole(folder: Path, data: Dataset, found: int) -> None:
-    """Assert that there are `found` whole entries alone, and that another run makes the rest."""
+    """Assert that there are only `found` whole entries, and that another run makes the rest."""
     assert len(list(folder.rglob("*.safetensors"))) == found
     assert list(folder.rglob("*.partial")) == []
     cache = LatentCache(data, encode, DISK, {}, folder=folder)

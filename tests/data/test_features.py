@@ -243,7 +243,7 @@ def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path
                 assert run.stdout.readline()
             run.send_signal(signal.SIGKILL)
     entries = list((tmp_path / "c").rglob("*.safetensors"))
-    # Each killed run lacks only the entries that it was encoding, writing or queueing between.
+    # A killed run lacks only the entries that it was encoding, had queued, or was writing.
     assert sum(max(0, wanted - 2 - kept.PENDING) for wanted in (1, 7, 8)) <= len(entries) < 60
     for path in entries:
         assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)

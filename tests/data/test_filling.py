@@ -100,10 +100,10 @@ def test_ten_thousand_images_take_the_memory_of_a_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", counted)
         assert str(cache.fill()) == f"0 found, {count} made"
-    # The images that are decoded ahead, and the batch that is assembled from them.
+    # At once: the images that are decoded ahead, and the batch that is assembled from them.
     assert data.decoded.most <= AHEAD + batch + 1
     assert data.decoded.alive == 0
-    # The batch being encoded, the one being written, and those pending between.
+    # At once: the batch being encoded, the batch being written, and those queued between.
     assert max(waiting) <= (PENDING + 2) * batch
     last = data.fixed_batches(1)[-1]
     np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])
