@@ -23,14 +23,14 @@ def drawn(shape: str, colour: str, seed: int) -> np.ndarray:
     return np.asarray(shapes.draw(shape, colour, np.random.default_rng(seed)))
 
 
-def test_the_judge_knows_shapes_that_it_has_not_seen(judge: shapes.Judge) -> None:
+def test_the_judge_recognises_shapes_that_it_was_not_trained_on(judge: shapes.Judge) -> None:
     assert judge.accuracy > 0.97
     for shape in shapes.SHAPES:
         images = np.stack([drawn(shape, "red", seed) for seed in range(100, 120)])
         assert judge.hearts(images).mean() == pytest.approx(float(shape == "heart"), abs=0.1)
 
 
-def test_the_judge_takes_dark_hearts_for_hearts(judge: shapes.Judge) -> None:
+def test_the_judge_recognises_dark_hearts(judge: shapes.Judge) -> None:
     images = np.stack([255 - drawn("heart", "white", seed) for seed in range(20)])
     assert judge.hearts(images).all()
 

@@ -18,7 +18,7 @@ def judge() -> Judge:
     return Judge(HELD_OUT)
 
 
-def test_judge_knows_real_digits_it_has_not_seen(judge: Judge) -> None:
+def test_the_judge_recognises_digits_that_it_was_not_trained_on(judge: Judge) -> None:
     assert judge.accuracy(TRAIN) > 0.97
 
 
