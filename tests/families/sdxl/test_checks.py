@@ -58,7 +58,7 @@ def test_settings_that_do_not_suit_are_rejected(
         check(**settings)
 
 
-def test_patterns_are_those_of_adapters(check: Check) -> None:
+def test_layers_may_be_given_as_patterns(check: Check) -> None:
     check(target_modules=["to_(q|k)"], exclude_modules=["attn1.to_(q|k)"])
 
 

@@ -122,7 +122,7 @@ def test_batches_for_encoding_fill_half_of_the_free_memory(
     assert encode_area(facts, config.with_(device="cpu"), math.inf) == 0
 
 
-def test_the_estimate_knows_how_many_images_are_encoded_at_once(
+def test_the_estimate_depends_on_the_images_that_are_encoded_at_once(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")
@@ -154,7 +154,7 @@ def test_a_single_file_is_estimated_like_its_folder(
         assert items(sdxl_file, config, phase) == items(sdxl_base, config, phase)
 
 
-def test_on_a_gpu_what_stays_in_host_memory_is_left_out(
+def test_the_estimate_of_a_gpu_leaves_host_memory_out(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")

@@ -134,7 +134,7 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
     assert not np.array_equal(draw("a dog"), first)
 
 
-def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
+def test_guidance_of_one_uses_the_prompt_alone(sdxl_base: Path) -> None:
     task = SDXL(sdxl_base, "f32", "cpu").task()
     found = task.draw(["x"], SampleOptions(steps=2, guidance=1.0, size=(32, 32), seed=1))
     schedule = tc.train.NoiseSchedule()
