@@ -119,7 +119,7 @@ def test_gradients_are_those_of_finite_differences(function: Callable[..., tc.Te
     tc.gradcheck(function, [t(X)])
 
 
-def test_layers_functions_equal_those_of_torch() -> None:
+def test_functions_of_layers_equal_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     f = torch.nn.functional
     image, kernel = RNG.standard_normal((2, 3, 7, 6)), RNG.standard_normal((4, 3, 3))

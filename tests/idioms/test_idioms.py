@@ -59,7 +59,7 @@ def test_at_least_as_many_idioms_work_as_before() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("OK")])
-def test_what_works_on_the_cpu_works_on_a_gpu(
+def test_idioms_that_work_on_the_cpu_work_on_a_gpu(
     row: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = row.split(maxsplit=1)[1]
