@@ -84,7 +84,7 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
     assert (metadata["ss_output_name"], metadata["x"]) == ("mine", "y")
 
 
-def test_kohyas_names_have_one_alpha(
+def test_kohyas_files_have_one_alpha_and_scale_the_factors(
     unet: tc.models.SDXLUNet,
     attach: Attach,
     config_of: Callable[[str], tc.LoraConfig],
