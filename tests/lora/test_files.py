@@ -43,7 +43,7 @@ def changes(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def test_a_file_of_the_same_rank_changes_weights_equally(tmp_path: Path) -> None:
+def test_resizing_to_the_same_rank_keeps_the_changes_of_weights(tmp_path: Path) -> None:
     path = kohya(tmp_path / "a.safetensors")
     resize(LoraFile.read(path), 4).write(tmp_path / "b.safetensors")
     for name, change in changes(path).items():

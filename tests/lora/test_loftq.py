@@ -132,7 +132,7 @@ def test_wrong_arguments_are_named() -> None:
         start_from_rounding(adapter, base, original)
 
 
-def test_layers_that_lost_nothing_and_ranks_above_a_side_stay_as_they_are() -> None:
+def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
     """Ranks above a layer's smaller side are filled up; the embedding and the head lose nothing."""
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
