@@ -117,7 +117,7 @@ def test_half_precision_files_are_read_if_alone_or_requested(unet: Path) -> None
         SDXLUNet.from_pretrained(unet, dtype="f32")
 
 
-def test_files_of_mixed_dtypes_make_models_of_one(unet: Path) -> None:
+def test_files_of_mixed_dtypes_make_models_of_one_dtype(unet: Path) -> None:
     tensors = weights_of("unet")
     mixed = {name: t.to("f32") if t.ndim == 1 else t for name, t in tensors.items()}
     tc.save_file(mixed, unet / "diffusion_pytorch_model.safetensors")

@@ -100,7 +100,7 @@ def test_adapters_train_over_a_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_facts_know_the_bytes_of_a_file(tmp_path: Path) -> None:
+def test_facts_have_the_bytes_of_a_file(tmp_path: Path) -> None:
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
@@ -196,7 +196,7 @@ def tiny(path: Path, **changes: Fact | None) -> Path:
         ({}, "missing model.layers.0"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_unsupported_files_are_named(
     changes: dict[str, Fact | None], message: str, tmp_path: Path
 ) -> None:
     path = tiny(tmp_path / "model.gguf", **changes)

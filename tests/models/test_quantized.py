@@ -158,7 +158,7 @@ def test_embedding_and_head_are_quantized_by_rows(
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_facts_of_a_language_model_know_the_bytes() -> None:
+def test_facts_of_a_language_model_have_the_bytes_of_quantized_weights() -> None:
     (facts,) = tc.inspect(LLAMA).parts.values()
     inside = list(facts.layers.values())
     outside = [facts.tensors[f"{key}.weight"] for key in ("model.embed_tokens", "lm_head")]
@@ -169,7 +169,7 @@ def test_facts_of_a_language_model_know_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_facts_know_the_bytes(format: str) -> None:
+def test_facts_have_the_bytes_of_quantized_weights(format: str) -> None:
     folder = FAMILIES["flux"].folder / "transformer"
     (facts,) = tc.inspect(folder).parts.values()
     assert facts.weight_bytes("bf16") == 2 * facts.elements

@@ -89,7 +89,7 @@ def test_wrong_inputs_are_named(model: AutoencoderKL) -> None:
 FLUX2 = GOLDEN.parent / "flux2"
 
 
-def test_statistics_of_latents_come_with_flux2s(tmp_path: Path) -> None:
+def test_the_autoencoder_of_flux2_has_statistics_of_latents(tmp_path: Path) -> None:
     case = tc.load_file(FLUX2 / "vae_forward.safetensors")
     stored = tc.load_file(FLUX2 / "vae" / "diffusion_pytorch_model.safetensors")
     model = AutoencoderKL.from_pretrained(FLUX2 / "vae", dtype="f32")
@@ -100,7 +100,7 @@ def test_statistics_of_latents_come_with_flux2s(tmp_path: Path) -> None:
     assert_near(mean, case["mean"])
     assert_near(logvar, case["logvar"])
     assert_near(model.decode(case["latent"]), case["decoded"])
-    # Saved in a folder, and in one file, where the coders hold the outer convolutions.
+    # Saved in a folder, and in one file, where `quant_conv` is part of the encoder.
     model.save_pretrained(tmp_path / "folder")
     tc.models.save_checkpoint(tmp_path / "ae.safetensors", {"vae": model})
     written = tc.load_file(tmp_path / "ae.safetensors")
