@@ -61,7 +61,7 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rounding_twice_equals_rounding_once(format: str) -> None:
+def test_rounded_values_stay_on_their_grid(format: str) -> None:
     once = F.fake_quantize(tc.tensor(matrix(6, 64)), format)
     if format == "int4":
         # The largest value is 7.5 steps, but the largest code is 7: the next scale is smaller.
@@ -72,7 +72,7 @@ def test_rounding_twice_equals_rounding_once(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_values_that_are_not_finite_stay_so(format: str) -> None:
+def test_non_finite_values_stay_non_finite(format: str) -> None:
     values = matrix(6, 64)
     values[1, 3] = np.nan
     rounded = F.fake_quantize(tc.tensor(values), format).numpy()
