@@ -53,7 +53,7 @@ def test_makers_of_the_built_in_models(script: Path, files: set[str], tmp_path: 
     assert {path.name for path in (tmp_path / "made").iterdir()} == files
 
 
-def test_lora_on_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_lora_on_a_users_own_model(tmp_path: Path) -> None:
     found = script("03").main(tmp_path)
     assert found["after"] > 0.9 > 0.5 > found["before"]
     assert found["merged"] == found["after"]
