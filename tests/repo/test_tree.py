@@ -58,7 +58,7 @@ def test_the_root_holds_only_listed_files_and_folders() -> None:
     assert {path.parts[0] for path in FILES} - TOP_LEVEL == set()
 
 
-def test_names_say_what_files_are() -> None:
+def test_names_of_files_describe_their_content() -> None:
     names = {part for path in FILES for part in (*path.parts[:-1], path.stem)}
     assert [name for name in sorted(names) if HISTORY.search(plain(name))] == []
     assert [name for name in sorted(names) if plain(name) in NO_HOME] == []
@@ -85,7 +85,7 @@ def test_no_file_names_a_path_of_a_machine() -> None:
     assert found == {}
 
 
-def test_no_file_is_there_twice() -> None:
+def test_no_file_has_a_copy() -> None:
     # A Stable Diffusion XL folder has a tokenizer for each encoder, with the same vocabulary.
     files = [path for path in FILES if path.parent.name != "tokenizer_2"]
     contents = Counter((ROOT / path).read_bytes() for path in files)
