@@ -162,7 +162,7 @@ def test_producers_without_the_version_argument():
     assert tc.tensor(Old()).tolist() == [4]
 
 
-def test_what_a_producer_raises_comes_through():
+def test_exceptions_of_a_producer_come_through():
     class Broken:
         def __dlpack__(self, **_):
             raise RuntimeError("broken producer")
