@@ -99,7 +99,7 @@ def test_wrong_arguments_are_errors_that_name_right_ones(
     assert text in str(caught.value)
 
 
-def test_muon_takes_learning_rates_of_adamw_unless_told_otherwise() -> None:
+def test_muon_scales_updates_to_learning_rates_of_adamw_by_default() -> None:
     muon = TrainConfig(model="digits", dataset="d", output="o", optimizer="muon")
     assert muon.optimizer_arguments["match_rms_adamw"] is True
     torch_like = muon.with_(optimizer_args=["match_rms_adamw=false"])

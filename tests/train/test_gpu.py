@@ -240,7 +240,7 @@ def test_the_command_line_trains_and_draws(
     assert all(np.isfinite(tensor.to("f32").numpy()).all() for tensor in parameters.values())
 
 
-def test_what_does_not_fit_the_gpu_is_rejected(
+def test_a_run_that_does_not_fit_the_gpu_is_rejected(
     gpu: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
     stats = tc.cuda.memory_stats(gpu)

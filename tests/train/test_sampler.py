@@ -39,7 +39,7 @@ def test_runs_are_those_of_diffusers(name: str, batched: bool) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_scale_one_asks_for_the_prompt_alone() -> None:
+def test_a_scale_of_one_predicts_for_the_prompt_alone() -> None:
     calls = []
 
     def model(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:

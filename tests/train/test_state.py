@@ -46,7 +46,7 @@ def names(output: Path) -> list[str]:
     return sorted(path.name for path in output.iterdir())
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_values_are_loaded(tmp_path: Path) -> None:
     saved = variables()
     optimizer = stepped(saved)
     folder = state.checkpoint_path(tmp_path, 7)
@@ -139,7 +139,7 @@ state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
     assert loaded.step == expected
 
 
-def test_a_run_does_not_start_before_existing_checkpoints(tmp_path: Path) -> None:
+def test_starting_before_a_later_checkpoint_is_an_error(tmp_path: Path) -> None:
     state.refuse_later(tmp_path / "none", 0)
     save(tmp_path, 10)
     state.refuse_later(tmp_path, 10)
@@ -245,7 +245,7 @@ def test_the_state_is_readable(tmp_path: Path) -> None:
     assert (stored["step"], stored["settings"]) == (3, {"rank": 4})
 
 
-def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-000002.partial").mkdir()
     (tmp_path / "checkpoint-000002.partial" / "state.json").write_text("{")
     (tmp_path / "checkpoint-000001.removed").mkdir()
