@@ -90,7 +90,7 @@ def _sd3(config: Config) -> Parts:
     return _parts("SD3Transformer", config, OF_SD3, *clips, ("T5Encoder", T5))
 
 
-# The pipeline's class, its scheduler, its parts.
+# By model: the class of its pipeline, the configuration of its scheduler, its parts.
 PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
     "sd3": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(MEDIUM)),
     "sd3-large": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(LARGE)),

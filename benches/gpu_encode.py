@@ -3,7 +3,7 @@
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
 Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds our
-time by kernel. diffusers is measured too where it is installed.
+time by kernel. diffusers is measured too, if it is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCHES = [1, 2, 4]
 STEPS = 30
 LATENT = 8
 EXACT_SIDE = 512
-"""Side of the image that is also encoded in f64, px."""
+"""Side in px of the image whose latents are compared with those of f64."""
 BIG_G = {
     "architectures": ["CLIPTextModelWithProjection"],
     "hidden_act": "gelu",

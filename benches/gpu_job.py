@@ -1,4 +1,4 @@
-"""A whole job at full size through the command line; for SDXL, diffusers runs the same phases.
+"""Commands for a whole job on a full-size model; for SDXL, diffusers runs the same phases.
 
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 

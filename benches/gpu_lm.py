@@ -69,7 +69,7 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
+        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
         c = self.config
         width, heads = c["hidden_size"], c["num_attention_heads"]
         keys = width * c["num_key_value_heads"] // heads

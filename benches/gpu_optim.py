@@ -76,7 +76,7 @@ def eight_bit(machine: Machine) -> None:
 
 
 def clipped(machine: Machine) -> None:
-    """The norm of all gradients, clipping and AdamW: gradients are read twice, the rest once."""
+    """The norm of all gradients, clipping, AdamW: they read gradients twice and the rest once."""
     device, shapes = machine.device, adapter_shapes()
     parameters = our_vars([*shapes], device)
     optimizer = tc.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""Saving: a checkpoint and an adapter, beside a plain write of the same bytes.
+"""Saving a checkpoint and an adapter, compared with a plain write of the same bytes.
 
 python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
 

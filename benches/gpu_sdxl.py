@@ -52,7 +52,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
+        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
         forward = DENSE + ATTENTION
         backward = DENSE + 2.5 * ATTENTION
         return self.batch * (backward + forward * (2 if self.checkpointing == "full" else 1))

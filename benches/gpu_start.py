@@ -44,8 +44,8 @@ def host_bytes(key: str) -> int:
 
 
 def load(folder: str) -> None:
-    """Time and memory of loading a saved model."""
-    # Starts threads and loads kernels.
+    """Print time and memory of loading a saved model."""
+    # The first calls start threads and load kernels.
     tc.ones((1024, 1024), device="cuda").to("cpu")
     before, held = host_bytes("VmRSS"), tc.cuda.memory_stats("cuda")["allocated"]
     started = time.time()

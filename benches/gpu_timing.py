@@ -1,8 +1,8 @@
 """Shared code of the benchmarks on a GPU: timing with synchronisation, torch's times, floors.
 
-A floor is the larger of two times: that of the arithmetic at the rate of a large matrix product,
-and that of reading each input and writing each result once at the rate of a large copy. Each
-benchmark first measures both rates with this library, so they are those of the GPU in use.
+A floor is the larger of two times: the time to do the arithmetic at the rate of a large matrix
+product, and the time to read each input and write each result once at the rate of a large copy.
+Each benchmark first measures both rates with this library, so they are those of the GPU in use.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Case:
     tokens: int
     """Of the text."""
     flops: tuple[float, float]
-    """Operations of a forward pass at 1024 px: of the linear layers, of attention."""
+    """Operations of a forward pass at 1024 px: in linear layers, and in attention."""
     checkpointing: str
     optimizer: str
 
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
+        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
         linear, attention = self.flops
         again = linear + attention if self.checkpointing == "full" else 0
         return 2 * linear + 3.5 * attention + again

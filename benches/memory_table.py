@@ -45,7 +45,7 @@ SHORT = {
 
 
 def plans(model: str, folder: Path) -> Iterator[tuple[int, str, Plan | None, Budget]]:
-    """The plan for each card: GiB, GPU, plan if anything fits, budget."""
+    """For each card: its GiB and GPU, the plan if one fits, and the budget."""
     name, _ = MODELS[model]
     family: Any = families.find(name)
     weights = write_model(folder / model, model)

@@ -1,4 +1,4 @@
-"""What quantization-aware training does to a small image model's losses.
+"""The effect of quantization-aware training on a small image model's losses.
 
 python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NAME = "sdxl"
 OUTSIDE = ("linear_1", "linear_2")
-"""Linear layers outside of the blocks: those that embed times and sizes."""
+"""Linear layers outside of the blocks, which embed times and sizes."""
 HELD_OUT = 7_000
 """Added to a run's seed to draw its held-out images."""
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
