@@ -140,7 +140,7 @@ def test_an_adapter_changes_samples_unless_its_scale_is_tiny(
     done(*common, *adapter, "--output", tmp_path / "adapted.png")
     done(*common, *adapter, "--scale", "1e-9", "--output", tmp_path / "off.png")
     base, adapted, off = (pixels(tmp_path / f"{n}.png") for n in ("base", "adapted", "off"))
-    assert base.shape == (64, 128, 3)  # enlarged, so that it can be seen
+    assert base.shape == (64, 128, 3)  # small images are enlarged
     assert np.abs(off - base).max() <= 1
     assert np.abs(adapted - base).max() > 1
 
@@ -264,7 +264,7 @@ def test_every_format_holds_all_parts_and_is_read_back(
     done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
     difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
-    # Another run can start from it, with the same output.
+    # Another run can start from the adapter, and gives the same output.
     again = tmp_path / "again"
     start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
     done(*flags(again, 1, **start))
@@ -448,7 +448,7 @@ def test_a_run_that_cannot_fit_is_rejected_with_settings_that_fit(
 def test_weights_may_be_a_pipeline_on_the_hub(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, plain: dict[str, bytes]
 ) -> None:
-    """From the cache of the hub's client, without a connection."""
+    """The model is in the cache of the hub's client, and there is no connection."""
     revision = "0" * 40
     repository = tmp_path / "hub" / "models--someone--tiny-sdxl"
     (repository / "refs").mkdir(parents=True)
