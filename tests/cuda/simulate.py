@@ -137,7 +137,7 @@ def attributes(section: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def machine_code(image: bytes) -> Iterator[str]:
-    """What the driver knows about each kernel in machine code."""
+    """The properties of each kernel that its machine code gives to the driver."""
     max_threads, parameter = 0x05, 0x17
     found = re.search(rb"-arch (sm_(\d+)a?)", image)
     if not found:

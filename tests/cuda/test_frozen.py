@@ -156,7 +156,7 @@ def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The variable that steps gets its own settings now; those of the recording never took effect.
+    # The variable that steps gets its settings now; the recording's settings took no effect.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
@@ -202,7 +202,7 @@ AVERAGE = """
 
 
 def weights(calls: list[Any]) -> list[float]:
-    """The values of the calls that fill with an f64 number."""
+    """The values of the calls that fill memory with an f64 number."""
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 

@@ -88,7 +88,7 @@ def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], 
         y = y @ x
     total = y.to("f32").sum()
     interval = sys.getswitchinterval()
-    # From here on the other thread runs only where this one releases the GIL.
+    # From here on, the other thread runs only while this thread releases the GIL.
     sys.setswitchinterval(1000)
     try:
         reading = True

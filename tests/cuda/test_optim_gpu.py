@@ -1,4 +1,4 @@
-"""Every optimizer on a GPU against the CPU's form of it."""
+"""Every optimizer on a GPU against the same optimizer on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trainable_candle as tc
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
-"""Wide and tall factors, a convolution's, more rows than a tile has, vectors."""
+"""Shapes: wide and tall factors, a convolution, more rows than a tile has, vectors."""
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adafactor": [{"maximize": True, "weight_decay": 0.1}],

@@ -12,7 +12,7 @@ from trainable_candle.nn import functional as F
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("int8", "fp8", "nf4")
-# Whole chunks; rows that end inside one; an odd number of elements; more than one grid stride.
+# Whole chunks; rows that end inside a chunk; odd numbers of elements; over one grid stride.
 SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
 
 

@@ -1,4 +1,4 @@
-"""Only the requested values leave a GPU, once, through pinned memory."""
+"""Only requested values are copied from a GPU, each once, through pinned memory."""
 
 import math
 import struct
@@ -12,7 +12,7 @@ ITEM = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "F64": 8, "U8": 1}
 
 
 def moved(run: Any) -> int:
-    """Bytes that came to the host."""
+    """Bytes that were copied to the host."""
     copies = [call for call in run.of("copy") if "DtoH" in call["kind"]]
     assert all(call["pageable"] == "0" for call in copies)
     return sum(int(call["bytes"]) for call in copies)

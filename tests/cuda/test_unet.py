@@ -38,7 +38,7 @@ ATTENTION = '["to_q", "to_k", "to_v", "to_out.0"]'
 # Transformer blocks in the small model: three in the down path, two in the middle, six in the up
 # path; each has a self-attention and a cross-attention to the text.
 BLOCKS = 11
-# Feature maps of the down path that are concatenated to those of the up path.
+# Concatenations of a feature map of the down path to one of the up path.
 JOINS = 6
 
 
@@ -54,7 +54,7 @@ def test_convolutions_take_the_kernels_of_their_gpu(cuda: Any) -> None:
     general = [
         n for n in names if n.startswith(("conv2d_forward", "conv2d_grad")) and "hopper" not in n
     ]
-    # The first and the last convolution have four channels on one side.
+    # The first and the last convolution have only four input or output channels.
     assert len(general) <= 3, general
 
 
