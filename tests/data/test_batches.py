@@ -47,7 +47,7 @@ def test_a_batch_has_one_group_and_epochs_are_fair(size: int) -> None:
     drawn = [batches.batch(index).tolist() for index in range(batches.first_batch(10 * size))]
     assert all(len(batch) == size for batch in drawn)
     assert all(len({GROUPS[item] for item in batch}) == 1 for batch in drawn)
-    # After a multiple of `size` epochs no batch is incomplete.
+    # The items of `size` epochs fill whole batches.
     assert Counter(item for batch in drawn for item in batch) == dict.fromkeys(
         range(len(GROUPS)), 10 * size
     )

@@ -99,6 +99,6 @@ def test_crops_of_a_scaled_image() -> None:
     assert (str(fit.bucket), fit.scaled) == ("80x48", (96, 48))
     cut = np.asarray(fit.cut(Image.fromarray(grey), *fit.box()))
     assert cut.shape == (48, 80)
-    # 8 of 96 columns are cut off on either side.
+    # The crop leaves out 8 of 96 columns on each side.
     assert abs(float(cut[24, 0]) - 255 * 8.5 / 96) < 2
     assert abs(float(cut[24, -1]) - 255 * 87.5 / 96) < 2

@@ -48,7 +48,8 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     tokens = tokens_of(chat, text)
     assert tokens.ids.tolist() == case["input_ids"]
     expected = list(case["mask"])
-    for place in tokens.stops:  # In `tagged`, a line break after the stop token is in the answer.
+    # In `tagged`, the answer includes a line break after the stop token.
+    for place in tokens.stops:
         if case["template"] == "tagged":
             expected[place + 1] = 0
     assert tokens.learnt.astype(int).tolist() == expected

@@ -36,7 +36,7 @@ DISK = CacheOptions("disk")
 
 
 class Encoder:
-    """In place of a VAE: the means over squares of 8x8; records the batch size of each call."""
+    """Takes the place of a VAE: means over squares of 8x8 px; records the size of each batch."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -120,7 +120,7 @@ def test_other_settings_make_other_entries(
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     options = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
-    # Of random crops, only those of the wide image are new.
+    # Only the wide image has other random crops.
     expected = len(data.views()) - 3 if made is None else made
     assert expected > 0
     assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
@@ -151,7 +151,7 @@ def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) 
     entries[2].write_bytes(entries[3].read_bytes())
     assert cached(data, tmp_path / "c")[0].fill().made == 3
 
-    # A folder in the place of an entry.
+    # A folder replaces an entry.
     entries[2].unlink()
     entries[2].mkdir()
     (entries[2] / "file").touch()
@@ -174,7 +174,7 @@ def test_any_changed_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
     assert not noticed(whole)
     assert facts_of(path) == intact_facts(path)
     assert intact_facts(path)["source"] == "an image.png"
-    # One bit, the bit of a letter's case, all bits.
+    # Flip the lowest bit, the bit of a letter's case, or all bits.
     for change in (0x01, 0x20, 0xFF):
         unnoticed = [
             place

@@ -1,4 +1,4 @@
-"""Files of texts: what is read, counted and rejected; packed rows."""
+"""Files of texts: examples that are read, counts, rejected lines; packed rows."""
 
 import csv
 import json
