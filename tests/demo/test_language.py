@@ -1,4 +1,4 @@
-"""The demo of language models: its tasks, its data, its judge, and what the base knows."""
+"""The demo of language models: its tasks, its data, its judge, and the answers of the base."""
 
 import json
 from pathlib import Path
