@@ -82,7 +82,7 @@ def test_another_version_is_named() -> None:
 def test_other_files_are_named(
     digits_base: Path, digits_folder: Path, tmp_path: Path, what: str
 ) -> None:
-    """Machines without a common file system, with folders of their own."""
+    """The processes read different folders, as on machines without a common file system."""
     pictures = [tmp_path / "data" / "pictures", tmp_path / "pictures of 1"]
     bases = [tmp_path / "base", tmp_path / "models" / "base of 1"]
     for number in range(2):

@@ -1,4 +1,4 @@
-"""Messages between processes, and what happens to the others when one fails.
+"""Messages between processes, and errors in all processes when one fails.
 
 Threads take the place of processes, since a link has no global state.
 """

@@ -1,4 +1,4 @@
-"""A user's own loop and weighted batches: several processes against one (CPU)."""
+"""A user's own loop, and weighted batches, on several processes and on one (CPU)."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Processes that cannot meet say why within the time limit, and none keeps running."""
+"""Processes that cannot connect end within the time limit with an error that says why."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def test_the_limit_leaves_time_to_start() -> None:
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        ("203.0.113.7", "Cannot assign requested address"),  # reserved for documents
+        ("203.0.113.7", "Cannot assign requested address"),  # reserved for documentation
         ("no-such-host.invalid", "not known|failure in name resolution|No address"),
     ],
 )
