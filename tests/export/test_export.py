@@ -174,7 +174,7 @@ def test_a_gguf_file_byte_by_byte() -> None:
     header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x03" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"
-    # An empty list of texts: merges of a tokenizer that has none.
+    # An empty list of texts, as for a tokenizer without merges.
     facts += b"\x01" + bytes(7) + b"d\x09\0\0\0\x08\0\0\0" + bytes(8)
     tensor = b"\x01" + bytes(7) + b"t\x02\0\0\0\x03" + bytes(7) + b"\x01" + bytes(7) + bytes(12)
     start = header + facts + tensor

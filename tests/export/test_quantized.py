@@ -69,7 +69,7 @@ def test_a_base_loaded_in_the_format_of_its_file_keeps_the_codes(
     config.pop("quantization_config")
     (apart / "config.json").write_text(json.dumps(config))
     tc.save_file(values, apart / "model.safetensors")
-    # Embedding and head are int8 in both.
+    # The embedding and the head are int8 in both models.
     stored, again = (
         CausalLM.from_pretrained(folder, dtype="f32", quantize=to)
         for folder in (tmp_path / to, apart)
@@ -118,7 +118,7 @@ def test_transformers_loads_the_folder(
 
 
 def test_merging_stores_what_was_trained_with_qat(tmp_path: Path) -> None:
-    """The codes of an adapter that was trained over NF4 give the results of its training."""
+    """With the stored NF4 codes, the model computes the same as at the end of training."""
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = model.add_adapter(
