@@ -1,4 +1,4 @@
-"""Runs over quantized bases and text encoders: losses near those over the whole model."""
+"""Runs over quantized models and text encoders have losses near those over unquantized ones."""
 
 from pathlib import Path
 from typing import Any

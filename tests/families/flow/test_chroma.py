@@ -17,7 +17,7 @@ from trainable_candle.train.trainer import Inputs
 def test_files_of_chroma_and_of_flux_are_distinguished(
     chroma_base: Path, flux_base: Path, tmp_path: Path
 ) -> None:
-    """Under original names, and under diffusers'."""
+    """Files with the original names, and files with diffusers' names."""
     classes = {"flux": tc.models.FluxTransformer, "chroma": tc.models.ChromaTransformer}
     for base, other, title in ((chroma_base, "flux", "Chroma"), (flux_base, "chroma", "Flux")):
         original = tmp_path / f"{other}.safetensors"

@@ -82,7 +82,7 @@ def test_the_file_has_comfyuis_format(
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
         steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Half a unit in the last place: of three fraction bits, or of an integer.
+        # Half a unit in the last place: of a number with three fraction bits, or of an integer.
         within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
         assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
         assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}
@@ -92,7 +92,7 @@ def test_the_file_has_comfyuis_format(
     for key in expected.keys() - set(quantized):
         np.testing.assert_array_equal(found[key][1], expected[key][1], key)
 
-    # Loading the file in that format uses its codes.
+    # A model loaded in the format of the file uses the codes of the file.
     read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
     model, stored = (tc.models.load(written, **read, **more) for more in ({}, {"quantize": to}))
     values = stored.named_tensors()

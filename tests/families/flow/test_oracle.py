@@ -51,7 +51,7 @@ def ours(name: str, base: Path, guidance: float, negative: str) -> np.ndarray:
     return task.draw([PROMPT], options).astype(np.float64) / 255
 
 
-# What Qwen3's template makes of a user's turn.
+# The part of Qwen3's template that renders a user's turn.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
@@ -139,7 +139,7 @@ def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
 
 
 def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path: Path) -> None:
-    """Captions of no words, of some, and one that is truncated and has no padding."""
+    """Captions without words, with some words, and with so many that they are truncated."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     captions = ["", PROMPT, "a blur " * 400]
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_chroma(chroma_base: Path, tmp_path: Path, guidance: float) -> None:
 
 
 def test_every_block_of_chroma_has_its_rows_of_the_modulation(tmp_path: Path) -> None:
-    """With more blocks of two streams than the golden model's one."""
+    """The model has more blocks of two streams than the golden model, which has one."""
     torch.manual_seed(0)
     config = json.loads((GOLDEN / "chroma" / "transformer" / "config.json").read_text())
     sizes = {"num_layers": 3, "num_single_layers": 2}

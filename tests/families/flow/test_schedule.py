@@ -37,7 +37,7 @@ def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
 
 
 def test_training_may_shift_by_the_size() -> None:
-    """As in drawing, or by arXiv:2403.03206, equation 23: the root of the ratio of pixels."""
+    """The shift of drawing, or of arXiv:2403.03206, equation 23: the root of a ratio of pixels."""
     assert Flux.schedule.in_training(1024) == pytest.approx(Flux.schedule.at(1024))
     assert SD3.schedule.in_training(4096) == 3.0
     assert SD3.schedule.in_training(1024) == pytest.approx(1.5)

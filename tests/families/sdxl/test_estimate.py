@@ -58,7 +58,7 @@ def test_activations_are_what_the_tape_holds_within_a_seventh(
         loss.backward()
     estimated = items(sdxl_base, config)["unet activations"]
     if checkpointing == "full":
-        # Backward recomputes one block at a time, which the estimate adds.
+        # The backward pass recomputes one block at a time. The estimate includes that block.
         assert max(held) < estimated < 5 * max(held)
     else:
         assert estimated == pytest.approx(max(held), rel=1 / 7)
@@ -138,7 +138,7 @@ def test_the_estimate_depends_on_the_images_that_are_encoded_at_once(
         )
         return found
 
-    # All eight images fit at once, or only one.
+    # With the first limit all eight images are encoded at once, with the second one by one.
     assert activations(80 * 2**30) > 6 * activations(0)
     assert (
         activations(0)

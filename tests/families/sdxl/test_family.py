@@ -44,7 +44,7 @@ def test_the_loss_is_that_of_epsilon_prediction(
     batch = split.train.batches(2).batch(0)
     loss = split.train.loss(split.train.inputs(batch)).item()
 
-    # The same from the parts: encoders, posterior, schedule, UNet.
+    # Compute the same loss from the parts: encoders, posterior, schedule, UNet.
     encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
     vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
     dataset = task.read(lambda _: None).train
