@@ -49,7 +49,7 @@ HANG = 120
 MOST_PIXELS = 1 << 18
 """Pillow's limit in this program: memory depends on the pixels of an image, not on its file."""
 FREE_KIB, FACTOR = 64 * 1024, 10
-"""A reader may take FREE_KIB for any input, and FACTOR bytes more for each of its bytes."""
+"""A reader may take FREE_KIB, and FACTOR bytes for each byte of its input."""
 WORDS = [
     b"",
     b"0",
@@ -90,7 +90,7 @@ WORDS = [
 
 
 def mutated(rng: random.Random, seed: bytes) -> bytes:
-    """One to six changes of bytes; sometimes a nesting that no recursion survives."""
+    """Change bytes one to six times; sometimes nest brackets too deeply for a recursive parser."""
     data = bytearray(seed)
     for _ in range(rng.randint(1, 6)):
         at = rng.randrange(len(data) + 1)
