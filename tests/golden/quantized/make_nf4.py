@@ -1,4 +1,4 @@
-"""What bitsandbytes makes of small matrices.
+"""The codes and scales of small matrices by bitsandbytes.
 
     pip install torch==2.11.0 bitsandbytes==0.50.2
     python tests/golden/quantized/make_nf4.py
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def matrix(rows: int, columns: int) -> torch.Tensor:
-    """Values that tests make again: no generator of another library is needed."""
+    """Values from a formula, so that tests can compute them without another library's generator."""
     i = torch.arange(rows * columns, dtype=torch.float64)
     values = (torch.sin(i * 0.7) + torch.sin(i * i * 0.013) * torch.sin(i * 0.0031) ** 5) * 0.05
     return values.float().reshape(rows, columns)

@@ -1,4 +1,4 @@
-"""What torchao makes of a small matrix in quantization-aware training.
+"""Rounded values and gradients of a small matrix by torchao's quantization-aware training.
 
     pip install torch==2.11.0 torchao==0.18.0
     python tests/golden/quantized/make_torchao.py

@@ -1,5 +1,5 @@
-"""Make the files beside this one: a tiny SDXL with random weights, inputs, and what diffusers,
-transformers and peft make of them.
+"""Make the files beside this one: a tiny SDXL with random weights, inputs, and the results of
+diffusers, transformers and peft.
 
 Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
 python make_diffusers.py
@@ -66,7 +66,7 @@ def adapter_case(
     targets: list[str],
     **options: bool,
 ) -> None:
-    """A peft adapter: its start, the gradients of one step, the losses of four."""
+    """A peft adapter: its initial values, the gradients of one step, the losses of four steps."""
     model.requires_grad_(False)
     config = LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
     model = inject_adapter_in_model(config, model).train()
@@ -180,7 +180,7 @@ def autoencoder() -> None:
 
 
 def text_encoders() -> None:
-    """Both encoders; the first with the id that old files give for the end of a text."""
+    """Both encoders; the first has the id of a text's end that old files have."""
     ids = torch.randint(3, VOCABULARY - 2, (3, 17))
     ids[0, 5:], ids[1, 9:], ids[2, -1] = VOCABULARY - 1, VOCABULARY - 1, VOCABULARY - 1
     common = {
@@ -218,7 +218,7 @@ def text_encoders() -> None:
         store(model, name)
         if name == "text_encoder_2":
             ids = ids.clone()
-            # One text ends twice, one not at all.
+            # One text has two ends, another has none.
             ids[ids == 7], ids[0, 4], ids[0, 8], ids[2, 11] = 8, 7, 7, 7
         output = model(ids, output_hidden_states=True)
         pooled = output.text_embeds if name == "text_encoder_2" else output.pooler_output

@@ -1,4 +1,4 @@
-"""Tiny models of SD3.5, Flux, Chroma, FLUX.2 and Z-Image, and what diffusers and peft make of them.
+"""Tiny models of SD3.5, Flux, Chroma, FLUX.2 and Z-Image, and results of diffusers and peft.
 
     python make_diffusers.py FOLDER
 
@@ -167,7 +167,7 @@ def positions(height, width, length, axes):
 
 
 def sd3_model():
-    """Its table of positions is computed, and stored as bf16 too."""
+    """The model's table of positions is computed, but stored in bf16 like the weights."""
     model = SD3Transformer2DModel(**SD3)
     model.pos_embed.pos_embed.copy_(model.pos_embed.pos_embed.bfloat16())
     return model
@@ -230,7 +230,7 @@ def z_image():
 
     inputs = {"hidden_states": x, "encoder_hidden_states": text, "timestep": times,
               "lengths": lengths.float()}  # fmt: skip
-    # The last layer has an activation under the name of the blocks' linear layers.
+    # In the last layer, `adaLN_modulation.0` is an activation, not a linear layer.
     modulation = [f"{block}.adaLN_modulation.0" for block in ("layers.1", "noise_refiner.0")]
     linear = [*ATTENTION, "w1", "w2", "w3", "cap_embedder.1", *modulation]
     family("zimage", lambda: ZImageTransformer2DModel(**Z_IMAGE), inputs, call, linear, ATTENTION)
@@ -251,7 +251,7 @@ def flux2():
 
 
 def autoencoder():
-    """FLUX.2's, whose statistics of latents are not the usual 0 and 1."""
+    """The autoencoder of FLUX.2, with statistics of latents other than the initial 0 and 1."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
              "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
     sizes = {"block_out_channels": (8, 16), "norm_num_groups": 8, "layers_per_block": 1,
