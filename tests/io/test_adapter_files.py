@@ -71,7 +71,7 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
         f"{module}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     assert tensors[f"{module}.lora_down.weight"].dtype == "bf16"
-    # alpha / rank is the scale that was trained with: 6 / sqrt(4).
+    # alpha / rank is the scale of training: 6 / sqrt(4).
     assert tensors[f"{module}.alpha"].item() == pytest.approx(12.0)
     header = path.read_bytes()
     length = int.from_bytes(header[:8], "little")
@@ -101,7 +101,7 @@ def test_kohyas_files_have_one_alpha_and_scale_the_factors(
     np.testing.assert_array_equal(found, (up * np.float32(3.5)).astype(np.float16))
     unet.remove_adapter()
     again = unet.add_adapter(config_of("locon"))
-    again.load(path)  # rejects other scales than those of training
+    again.load(path)  # an adapter with other scales would be rejected
     found = again.named_parameters()[f"{LAYER}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, up, rtol=1e-3, atol=1e-6)
 

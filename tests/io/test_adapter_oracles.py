@@ -33,7 +33,7 @@ def inputs() -> dict[str, tc.Tensor]:
 
 
 def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Floats]:
-    """The predictions of our model and of diffusers', both changed by the adapter."""
+    """The predictions of our model and of diffusers' model, which the adapter must have changed."""
     torch = pytest.importorskip("torch")
     x = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
     with torch.no_grad():
@@ -202,7 +202,7 @@ save_file(
 )
 """
 
-# What ComfyUI finds in the tiny UNet's checkpoint.
+# The configuration that ComfyUI deduces from the tiny UNet's checkpoint.
 _UNET_CONFIG = {
     "num_res_blocks": [2, 2, 2],
     "channel_mult": [1, 1, 2],

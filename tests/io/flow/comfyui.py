@@ -1,4 +1,4 @@
-"""How ComfyUI applies an adapter file, by the facts of its key map and formulas.
+"""ComfyUI's way to apply an adapter file, written from its key map and formulas.
 
 ComfyUI's models have the original names, with queries, keys and values in one matrix. Its map of
 names (`lora.py`) lists these under `diffusion_model.` and, with underscores, under `lora_unet_`; it

@@ -62,7 +62,7 @@ def test_the_default_form_has_the_scale_in_its_factors(
     tensors = tc.load_file(tmp_path / "adapter.safetensors")
     layer = family.layer
     up = adapter.named_parameters()[f"{layer}.lora_B.weight"].numpy()
-    # The scale is 6 over the root of 4.
+    # The scale is 6 divided by the root of 4.
     found = tensors[f"transformer.{layer}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, 3 * up, rtol=1e-6)
     assert not any(name.endswith(".alpha") for name in tensors)
@@ -75,7 +75,7 @@ def test_the_default_form_has_the_scale_in_its_factors(
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> Path:
-    """A file as another tool would have written it."""
+    """Write a file as another tool would."""
     tc.save_file({name: tc.tensor(np.ascontiguousarray(a)) for name, a in arrays.items()}, path)
     return path
 
