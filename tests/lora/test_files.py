@@ -30,7 +30,7 @@ def kohya(path: Path, rank: int = 4, alpha: float = 2.0, seed: int = 0) -> Path:
 
 
 def changes(path: Path) -> dict[str, np.ndarray]:
-    """What each module adds to its weight, by kohya's definition."""
+    """The change of each module's weight by kohya's definition."""
     tensors = {name: t.to("f32").numpy() for name, t in tc.load_file(path).items()}
     found = {}
     for key, down in tensors.items():

@@ -46,7 +46,7 @@ def test_one_iteration_keeps_the_rounding_of_the_weight_and_takes_the_nearest_pr
     quantized, factors = loftq(tc.tensor(exact), 8)
     rounded = tc.quantize(tc.tensor(exact), "nf4").dequantize().numpy()
     np.testing.assert_array_equal(quantized.dequantize().numpy(), rounded)
-    # Eckart and Young: no matrix of this rank is closer.
+    # By Eckart and Young, no matrix of this rank is closer.
     lost = np.linalg.svd((exact - rounded).astype(np.float64), compute_uv=False)[8:]
     error = np.linalg.norm(exact - rounded - factors.up @ factors.down)
     np.testing.assert_allclose(error, np.sqrt((lost**2).sum()), rtol=1e-3)
