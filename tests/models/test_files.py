@@ -1,4 +1,4 @@
-"""Where models come from and go to: folders, shards, variants, original checkpoints, the hub."""
+"""Loading and saving models: folders, shards, variants, original checkpoints, the hub."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def test_checkpoint_without_configurations_says_what_it_lacks(
     # Sizes determine the autoencoder except for the groups of its norms and its latents' scale.
     shutil.copytree(GOLDEN / "vae", tmp_path / "vae")
     assert_same(AutoencoderKL.from_pretrained(alone), from_folder("vae"))
-    # A configuration of other sizes is another model's.
+    # A configuration with other sizes belongs to another model.
     (tmp_path / "unet").mkdir()
     other = json.loads((GOLDEN / "unet" / "config.json").read_text())
     other["block_out_channels"] = [8, 16, 24]
@@ -195,7 +195,7 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     for key, tensor in expected.items():
         assert saved[key].dtype == "bf16"
         np.testing.assert_array_equal(saved[key].to("f32").numpy(), tensor.to("f32").numpy())
-    # Every field that we write has the library's value.
+    # Every field that we write has the value that the other library writes.
     ours, theirs = (
         json.loads((folder / name / "config.json").read_text()) for folder in (tmp_path, GOLDEN)
     )
@@ -307,7 +307,7 @@ def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
     second = CLIPTextModel.from_pretrained("someone/tiny-sdxl", subfolder="text_encoder_2")
     assert_same(second, from_folder("text_encoder_2"))
     assert_same(models.load("someone/tiny-sdxl"), from_folder("unet"))
-    # A repository of one model.
+    # The repository holds only one model.
     shutil.rmtree(hub_cache)
     shutil.copytree(GOLDEN / "vae", hub_cache)
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))

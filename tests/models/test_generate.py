@@ -37,7 +37,7 @@ def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> None:
-    """For prompts of different lengths together, for each by itself, and with the penalty."""
+    """Prompts of different lengths, together and one by one, without and with the penalty."""
     model = model_of(family, device=device)
     for case in CONTINUED[family]:
         options = case["options"] | {"max_new_tokens": len(case["expected"][0])}
@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> None:
-    """Across the ends of windows, and where the angles change with the length of the text."""
+    """Texts exceed the window of attention, and lengths at which the angles change."""
     model, ids = switched(name, tmp_path)
     cache = tc.models.KVCache(2)
     texts = [ids[:3], ids[4:11]]
@@ -56,7 +56,7 @@ def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> N
     for step in range(20):
         for text, row in zip(texts, found.numpy(), strict=True):
             np.testing.assert_allclose(row, scores(model, text), rtol=0, atol=1e-5)
-        # Now and then a text gets several tokens, or none.
+        # In some steps a text gets several tokens, or none.
         new = [[ids[step]], [ids[-step - 1]]]
         if step % 7 == 3:
             new[0] = ids[step : step + 3]

@@ -79,7 +79,7 @@ def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path
 
 
 def test_adapters_train_over_a_file(tmp_path: Path) -> None:
-    """All matrices stay blocks, even embedding and head: the losses are those of the values."""
+    """All matrices stay in blocks, and losses equal those of the dequantized values."""
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     found = []
@@ -168,7 +168,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 def tiny(path: Path, **changes: Fact | None) -> Path:
-    """A file with the facts of a Llama of one layer, some of them changed, and two tensors."""
+    """A file with two tensors and the metadata of a Llama of one layer, with `changes`."""
     facts: dict[str, Fact] = {
         "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
         "llama.embedding_length": 32, "llama.feed_forward_length": 32,

@@ -1,4 +1,4 @@
-"""Transformers of images in GGUF files, as ComfyUI-GGUF writes them: the original names."""
+"""Transformers of image models in GGUF files of ComfyUI-GGUF, which have the original names."""
 
 from pathlib import Path
 

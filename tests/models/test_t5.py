@@ -132,7 +132,7 @@ def test_the_embedding_has_either_name(tmp_path: Path, names: tuple[str, ...]) -
     tensors = weights_of("gated")
     embedding = tensors.pop("shared.weight")
     tensors |= {f"{name}.weight": embedding for name in names}
-    # Other tensors in a file of the whole model.
+    # A file of the whole model has these tensors, too.
     tensors["decoder.final_layer_norm.weight"] = tensors["lm_head.weight"] = tc.zeros(3)
     config = json.loads((GOLDEN / "gated" / "config.json").read_text())
     config["architectures"] = ["T5ForConditionalGeneration"]
