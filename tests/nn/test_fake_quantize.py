@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_torchao(format: str) -> None:
     straight = np.ones_like(values)
     expected = GOLDEN[f"{format}.gradient"] if format != "fp8" else straight
     np.testing.assert_array_equal(x.grad.numpy(), expected)
-    # int4 alone has values beyond its last code.
+    # Only int4 has values beyond its last code, which get no gradient.
     assert (expected == 0).any() == (format == "int4")
 
 
@@ -105,7 +105,7 @@ def test_wrong_formats_and_dtypes_are_named() -> None:
 def test_an_adapted_layer_computes_with_its_rounded_weight(
     layer: type[tc.nn.LoRALinear | tc.nn.DoRALinear], format: str
 ) -> None:
-    """Its gradients are those of a plain layer at the same upstream gradient."""
+    """The layer's gradients equal those of a plain layer with the same upstream gradient."""
     weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
     tc.manual_seed(0)
     aware = layer(weight, 4, 8.0, qat=format)
