@@ -160,7 +160,7 @@ def test_a_last_epoch_continues(case: str) -> None:
         CASES[case](After(ours), optimizer())
     torch = pytest.importorskip("torch")
     if "cycle" in case or case == "restarts":
-        return  # torch's need more entries in the groups, or do not count cycles from the start
+        return  # torch's schedulers need more entries in groups, or count cycles otherwise
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "initial_lr": initial}
         for lr, initial in zip(lrs, LR, strict=True)
