@@ -1,4 +1,4 @@
-"""What `import trainable_candle` offers."""
+"""The public names of `trainable_candle`, its errors, and its cost of import."""
 
 import importlib
 import inspect
