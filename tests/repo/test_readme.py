@@ -1,4 +1,4 @@
-"""The documents' Python runs, and does what they say."""
+"""The Python code of the documents runs and has the described results."""
 
 import json
 import re
