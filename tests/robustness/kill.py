@@ -83,7 +83,7 @@ def adapter(folder: Path) -> dict[str, bytes]:
 
 
 def resume(folder: Path) -> list[str]:
-    """The flags that continue a run: none if it has no checkpoint yet."""
+    """The flags that continue a run, or none if the run has no checkpoint yet."""
     there = checkpoints(folder / "run") or needs_restoring(folder / "run")
     return ["--resume", "latest"] if there else []
 
