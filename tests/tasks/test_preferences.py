@@ -1,4 +1,4 @@
-"""Direct preference optimization: the loss of packed pairs is that of its definition."""
+"""Direct preference optimization: the loss of packed pairs equals its definition."""
 
 import json
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
-    """Also at the start, when the adapter has no effect yet."""
+    """At the start too, when the adapter has no effect yet."""
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]

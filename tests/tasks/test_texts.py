@@ -111,7 +111,7 @@ def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
     whole, _ = step(rows, 1)
     single, _ = step(1, rows)
     np.testing.assert_allclose(single, whole, rtol=1e-5, atol=1e-6)
-    # Against finite differences of the mean over all tokens.
+    # Compare with finite differences of the mean over all tokens.
     before = Bigrams().table.detach().numpy().astype(np.float64)
     for place in [(0, 0), (3, 5), (6, 1)]:
         other = before.copy()
