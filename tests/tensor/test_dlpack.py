@@ -60,7 +60,7 @@ def test_torch_shares_memory(dtype):
 
 def test_old_consumers_get_a_copy():
     class Old:
-        """Speaks DLPack before 1.0, which cannot say "read-only"."""
+        """A consumer of DLPack before 1.0, which has no flag for read-only memory."""
 
         def __init__(self, tensor, **options):
             self.tensor, self.options = tensor, options
@@ -121,7 +121,7 @@ def test_import_copies(values):
 
 def test_import_frees_the_producer():
     class Array(np.ndarray):
-        """An array that can be watched."""
+        """An array to which the test can hold a weak reference."""
 
     values = np.arange(4.0).view(Array)
     watch = weakref.ref(values)
