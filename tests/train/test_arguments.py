@@ -43,9 +43,9 @@ def test_arguments_reach_the_optimizer() -> None:
         other.step()
     assert found == v.tolist()
     assert found != stepped(TrainConfig(**settings))
-    # Quoted as one text.
+    # Several arguments in one quoted text.
     assert found == stepped(TrainConfig(**settings, optimizer_args=["betas=0.5, 0.7 eps=0.1"]))
-    # As kohya's users give it.
+    # kohya's users give the weight decay as an argument.
     by_text = TrainConfig(**settings, optimizer_args=["weight_decay=0.5"])
     assert stepped(by_text) == stepped(TrainConfig(**settings, weight_decay=0.5))
 

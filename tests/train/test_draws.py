@@ -102,7 +102,7 @@ class Stop(Callback):
 
 
 class Source:
-    """A user's batches, which draw from tc's generator."""
+    """A user's batches, which draw numbers from the global generator."""
 
     def batch(self, index: int) -> tc.Tensor:
         return tc.rand((1,)) + index

@@ -59,7 +59,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
     )
     expected = curve(config)
     found = curve(config, device=gpu, output=str(tmp_path / "f32"))
-    # The same latents, noises and timesteps; the effect of rounding grows with the steps.
+    # Latents, noise and timesteps are the same; the effect of rounding grows with the steps.
     np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
@@ -88,7 +88,7 @@ def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> N
     )
     plain = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Without graphs rows are not padded, so the tiles of a sum have other rows.
+    # Without graphs rows are not padded, so sums add their terms in another order.
     np.testing.assert_allclose(recorded, plain, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)
@@ -99,7 +99,7 @@ def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> N
 def test_recorded_steps_equal_eager_ones_bit_for_bit(
     gpu: str, config: TrainConfig, train: Train, accumulation: int, tmp_path: Path
 ) -> None:
-    """With dropout, a schedule and clipping."""
+    """The run has dropout, a schedule and clipping."""
     config = config.with_(device=gpu, gradient_accumulation=accumulation)
     plain = train(config.with_(cuda_graphs=0))
     assert train(config.with_(output=str(tmp_path / "recorded"))) == plain
@@ -108,7 +108,7 @@ def test_recorded_steps_equal_eager_ones_bit_for_bit(
 def test_a_run_continues_on_another_device(
     gpu: str, config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
-    """Saved on the GPU, continued on the CPU, and the reverse."""
+    """A run saved on the GPU continues on the CPU, and the reverse."""
 
     class Stop(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:

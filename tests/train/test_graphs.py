@@ -14,7 +14,7 @@ Inputs = Mapping[str, tc.Tensor]
 
 
 class Recordings:
-    """Stands for `tc.cuda.capture`: keeps what is captured and called."""
+    """Takes the place of `tc.cuda.capture`: records captures and calls."""
 
     def __init__(self) -> None:
         self.made: list[list[tuple[int, ...]]] = []
@@ -122,7 +122,7 @@ def test_a_step_without_memory_for_its_graphs_is_taken_once_more(
     monkeypatch.setattr(tc.cuda, "capture", fail_late)
     tc.manual_seed(3)
     assert trainer.train()
-    # The mean of 1 and 2, without the gradients of the passes before the retry.
+    # The gradient is the mean of 1 and 2, without the passes before the retry.
     assert weight.tolist() == [1.0 - 1.5]
     assert draws[:2] == draws[2:]
 

@@ -1,4 +1,4 @@
-"""Brackets nested beyond what a parser can follow, in every file of settings that is read."""
+"""Brackets nested too deeply for a parser, in every kind of file with settings."""
 
 import shutil
 from collections.abc import Callable

@@ -132,7 +132,7 @@ def test_resuming_with_another_adapter_is_rejected(config: TrainConfig, train: T
     for change in ({"rank": 8}, {"adapter": "dora"}, {"target_modules": ["to_q"]}):
         with pytest.raises(WeightsFormatError, match="resume with the settings that the run was"):
             train(config.with_(resume="latest", **change))
-    # The rejected attempts have left no trace.
+    # The rejected attempts changed no file.
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG) == config.with_(
         base_precision="same", gradient_checkpointing="none"
     )

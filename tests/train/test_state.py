@@ -131,7 +131,8 @@ folder = state.checkpoint_path(Path({str(tmp_path)!r}), 2)
 state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
     run = subprocess.run([sys.executable, "-c", code], check=False)
     assert run.returncode == -signal.SIGKILL
-    expected = {"write_atomically": 1, "sync_folder": 2}[victim]  # the second dies after the rename
+    # `sync_folder` is called after the rename.
+    expected = {"write_atomically": 1, "sync_folder": 2}[victim]
     newest = state.find(tmp_path, "latest")
     assert newest == state.checkpoint_path(tmp_path, expected)
     parameters = variables()

@@ -256,7 +256,7 @@ def half(weight: tc.Var) -> tc.Tensor:
 
 
 def test_the_scaler_skips_steps_that_overflow() -> None:
-    # 65536 overflows f16, half of it does not.
+    # 65536 overflows f16, 32768 does not.
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
     scaler = tc.optim.GradScaler()
     Trainer(
