@@ -1,4 +1,4 @@
-"""What tests of several areas need: a small model on disk, and a folder of images for it."""
+"""Fixtures of several areas: small models on disk, and folders of images for them."""
 
 import json
 import os
