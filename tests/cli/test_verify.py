@@ -56,7 +56,7 @@ def test_bad_files(
     assert message in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_not_applied(
+def test_layers_that_do_not_fit_are_not_applied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = lora(MODULE) | lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q")
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_not_applied(
         assert f"{tool} applies 1; 1 not: its shapes or values do not fit the layer\n" in text
 
 
-def test_an_adapter_of_the_built_in_model_is_compared_with_that(
+def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = SDXL.default_weights()

@@ -71,7 +71,7 @@ def test_peft_scales_every_layer_by_its_configuration(
 
 
 @pytest.mark.parametrize("in_header", [True, False])
-def test_folders_load_with_the_configuration_of_either_place(
+def test_folders_load_with_a_configuration_in_a_file_or_in_the_header(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, in_header: bool
 ) -> None:
     adapter = attach(unet, kind)
@@ -97,12 +97,14 @@ def test_folders_load_with_the_configuration_of_either_place(
         unet.remove_adapter()
 
 
-def test_other_paths_are_one_file(unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path) -> None:
+def test_a_path_with_a_suffix_is_one_file(
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
+) -> None:
     attach(unet, "lora").save(tmp_path / "mine.safetensors", format="peft")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
 
 
-def test_a_configuration_that_is_none(
+def test_a_damaged_configuration_is_named(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
 ) -> None:
     attach(unet, "lora").save(tmp_path / "adapter", format="peft")

@@ -41,7 +41,7 @@ def test_features_end_with_the_caption(zimage_base: Path) -> None:
     )
 
 
-def test_captions_of_a_batch_do_not_touch_each_other(zimage_base: Path) -> None:
+def test_captions_of_a_batch_do_not_see_each_other(zimage_base: Path) -> None:
     family = families.load("zimage", zimage_base, "f32", "cpu").family
     sample, times = tc.randn((2, 16, 12, 8)), tc.tensor([200.0, 700.0])
     whole = family.predict(sample, times, family.features(CAPTIONS))
@@ -70,7 +70,7 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
     np.testing.assert_array_equal(task.draw(["a"], options), whole.draw(["a"], options))
 
 
-def test_training_a_distilled_model_is_warned_of(zimage_base: Path, tmp_path: Path) -> None:
+def test_training_a_distilled_model_gives_a_warning(zimage_base: Path, tmp_path: Path) -> None:
     def notes(name: str) -> list[str]:
         (tmp_path / name).symlink_to(tmp_path / "models" / name)
         shutil.copytree(zimage_base, tmp_path / "models" / name)

@@ -60,7 +60,7 @@ def test_comfyui_merges_the_same(
 
 
 @pytest.mark.parametrize("kind", ["dora"])
-def test_what_comfyui_leaves_out_is_said(
+def test_what_comfyui_ignores_is_reported(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "adapter.safetensors"
@@ -72,7 +72,7 @@ def test_what_comfyui_leaves_out_is_said(
     assert not any("diffusers" in {**m.changed_by, **m.ignored_by} for m in report.modules)
 
 
-def test_layers_that_comfyui_knows_by_other_names_are_said(
+def test_layers_that_comfyui_knows_by_other_names_are_reported(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
     if not family.native:
