@@ -173,7 +173,7 @@ def test_long_pairs_share_the_room(weights: Path) -> None:
     [
         (ROWS, {"objective": "sft", "dpo_beta": 0.1}, DatasetError, "which --objective dpo does"),
         ([{"text": "a"}], {}, DatasetError, "has no `chosen` and `rejected`"),
-        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge that into the weights first"),
+        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge it into the weights first"),
         (ROWS, {"train_on": "all"}, ConfigError, "--objective sft"),
     ],
 )
