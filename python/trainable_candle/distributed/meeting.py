@@ -70,7 +70,7 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
                 raise DistributedError(
                     f"distributed: rank {world.rank} cannot reach rank 0 at {where} within "
                     f"{world.join_seconds:g} s ({error}); check MASTER_ADDR, that the port is "
-                    f"open and that no other program uses it, or set {JOIN} to wait longer"
+                    f"open and not in use by another program, or set {JOIN} to wait longer"
                 ) from error
             time.sleep(_AGAIN)
 
