@@ -136,7 +136,11 @@ def test_what_cannot_be_written_is_named(
 @pytest.mark.parametrize(
     ("settings", "flags", "told"),
     [
-        ({"base_precision": "nf4"}, [], "trained over a base in nf4; here the base is in its own"),
+        (
+            {"base_precision": "nf4"},
+            [],
+            "trained over a base in nf4, but here the base is in its own",
+        ),
         ({"base_precision": "nf4"}, ["--base-precision", "nf4"], ""),
         ({"qat": "int8", "base_precision": "same"}, [], "use merge --to int8"),
         ({"qat": "int8", "base_precision": "same"}, ["--to", "int8"], ""),
