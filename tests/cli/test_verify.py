@@ -80,7 +80,7 @@ def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
     tc.save_adapters(path, [adapter])
     assert main(["verify", str(path)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("note: its sizes are those of the built-in model `sdxl`")
+    assert text.startswith("note: its sizes are those of the built-in `sdxl`")
     assert "problems" not in text
     assert main(["verify", str(path), "--weights", str(base)]) == 0
     assert "note: its sizes" not in capsys.readouterr().out

@@ -245,8 +245,12 @@ def test_changes_lost_to_rounding_are_reported(
 @pytest.mark.parametrize(
     ("reader", "settings", "message"),
     [
-        ("vllm", {"adapter": "dora"}, "vLLM refuses this adapter: it is DoRA"),
-        ("gguf", {"adapter": "dora"}, "llama.cpp refuses this adapter: it is DoRA"),
+        ("vllm", {"adapter": "dora"}, "vLLM does not load this adapter: it does not load DoRA"),
+        (
+            "gguf",
+            {"adapter": "dora"},
+            "llama.cpp does not load this adapter: it does not load DoRA",
+        ),
         ("tensorrt", {}, "--for is tensorrt, expected one of peft, vllm"),
     ],
 )
@@ -277,7 +281,7 @@ def test_verify_reports_what_each_program_cannot_load(
     told = capsys.readouterr().out
     assert "good: peft applies all of it" in told
     assert "transformers and peft: loads it as it is" in told
-    assert "vLLM: it is DoRA, which it does not load; export --for merged" in told
+    assert "vLLM: it does not load DoRA; use export --for merged" in told
     # Without its configuration no program knows the scale.
     alone = folder / "adapter_model.safetensors"
     assert main(["verify", str(alone), "--model", "causal-lm", "--weights", str(weights)]) == 0

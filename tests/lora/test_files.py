@@ -89,7 +89,7 @@ def test_combine_sums_the_changes_of_files(
     assert "ranks up to 6" in capsys.readouterr().out
     three = ["--scale", "1", "--scale", "1", "--scale", "1"]
     assert main([*arguments, *three, "--output", str(tmp_path / "d.safetensors")]) == 2
-    assert "there are 3 times --scale and 2 times --adapter" in capsys.readouterr().err
+    assert "--scale is given 3 times and --adapter 2 times" in capsys.readouterr().err
 
 
 def test_diffusers_alphas_are_in_the_header(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_missing_settings_are_named_with_their_flags() -> None:
 def test_a_name_given_twice_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="is given twice"):
         TrainConfig.from_yaml(path)
 
 

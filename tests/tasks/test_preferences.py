@@ -171,9 +171,14 @@ def test_long_pairs_share_the_room(weights: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "settings", "error", "message"),
     [
-        (ROWS, {"objective": "sft", "dpo_beta": 0.1}, DatasetError, "which --objective dpo does"),
+        (
+            ROWS,
+            {"objective": "sft", "dpo_beta": 0.1},
+            DatasetError,
+            "give --objective dpo, or rename",
+        ),
         ([{"text": "a"}], {}, DatasetError, "has no `chosen` and `rejected`"),
-        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge that into the weights first"),
+        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge it into the weights first"),
         (ROWS, {"train_on": "all"}, ConfigError, "--objective sft"),
     ],
 )

@@ -290,7 +290,7 @@ def test_an_automatic_batch_size_becomes_a_number(config: TrainConfig) -> None:
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert written.batch_size >= 1
     assert any(line.startswith(f"plan: --batch-size {written.batch_size} ") for line in lines)
-    with pytest.raises(ConfigError, match="give the --batch-size too"):
+    with pytest.raises(ConfigError, match="--batch-size is auto"):
         train_adapter(TrainConfig.from_mapping({**settings, "effective_batch": 8}), progress=False)
 
 

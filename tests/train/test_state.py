@@ -236,7 +236,7 @@ def test_another_optimizer_is_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     parameters = variables()
     optimizer = tc.optim.Lion(list(parameters.values()), lr=0.1)
-    with pytest.raises(WeightsFormatError, match=r"the optimizer of .* is another"):
+    with pytest.raises(WeightsFormatError, match=r"has the state of another optimizer"):
         state.load(folder, parameters, optimizer)
 
 

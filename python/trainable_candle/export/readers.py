@@ -29,7 +29,7 @@ READERS: Final = {
 """The programs, by their names in `export --for`."""
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The allowed values of vLLM's `--max-lora-rank`; its default is 16."""
-_DORA: Final = "it is DoRA, which it does not load; export --for merged"
+_DORA: Final = "it does not load DoRA; use export --for merged"
 _UNREAD: Final = {
     "vllm": ("rank_pattern", "alpha_pattern"),
     "gguf": ("alpha_pattern", "use_rslora", "modules_to_save"),
@@ -72,7 +72,9 @@ def require_accepted(adapter: TextAdapter, reader: str) -> None:
     # No settings, because the export makes all scales and ranks equal.
     reasons = refusals(adapter, {})[reader]
     if reasons:
-        raise ConfigError(f"export: {READERS[reader]} refuses this adapter: {'; '.join(reasons)}")
+        raise ConfigError(
+            f"export: {READERS[reader]} does not load this adapter: {'; '.join(reasons)}"
+        )
 
 
 def vllm_rank(rank: int) -> int:

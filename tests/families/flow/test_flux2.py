@@ -96,7 +96,7 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
 
 def test_parts_of_another_size_are_named(flux2_base: Path, tmp_path: Path) -> None:
     for field, value, message in (
-        ("joint_attention_dim", 60, "makes 48 values of a token, and the transformer reads 60"),
+        ("joint_attention_dim", 60, "makes 48 features of a token, but the transformer reads 60"),
         ("guidance_embeds", True, "is FLUX.2-dev"),
     ):
         folder = tmp_path / field

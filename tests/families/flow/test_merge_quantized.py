@@ -136,9 +136,13 @@ def test_impossible_outputs_are_named(
 @pytest.mark.parametrize(
     ("settings", "flags", "told"),
     [
-        ({"base_precision": "nf4"}, [], "trained over a base in nf4; here the base is in its own"),
+        (
+            {"base_precision": "nf4"},
+            [],
+            "trained over a base in nf4, but here the base is in its own",
+        ),
         ({"base_precision": "nf4"}, ["--base-precision", "nf4"], ""),
-        ({"qat": "int8", "base_precision": "same"}, [], "merge --to int8 writes them so"),
+        ({"qat": "int8", "base_precision": "same"}, [], "use merge --to int8"),
         ({"qat": "int8", "base_precision": "same"}, ["--to", "int8"], ""),
     ],
 )

@@ -83,7 +83,9 @@ def test_training_a_distilled_model_gives_a_warning(zimage_base: Path, tmp_path:
 def test_files_without_the_template_are_named(zimage_base: Path, tmp_path: Path) -> None:
     text = (zimage_base / "tokenizer" / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|other|>"))
-    with pytest.raises(WeightsFormatError, match=r"no token <\|im_end\|>; expected that of Qwen3"):
+    with pytest.raises(
+        WeightsFormatError, match=r"no token <\|im_end\|>; expected the tokenizer of Qwen3"
+    ):
         PromptTokenizer.from_pretrained(tmp_path, thinks=True)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(WeightsFormatError, match="cannot be read"):

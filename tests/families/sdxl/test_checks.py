@@ -75,10 +75,13 @@ def test_a_min_snr_gamma_of_zero_is_rejected() -> None:
 
 def test_what_other_tools_ignore_is_reported(check: Check) -> None:
     assert check() == []
-    assert "diffusers leaves DoRA's magnitude out; --format" in check(adapter="dora")[0]
+    assert (
+        "diffusers ignores DoRA's magnitude; for diffusers, give --format"
+        in check(adapter="dora")[0]
+    )
     assert check(adapter="dora", format="diffusers") == []
     (said,) = check(adapter="dora", dora_axis="input")
-    assert said.endswith("diffusers leaves DoRA's magnitude out; ComfyUI applies all")
+    assert said.endswith("diffusers ignores DoRA's magnitude; ComfyUI applies them completely")
     assert "diffusers loads LoRA only" in check(adapter="loha")[0]
 
 
@@ -139,8 +142,12 @@ def test_an_initial_adapter_that_fits(
             "text_encoder and text_encoder_2, which would be dropped: give --tr",
         ),
         ({}, {"train_text_encoder": True}, "no adapters on text_encoder and text_encoder_2: leave"),
-        ({}, {"target_modules": ["to_q"]}, "is not in the file, but among these"),
-        ({}, {"target_modules": ["attn2.to_q"]}, "to_k is in the file, not among these"),
+        ({}, {"target_modules": ["to_q"]}, "is among the layers of the settings, not in the file"),
+        (
+            {},
+            {"target_modules": ["attn2.to_q"]},
+            "to_k is in the file, not among the layers of the settings",
+        ),
     ],
     ids=str,
 )

@@ -261,7 +261,7 @@ def test_a_non_finite_image_is_an_error(sdxl_base: Path) -> None:
     )
     for var in adapter.parameters():
         var.set(tc.full(var.shape, float("nan")))
-    with pytest.raises(NonFiniteError, match="sample: the image has values that are not finite"):
+    with pytest.raises(NonFiniteError, match="sample: the image has non-finite values"):
         task.draw(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 
