@@ -232,7 +232,7 @@ def test_averages_warm_up_in_replays(cuda: Any, digits_base: Any) -> None:
         try:
             step(x)
         except tc.ArgumentError as error:
-            assert "update() found the averages in the place" in str(error)
+            assert "update() found the averages in place" in str(error)
         else:
             raise AssertionError
     assert ema.updates == 21
@@ -299,7 +299,7 @@ def test_averages_are_updated_once_and_swapped_outside(cuda: Any, digits_base: A
         return x
 
     x = tc.ones(3, device="cuda")
-    for function, text in ((twice, "averages twice in a call"), (swaps, "which of averages and")):
+    for function, text in ((twice, "averages twice in a call"), (swaps, "whether averages or")):
         step = tc.cuda.capture(function, [x])
         step(x)
         before = ema.updates
