@@ -184,7 +184,7 @@ def applied(
     """The original matrices after ComfyUI has loaded a file at strength 1.
 
     Raises:
-        KeyError: it knows no such key, which it logs and leaves out.
+        KeyError: it does not know this key, which it logs and leaves out.
     """
     modules: dict[str, Slice] = {}
     for layer, place in slices.items():
