@@ -1,6 +1,6 @@
 //! [`Reader`]: the styles of names that a tool knows, and how it applies adapters under these names.
 //!
-//! Each part of a model family has a table of readers. [`verify`](super::verify) reports by this table, and it
+//! Each part of a model family has a table of readers. `verify` reports by this table, and it
 //! determines the default format.
 
 use super::Style;

@@ -42,7 +42,7 @@ pub enum TimestepSpacing {
     Linspace,
     /// Multiples of a whole number, counted from 0 up; the last timestep is not among them.
     Leading,
-    /// Evenly spaced from the last timestep down; the first is not among them.
+    /// Evenly spaced, counted down from the last timestep.
     Trailing,
 }
 
