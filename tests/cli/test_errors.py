@@ -151,7 +151,7 @@ def test_a_pickle_is_rejected(ending: str, tmp_path: Path) -> None:
     for given in (weights, tmp_path):
         result = run("sample", *arguments, "--weights", str(given))
         assert (result.returncode, result.stdout) == (2, "")
-        assert f"{weights}: a .{ending} file is a pickle checkpoint, which can run" in result.stderr
+        assert f"{weights}: a .{ending} file is a pickle checkpoint, which is not" in result.stderr
         assert "safetensors file of the same model" in result.stderr
 
 

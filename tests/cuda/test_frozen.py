@@ -232,7 +232,7 @@ def test_averages_warm_up_in_replays(cuda: Any, digits_base: Any) -> None:
         try:
             step(x)
         except tc.ArgumentError as error:
-            assert "update() found the averages in the place" in str(error)
+            assert "update() found the averages in place" in str(error)
         else:
             raise AssertionError
     assert ema.updates == 21
@@ -301,7 +301,7 @@ def test_graphs_reject_two_updates_and_a_swap_of_averages(cuda: Any, digits_base
         return x
 
     x = tc.ones(3, device="cuda")
-    for function, text in ((twice, "averages twice in a call"), (swaps, "which of averages and")):
+    for function, text in ((twice, "averages twice in a call"), (swaps, "whether averages or")):
         step = tc.cuda.capture(function, [x])
         step(x)
         before = ema.updates

@@ -161,7 +161,7 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = tmp_path / "t5.safetensors"
     tensors = weights_of("gated")
     tc.save_file({TABLE: tensors[TABLE]}, path)
-    with pytest.raises(tc.ConfigError, match=r"do not tell the size of shared"):
+    with pytest.raises(tc.ConfigError, match=r"do not determine the size of shared"):
         T5Encoder.from_pretrained(path)
     # umT5 has a table of biases in each block.
     tc.save_file({**tensors, TABLE.replace("0", "1", 1): tensors[TABLE]}, path)

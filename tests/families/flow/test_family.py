@@ -133,7 +133,7 @@ def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
 ) -> None:
     formats = families.find(name).formats
     if "kohya" in formats:
-        with pytest.raises(ConfigError, match=r"not such a product.* format .comfyui"):
+        with pytest.raises(ConfigError, match=r"apply to all rows.* format .comfyui"):
             train_adapter(configure(format="kohya", adapter="lokr"))
         with pytest.raises(ConfigError, match="layers in it that have no adapter"):
             train_adapter(configure(format="kohya", adapter="dora", target_modules=["to_q"]))

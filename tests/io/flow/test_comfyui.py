@@ -68,7 +68,7 @@ def test_what_comfyui_ignores_is_reported(
     report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
     assert not report.good
     reasons = {m.changed_by.get("ComfyUI") for m in report.modules}
-    assert reasons == {"it knows DoRA's magnitude as dora_scale only"}
+    assert reasons == {"it only knows DoRA's magnitude as dora_scale"}
     assert not any("diffusers" in {**m.changed_by, **m.ignored_by} for m in report.modules)
 
 
@@ -78,7 +78,7 @@ def test_layers_that_comfyui_knows_by_other_names_are_reported(
     if not family.native:
         return
     path, base = tmp_path / "adapter.safetensors", family.pipeline(tmp_path / "base")
-    for form, ignored in (("diffusers", {"it knows no such key"}), ("comfyui", {None})):
+    for form, ignored in (("diffusers", {"it does not know this key"}), ("comfyui", {None})):
         adapter = attach(family.load(), "lora", target_modules=list(family.native))
         adapter.save(path, format=form)
         report = tc.verify_adapter(path, family.name, base)

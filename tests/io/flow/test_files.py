@@ -12,13 +12,13 @@ from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
 CANNOT = {
     # Queries, keys, values and the middle of the MLP are one matrix under these names.
-    ("kohya", "lokr"): "it is not such a product of two factors; save with format \"comfyui\"",
-    ("kohya", "dora_input"): "one magnitude for each input there",
+    ("kohya", "lokr"): "apply to all rows of the matrix; save with format \"comfyui\"",
+    ("kohya", "dora_input"): "it has one magnitude for each input, which",
     ("kohya", "dora_attention"): "would change the layers in it that have no adapter",
     ("diffusers", "loha"): 'save with format "comfyui"',
     ("diffusers", "lokr"): 'save with format "comfyui"',
-    ("diffusers", "dora_input"): "no DoRA with a magnitude for each input",
-    ("peft", "dora_input"): "no DoRA with a magnitude for each input",
+    ("diffusers", "dora_input"): "does not support DoRA with a magnitude for each input",
+    ("peft", "dora_input"): "does not support DoRA with a magnitude for each input",
 }  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def test_a_matrix_of_several_layers_is_split(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("lokr_w1", (4, 8), "is of 3 layers together"),
+        ("lokr_w1", (4, 8), "is one parameter of 3 layers together"),
         ("lora_up.weight", (191, 3), "expected rows in 3 equal shares"),
     ],
 )
