@@ -87,7 +87,8 @@ def test_a_graph_allows_one_backward_pass_unless_retained():
     y.backward()
     assert x.grad.tolist() == [12]
     with pytest.raises(
-        tc.AutogradError, match="already walked and what it saved is freed; pass retain_graph=True"
+        tc.AutogradError,
+        match="already differentiated and its saved values are freed; pass retain_graph=True",
     ):
         y.backward()
 
