@@ -1,4 +1,4 @@
-"""Commands for a whole job on a full-size model; for SDXL, diffusers runs the same phases.
+"""Commands for a whole job on a full-size model, and diffusers in the same phases (`job_peer.py`).
 
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
@@ -7,8 +7,8 @@ Z-Image 21, Chroma 28, Flux.1 34. `merge` needs as much again; use a folder in /
 is too small. Then it runs the commands that a user would type: train (200 steps of SDXL, 30 of
 others) on cold and on warm caches, resume, train with previews, validation and an average, sample,
 merge, verify. A phase is the time between two lines that a command prints. The peaks of GPU memory
-(nvidia-smi) and of resident host memory are those of the command's process. For SDXL, diffusers
-loads, encodes, draws and saves the same, if it is installed.
+(nvidia-smi) and of resident host memory are those of the command's process. If diffusers is
+installed, it loads, encodes, draws and saves the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import full_flow
 import full_size
@@ -194,79 +194,13 @@ def verify(job: Job, work: Path) -> None:
     show("verify", command("verify", "--model", job.model, adapter))
 
 
-def peer(work: Path) -> None:
-    """Time the same phases in diffusers; runs in a process of its own."""
-    started = time.perf_counter()
-    import diffusers  # noqa: PLC0415 - optional
-    import numpy as np  # noqa: PLC0415
-    import torch  # noqa: PLC0415
-    from peft import LoraConfig, get_peft_model_state_dict  # noqa: PLC0415
-    from PIL import Image  # noqa: PLC0415
-
-    def phase(title: str, run: Callable[[], Any]) -> Any:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
-        result = run()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        print(
-            f"  diffusers, {title}: {time.perf_counter() - begun:.2f} s, {peak:.2f} GiB", flush=True
-        )
-        return result
-
-    print(f"\n== diffusers: imports {time.perf_counter() - started:.1f} s", flush=True)
-    kind = diffusers.StableDiffusionXLPipeline
-    load = lambda: kind.from_pretrained(work / "sdxl", torch_dtype=torch.bfloat16).to("cuda")  # noqa: E731
-    pipeline = phase("load", load)
-    pipeline.set_progress_bar_config(disable=True)
-    pictures = sorted((work / "pictures").glob("*.png"))
-
-    def encode() -> None:
-        for path in pictures:
-            image = np.asarray(Image.open(path).convert("RGB").resize((1024, 1024)))
-            values = torch.tensor(image).permute(2, 0, 1)[None].float().cuda() / 127.5 - 1
-            pipeline.vae.encode(values).latent_dist.mean.cpu()
-
-    with torch.no_grad():
-        captions = [path.with_suffix(".txt").read_text() for path in pictures]
-        phase("24 captions", lambda: [pipeline.encode_prompt(text) for text in captions])
-        pipeline.vae.float()
-        phase("latents of 24 images of 1024 px, f32", encode)
-        pipeline.vae.to(torch.bfloat16)
-        for number in ("first", "second"):
-            call = lambda: pipeline(  # noqa: E731
-                PROMPT, num_inference_steps=30, guidance_scale=6.0, height=1024, width=1024
-            )
-            phase(f"draw 1024 px in 30 steps, {number}", call)
-    adapter = work / "cold" / "adapter.safetensors"
-    if adapter.exists():
-
-        def merged() -> None:
-            pipeline.load_lora_weights(str(adapter))
-            pipeline.fuse_lora()
-            pipeline.unload_lora_weights()
-            pipeline.save_pretrained(work / "peer-merged")
-
-        phase("merge the adapter and save the pipeline", merged)
-    layers = ["to_q", "to_k", "to_v", "to_out.0", "proj", "proj_in", "proj_out", "ff.net.2"]
-    pipeline.unet.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=layers))
-    state = get_peft_model_state_dict(pipeline.unet)
-    save = lambda: kind.save_lora_weights(work / "peer", unet_lora_layers=state)  # noqa: E731
-    phase("save the adapter", save)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=sorted(JOBS), default="sdxl")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--only", default="", help="parts, comma-separated")
     parser.add_argument("--no-torch", action="store_true", help="leave diffusers out")
-    parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.peer:
-        peer(given.folder)
-        return
     reason = tc.cuda.unavailable_reason()
     if reason is not None:
         raise SystemExit(f"no CUDA: {reason}")
@@ -298,9 +232,10 @@ def main() -> None:
             print(f"made the checkpoint and images: {time.perf_counter() - started:.1f} s")
         for name in wanted:
             parts[name]()
-        if job.model == "sdxl" and not given.no_torch and timing.find_torch() is not None:
-            peers = [sys.executable, __file__, "--peer", "--folder", str(work)]
-            subprocess.run(peers, check=False)
+        if not given.no_torch and timing.find_torch() is not None:
+            peer = str(Path(__file__).with_name("job_peer.py"))
+            settings = ["--steps", str(job.draw_steps), "--guidance", str(job.guidance)]
+            subprocess.run([sys.executable, peer, str(work), job.model, *settings], check=False)
     finally:
         if given.folder is None:
             shutil.rmtree(work)

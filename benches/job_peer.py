@@ -1,0 +1,203 @@
+"""The phases of `gpu_job.py` in diffusers, transformers and peft.
+
+python benches/job_peer.py FOLDER MODEL [--steps 28] [--guidance 3.5] [--device cpu] [--side 1024]
+
+FOLDER has the pipeline `MODEL` and `pictures` of `gpu_job.py`. SDXL is loaded as a pipeline. Of the
+other models, whose folders have no tokenizers, each part is loaded for itself, text encoders get
+random tokens of the length that the pipeline pads to, and images are drawn from random features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+started = time.perf_counter()
+import diffusers  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from peft import LoraConfig, get_peft_model_state_dict  # noqa: E402
+from PIL import Image  # noqa: E402
+
+PROMPT = "a photo of a sks thing on a table"
+# As `RANK` of `gpu_job.py`.
+RANK = 16
+CLIP_TOKENS, T5_TOKENS, QWEN_TOKENS = 77, 512, 512
+SDXL_LAYERS = ["to_q", "to_k", "to_v", "to_out.0", "proj", "proj_in", "proj_out", "ff.net.2"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--guidance", type=float, default=6.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--side", type=int, default=1024)
+    given = parser.parse_args()
+    print(f"\n== diffusers: imports {time.perf_counter() - started:.1f} s", flush=True)
+    with torch.no_grad():
+        (sdxl if given.model == "sdxl" else flow)(given)
+
+
+def phase(given: argparse.Namespace, title: str, run: Callable[[], Any]) -> Any:
+    """Run a phase, and print its time and the peak of GPU memory."""
+    on_gpu = given.device != "cpu"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    result = run()
+    peak = ""
+    if on_gpu:
+        torch.cuda.synchronize()
+        peak = f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB"
+    print(f"  diffusers, {title}: {time.perf_counter() - begun:.2f} s{peak}", flush=True)
+    return result
+
+
+def pictures(given: argparse.Namespace) -> list[Path]:
+    return sorted((given.folder / "pictures").glob("*.png"))
+
+
+def encode_images(given: argparse.Namespace, autoencoder: Any) -> None:
+    """Encode the images in f32, one at a time."""
+    autoencoder.float()
+
+    def encode() -> None:
+        for path in pictures(given):
+            image = Image.open(path).convert("RGB").resize((given.side, given.side))
+            values = torch.tensor(np.asarray(image)).permute(2, 0, 1)[None].float()
+            autoencoder.encode(values.to(given.device) / 127.5 - 1).latent_dist.mean.cpu()
+
+    count = len(pictures(given))
+    phase(given, f"latents of {count} images of {given.side} px, f32", encode)
+    autoencoder.to(torch.bfloat16)
+
+
+def draw(given: argparse.Namespace, pipeline: Any, **inputs: Any) -> None:
+    """Draw two images; the first call also prepares kernels."""
+    pipeline.set_progress_bar_config(disable=True)
+    sizes = {"height": given.side, "width": given.side, "num_inference_steps": given.steps}
+    for number in ("first", "second"):
+        call = lambda: pipeline(guidance_scale=given.guidance, **sizes, **inputs)  # noqa: E731
+        phase(given, f"draw {given.side} px in {given.steps} steps, {number}", call)
+
+
+def save(given: argparse.Namespace, pipeline: Any, part: str, layers: list[str]) -> None:
+    """Merge our adapter and save the result, then save an adapter of theirs."""
+    adapter = given.folder / "cold" / "adapter.safetensors"
+    denoiser = getattr(pipeline, part)
+    if adapter.exists():
+
+        def merged() -> None:
+            pipeline.load_lora_weights(str(adapter))
+            pipeline.fuse_lora()
+            pipeline.unload_lora_weights()
+            denoiser.save_pretrained(given.folder / "peer-merged")
+
+        phase(given, f"merge the adapter and save the {part}", merged)
+    denoiser.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=layers))
+    state = {f"{part}_lora_layers": get_peft_model_state_dict(denoiser)}
+    write = lambda: type(pipeline).save_lora_weights(given.folder / "peer", **state)  # noqa: E731
+    phase(given, "save the adapter", write)
+
+
+def sdxl(given: argparse.Namespace) -> None:
+    kind = diffusers.StableDiffusionXLPipeline
+    path = given.folder / given.model
+    load = lambda: kind.from_pretrained(path, torch_dtype=torch.bfloat16).to(given.device)  # noqa: E731
+    pipeline = phase(given, "load", load)
+    captions = [path.with_suffix(".txt").read_text() for path in pictures(given)]
+    encode = lambda: [pipeline.encode_prompt(text) for text in captions]  # noqa: E731
+    phase(given, f"{len(captions)} captions", encode)
+    encode_images(given, pipeline.vae)
+    draw(given, pipeline, prompt=PROMPT)
+    save(given, pipeline, "unet", SDXL_LAYERS)
+
+
+def flow(given: argparse.Namespace) -> None:
+    folder = given.folder / given.model
+
+    def load(part: str) -> Any:
+        config = json.loads((folder / part / "config.json").read_text())
+        name = config.get("_class_name") or config["architectures"][0]
+        kind = getattr(diffusers if "_class_name" in config else transformers, name)
+        return kind.from_pretrained(folder / part, torch_dtype=torch.bfloat16).to(given.device)
+
+    encoders = {
+        path.name: phase(given, f"load {path.name}", lambda path=path: load(path.name))
+        for path in sorted(folder.glob("text_encoder*"))
+    }
+    tokens = lambda name: CLIP_TOKENS if "CLIP" in type(encoders[name]).__name__ else T5_TOKENS  # noqa: E731
+
+    def encode() -> None:
+        for _ in pictures(given):
+            for name, encoder in encoders.items():
+                ids = torch.randint(3, 250, (1, tokens(name)), device=given.device)
+                if hasattr(encoder, "lm_head"):
+                    encoder.model(ids, output_hidden_states=True)
+                else:
+                    encoder(ids)
+
+    phase(given, f"{len(pictures(given))} captions", encode)
+    configs = {name: encoder.config for name, encoder in encoders.items()}
+    encoders.clear()
+    if given.device != "cpu":
+        torch.cuda.empty_cache()
+    vae = phase(given, "load vae", lambda: load("vae"))
+    encode_images(given, vae)
+    transformer = phase(given, "load transformer", lambda: load("transformer"))
+    name = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    kind = getattr(diffusers, name)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
+    parts = {"scheduler": scheduler, "vae": vae, "transformer": transformer}
+    missing = [
+        part
+        for part, parameter in inspect.signature(kind.__init__).parameters.items()
+        if part not in {"self", *parts} and parameter.default is parameter.empty
+    ]
+    pipeline = kind(**parts, **dict.fromkeys(missing))
+    draw(given, pipeline, **features(name, transformer.config, configs, given.device))
+    layers = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"]
+    save(given, pipeline, "transformer", layers)
+
+
+def features(pipeline: str, config: Any, encoders: dict[str, Any], device: str) -> dict[str, Any]:
+    """Random features of a prompt and of an empty one, as a pipeline takes them."""
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def pair(name: str, make: Callable[[], Any]) -> dict[str, Any]:
+        return {name: make(), f"negative_{name}": make()}
+
+    if pipeline == "ZImagePipeline":
+        return pair("prompt_embeds", lambda: [random(QWEN_TOKENS, config.cap_feat_dim)])
+    width = config.joint_attention_dim
+    if pipeline == "Flux2KleinPipeline":
+        return pair("prompt_embeds", lambda: random(1, QWEN_TOKENS, width))
+    if pipeline == "StableDiffusion3Pipeline":
+        pooled = lambda: random(1, config.pooled_projection_dim)  # noqa: E731
+        return pair("prompt_embeds", lambda: random(1, 333, width)) | pair(
+            "pooled_prompt_embeds", pooled
+        )
+    if pipeline == "ChromaPipeline":
+        mask = lambda: torch.ones((1, T5_TOKENS), device=device, dtype=torch.bfloat16)  # noqa: E731
+        return pair("prompt_embeds", lambda: random(1, T5_TOKENS, width)) | pair(
+            "prompt_attention_mask", mask
+        )
+    pooled = random(1, encoders["text_encoder"].projection_dim)
+    return {"prompt_embeds": random(1, T5_TOKENS, width), "pooled_prompt_embeds": pooled}
+
+
+if __name__ == "__main__":
+    main()
