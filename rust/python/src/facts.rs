@@ -193,10 +193,13 @@ impl PartFacts {
     ///
     /// Args:
     ///     config: which layers get adapters, and of what rank.
-    ///     policy: "none", "full" or "selective" checkpointing.
+    ///     policy: "none", "full", "selective" or "offloaded" checkpointing.
     ///     height: of the latents or the image that the model sees.
     ///     width: likewise.
     ///     tokens: of the text.
+    ///
+    /// Returns:
+    ///     The values on the device, and those in the memory of the host ("offloaded" alone).
     ///
     /// Raises:
     ///     ConfigError: if a pattern is not a regular expression.
@@ -209,10 +212,11 @@ impl PartFacts {
         height: Integer,
         width: Integer,
         tokens: Integer,
-    ) -> Result<usize> {
+    ) -> Result<(usize, usize)> {
         let size = sample_size("saved_values", [height, width, tokens])?;
         let (policy, config) = (policy.parse()?, config.inner());
-        detached(py, || self.0.saved_values(&config, policy, size))
+        let [device, host] = detached(py, || self.0.saved_values(&config, policy, size))?;
+        Ok((device, host))
     }
 }
 

@@ -343,7 +343,8 @@ impl Model {
     /// Keep little between forward and backward, and recompute the rest.
     ///
     /// Args:
-    ///     policy: "full" keeps the inputs of blocks, "selective" also the results of matrix products and attention.
+    ///     policy: "full" keeps the inputs of blocks, "selective" also the results of matrix products and attention,
+    ///         "offloaded" keeps the inputs of blocks in the memory of the host.
     ///
     /// Raises:
     ///     ArgumentError: if the policy is unknown.
