@@ -90,7 +90,7 @@ def arguments(own: str, chosen_by: str, kinds: dict[str, Any]) -> str:
 
 
 def named(kind: Any, own: dict[str, Any]) -> Iterator[str]:
-    """The arguments of an optimizer or a schedule, with defaults of `own` before its own."""
+    """The arguments of an optimizer or a schedule; `own` replaces defaults of the signature."""
     for name, parameter in signature(kind).parameters.items():
         if name not in ELSEWHERE and parameter.default is not Parameter.empty:
             default = own.get(name, parameter.default)

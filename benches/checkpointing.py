@@ -1,4 +1,4 @@
-"""Memory and time of checkpointing on 24 transformer blocks whose only trainable parts are LoRA.
+"""Memory and time of checkpointing on 24 transformer blocks that train LoRA alone.
 
 python benches/checkpointing.py
 """
@@ -15,7 +15,7 @@ BLOCKS, BATCH, TOKENS, WIDTH, HEADS, RANK = 24, 2, 256, 256, 4, 8
 
 
 class Block:
-    """Pre-norm attention and GELU MLP; every linear is frozen with a LoRA."""
+    """Pre-norm attention and GELU MLP; every linear layer is frozen and has a LoRA."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         def lora(out: int, inner: int) -> tc.nn.LoRALinear:

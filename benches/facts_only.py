@@ -54,11 +54,11 @@ MODELS = {
     "Qwen2-1.5B": ("causal-lm", lambda: _text(QWEN2)),
     "Llama-3-8B": ("causal-lm", lambda: _text(LLAMA3)),
 }
-"""By a published model's name: its family, and a function that gives configurations by folder."""
+"""The family of each published model, and a function that returns its configurations by folder."""
 
 
 def write_model(folder: Path, name: str) -> Path:
-    """Write the configurations, each beside a file of weights that has one number."""
+    """Write each configuration beside a file of weights that has one number."""
     for part, config in MODELS[name][1]().items():
         where = folder / part
         where.mkdir(parents=True, exist_ok=True)

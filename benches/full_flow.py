@@ -3,7 +3,7 @@
 python benches/full_flow.py FOLDER MODEL [--device cuda]
 
 Parts are made on the device and saved from there, one after another. The package ships the
-tokenizers of CLIP and T5; the tokenizer written for Qwen3 has bytes for tokens.
+tokenizers of CLIP and T5; the tokens of the tokenizer written for Qwen3 are bytes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _sd3(config: Config) -> Parts:
     return _parts("SD3Transformer", config, OF_SD3, *clips, ("T5Encoder", T5))
 
 
-# The pipeline's class, its scheduler, its parts.
+# By model: the class of its pipeline, the configuration of its scheduler, its parts.
 PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
     "sd3": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(MEDIUM)),
     "sd3-large": ("StableDiffusion3Pipeline", {"shift": 3.0}, _sd3(LARGE)),
@@ -121,7 +121,7 @@ PIPELINES: Mapping[str, tuple[str, Config, Parts]] = {
 def write_pipeline(folder: Path, model: str, device: str = "cpu") -> None:
     """Write a folder as diffusers would.
 
-    It takes 15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage) or 16 (flux2).
+    The folder takes 15 GB (sd3), 34 (flux), 28 (chroma), 21 (zimage) or 16 (flux2).
     """
     class_name, scheduler, parts = PIPELINES[model]
     tc.manual_seed(0)
@@ -153,7 +153,7 @@ def _write(path: Path, values: Config) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer whose tokens are bytes, with the special ones of Qwen."""
+    """Write a tokenizer whose tokens are bytes and Qwen's special tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -29,7 +29,7 @@ VAE_LAYERS = 2
 LATENT_CHANNELS = 4
 VOCABULARY = 49408
 TOKENS = 77
-# Hidden size, intermediate size, layers, heads, activation, projection.
+# By folder: hidden size, intermediate size, layers, heads, activation, projection.
 ENCODERS: dict[str, tuple[int, int, int, int, str, int | None]] = {
     "text_encoder": (768, 3072, 12, 12, "quick_gelu", None),
     "text_encoder_2": (1280, 5120, 32, 20, "gelu", 1280),
@@ -117,7 +117,7 @@ def write_pictures(
 
 
 def write_texts(path: Path, count: int = 64, length: int = 2000) -> None:
-    """Write lines of random letters, the data set of a language model."""
+    """Write lines of random letters, a dataset for a language model."""
     random = np.random.default_rng(0)
     texts = ("".join(map(chr, random.integers(97, 123, length))) for _ in range(count))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -206,7 +206,7 @@ def _drawn(shapes: Shapes, device: str) -> dict[str, tc.Tensor]:
 
 
 def _draws(shapes: Shapes, device: str) -> Iterator[tuple[str, tc.Tensor]]:
-    """Weights that neither shrink nor blow up activations, and norms with scale 1 and shift 0."""
+    """Weights that keep the size of activations; norms have scale 1 and shift 0."""
     for name, shape in shapes.items():
         if len(shape) == 1:
             scale = name.endswith("weight") and "norm" in name

@@ -3,7 +3,7 @@
 python benches/gpu_encode.py [--only decode] [--profile] [--no-torch]
 
 Weights are random, with the shapes of SDXL's base model; images are noise. `--profile` adds our
-time by kernel. diffusers is measured too where it is installed.
+time by kernel. diffusers is measured too, if it is installed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCHES = [1, 2, 4]
 STEPS = 30
 LATENT = 8
 EXACT_SIDE = 512
-"""Side of the image that is also encoded in f64, px."""
+"""Side in px of the image whose latents are compared with those of f64."""
 BIG_G = {
     "architectures": ["CLIPTextModelWithProjection"],
     "hidden_act": "gelu",
@@ -109,7 +109,7 @@ def autoencoder(machine: Machine, vae: Any, only: str, *, profile: bool) -> None
             to_host = gpu_timing.timed(
                 partial(on_host, vae, picture, device), device, machine.seconds
             )
-            print(f"  with the latents on the host {to_host * 1e3 / batch:.1f} ms a picture")
+            print(f"  with the latents on the host {to_host * 1e3 / batch:.1f} ms an image")
     title = "decode 1024 x 1024"
     if only in title:
         latent = tc.randn((1, 4, 128, 128), device=device)
@@ -154,7 +154,7 @@ def errors(machine: Machine, vae: Any) -> None:
             float(np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2)))
             for x, y in zip(found, exact, strict=True)
         )
-        print(f"error of {name}: latents {encode:.1e}, picture {decode:.1e}", flush=True)
+        print(f"error of {name}: latents {encode:.1e}, image {decode:.1e}", flush=True)
 
 
 def optional(name: str) -> Any | None:
@@ -241,7 +241,7 @@ def drawing(machine: Machine, vae: Any, *, profile: bool) -> None:
         started = time.perf_counter()
         run(count)
         seconds = time.perf_counter() - started
-        report(f"draw 1024 x 1024, {STEPS} steps, {count} pictures", seconds, device)
+        report(f"draw 1024 x 1024, {STEPS} steps, {count} images", seconds, device)
     sample, times = tc.randn((2, 4, 128, 128), device=device), tc.full((1,), 500.0, device=device)
     both = {name: tc.cat([x, x]) for name, x in text.items()}
     both["time_ids"] = tc.full((2, 6), 1024.0, device=device)

@@ -1,14 +1,14 @@
-"""A whole job at full size through the command line; for SDXL, diffusers runs the same phases.
+"""Commands for a whole job on a full-size model; for SDXL, diffusers runs the same phases.
 
 python benches/gpu_job.py [--model sdxl] [--folder DIR] [--only cold,warm,...] [--no-torch]
 
-Makes a checkpoint of random weights (SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16, Z-Image 21,
-Chroma 28, Flux.1 34; `merge` needs as much again; use a folder in /dev/shm if the disk is too
-small) and 24 images, then trains 200 steps (SDXL; others 30) on cold and on warm caches, resumes,
-trains with previews, validation and an average, draws, merges and verifies, each with the command
-that a user would type. Phases are the times between the lines that a command prints. The peaks of
-GPU memory (nvidia-smi) and of resident host memory are those of the process. For SDXL, diffusers
-loads, encodes, draws and saves the same where it is installed.
+Makes 24 images and a checkpoint of random weights: SDXL 6.9 GB, SD3.5-medium 15, FLUX.2-klein 16,
+Z-Image 21, Chroma 28, Flux.1 34. `merge` needs as much again; use a folder in /dev/shm if the disk
+is too small. Then it runs the commands that a user would type: train (200 steps of SDXL, 30 of
+others) on cold and on warm caches, resume, train with previews, validation and an average, sample,
+merge, verify. A phase is the time between two lines that a command prints. The peaks of GPU memory
+(nvidia-smi) and of resident host memory are those of the command's process. For SDXL, diffusers
+loads, encodes, draws and saves the same, if it is installed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROMPT = "a photo of a sks thing on a table"
-# Of the adapters, which are on every linear layer of the transformers: the default of `train-lora`.
+# Rank of the adapters, which are on every linear layer of the transformers, as in `train-lora`.
 RANK = 16
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is special to a model."""
+    """What differs between models."""
 
     model: str
     """The value of `--model`."""
@@ -232,7 +232,7 @@ def peer(work: Path) -> None:
         captions = [path.with_suffix(".txt").read_text() for path in pictures]
         phase("24 captions", lambda: [pipeline.encode_prompt(text) for text in captions])
         pipeline.vae.float()
-        phase("latents of 24 pictures of 1024 px, f32", encode)
+        phase("latents of 24 images of 1024 px, f32", encode)
         pipeline.vae.to(torch.bfloat16)
         for number in ("first", "second"):
             call = lambda: pipeline(  # noqa: E731
@@ -259,7 +259,7 @@ def peer(work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=sorted(JOBS), default="sdxl")
-    parser.add_argument("--folder", type=Path, help="where to work; made anew and removed without")
+    parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--only", default="", help="parts, comma-separated")
     parser.add_argument("--no-torch", action="store_true", help="leave diffusers out")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
@@ -295,7 +295,7 @@ def main() -> None:
             else:
                 full_flow.write_pipeline(work / job.model, given.model, "cuda")
             full_size.write_pictures(work / "pictures")
-            print(f"made the checkpoint and pictures: {time.perf_counter() - started:.1f} s")
+            print(f"made the checkpoint and images: {time.perf_counter() - started:.1f} s")
         for name in wanted:
             parts[name]()
         if job.model == "sdxl" and not given.no_torch and timing.find_torch() is not None:

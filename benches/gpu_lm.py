@@ -3,8 +3,8 @@
 python benches/gpu_lm.py [--only qwen2] [--profile] [--liger]
 
 A step is forward, cross-entropy, backward and the optimizer, with f32 LoRA of rank 16 on the seven
-linear layers of every block and 8-bit AdamW. Our step is timed without and with a CUDA graph. The
-peer is transformers with peft under torch's autocast where they are installed; `--liger` adds
+linear layers of every block and 8-bit AdamW. Our step is timed without and with a CUDA graph, and
+compared with transformers and peft under torch's autocast, if they are installed; `--liger` adds
 Liger's kernels. Each sequence of a row is an example of its own; every token has a loss.
 """
 
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
+        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
         c = self.config
         width, heads = c["hidden_size"], c["num_attention_heads"]
         keys = width * c["num_key_value_heads"] // heads

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """A square layer of this width on this many rows."""
+    """A square layer of `width` on `rows` rows."""
 
     dtype: str
     rows: int

@@ -5,7 +5,7 @@ They have the sizes of SDXL at 1024 x 1024 px, and of language models over packe
 python benches/gpu_ops.py [--only attention] [--profile]
 
 Norms and convolutions are frozen, as under LoRA: only their input gets a gradient. The ratio to
-torch is of the times without a graph: launching a graph takes longer than many of the operations.
+torch compares times without a graph, because launching a graph takes longer than many operations.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Case:
     ours: Operation
     theirs: Operation
     flops: float
-    """Of forward and backward."""
+    """Floating-point operations of forward and backward."""
     passes: float
-    """How often the first input's bytes are read or written, at least."""
+    """The least number of times that all bytes of the first input are read or written."""
     trained: int = 1
     images: bool = False
 
@@ -57,7 +57,7 @@ class Case:
 
 
 def convolution(image: tuple[int, int, int], out: int, kernel: int, stride: int = 1) -> Case:
-    """Over one image (height, width, channels)."""
+    """A convolution of one image (height, width, channels)."""
     height, width, channels = image
     options = {"stride": stride, "padding": kernel // 2}
     flops = 2 * height * width // stride**2 * channels * out * kernel**2
@@ -87,7 +87,7 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
 
 
 def packed_attention(heads: int, key_heads: int, segments: int, dim: int = 128) -> Case:
-    """Causal attention of segments of 2048 tokens in one row; torch gets a call a segment."""
+    """Causal attention of segments of 2048 tokens in one row; torch runs a call for each."""
     length = 2048
     rows = segments * length
     bounds: list[tc.Tensor] = []

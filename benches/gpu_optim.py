@@ -1,9 +1,10 @@
-"""Optimizers on a GPU: AdamW8bit over 268 M parameters, all of them and clipping over 23 M.
+"""Optimizers on a GPU: AdamW8bit over 268 M parameters; every optimizer, and clipping, over 23 M.
 
 python benches/gpu_optim.py
 
-The 23 M parameters are those of a LoRA of rank 16 on SDXL's attention, in as many tensors. Torch's
-side of optimizers that torch lacks are prodigyopt, schedulefree and came-pytorch, where installed.
+The 23 M parameters are those of a LoRA of rank 16 on SDXL's attention, in as many tensors. Where
+torch lacks an optimizer, ours is compared with prodigyopt, schedulefree or came-pytorch, if these
+are installed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def eight_bit(machine: Machine) -> None:
         try:
             import bitsandbytes  # noqa: PLC0415 - optional
         except ImportError:
-            print("bitsandbytes is not there")
+            print("bitsandbytes is not installed")
         else:
             theirs = bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
             sides["bitsandbytes"] = gpu_timing.torch_timed(torch, theirs.step, machine.seconds)
@@ -75,7 +76,7 @@ def eight_bit(machine: Machine) -> None:
 
 
 def clipped(machine: Machine) -> None:
-    """The norm of all gradients, clipping and AdamW: gradients are read twice, the rest once."""
+    """The norm of all gradients, clipping, AdamW: they read gradients twice and the rest once."""
     device, shapes = machine.device, adapter_shapes()
     parameters = our_vars([*shapes], device)
     optimizer = tc.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)
@@ -117,7 +118,7 @@ THEIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adamwschedulefree": ("schedulefree", "AdamWScheduleFree", {}),
     "muon": ("torch.optim", "Muon", {}),
 }
-"""The module, name and options of what other libraries have."""
+"""The module, class and options of the optimizer that ours is compared with."""
 
 
 def every(machine: Machine) -> None:

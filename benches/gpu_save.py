@@ -1,12 +1,12 @@
-"""Saving: a checkpoint and an adapter, beside a plain write of the same bytes.
+"""Saving a checkpoint and an adapter, compared with a plain write of the same bytes.
 
 python benches/gpu_save.py [--device cpu] [--folder /tmp] [--rounds 5]
 
 The adapter has rank 16 on all transformer layers of SDXL's UNet: 1,444 tensors, 42.6 M parameters,
 trained with AdamW8bit. On the CPU the adapter is for the small UNet that the package ships. A plain
 write puts the same bytes from memory into files of the same sizes and syncs them; saving and plain
-writing take turns. Training stops while values are copied to the host; the trainer measures this
-too, as the extra time of the step after a checkpoint.
+writing take turns. Training stops while values are copied to the host; a training run measures this
+pause too, as the extra time of the step after a checkpoint.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compare(
 
 
 class Clock(Callback):
-    """When each step ended."""
+    """Records when each step ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -99,7 +99,7 @@ class Clock(Callback):
 
 
 class Same:
-    """The same batch again and again."""
+    """A source that returns the same batch every time."""
 
     def batch(self, index: int) -> int:
         return index
@@ -156,7 +156,7 @@ def trainer(device: str, folder: Path) -> tuple[Trainer[int], Any, Clock]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
-    parser.add_argument("--folder", help="where to write; the disk that is measured")
+    parser.add_argument("--folder", help="where to write: on the disk to measure")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

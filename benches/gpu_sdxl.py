@@ -52,7 +52,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
+        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
         forward = DENSE + ATTENTION
         backward = DENSE + 2.5 * ATTENTION
         return self.batch * (backward + forward * (2 if self.checkpointing == "full" else 1))
@@ -133,7 +133,7 @@ def torch_optimizer(torch: Any, parameters: list[Any], kind: str) -> Any:
 
             return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-4)
         except ImportError:
-            print("bitsandbytes is not there: torch takes its fused AdamW")
+            print("bitsandbytes is not installed: torch uses its fused AdamW")
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
@@ -196,7 +196,7 @@ def run_long(case: Case, device: str, steps: int) -> None:
         times.append(time.perf_counter() - started)
         stats = tc.cuda.memory_stats(device)
         held.append((stats["allocated"], stats["reserved"]))
-    # The first tenth records and warms up.
+    # The first tenth of the steps records graphs and warms up.
     first, last = (statistics.median(part) for part in (times[tenth : 2 * tenth], times[-tenth:]))
     change = [end - begin for begin, end in zip(held[tenth], held[-1], strict=True)]
     tenths = gpu_timing.milliseconds(first_tenth=first, last_tenth=last)
@@ -211,7 +211,7 @@ def main() -> None:
     parser = gpu_timing.parser(__doc__)
     parser.set_defaults(seconds=2.0)
     parser.add_argument("--steps", type=int, default=0, help="run this many steps, without torch")
-    parser.add_argument("--trace", action="store_true", help="kernels of a replay, by torch")
+    parser.add_argument("--trace", action="store_true", help="kernels of a replay; needs torch")
     options = parser.parse_args()
     machine = gpu_timing.start(options)
     for case in CASES:

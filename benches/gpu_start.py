@@ -44,8 +44,8 @@ def host_bytes(key: str) -> int:
 
 
 def load(folder: str) -> None:
-    """Time and memory of loading a saved model."""
-    # Starts threads and loads kernels.
+    """Print time and memory of loading a saved model."""
+    # The first calls start threads and load kernels.
     tc.ones((1024, 1024), device="cuda").to("cpu")
     before, held = host_bytes("VmRSS"), tc.cuda.memory_stats("cuda")["allocated"]
     started = time.time()
@@ -66,7 +66,7 @@ def child(*arguments: str, **environment: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", help="where there is room for 5 GiB, for a while")
+    parser.add_argument("--folder", help="where to write 5 GiB, for a while")
     parser.add_argument("--first-step", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -2,10 +2,10 @@
 
 python benches/gpu_streaming.py [--base int8] [--blocks 0 28 57] [--modulation]
 
-1024 x 1024 px, full checkpointing, random weights. A line for each number of blocks: milliseconds
-a step with and without a graph, the peak on the device, the losses of the first steps (equal in all
-lines), and the time of a forward pass of a few tokens: it computes next to nothing, so this is the
-time of its copies.
+1024 x 1024 px, full checkpointing, random weights. For each number of blocks a line has
+milliseconds a step with and without a graph, milliseconds of a forward pass of a few tokens, the
+peak on the device, and the losses of the first steps, which must be equal in all lines. A few
+tokens take almost no computation, so the time of their pass is that of copying the blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shared code of the benchmarks on a GPU: timing with synchronisation, torch's times, floors.
 
-A floor is the larger of two times: that of the arithmetic at the rate of a large matrix product,
-and that of reading each input and writing each result once at the rate of a large copy. Each
-benchmark first measures both rates with this library, so they are those of the GPU in use.
+A floor is the larger of two times: the time to do the arithmetic at the rate of a large matrix
+product, and the time to read each input and write each result once at the rate of a large copy.
+Each benchmark first measures both rates with this library, so they are those of the GPU in use.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", help="run the cases whose title contains this")
     parser.add_argument("--seconds", type=float, default=0.5, help="how long to time a case")
     parser.add_argument("--no-torch", action="store_true", help="leave torch out")
-    parser.add_argument("--base-precision", choices=FORMATS, help="of our frozen layers")
+    parser.add_argument("--base-precision", choices=FORMATS, help="format of our frozen layers")
     parser.add_argument("--w8a8", action="store_true", help="multiply the codes of an 8-bit base")
     parser.add_argument("--profile", action="store_true", help="where our time goes, by kernel")
     return parser
@@ -139,7 +139,7 @@ def _median(call: Callable[[], object], wait: Callable[[], object], seconds: flo
 
 
 def captured(call: Callable[[], object], device: str) -> Callable[[], object]:
-    """The call as a CUDA graph that returns nothing, as the graph would copy results."""
+    """The call as a CUDA graph that returns nothing, because a graph copies its results."""
 
     def run(_: tc.Tensor) -> None:
         call()

@@ -3,8 +3,8 @@
 python benches/gpu_transformers.py [--only flux] [--profile]
 
 A step is forward, mean squared error, backward and the optimizer, with f32 LoRA of rank 16 on the
-attention of image and text. Our step is timed without and with a CUDA graph. The peer is diffusers
-with peft under torch's autocast where they are installed.
+attention of image and text. Our step is timed without and with a CUDA graph. It is compared
+with diffusers and peft under torch's autocast, if they are installed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Case:
     tokens: int
     """Of the text."""
     flops: tuple[float, float]
-    """Operations of a forward pass at 1024 px: of the linear layers, of attention."""
+    """Operations of a forward pass at 1024 px: in linear layers, and in attention."""
     checkpointing: str
     optimizer: str
 
@@ -114,7 +114,7 @@ class Case:
 
     @property
     def step_flops(self) -> float:
-        """A frozen layer's backward costs as much as its forward, attention's 2.5 times as much."""
+        """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
         linear, attention = self.flops
         again = linear + attention if self.recomputes_all else 0
         return 2 * linear + 3.5 * attention + again

@@ -5,7 +5,7 @@ python benches/gpu_vram.py [--models flux,llama] [--vram 8,12,24] [--folder DIR]
 Each model has its full size and random weights (see `gpu_job.py` for the space that they take), and
 is trained through the command line with each `--vram`: LoRA of rank 16 on the default layers,
 batch 1, images of 1024 x 1024 px or rows of 2,048 tokens. The first run of a model encodes its two
-images and captions, the others find them in the cache. Each run's line says what the plan chose,
+images and captions; the others find them in the cache. Each run's line says what the plan chose,
 the predicted peak, the peak of tensors, the peak of the device (nvidia-smi, with CUDA's own share,
 which `--vram` counts too), and milliseconds a step, predicted and measured. The measured time is
 the median of the second half.
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", default="sdxl,flux,llama", help=", ".join(MODELS))
     parser.add_argument("--vram", default="8,12,24", help="GiB, comma-separated")
-    parser.add_argument("--folder", type=Path, help="where to work; made anew and removed without")
+    parser.add_argument("--folder", type=Path, help="where to make a temporary folder")
     parser.add_argument("--steps", type=int, default=16)
     given = parser.parse_args()
     reason = tc.cuda.unavailable_reason()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DOCUMENT = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 HOST = 24 * GIB
-# A card with each number of GB; the first stands for the GPUs of laptops.
+# A card for each number of GB; the first stands for the GPUs of laptops.
 CARDS = {
     6: "RTX 3060", 8: "RTX 4060 Ti", 12: "RTX 4070", 16: "RTX 4060 Ti", 24: "RTX 4090",
     32: "RTX 5090",
@@ -45,7 +45,7 @@ SHORT = {
 
 
 def plans(model: str, folder: Path) -> Iterator[tuple[int, str, Plan | None, Budget]]:
-    """The plan for each card: GiB, GPU, plan if anything fits, budget."""
+    """For each card: its GiB and GPU, the plan if one fits, and the budget."""
     name, _ = MODELS[model]
     family: Any = families.find(name)
     weights = write_model(folder / model, model)

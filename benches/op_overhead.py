@@ -1,4 +1,4 @@
-"""The overhead of an operation from Python: one element, gradients on.
+"""The overhead of an operation that Python calls, on one element and with gradients on.
 
 python benches/op_overhead.py
 """

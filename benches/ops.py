@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 @dataclass
 class Case:
-    """An operation on inputs, all of which get gradients but the last `frozen`.
+    """An operation on inputs; all but the last `frozen` of them get gradients.
 
     `ours` takes images with the channels last; `theirs` gets them as (B, C, H, W), once contiguous
     and once in torch's memory format of channels last.
@@ -93,7 +93,7 @@ def convolution(
     *,
     frozen: bool = False,
 ) -> Case:
-    """Over one image (height, width, channels)."""
+    """A convolution of one image (height, width, channels)."""
     options = {"stride": stride, "padding": kernel // 2, "groups": groups}
     channels = image[2]
     return Case(

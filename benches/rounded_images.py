@@ -1,11 +1,11 @@
-"""What quantization-aware training does to a small image model's losses.
+"""The effect of quantization-aware training on a small image model's losses.
 
 python benches/rounded_images.py [--steps 300] [--seeds 3] [--rate 3e-3]
 
 The small SDXL that ships with the package learns the hearts of its demo with a LoRA of rank 16 on
-the linear layers of its blocks, which are those that servers keep in fewer bits. Losses are those
-of hearts drawn with another seed: of the adapter beside the base it was trained on, of weights
-merged in f32, and of the same rounded to a format.
+the linear layers of its blocks, the layers that inference servers quantize. Losses are measured on
+hearts drawn with another seed, for three forms of the trained model: the adapter beside the base
+that it was trained on, weights merged in f32, and merged weights rounded to a format.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 NAME = "sdxl"
 OUTSIDE = ("linear_1", "linear_2")
-"""Linear layers outside of the blocks: those that embed times and sizes."""
+"""Linear layers outside of the blocks, which embed times and sizes."""
 HELD_OUT = 7_000
-"""What is added to a seed for the images that are held out."""
+"""Added to a run's seed to draw its held-out images."""
 UNET = Path("unet", "diffusion_pytorch_model.safetensors")
 
 
 class HeldOut:
-    """The loss of UNets on images that none was trained on, each with the same noise."""
+    """The loss of a UNet on held-out images, with the same noise for every UNet."""
 
     def __init__(self, config: TrainConfig, dataset: Path) -> None:
         self._config = config.with_(dataset=str(dataset))
@@ -51,7 +51,7 @@ class HeldOut:
         self._images = self._task.prepare(data, lambda _: None).train
 
     def apart(self, task: Task) -> float:
-        """Of a trained model, its adapter beside the base."""
+        """The loss of a trained model whose adapter is not merged into its base."""
         assert isinstance(task, LatentTask)
         assert isinstance(task.family, PipelineFamily)
         self._family.model = task.family.model
@@ -64,7 +64,7 @@ class HeldOut:
         return task
 
     def losses(self, adapter: Path) -> dict[str, float]:
-        """Of the UNet with the adapter merged in f32, and of the same rounded to each grid."""
+        """Losses of the UNet with the adapter merged in f32, and then rounded to each grid."""
         with tempfile.TemporaryDirectory() as place:
             merged = Path(place, "merged")
             task = self._load()
@@ -81,7 +81,7 @@ class HeldOut:
 
 
 def trained(given: argparse.Namespace, seed: int, work: Path) -> dict[str, dict[str, float]]:
-    """For each way of training, the held-out losses by what is served."""
+    """For each way of training, the held-out losses by form of the trained model."""
     dataset, other = work / hearts.DATASET, work / "held_out"
     hearts.write_dataset(dataset, seed)
     hearts.write_dataset(other, seed + HELD_OUT)

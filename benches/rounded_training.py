@@ -1,4 +1,4 @@
-"""The effect of quantization-aware training and of products of codes on a language model's losses.
+"""A language model's losses after quantization-aware training, and with products of 8-bit codes.
 
 python benches/rounded_training.py qat MODEL [--steps 400] [--seeds 3] [--device cuda]
 python benches/rounded_training.py w8a8 MODEL [--steps 2000] [--seeds 3] [--device cuda]
@@ -10,10 +10,10 @@ run side by side.
 `qat`: the adapter is trained over a bf16 base ("plain"), over a base in a format ("on"), rounded
 together with its base ("qat"), with learned scales too, or from LoftQ's initial values. Losses are
 of the held-out files: for weights merged in f32, for these weights rounded to a format, and for the
-training base with the adapter unmerged ("apart"). The formats were chosen before the seeds.
+training base with the adapter unmerged ("apart"). The formats were chosen before any seed was run.
 
-`w8a8`: the same steps over an 8-bit base, multiplying values or codes. It reports the mean of the
-last tenth of the training losses, and the held-out loss.
+`w8a8`: the same steps over an 8-bit base, once multiplying its values and once its codes. It
+reports the mean of the last tenth of the training losses, and the held-out loss.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def rounded(
     is_rounded: Callable[[str], bool],
     adapter: Path,
 ) -> dict[str, tc.Tensor]:
-    """Values of which those of some names are rounded to a grid, if there is one.
+    """The values; those whose names satisfy `is_rounded` are rounded to the grid, if there is one.
 
-    The scales are those that were learned with the adapter, if it was trained for that grid.
+    The scales are those that the adapter's run learned, if it trained for that grid.
     """
     if grid is None:
         return dict(values)

@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: the sides take turns, so that noise affects all alike."""
+"""Shared code of the benchmarks: implementations take turns, so that noise affects all equally."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def race(sides: dict[str, Callable[[], object]], rounds: int, inner: int = 1) ->
 
 
 def report(title: str, seconds: dict[str, float], unit: float = 1e-3, symbol: str = "ms") -> None:
-    """One line: each side's time, and ours as a ratio of torch's."""
+    """Print a line: the time of each side, and the ratio of our time to torch's."""
     parts = [f"{name} {value / unit:.3f} {symbol}" for name, value in seconds.items()]
     ours, theirs = seconds.get("ours"), seconds.get("torch")
     ratio = f", ours/torch {ours / theirs:.2f}" if ours and theirs else ""

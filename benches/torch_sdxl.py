@@ -1,7 +1,7 @@
-"""SDXL's UNet in plain torch with LoRA as in peft and diffusers' names, to compare ours with.
+"""SDXL's UNet in plain torch, with peft's LoRA and diffusers' names, to compare ours with.
 
 It computes what diffusers' `UNet2DConditionModel` computes, in eager mode, with torch's
-`scaled_dot_product_attention`. Checkpointing is per residual block and per transformer block.
+`scaled_dot_product_attention`. Each residual block and each transformer block is a checkpoint.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class UNet(nn.Module):
 
 
 def with_lora(model: UNet, rank: int, *, every_layer: bool) -> list[Any]:
-    """Freeze the model and put LoRA on all linear layers of its transformers, or their attention.
+    """Freeze the model; put LoRA on all linear layers of its transformers, or of their attention.
 
     Returns the factors.
     """

@@ -30,7 +30,7 @@ const TOOLKIT_VARIABLES: [&str; 3] = ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"];
 /// The environment variable with the architectures to compile for, in the form of [`architectures::ARCHITECTURES`].
 const ARCHITECTURES_VARIABLE: &str = "TRAINABLE_CANDLE_CUDA_ARCHS";
 
-/// Files whose names end so have code for compute capability 9.0 only.
+/// Files with this suffix have code for compute capability 9.0 only.
 const HOPPER: &str = "_hopper";
 
 fn main() {
@@ -53,7 +53,7 @@ fn prepare_libraries(out: &Path) -> io::Result<()> {
     for name in STOOD_IN {
         fs::write(out.join(format!("lib{name}.a")), EMPTY_ARCHIVE)?;
     }
-    // The static runtime, which opens the driver at its first use, takes the name of the shared one.
+    // The linker finds the static runtime, which opens the driver at its first use, under the name of the shared runtime.
     let runtime = find(&["lib/libcudart_static.a", "lib64/libcudart_static.a"])?;
     fs::copy(runtime, out.join("libcudart.a"))?;
     println!("cargo::rustc-link-search=native={}", out.display());
@@ -173,7 +173,7 @@ fn made(out: &Path, source: &Path, extension: &str) -> PathBuf {
     out.join(source.with_extension(extension).file_name().expect("a source has a name"))
 }
 
-/// Writes a file unless it has these contents already, so that nothing is rebuilt because of it.
+/// Writes a file unless it already has these contents, so that cargo rebuilds nothing that depends on it.
 fn write_changed(path: &Path, text: &str) -> io::Result<()> {
     if fs::read_to_string(path).is_ok_and(|found| found == text) { Ok(()) } else { fs::write(path, text) }
 }

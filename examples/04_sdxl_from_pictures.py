@@ -26,7 +26,7 @@ def main(folder: Path, steps: int = STEPS, **settings: object) -> TrainingRun:
 
     Args:
         folder: gets the adapter, logs, checkpoints and the image.
-        steps: of the optimizer.
+        steps: optimizer steps.
         **settings: from `docs/settings.md`; they override those below.
     """
     config = tc.train.TrainConfig(

@@ -25,8 +25,8 @@ def main(folder: Path, steps: int = STEPS, comfyui: Path | None = None) -> tc.Ad
     """Train, check and copy.
 
     Args:
-        folder: of the run.
-        steps: of the optimizer.
+        folder: the folder of the run.
+        steps: optimizer steps.
         comfyui: ComfyUI's folder; one inside `folder` by default.
     """
     run = train_adapter(

@@ -1,4 +1,4 @@
-"""What tests of several areas need: a small model on disk, and a folder of images for it."""
+"""Fixtures of several areas: small models on disk, and folders of images for them."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def gpu() -> str:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """The CPU, and with the marker `gpu` a CUDA device."""
+    """The CPU or, with the marker `gpu`, a CUDA device."""
     return request.getfixturevalue("gpu") if request.param == "cuda" else request.param
 
 

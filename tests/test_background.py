@@ -1,4 +1,4 @@
-"""Work in the background: in order, never lost, its errors raised in the calling thread."""
+"""Background work is done in order, is never lost, and raises its errors in the calling thread."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def test_jobs_are_done_in_order() -> None:
     assert done[-1] == 50
 
 
-def test_nothing_is_done_after_a_failure_until_somebody_knows() -> None:
+def test_no_job_is_done_after_a_failure_until_its_error_is_raised() -> None:
     done: list[str] = []
     gate = threading.Event()
     writer = BackgroundWriter("test")
@@ -61,7 +61,7 @@ def test_a_failure_is_raised_once(way: str) -> None:
     failed.wait()
 
     def look() -> None:
-        while True:  # the error is there once the job has returned
+        while True:  # the error exists once the job has returned
             writer.check() if way == "check" else writer.submit(lambda: None)
 
     with pytest.raises(OSError, match="No space left"):
@@ -95,7 +95,7 @@ def test_submit_waits_while_too_many_wait() -> None:
     assert third.is_set()
 
 
-def test_the_interpreter_waits_for_what_is_written(tmp_path: Path) -> None:
+def test_the_interpreter_waits_for_jobs_at_exit(tmp_path: Path) -> None:
     code = f"""
 import time
 from pathlib import Path

@@ -22,8 +22,8 @@ PAGE = "gallery.md"
 HEAD = """# Gallery
 
 What version {version} makes of its demos: models that ship in the wheel learn what they have never
-seen, and a judge that knows nothing of them counts. `.ci/site/gallery.py FOLDER` makes this page,
-here on {machine}; `make demo` runs the same.
+seen, and a judge that is independent of the models counts successes. `.ci/site/gallery.py FOLDER`
+makes this page, here on {machine}; `make demo` runs the same demos.
 """
 DIGITS = """## A digit it has never seen
 
@@ -32,13 +32,13 @@ pixels; a support vector machine, fitted on other images, looks for zeros.
 """
 HEARTS = """## Hearts, by a model of flowers
 
-The tiny SDXL has seen flowers alone. The LoRA saw hearts in four colours; those in orange, in the
-last row, are in a colour of which it saw none.
+The tiny SDXL has seen only flowers. The LoRA was trained on hearts in four colours; the last row is
+orange, a colour that no training image has.
 """
 WORDS = """## Pig Latin
 
 The built-in language model knows twelve tasks on made-up words. The LoRA teaches it one more, and
-is judged on words of which neither has seen any.
+both are judged on words that they have not seen.
 """
 DEMOS: dict[str, tuple[str, Callable[..., Any]]] = {
     "digits": (DIGITS, lambda output, **options: run.run(output, **options).verdict),

@@ -15,7 +15,7 @@ pub struct Source {
 /// Suffixes of kernel names: dtypes, or the element size in bytes for kernels of any dtype.
 const SUFFIXES: [&str; 11] = ["f32", "f64", "f16", "bf16", "u8", "u32", "i64", "1", "2", "4", "8"];
 
-/// Each type in CUDA, in Rust (empty for pointers only), and the element kind of pointers to it.
+/// Each type in CUDA, in Rust (empty if only pointers to it occur), and the element kind of pointers to it.
 const TYPES: [(&str, &str, &str); 14] = [
     ("uint8_t", "u8", "U8"),
     ("uint16_t", "u16", "U16"),
@@ -52,7 +52,7 @@ pub fn module(source: &Source) -> Result<String, String> {
             Some(kernel) if kernel.fields == fields => kernel.variants.push((dtypes, signature)),
             Some(kernel) => {
                 let (_, other) = kernel.variants[0];
-                return Err(format!("{} and {} take other arguments; rename one", other.name, signature.name));
+                return Err(format!("{} and {} take different arguments; rename one", other.name, signature.name));
             }
             None => kernels.push(Kernel { name, variants: vec![(dtypes, signature)], fields }),
         }
@@ -102,7 +102,7 @@ fn field<'a>(kernel: &str, parameter: &'a Parameter) -> Result<(&'a str, String)
         (Some(Pointer::Mut), ..) => "Mut".to_owned(),
         (None, Some(structure), _) => format!("structs::{}", in_rust(structure.name)),
         (None, None, Some((_, rust, _))) if !rust.is_empty() => (*rust).to_owned(),
-        _ => return Err(format!("{kernel} takes {class} {name} by value; take a double")),
+        _ => return Err(format!("{kernel} takes {class} {name} by value; declare it as double")),
     };
     Ok((name, class))
 }
@@ -120,13 +120,14 @@ fn camel(name: &str) -> String {
 
 fn alias(code: &mut String, kernel: &Kernel<'_>, other: &Kernel<'_>) {
     let (class, target) = (camel(kernel.name), camel(other.name));
-    let _ = writeln!(code, "/// What `{}` takes.\npub type {class} = {target};", kernel.name);
+    let _ = writeln!(code, "/// The arguments of `{}`.\npub type {class} = {target};", kernel.name);
 }
 
 /// The structure of arguments for a kernel and for all others with the same arguments.
 fn arguments(code: &mut String, kernel: &Kernel<'_>, kernels: &[Kernel<'_>]) {
     let class = camel(kernel.name);
-    let _ = writeln!(code, "/// What `{}` takes.\n#[derive(Clone, Copy, Debug)]\npub struct {class} {{", kernel.name);
+    let _ =
+        writeln!(code, "/// The arguments of `{}`.\n#[derive(Clone, Copy, Debug)]\npub struct {class} {{", kernel.name);
     for (name, class) in &kernel.fields {
         let _ = writeln!(code, "pub {name}: {class},");
     }
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_that_take_the_same_share_a_structure() {
+    fn kernels_with_the_same_arguments_share_a_structure() {
         let code = module(&source(&[
             "add_one_f16(__half *y, const __half *x, uint64_t count, Strides strides)",
             "add_one_f32(float *y, const float *x, uint64_t count, Strides strides)",
@@ -228,11 +229,11 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_called_is_refused() {
+    fn unsupported_signatures_are_rejected() {
         for (heads, reason) in [
             (
                 vec!["f_f32(float *x, uint32_t n)", "f_f16(__half *x, uint64_t n)"],
-                "f_f32 and f_f16 take other arguments",
+                "f_f32 and f_f16 take different arguments",
             ),
             (vec!["f_f16(__half value)"], "f_f16 takes __half value by value"),
             (vec!["f(Unknown value)"], "src/structs.rs does not have"),

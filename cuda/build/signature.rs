@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_name_or_is_no_plain_pointer_is_refused() {
+    fn unnamed_parameters_and_unusual_pointers_are_rejected() {
         for (parameters, reason) in
             [("float *x, uint64_t", "no name"), ("float **x", "plain"), ("float *const x", "plain")]
         {

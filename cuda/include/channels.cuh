@@ -149,8 +149,8 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; the group's channels in the
-    // tile have the slots low to high. All threads of a warp call f, those without a group with no channels.
+    // f(group, low, high, lane, lanes) for each group of the tile, by `lanes` neighbouring threads; the group's channels in the tile
+    // have the slots low to high. All threads of a warp call f; threads without a group call it with no channels.
     template <typename F>
     __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
         const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;

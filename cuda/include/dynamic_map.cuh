@@ -100,8 +100,8 @@ __device__ __forceinline__ uint32_t rank_of(const uint32_t *to_rank, float x) {
 
 constexpr float SMALLEST = 1.0f / (1 << OCTAVES);
 
-// The code of a quotient in the map with signs. A negative quotient becomes at most the negative value next to zero, so that it
-// keeps its sign; NaN, which 0 / 0 gives in a block of zeros, becomes 255.
+// The code of a quotient in the map with signs. A negative quotient is rounded to the negative value next to zero at most, so that
+// it keeps its sign; NaN, which 0 / 0 gives in a block of zeros, becomes 255.
 __device__ __forceinline__ uint32_t encode_signed(const uint32_t *to_rank, float x) {
     // fminf of NaN and 1 is 1.
     const int rank = rank_of(to_rank, fmaxf(fminf(fabsf(x), 1.0f), SMALLEST));

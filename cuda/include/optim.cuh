@@ -1,9 +1,9 @@
 // Shared code of the optimizers' kernels: structures that host and kernels exchange, and access to runs of elements.
 //
-// A segment has a vector of parameters, one of gradients and one of the parameters' 16-bit copy, all in the same element order. The
-// work is a list of pieces of segments, so that one launch covers any set of variables and parameter groups, in one flat buffer (one
-// segment) or in many variables with memory of their own. Buffers of states have the pieces one after another, each from a multiple of
-// STATE_BLOCK elements on. The padding after a piece is zeroed once and then belongs to the kernels.
+// A segment has three vectors in the same element order: parameters, their gradients, and their 16-bit copy. The work is a list of
+// pieces of segments, so that one launch covers any set of variables and parameter groups, in one flat buffer (one segment) or in many
+// variables with memory of their own. Buffers of states have the pieces one after another, each from a multiple of STATE_BLOCK
+// elements on. The padding after a piece is zeroed once and then belongs to the kernels.
 #pragma once
 
 #include "element.cuh"
@@ -126,8 +126,8 @@ template <typename G, typename C> struct Buffers {
     }
 };
 
-// Four neighbours of a piece from `index` on, a multiple of four; those beyond its end are 0. WIDE: all four exist and can be
-// accessed at once.
+// Four neighbouring elements of a piece from `index` on, a multiple of four; elements beyond the end of the piece are 0. WIDE: all
+// four exist and can be accessed at once.
 template <bool WIDE, typename G, typename C> struct Quad {
     Buffers<G, C> at; // moved to the first of the four
     uint32_t count;

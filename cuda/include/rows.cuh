@@ -37,8 +37,8 @@ template <typename T, int N> __device__ __forceinline__ void store_pack(T *to, c
     else *reinterpret_cast<decltype(word) *>(to) = word;
 }
 
-// Keeps the compiler from widening the values of a pack before this point, or from keeping widened ones beyond it: they take
-// twice the registers.
+// Keeps the compiler from widening the values of a pack before this point, or from keeping widened values beyond it: widened values
+// take twice the registers.
 template <typename T, int N> __device__ __forceinline__ void keep_narrow(Pack<T, N> &pack) {
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {
         auto *words = reinterpret_cast<uint32_t *>(pack.values);
@@ -114,7 +114,7 @@ template <typename A> __device__ __forceinline__ A team_sum(A value, A *shared) 
     return blockDim.x == WARP ? warp_sum(value) : block_sum(value, shared);
 }
 
-// Both sums at once; `shared` holds two values for each warp.
+// The sums of `first` and of `second` over the team at once; `shared` holds two values for each warp.
 template <typename A> __device__ __forceinline__ void team_sums(A &first, A &second, A *shared) {
     first = warp_sum(first);
     second = warp_sum(second);

@@ -28,8 +28,8 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// The stages of a block, with two barriers for each stage: its copies have arrived; its readers in all blocks of the
-// cluster are done.
+// The stages of a block, with two barriers for each stage, one for "the copies have arrived" and one for "the readers in all blocks of
+// the cluster are done".
 template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
     static constexpr int WORKERS = 2 * WARPGROUP;
     uint32_t stages, filled = stages + STAGES * STAGE_BYTES, emptied = filled + STAGES * 8;
@@ -53,13 +53,13 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Stages {
         if (++stage == STAGES) stage = 0, ++round;
     }
 
-    // The copying thread: waits until the stage may be overwritten, and announces what it will copy.
+    // For the copying thread: waits until the stage may be overwritten, and announces what the thread will copy.
     __device__ __forceinline__ void begin_copies() const {
         if (round > 0) barrier_wait<true>(emptied + stage * 8, (round - 1) & 1);
         barrier_expect(barrier(), STAGE_BYTES);
     }
 
-    // A warpgroup: its products of the stage before this one are done.
+    // For a warpgroup: reports that its products of the previous stage are done.
     __device__ __forceinline__ void leave_last() const {
         const int in_group = int(threadIdx.x) % WARPGROUP;
         if (in_group < CLUSTER) barrier_arrive(emptied + (stage == 0 ? STAGES - 1 : stage - 1) * 8, in_group);

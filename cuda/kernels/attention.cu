@@ -27,8 +27,8 @@
 
 // attention_backward_w{64,128}_{f16,bf16}: dq, dk and dv from log_sums and delta. Null gradients are not written. With parts = 1,
 // dk_parts and dv_parts are null; otherwise each holds (parts, batch, heads, keys, width) f32, from which `attention_sum_parts` then
-// makes dk and dv. Parts keep the multiprocessors busy when there are few keys: they pay as long as parts ceil(keys / 64) batch heads
-// is below the number of multiprocessors.
+// makes dk and dv. Parts keep the multiprocessors busy when there are few keys: they save time as long as parts ceil(keys / 64)
+// batch heads is below the number of multiprocessors.
 // Grid (K + Q), 128 threads: K = parts ceil(keys / 64) batch heads blocks make dk and dv, none if both are null; Q = ceil(queries
 // / 64) batch heads blocks make dq, none if it is null. Dynamic shared memory: w64 50176 bytes, w128 99328.
 #define BACKWARD(w, dtype, type, blocks, key_step, key_rows, query_step, query_rows)                                               \

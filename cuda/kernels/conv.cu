@@ -3,14 +3,15 @@
 // `Conv2dShape`, by value.
 //
 // Which function:
-// - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16: the tensor cores. conv_hopper.cu where its conditions
-//   hold, else below: `m128n128` for large results, `m64n64` where those tiles are fewer than the multiprocessors,
-//   `m128n16` for at most 16 result channels. They copy 16 bytes at a time: pointers must be multiples of 16 bytes and
-//   input channels of 8, for the gradient of the input also output channels. `v4`: multiples of 8 bytes and of 4.
+// - f16 and bf16 with groups = 1 and a kernel of at most 16 x 16: the tensor cores. conv_hopper.cu where its conditions hold,
+//   else below: `m128n128` for large results, `m64n64` where those tiles are fewer than the multiprocessors, `m128n16` for at
+//   most 16 result channels. They copy 16 bytes at a time: pointers must be multiples of 16 bytes and input channels of 8,
+//   for the gradient of the input also output channels. `v4` needs pointers in multiples of 8 bytes and channels in multiples
+//   of 4.
 // - everything else (f32, f64, larger kernels, odd channels, groups): `plain`; for groups with fewer than 8 channels on
 //   either side (depthwise): `direct`.
 //
-// A sum can be split among gridDim.z blocks where there are too few tiles for the device. Each then writes its slice of
+// A sum can be split among gridDim.z blocks where there are too few tiles for the device. Each block then writes its slice of
 // `partials`, f32 (splits, elements of the result), and `conv2d_sum` adds the slices in order. With gridDim.z = 1,
 // `partials` is null.
 //
@@ -41,8 +42,9 @@ FOR_EACH_HALF(DEFINE_FORWARD, m64n64, 64, 64, 2, 2, 8, 4, 3)
 FOR_EACH_HALF(DEFINE_FORWARD, m128n16, 128, 16, 4, 1, 8, 4, 3)
 FOR_EACH_HALF(DEFINE_FORWARD, m64n64v4, 64, 64, 2, 2, 4, 4, 3)
 
-// grad_x[q, c] = sum over the windows (p, a, b) that contain pixel q, and over o, of grad_y[p, o] * weight[o, a, b, c].
-// The input's pixels are divided by phase, their coordinates modulo the stride; each phase is a sum of its own.
+// grad_x[q, c] = sum over the windows (p, a, b) that contain pixel q, and over o, of grad_y[p, o] * weight[o, a, b, c]. The
+// input's pixels are divided by phase (their coordinates modulo the stride): pixels of one phase use the same positions of
+// the kernel.
 // Grid: ceil(batch * ceil(height / stride_height) * ceil(width / stride_width) / M) * ceil(channels / N),
 //       stride_height * stride_width, splits; block: 128.
 // Dynamic shared memory: STAGES * (M * 128 + ceil(N / 64) * 8192) bytes: m128n128 98304, m64n64 and m64n64v4 65536,

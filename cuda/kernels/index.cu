@@ -1,4 +1,4 @@
-// Picking elements by ids (see ids.cuh): index_select, embedding (its form with outer = 1) and gather, and their gradients.
+// Picking elements by ids (see ids.cuh): index_select, embedding (index_select with outer = 1) and gather, and their gradients.
 //
 // A tensor has the shape (outer, size, inner), where `size` is the indexed dimension; ids of select are (count), of gather (outer,
 // count, inner). For an id out of range, forward writes 0, and backward leaves its gradient out. Gradients of repeated ids are added
@@ -206,8 +206,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_BACKWARD)
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SELECT_SUM)
 
 // dx[o, s, i] = Σ over the j with ids[o, j, i] = s of g[o, j, i], in the order of j; every element of dx is written. A thread looks
-// through the ids of its element's column: size count outer inner loads in all, which is cheap for the few ids a column that losses
-// gather. For one long vector (outer = inner = 1), index_select_backward is faster.
+// through the ids of its element's column: size count outer inner loads in all. This is cheap for losses, which gather few ids per
+// column. For one long vector (outer = inner = 1), index_select_backward is faster.
 // Launch: block 256, grid clamp(ceil(outer size inner / 256), 1, 2^31 - 1), no dynamic shared memory. Any grid gives the same
 // results.
 #define DEFINE_GATHER_BACKWARD(SUFFIX, T)                                                                              \

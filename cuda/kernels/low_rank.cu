@@ -1,8 +1,7 @@
 // The low-rank products of adapted linear maps: hidden = s₁ input down, dst += s₂ hidden up, in one pass over the rows.
 //
-// A block has 16 rows. Its warps divide the sum over `inner` for hidden, exchange their parts through shared memory, and then divide
-// the columns of dst. With a library, hidden and dst would be two launches, which at the sizes of one image take longer to start than
-// to compute.
+// A block has 16 rows. Its warps divide the sum over `inner` for hidden, exchange their parts through shared memory, and then divide the
+// columns of dst. With cuBLAS, hidden and dst would be two launches, which at the sizes of one image take longer to start than to compute.
 //
 // include/low_rank.cuh describes the fragments of the products.
 #include "low_rank.cuh"
@@ -210,8 +209,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
     }
 };
 
-// Forward, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer, rank). Backward, all
-// terms add to the first one's dst, and the factors are stored as (inner, rank) and (rank, outer).
+// Forward, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer, rank). Backward,
+// all terms add to the dst of the first term, and the factors are stored as (inner, rank) and (rank, outer).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {
     constexpr int COUNT = ROWS * TILES * RANKS;

@@ -99,7 +99,7 @@ __device__ __forceinline__ void forward(const T *x, const T *residual, T *sum, A
     }
 }
 
-// With `before` the gradient is added to it, in the type of arithmetic.
+// With `before`, adds it to the gradient, in the type of arithmetic.
 template <typename T, int N, Kind KIND>
 __device__ __forceinline__ void backward(const T *x, const T *grad, const T *before, Affine affine, const Acc<T> *mean,
                                          const Acc<T> *rstd, T *dx, uint64_t rows, uint32_t len, uint32_t sharing,

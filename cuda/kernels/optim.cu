@@ -68,7 +68,7 @@ static __device__ Coefficients sgd_coefficients(const Settings &at, double step)
     return to;
 }
 
-// Those that update whole variables read the settings themselves.
+// Optimizers that update whole variables read the settings themselves.
 static __device__ Coefficients whole_coefficients(const Settings &, double) { return Coefficients{}; }
 
 // Sets a group's hyper-parameters between steps: settings[group] = value, with the `step` of group `like` unless `like` is 0xffffffff.
@@ -153,7 +153,8 @@ struct AdamRule {
     }
 };
 
-// As bitsandbytes' Adam8bit and AdamW8bit where a parameter is too small for 8 bits. Fused where its CUDA code is.
+// As bitsandbytes' Adam8bit and AdamW8bit for parameters that are too small for 8-bit states. Multiplications are fused where the CUDA
+// code of bitsandbytes fuses them.
 struct SmallAdamRule {
     float *first, *second, *unused;
 

@@ -1,9 +1,9 @@
 // The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit: two bytes (Lion: one) a parameter, and a scale for every
 // 256 states.
 //
-// A warp updates a block of 256 elements in registers. Each lane has four neighbours of either half, so that every access is a whole
-// 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses them, and the
-// reciprocal is computed as on the CPU: parameters, codes and scales are equal to the CPU's bit for bit.
+// A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
+// access is a whole 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses
+// them, and the reciprocal is computed as on the CPU: parameters, codes and scales are equal to the CPU's bit for bit.
 #include "optim.cuh"
 
 using dynamic_map::Table;

@@ -39,8 +39,7 @@
     DEFINE_WHOLE(prodigy_step, prodigy_apply, suffix, G, C)
 FOR_EACH_GRADIENT_AND_COPY(DEFINE_STEPS)
 
-// The estimate, from the sums of `count` variables and those of the launches before in the same step; the last launch of a step sets
-// it.
+// Adds the sums of `count` variables to those of earlier launches in the same step; the last launch of a step sets the estimate from them.
 //   Arguments as above; shared f64 [7].
 // Grid: 1; block: 512; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(WHOLE_THREADS) prodigy_estimate(WHOLE_ARGUMENTS) {

@@ -5,7 +5,7 @@
 // rstd = 1/√(mean(x²) + eps) is one value per row, f32 (f64 for f64); cos and sin are as in rope.cuh, or null for no rotation.
 //
 // The forms for heads read the queries, keys and perhaps values of a projection in place: x and dx are (batch, tokens, ≥
-// all_heads width), y and grad (batch, tokens, all_heads, width), each with its distances of tokens and samples in elements. A token
+// all_heads width), y and grad (batch, tokens, all_heads, width), each with its strides of tokens and samples, in elements. A token
 // has `heads` rows of queries and `key_heads` of keys; the remaining rows are values, which are copied. If rstd is null, rows are
 // rotated but not normalised, and backward does not read x.
 //

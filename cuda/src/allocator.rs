@@ -1,14 +1,15 @@
 //! The caching allocator of a stream's memory, independent of the driver that provides it.
 //!
-//! Work goes to one stream, so a block can be reused as soon as it is freed: its next use is queued after its last.
-//! A pool is one reserved range of addresses. If no free block fits, memory is mapped into it, at its end or in a gap that
-//! [`Allocator::trim`] left. So neighbours can always be joined, and memory freed in small blocks serves large ones.
+//! Work goes to one stream, so a block can be reused as soon as it is freed: its next use is queued after its previous one.
+//! A pool is one reserved range of addresses. If no free block fits, memory is mapped into the pool, at its end or in a gap that
+//! [`Allocator::trim`] left. Free neighbours can therefore always be joined, so a large block can reuse memory that was freed in
+//! small blocks.
 //!
 //! While a graph is captured, blocks come from a separate space, whose addresses eager work never gets: each replay of a graph
-//! writes to the addresses of its capture, also those that the capture has freed. Graphs are replayed one after another, so they
-//! share this space. Between replays, addresses that a capture has freed hold no data. So eager work that needs more memory takes
-//! the memory mapped there, and memory is mapped there again before the next replay. A run therefore needs the larger of the memory
-//! of graphs and the memory of the eager work between them, not their sum.
+//! writes to the addresses of its capture, including those that the capture has freed. Graphs are replayed one after another, so
+//! they share this space. Between replays, addresses that a capture has freed hold no data. So eager work that needs more memory
+//! takes the memory mapped there, and memory is mapped there again before the next replay. A run therefore needs the larger of the
+//! memory of graphs and the memory of the eager work between them, not their sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -19,7 +20,7 @@ pub const ALIGNMENT: u64 = 512;
 pub const SMALL: u64 = 1 << 20;
 /// Memory is mapped in multiples of this.
 pub const PAGE: u64 = 2 << 20;
-/// The least growth of a pool of large blocks.
+/// The minimum number of bytes by which a pool of large blocks grows.
 const GROWTH: u64 = 32 << 20;
 
 /// Reserves addresses and maps memory.

@@ -278,7 +278,7 @@ _INSTEAD = {
     "complex64": "tensors are real",
     "int32": "use tc.int64; indices may be uint32 too",
 }
-"""What to use where torch has something that is not here."""
+"""Advice on names that torch has and this package does not."""
 _FROM_PEFT = frozenset({"PeftModel", "get_peft_model"})
 
 

@@ -31,7 +31,7 @@ def attach() -> None:
     """Add the alternative arguments and the advice to `Tensor`."""
     for name in _RENAMED:
         setattr(_core.Tensor, name, _renamed(getattr(_core.Tensor, name)))
-    # In `ComposedMethods`, it would make type checkers accept every name as an attribute.
+    # Not in `ComposedMethods`, where type checkers would then accept every name as an attribute.
     _core.Tensor.__getattr__ = _missing  # type: ignore[attr-defined]
     where, known = vars(_core.Tensor)["device"], lru_cache(device)
     _core.Tensor.device = property(  # type: ignore[method-assign,assignment]
@@ -45,7 +45,8 @@ def attach() -> None:
 
 def _refused(tensor: object, value: object) -> None:
     raise AttributeError(
-        f"requires_grad: a {type(tensor).__name__} keeps it; use x = x.requires_grad_({value!r}), "
+        f"requires_grad: that of a {type(tensor).__name__} is fixed; "
+        f"use x = x.requires_grad_({value!r}), "
         f"or module.requires_grad_({value!r}) for all of a module"
     )
 

@@ -138,7 +138,7 @@ def rand(
         shape: The sizes, as arguments or one sequence.
         dtype: A floating point dtype; default f32.
         device: The device.
-        generator: Where they are drawn; default the library's (`manual_seed`).
+        generator: Draws the values; default the library's (`manual_seed`).
         requires_grad: Whether the result is a `Var`.
 
     Raises:
@@ -166,7 +166,7 @@ def randn(
         shape: The sizes, as arguments or one sequence.
         dtype: A floating point dtype; default f32.
         device: The device.
-        generator: Where they are drawn; default the library's (`manual_seed`).
+        generator: Draws the values; default the library's (`manual_seed`).
         requires_grad: Whether the result is a `Var`.
 
     Raises:
@@ -196,7 +196,7 @@ def randint(
         high: The integer after the largest one.
         shape: The sizes.
         device: The device.
-        generator: Where they are drawn; default the library's (`manual_seed`).
+        generator: Draws the values; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If the range is empty, or a size is negative.

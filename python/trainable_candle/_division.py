@@ -23,7 +23,8 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
     """Divide, and round down; at least one operand is a tensor.
 
     Returns:
-        The quotients, or `NotImplemented` if an operand is no number: Python then names the types.
+        The quotients, or `NotImplemented` if an operand is no number; Python then raises
+        `TypeError`.
     """
     quotient: Tensor = _computed(name, np.floor_divide, one, other)
     return quotient
@@ -32,7 +33,7 @@ def floor_divided(name: str, one: Any, other: Any) -> Tensor:
 def remainder(name: str, one: Any, other: Any) -> Tensor:
     """Return the remainder, with the sign of the divisor; at least one operand is a tensor.
 
-    Its derivatives by the operands are 1 and minus the quotient.
+    Its derivatives with respect to the operands are 1 and minus the quotient.
 
     Returns:
         As `floor_divided`.
@@ -68,7 +69,8 @@ def _computed(name: str, function: Callable[..., Any], one: Any, other: Any) -> 
         raise ShapeError(f"{name}: shapes {first} and {second} do not broadcast together") from None
     if arrays[0].dtype.kind != "f" and not arrays[1].all():
         raise ArgumentError(
-            f"{name}: the divisor is 0, or has one; divide floating point numbers: tensor.float()"
+            f"{name}: the divisor is 0, or has an element 0; "
+            "divide floating point numbers: tensor.float()"
         )
     with np.errstate(all="ignore"):
         found = function(*arrays)
@@ -88,7 +90,7 @@ def _operand(name: str, value: Any, like: Tensor) -> Any:
 
 
 def _dtype(one: Any, other: Any) -> DType:
-    """The dtype of a product, which depends on dtypes, Python numbers and 0-dimensional tensors."""
+    """The dtype of `one * other`, by the rules for dtypes, Python numbers and 0-d tensors."""
     first, second = (
         _core.zeros((1,) * bool(x.ndim), dtype=x.dtype)
         if isinstance(x, _core.Tensor)

@@ -107,7 +107,7 @@ def randperm(n: int, device: str = "cpu", *, generator: Generator | None = None)
     Args:
         n: How many numbers.
         device: The device.
-        generator: Where they are drawn; default the library's (`manual_seed`).
+        generator: Draws the values; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If n is negative.
@@ -137,7 +137,7 @@ def normal(
         std: The standard deviation.
         size: The sizes.
         device: The device.
-        generator: Where they are drawn; default the library's (`manual_seed`).
+        generator: Draws the values; default the library's (`manual_seed`).
 
     Raises:
         ArgumentError: If the deviation is negative.
@@ -166,7 +166,7 @@ def multinomial(
         input: Weights of at least 0: (n,), or (rows, n).
         num_samples: How many indices to draw per row.
         replacement: Whether an index may be drawn again.
-        generator: Where they are drawn; default the library's (`manual_seed`).
+        generator: Draws the values; default the library's (`manual_seed`).
 
     Returns:
         (num_samples,) or (rows, num_samples), i64.

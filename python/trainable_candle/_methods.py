@@ -334,7 +334,7 @@ class ComposedMethods:
         return _core.where(mask, value, own(self))
 
     def repeat(self, *sizes: Any) -> Tensor:
-        """Repeat along every dimension; new ones come first.
+        """Repeat along every dimension; additional sizes make new dimensions in front.
 
         Raises:
             ArgumentError: If there are fewer sizes than dimensions.
@@ -354,7 +354,7 @@ class ComposedMethods:
         return own(self).repeat((1,) * (own(self).ndim - len(counts)) + counts)
 
     def repeat_interleave(self, repeats: int, dim: int | None = None) -> Tensor:
-        """Repeat each element next to itself; without a dimension, of the flattened tensor."""
+        """Repeat each slice along a dimension, by default each element of the flattened tensor."""
         x = own(self)
         if dim is None:
             x, dim = x.reshape((-1,)), 0
@@ -372,7 +372,7 @@ class ComposedMethods:
         return x
 
     def roll(self, shifts: int, dims: int | None = None) -> Tensor:
-        """Shift elements along a dimension, or in the flattened tensor; the last come first."""
+        """Shift elements along a dimension, or in the flattened tensor; they re-enter in front."""
         x = own(self)
         if dims is None:
             return x.reshape((-1,)).roll(shifts, 0).reshape(x.shape)
@@ -432,7 +432,7 @@ class ComposedMethods:
         if not isinstance(tensor, _core.Var):
             raise TypeError(
                 "a Tensor does not change; make another with tc.where, masked_fill or scatter, or "
-                "use a tc.Var, of which parts can be set"
+                "use a tc.Var, whose parts can be set"
             )
         chosen = np.zeros(tensor.shape, np.uint8)
         place = key.numpy().astype(bool) if is_mask(key) else plain(key)
@@ -446,7 +446,7 @@ class ComposedMethods:
 
     @property
     def grad(self) -> Tensor | None:
-        """None, except for variables: `backward` sets only theirs."""
+        """None, because `backward` sets only the gradients of variables."""
         return None
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:

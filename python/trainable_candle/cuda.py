@@ -97,10 +97,10 @@ def memory_stats(device: str | int = "cuda") -> dict[str, int]:
 
     Returns:
         In bytes: `allocated` and `peak_allocated` (tensors and workspaces), `reserved` and
-        `peak_reserved` (allocated, cached, or used by captured functions), `graphs` (the last of
-        these), `free` and `total` (of the whole device, for any process). Counts: `allocations`,
-        `growths` (memory was mapped from the device), `retries` (memory ran out, and cached memory
-        was released).
+        `peak_reserved` (allocated, cached, or used by captured functions), `graphs` (used by
+        captured functions), `free` and `total` (of the whole device, for any process). Counts:
+        `allocations`, `growths` (memory was mapped from the device), `retries` (memory ran out, and
+        cached memory was released).
 
     Raises:
         CudaUnavailableError: If CUDA cannot be used.
@@ -242,9 +242,9 @@ def capture(function: Callable[..., Any], static_inputs: Sequence[Tensor]) -> Ca
 
     The first call runs the function, the second records it and replays the record, later ones copy
     their inputs and replay the record. (If the function makes gradients of variables outside an
-    adapter, the second call runs it too, and the third records.) Every call has its effects, with
-    the same random numbers, gradients and parameters as calls without a graph. A training step can
-    be one function: forward, backward, `step`, `zero_grad`.
+    adapter, the second call runs it too, and the third records.) Every call has the
+    effects of a call without a graph: the same random numbers, gradients and parameters. A training
+    step can be one function: forward, backward, `step`, `zero_grad`.
 
     Decisions of the function on the CPU (shapes, branches, Python numbers) are recorded once. It
     cannot read values (`item`, `numpy`, `print`); return tensors and read them after the call. A
@@ -292,7 +292,7 @@ _INSTEAD = {
     "CUDAGraph": "use tc.cuda.capture",
     "graph": "use tc.cuda.capture",
 }
-"""What to use where torch has something that is not here."""
+"""Advice on names that torch.cuda has and this module does not."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A report of this machine's means to train, of what is wrong with them, and of the cures."""
+"""A report of what this machine can train with, of its faults, and of their cures."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def _extras() -> Iterator[Finding]:
 def _memory() -> Finding:
     free = tc.memory.available_bytes()
     if free is None:
-        return Finding(NOTE, "memory", "the system does not tell how much is free")
+        return Finding(NOTE, "memory", "the system does not report the free memory")
     found = f"{free / _GIB:.1f} GiB are free"
     if free >= _LEAST_MEMORY:
         return Finding(GOOD, "memory", found)
-    cure = "large models are loaded through it: close other programs"
+    cure = "large models are loaded into it first: close other programs"
     if is_wsl():
         cure = r"raise `memory` in %UserProfile%\.wslconfig, then run `wsl --shutdown` in Windows"
     return Finding(NOTE, "memory", found, cure)
@@ -119,7 +119,7 @@ def _disk(folder: Path) -> Finding:
         cure = "files of Windows are slow to read: keep data and models in Linux, e.g. ~/"
         return Finding(NOTE, "disk", found, cure)
     if free < _LEAST_DISK:
-        return Finding(NOTE, "disk", found, "checkpoints and caches need some: free some space")
+        return Finding(NOTE, "disk", found, "checkpoints and caches need space: free some")
     return Finding(GOOD, "disk", found)
 
 
@@ -180,7 +180,9 @@ def _card(device: str) -> Finding:
     stats = tc.cuda.memory_stats(device)
     found = f"{stats['free'] / _GIB:.1f} of {stats['total'] / _GIB:.1f} GiB are free on {device}"
     if stats["free"] < 0.5 * stats["total"]:
-        return Finding(NOTE, "card", found, "another process uses it: `nvidia-smi` names it")
+        return Finding(
+            NOTE, "card", found, "another process uses the GPU: `nvidia-smi` names the process"
+        )
     return Finding(GOOD, "card", found)
 
 
@@ -196,7 +198,7 @@ def _trains(device: str) -> Finding:
     found = f"{device}: {_STEPS} steps in {seconds:.1f} s, loss {first:.2e} to {last:.2e}"
     if last < 0.1 * first:
         return Finding(GOOD, "self-test", found)
-    return Finding(FAULT, "self-test", found, "it must fall tenfold: report this")
+    return Finding(FAULT, "self-test", found, "the loss must fall tenfold: report this")
 
 
 def _self_test(device: str) -> tuple[float, float]:

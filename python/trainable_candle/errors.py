@@ -84,7 +84,7 @@ class ConfigError(Error, ValueError):
 
 
 class DistributedError(Error, RuntimeError):
-    """Processes that train together cannot connect, have different facts, or one has failed."""
+    """Processes that train together cannot connect, differ in settings or files, or one failed."""
 
 
 class FileError(Error, OSError):

@@ -70,7 +70,7 @@ class _UniqueKeys(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"`{key.value}` is there twice", key.start_mark
+                        None, None, f"`{key.value}` is given twice", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep=deep)

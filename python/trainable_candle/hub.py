@@ -53,7 +53,7 @@ def download(name: str, subfolders: list[str], half: bool = False) -> str:
                 return str(folder)
         raise MissingFileError(f"{name}: {place or 'the repository'} has no safetensors weights")
     searched = ", ".join(f"{place}config.json" for place in places)
-    raise MissingFileError(f"{name}: no such model: neither of {searched} is in the repository")
+    raise MissingFileError(f"{name}: no such model: the repository has none of {searched}")
 
 
 def is_name(text: str) -> bool:
@@ -70,7 +70,7 @@ def is_name(text: str) -> bool:
 
 
 def resolve(name: str, subfolders: list[str], half: bool) -> str | None:
-    """The local folder of a model on the hub; None if `name` is not the name of one.
+    """The local folder of a model on the hub; None if `name` is not a name on the hub.
 
     Args:
         name: "organisation/name", or something else.
@@ -108,7 +108,7 @@ def download_language_model(name: str) -> Path:
     Raises:
         MissingFileError: as `download`.
     """
-    # Imported here: settings, which the tokenizers import, ask whether a path is a name on the hub.
+    # Imported here, because the tokenizers import settings, which import this module.
     from trainable_candle.text.chat_tokenizer import FILES  # noqa: PLC0415
 
     weights = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]

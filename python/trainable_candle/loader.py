@@ -1,4 +1,4 @@
-"""Batches of any sequence, read ahead by threads: torch's `utils.data`, here `tc.utils.data` too.
+"""Batches of any sequence, read ahead by threads, like torch's `utils.data` (`tc.utils.data`).
 
 ```python
 rows = tc.loader.TensorDataset(tc.randn(10, 4), tc.randn(10, 2))
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _END = object()
-"""Follows the last batch of an iterable."""
+"""Marks the end of an iterable, after its last batch."""
 
 
 class Dataset:
@@ -75,7 +75,7 @@ class TensorDataset(Dataset):
         features, label = rows[3]
 
     Raises:
-        ShapeError: If the lengths differ, there is no tensor, or one has no rows to count.
+        ShapeError: If the lengths differ, there is no tensor, or a tensor has no dimensions.
     """
 
     @explained
@@ -132,11 +132,11 @@ def random_split(
 
     Args:
         dataset: The data set.
-        lengths: Numbers of items, or parts that sum to 1.
+        lengths: Numbers of items, or fractions that sum to 1.
         generator: Draws the order; default the library's (`manual_seed`).
 
     Raises:
-        ArgumentError: If a length is negative, or they do not sum to the number of items.
+        ArgumentError: If a length is negative, or the lengths do not sum to the number of items.
     """
     items, wanted = len(dataset), list(lengths)
     if any(length < 0 for length in wanted):
@@ -350,7 +350,7 @@ def _nothing(number: int) -> None:
 
 
 class _Beginning:
-    """Prepares each worker; an error in this appears when the results are read."""
+    """Prepares each worker; if that fails, the tasks of the worker raise the error."""
 
     def __init__(self, prepare: Callable[[], Any]) -> None:
         self._prepare = prepare

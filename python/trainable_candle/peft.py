@@ -304,7 +304,7 @@ def _adapted(name: str, layer: Linear | Conv2d, rank: int, config: LoraConfig) -
     if config.qat_learned_scales:
         raise ConfigError(
             "add_adapter: qat_learned_scales is for models of trainable_candle.models, and this is "
-            "a module of Python; leave it out"
+            "a module written in Python; leave it out"
         )
     kind = DoRALinear if config.adapter == "dora" else LoRALinear
     assert isinstance(layer, Linear)

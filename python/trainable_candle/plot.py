@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def prepare() -> None:
     """Import matplotlib, if it is installed, in the background for `loss_curve`.
 
-    The import takes half a second, which thus passes during training.
+    The import takes half a second, during which training already runs.
     """
 
     def load() -> None:

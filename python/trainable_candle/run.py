@@ -97,8 +97,8 @@ def train_adapter(
             writes, draws, validates and reports.
 
     Raises:
-        ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data,
-            weights or memory do not suffice; raised before the first step.
+        ConfigError, DatasetError, WeightsFormatError, OutOfMemoryError, OSError: settings, data or
+            weights cannot be used, or memory is too small; raised before the first step.
         CudaUnavailableError, DeviceError: there is no such device; raised before anything is read.
         NonFiniteError: the loss or the gradient is NaN or infinite.
         DistributedError: another process of the run is missing, differs, or has failed.
@@ -202,7 +202,7 @@ def _train_in(
             if plan.config == tried.config:
                 raise
         _tell(plan, budget, report)
-        # Outside the `except` block nothing refers to the models of the first attempt any more.
+        # After the `except` block, nothing refers to the models of the first attempt any more.
         gc.collect()
         if config.on_gpu:
             tc.cuda.empty_cache(config.device)
@@ -366,7 +366,7 @@ def _shared_out(config: TrainConfig, world: World | None) -> TrainConfig:
     whole = config.effective_batch
     if whole is not None:
         if not config.batch_size:
-            raise ConfigError("effective_batch: give the --batch-size too, which is auto")
+            raise ConfigError("effective_batch: --batch-size is auto; give a number")
         at_once = config.batch_size * size
         if whole % at_once:
             raise ConfigError(
@@ -391,7 +391,7 @@ def _agreed(config: TrainConfig) -> dict[str, str]:
 
 
 def _require_same_files(group: Group, weights: Path, data: Split[Any]) -> None:
-    """Check that all processes have read the same files, perhaps from folders of their machines.
+    """Check that all processes have read the same files, perhaps from different folders.
 
     Raises:
         DistributedError: the files of a process differ.

@@ -1,4 +1,4 @@
-"""One run besides its steps: averages, validation, previews, saving, and the end."""
+"""What a run does besides its steps: averages, validation, previews, saving, and the end."""
 
 from __future__ import annotations
 

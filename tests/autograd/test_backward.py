@@ -16,7 +16,7 @@ def test_square():
     assert x.grad.item() == 4
 
 
-def test_gradients_accumulate_until_they_are_forgotten():
+def test_gradients_accumulate_until_zero_grad():
     x = tc.Var([1.0, 2.0])
     for times in (1, 2, 3):
         (x * 3).sum().backward()
@@ -27,7 +27,7 @@ def test_gradients_accumulate_until_they_are_forgotten():
     assert x.grad.tolist() == [2, 2]
 
 
-def test_a_gradient_that_was_read_stays_as_it_was():
+def test_later_backward_passes_do_not_change_a_gradient_that_was_read():
     x = tc.Var([1.0])
     (x * 3).backward()
     first = x.grad
@@ -80,14 +80,15 @@ def test_an_explicit_gradient():
         (x * x).backward(tc.ones(3))
 
 
-def test_a_graph_is_walked_once_unless_retained():
+def test_a_graph_allows_one_backward_pass_unless_retained():
     x = tc.Var([3.0])
     y = (x * x).sum()
     y.backward(retain_graph=True)
     y.backward()
     assert x.grad.tolist() == [12]
     with pytest.raises(
-        tc.AutogradError, match="already walked and what it saved is freed; pass retain_graph=True"
+        tc.AutogradError,
+        match="already differentiated and its saved values are freed; pass retain_graph=True",
     ):
         y.backward()
 
@@ -136,7 +137,7 @@ def test_grad_leaves_variables_alone():
     assert tc.grad(loss, x)[0].tolist() == [18, 64]
 
 
-def test_grad_of_what_the_loss_does_not_use():
+def test_grad_of_an_input_that_the_loss_does_not_use():
     x, unused = tc.Var([1.0]), tc.Var([1.0])
     assert tc.grad(x * 2, [x, unused])[1] is None
     with pytest.raises(tc.AutogradError, match="grad: input 1 needs no gradient; make it a Var"):
@@ -163,7 +164,7 @@ def test_deep_graphs_run_and_drop():
     del y
 
 
-def test_the_tape_tells_what_it_holds():
+def test_saved_bytes_counts_what_the_tape_saves():
     gc.collect()
     before = tc.memory.saved_bytes()
     x = tc.Var(tc.ones(1000))
@@ -206,7 +207,7 @@ def test_gradcheck():
     assert tc.gradcheck(lambda x: x.softmax(0), a)
 
 
-def test_gradcheck_finds_what_is_wrong():
+def test_gradcheck_finds_wrong_gradients_and_arguments():
     x = tc.tensor([0.5, 2.0, 1.0], dtype="f64")
     with pytest.raises(
         tc.AutogradError, match=r"gradcheck: input 0, entry 1 of shape \[3\]: gradient"

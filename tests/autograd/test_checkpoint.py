@@ -51,7 +51,7 @@ def test_a_list_comes_back_as_a_tuple():
     assert isinstance(tc.checkpoint(lambda t: t * 2, x), tc.Tensor)
 
 
-def test_less_is_kept():
+def test_checkpoints_save_fewer_bytes():
     x = tc.Var(tc.ones(256, 256))
 
     def deep(t):
@@ -90,12 +90,12 @@ def test_the_function_runs_again_in_backward_up_to_what_is_needed():
     assert_close(x.grad, [2 * np.e])
 
 
-def test_functions_that_catch_exceptions_do_not_stop_the_replay():
+def test_functions_that_catch_exceptions_are_recomputed():
     def careful(t):
         try:
             t = t.exp()
         except Exception as error:
-            raise AssertionError("saw the end of the replay") from error
+            raise AssertionError("caught the exception that ends the second run") from error
         return t * 2.0
 
     x = tc.Var([1.0])
@@ -103,7 +103,7 @@ def test_functions_that_catch_exceptions_do_not_stop_the_replay():
     assert_close(x.grad, [2 * np.e])
 
 
-def test_functions_that_catch_everything_do_not_stop_the_replay():
+def test_functions_that_catch_everything_are_recomputed():
     cleaned = []
 
     def careless(t):
@@ -196,7 +196,7 @@ def test_errors_of_operations_come_through():
         tc.checkpoint(lambda t: t.reshape(7), tc.Var([1.0]))
 
 
-def test_a_function_that_changes_its_mind():
+def test_a_second_run_that_computes_something_else_is_an_error():
     runs = []
 
     def fickle(t):
@@ -207,7 +207,7 @@ def test_a_function_that_changes_its_mind():
         tc.checkpoint(fickle, tc.Var([1.0])).backward()
 
 
-def test_a_captured_variable_that_changes():
+def test_a_captured_variable_that_changed_is_an_error():
     x, w = tc.Var([1.0]), tc.Var([2.0])
     y = tc.checkpoint(lambda t: (t * w).exp(), x)
     w.set(tc.tensor([3.0]))

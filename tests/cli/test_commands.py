@@ -16,23 +16,23 @@ from trainable_candle.errors import Error, MissingFileError
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "examples/README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 PROGRAMS = ("train-lora", "trainable-candle")
-# A setting's values come from a file too.
+# Files of settings that documents name in their commands.
 FILES = ("run.yaml", "run/config.yaml")
 
 
 def lines(text: str) -> Iterator[str]:
-    """The lines of the fenced blocks, continued ones as one, and what stands in backquotes."""
+    """The lines of the fenced blocks, continued lines joined, and the commands in backquotes."""
     for block in re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from block.replace("\\\n", " ").splitlines()
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for code in re.findall(rf"`((?:{'|'.join(PROGRAMS)})\s[^`]+)`", prose):
-        # Those with a placeholder for one of several names, or of a command alone, give no values.
+        # A command with a placeholder, or without flags, gives no values to check.
         if "NAME" not in code and "--" in code and "--help" not in code:
             yield code.replace("\n", " ")
 
 
 def commands(document: str) -> Iterator[list[str]]:
-    """The commands of a document, without what starts them on other machines."""
+    """The commands of a document, without the words before the program, such as `srun`."""
     for line in lines((ROOT / document).read_text()):
         words = shlex.split(line, comments=True)
         place = next((n for n, word in enumerate(words) if word in PROGRAMS), len(words))
@@ -56,10 +56,10 @@ def test_the_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", FOUND, ids=lambda name: name[:80])
-def test_a_command_lacks_nothing_but_files(
+def test_a_command_fails_only_for_missing_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an empty folder, flags and values are found right before the first file is missing."""
+    """In an empty folder, a command checks its flags and values before it misses a file."""
 
     def no_hub(*_: object) -> None:
         raise MissingFileError("there is no hub here")
@@ -71,7 +71,7 @@ def test_a_command_lacks_nothing_but_files(
         Path(path).write_text("model: digits\ndataset: images\noutput: run\n")
     command, *arguments = FOUND[name]
     if command == "ray" or "--gpus" in arguments:
-        # These begin with what a machine without GPUs, or without Ray, lacks.
+        # These commands start with GPUs or Ray, which this machine may lack.
         _, settings = make_ray_parser("ray").parse_own(arguments)
         config = train.read_config(train.make_parser("train", rare=True).parse(settings))
         config.require("model", "dataset", "output")

@@ -144,18 +144,18 @@ def test_mistakes_are_one_line(arguments: str, message: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", ["ckpt", "pt", "bin"])
-def test_a_pickle_is_refused(ending: str, tmp_path: Path) -> None:
+def test_a_pickle_is_rejected(ending: str, tmp_path: Path) -> None:
     weights = tmp_path / f"model.{ending}"
     weights.write_bytes(b"PK")
     arguments = ["--model", "digits", "--prompt", "1", "--output", str(tmp_path / "a.png")]
     for given in (weights, tmp_path):
         result = run("sample", *arguments, "--weights", str(given))
         assert (result.returncode, result.stdout) == (2, "")
-        assert f"{weights}: a .{ending} file is a pickle checkpoint, which can run" in result.stderr
+        assert f"{weights}: a .{ending} file is a pickle checkpoint, which is not" in result.stderr
         assert "safetensors file of the same model" in result.stderr
 
 
-def test_what_other_tools_call_a_flag_is_one_of_ours() -> None:
+def test_flags_and_their_synonyms_are_all_different() -> None:
     synonyms = [flag(name) for _, setting in settings().values() for name in setting.synonyms]
     flags = [*synonyms, *INSTEAD, *(flag(name) for name in settings())]
     assert len(set(flags)) == len(flags)

@@ -18,7 +18,7 @@ PROGRAM = [sys.executable, "-m", "trainable_candle"]
 @pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/sdxl.md"])
 def test_the_commands_of_the_guides_work(document: str, tmp_path: Path) -> None:
-    """As written, but with fewer steps; the user's own files are where the guide says."""
+    """Runs take fewer steps; the user's own files are where the guide says."""
     text = (ROOT / document).read_text()
     blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
     commands = [

@@ -201,7 +201,7 @@ def test_flags_of_other_tools_mean_the_same(text: str, expected: dict[str, Any])
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_the_guide_for_those_who_come_from_kohya_names_flags_that_work() -> None:
+def test_the_migration_guide_names_flags_that_work() -> None:
     table = re.findall(
         r"^\| ([^|]*)\| ([^|]*)\|", (DOCS / "migrating.md").read_text(), re.MULTILINE
     )
@@ -304,7 +304,7 @@ def test_the_long_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -
     assert [name for name in settings() if f"  {flag(name)}" not in text] == []
 
 
-# Their flags are of other programs too.
+# Guides that also name flags of other programs.
 MIXED = ("benchmarks", "many-gpus", "memory", "migrating", "settings", "unsafe", "wsl")
 
 

@@ -39,7 +39,7 @@ def training(output: Path, steps: int, **settings: Any) -> list[str]:
 
 
 PROGRAM = [sys.executable, "-m", "trainable_candle"]
-# PROGRAM, killed before its n-th file operation below a folder; it prints their number at exit.
+# Kills PROGRAM before its n-th file operation below a folder; prints the operations at exit.
 KILLED = """
 import atexit, os, signal, sys
 from trainable_candle.cli import main
@@ -88,7 +88,7 @@ def test_photographs_are_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_loses_only_the_steps_since_the_last_save(
+def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(
     tmp_path: Path,
 ) -> None:
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`trainable-candle preview-data`, on a folder like those of published models."""
+"""`trainable-candle preview-data`, on a folder in the layout of published models."""
 
 import json
 from pathlib import Path

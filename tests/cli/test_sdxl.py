@@ -59,7 +59,7 @@ def flags(sdxl_base: Path, sdxl_folder: Path) -> Callable[..., list[str]]:
             "steps": steps,
             "cache": "memory",
             "learning_rate": 1e-2,
-            # One of the first two images has room for another crop; `flip` mirrors one.
+            # With this seed, random crops change one of the first two images, and `flip` one.
             "seed": 2,
             "optimizer": "adamw",
             **settings,
@@ -130,7 +130,7 @@ def test_adapter_files_carry_kohyas_keys(
     assert metadata["modelspec.resolution"] == "64x64"
 
 
-def test_sampling_with_an_adapter_differs_and_at_nothing_does_not(
+def test_an_adapter_changes_samples_unless_its_scale_is_tiny(
     sdxl_base: Path, trained: Path, tmp_path: Path
 ) -> None:
     common = ["sample", "--model", "sdxl", "--weights", sdxl_base, "--prompt", "a blur"]
@@ -140,7 +140,7 @@ def test_sampling_with_an_adapter_differs_and_at_nothing_does_not(
     done(*common, *adapter, "--output", tmp_path / "adapted.png")
     done(*common, *adapter, "--scale", "1e-9", "--output", tmp_path / "off.png")
     base, adapted, off = (pixels(tmp_path / f"{n}.png") for n in ("base", "adapted", "off"))
-    assert base.shape == (64, 128, 3)  # enlarged, so that it can be seen
+    assert base.shape == (64, 128, 3)  # small images are enlarged
     assert np.abs(off - base).max() <= 1
     assert np.abs(adapted - base).max() > 1
 
@@ -264,7 +264,7 @@ def test_every_format_holds_all_parts_and_is_read_back(
     done(*common, "--adapter", output / "adapter.safetensors", "--output", drawn)
     difference = np.abs(pixels(drawn) - pixels(output / "samples" / "step-000003.png"))
     assert difference.max() <= (1 if precision == "f32" else 3)
-    # Another run can start from it, with the same output.
+    # Another run can start from the adapter, and gives the same output.
     again = tmp_path / "again"
     start = {"initial_adapter": output / "adapter.safetensors", **settings, **prompt}
     done(*flags(again, 1, **start))
@@ -328,7 +328,7 @@ def test_other_settings_change_nothing(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_short_floats_train_and_draw(
+def test_16_bit_floats_train_and_draw(
     flags: Callable[..., list[str]], tmp_path: Path, precision: str
 ) -> None:
     prompt = {"sample_prompts": "a blur", "sample_steps": 2, "validation_split": 0.2}
@@ -337,7 +337,7 @@ def test_short_floats_train_and_draw(
     assert np.isfinite(losses).all()
 
 
-def test_what_is_no_dataset_is_refused(
+def test_wrong_datasets_are_rejected(
     flags: Callable[..., list[str]], sdxl_folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -361,7 +361,7 @@ def test_what_is_no_dataset_is_refused(
     done(*flags(tmp_path / "o3", 1, dataset=silent, caption="a square"))
 
 
-def test_a_huge_picture_is_refused_before_it_is_decoded(
+def test_a_huge_image_is_rejected_before_it_is_decoded(
     flags: Callable[..., list[str]], sdxl_folder: Path, tmp_path: Path
 ) -> None:
     huge = tmp_path / "huge"
@@ -384,7 +384,7 @@ def test_names_with_spaces_and_emoji(
     assert (output / "adapter.safetensors").is_file()
 
 
-def test_another_model_is_refused(
+def test_another_model_is_rejected(
     flags: Callable[..., list[str]],
     digits_base: Path,
     sdxl_base: Path,
@@ -393,7 +393,7 @@ def test_another_model_is_refused(
     out = tmp_path / "out"
     refused(run(*flags(out, weights=digits_base)), "is not a model of SDXL", "unet")
     refused(run(*flags(out, weights=tmp_path / "none")), "there is no file or folder")
-    # It has the form of a name on the hub, but no test may connect to the hub.
+    # The weights look like a name on the hub, but no test may connect to the hub.
     unreachable = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     command = [*PROGRAM, *flags(out, weights="nobody/nothing")]
     refused(
@@ -411,7 +411,7 @@ def test_another_model_is_refused(
     refused(run(*flags(out, weights=truncated)), "diffusion_pytorch_model.safetensors")
 
 
-def test_the_adapter_of_another_model_is_refused(
+def test_the_adapter_of_another_model_is_rejected(
     sdxl_base: Path, digits_folder: Path, digits_base: Path, tmp_path: Path
 ) -> None:
     done(
@@ -426,7 +426,7 @@ def test_the_adapter_of_another_model_is_refused(
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_output_that_cannot_be_written_is_refused(
+def test_an_output_that_cannot_be_written_is_rejected(
     flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -437,7 +437,7 @@ def test_an_output_that_cannot_be_written_is_refused(
         refused(run(*flags(locked / "out")), "Permission denied")
 
 
-def test_what_cannot_fit_is_refused_with_settings_that_would(
+def test_a_run_that_cannot_fit_is_rejected_with_settings_that_fit(
     flags: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     result = run(*flags(tmp_path / "out", batch_size=64, vram=0.25, gradient_checkpointing="none"))
@@ -448,7 +448,7 @@ def test_what_cannot_fit_is_refused_with_settings_that_would(
 def test_weights_may_be_a_pipeline_on_the_hub(
     flags: Callable[..., list[str]], sdxl_base: Path, tmp_path: Path, plain: dict[str, bytes]
 ) -> None:
-    """From the cache of the hub's client, without a connection."""
+    """The model is in the cache of the hub's client, and there is no connection."""
     revision = "0" * 40
     repository = tmp_path / "hub" / "models--someone--tiny-sdxl"
     (repository / "refs").mkdir(parents=True)

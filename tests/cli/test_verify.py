@@ -42,7 +42,7 @@ def test_a_good_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q"), "do not fit a weight"),
         (
             lora("unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"),
-            "ComfyUI applies 0; 1 not: it knows no such key",
+            "ComfyUI applies 0; 1 not: it does not know this key",
         ),
     ],
 )
@@ -56,7 +56,7 @@ def test_bad_files(
     assert message in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_not_applied(
+def test_layers_that_do_not_fit_are_not_applied(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = lora(MODULE) | lora("lora_unet_input_blocks_7_1_transformer_blocks_0_attn1_to_q")
@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_not_applied(
         assert f"{tool} applies 1; 1 not: its shapes or values do not fit the layer\n" in text
 
 
-def test_an_adapter_of_the_built_in_model_is_compared_with_that(
+def test_an_adapter_for_the_built_in_model_is_compared_with_that_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = SDXL.default_weights()
@@ -80,7 +80,7 @@ def test_an_adapter_of_the_built_in_model_is_compared_with_that(
     tc.save_adapters(path, [adapter])
     assert main(["verify", str(path)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("note: its sizes are those of the built-in model `sdxl`")
+    assert text.startswith("note: its sizes are those of the built-in `sdxl`")
     assert "problems" not in text
     assert main(["verify", str(path), "--weights", str(base)]) == 0
     assert "note: its sizes" not in capsys.readouterr().out
@@ -91,10 +91,10 @@ def test_alphas_that_diffusers_misreads(tmp_path: Path, capsys: pytest.CaptureFi
     names = ("attn1_to_q", "attn1_to_k", "attn2_to_out_0", "attn1_to_v")
     tensors = {k: v for name in names for k, v in lora(f"{block}_{name}").items()}
     assert verified(tmp_path / "a.safetensors", tensors) == 0
-    assert "diffusers takes" not in capsys.readouterr().out
+    assert "diffusers uses" not in capsys.readouterr().out
     tensors[f"{block}_attn1_to_k.alpha"] = tc.tensor(4.0)
     assert verified(tmp_path / "a.safetensors", tensors) == 0
-    assert "diffusers takes the alpha 1 for 1 projections" in capsys.readouterr().out
+    assert "diffusers uses the alpha 1 for 1 projections" in capsys.readouterr().out
 
 
 def test_mistakes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,8 +116,8 @@ def test_every_reader_of_a_family_is_named(
     text = capsys.readouterr().out
     assert "ComfyUI applies 2\n" in text
     assert "diffusers applies 2\n" in text
-    assert "kohya applies 0; 2 not: it knows no such key\n" in text
-    assert "peft applies 0; 2 not: it knows its own names only\n" in text
+    assert "kohya applies 0; 2 not: it does not know this key\n" in text
+    assert "peft applies 0; 2 not: it only knows its own names\n" in text
     alphas = {f"transformer.{block}{n}.alpha": tc.tensor(1.0) for n in "qk"}
     assert verified(tmp_path / "a.safetensors", own | alphas, "--model", "flux") == 0
     assert "diffusers applies 2\n" in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_every_reader_of_a_family_is_named(
     smaller = {name: t[:, :1536] if "_A" in name else t for name, t in smaller.items()}
     assert verified(tmp_path / "a.safetensors", smaller | alphas, "--model", "sd3") == 0
     text = capsys.readouterr().out
-    assert "diffusers applies 0; 2 not: it refuses a file with an alpha beside the" in text
+    assert "diffusers applies 0; 2 not: it rejects files with an alpha beside the" in text
     module = "lora_unet_double_blocks_0_img_attn_qkv"
     fused = {
         f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": tc.ones((3 * 3072, 2)),

@@ -49,13 +49,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Run:
-    """What a snippet wrote and what it asked of CUDA."""
+    """The output of a snippet, and its calls to CUDA."""
 
     output: str
     calls: list[Call]
 
     def after(self, mark: str) -> "Run":
-        """What came after a mark, up to the next one."""
+        """The calls after a mark, up to the next mark."""
         marks = [i for i, call in enumerate(self.calls) if call.kind == "mark"]
         start = next(i for i in marks if self.calls[i]["name"] == mark)
         end = next((i for i in marks if i > start), len(self.calls))
@@ -105,7 +105,7 @@ class Simulation:
         missing: Sequence[str] = (),
         settings: dict[str, str] | None = None,
     ) -> Run:
-        """Run a snippet in a process of its own, which must succeed.
+        """Run a snippet in a process of its own, and assert that it succeeds.
 
         `libraries` are those that exist (default: all), `missing` the functions that they lack,
         `settings` those of the simulation, such as {"DEVICES": "2"}.

@@ -65,7 +65,7 @@ SEGMENTS = """
 
 
 @pytest.mark.parametrize(("width", "dtype", "form"), [(128, "bf16", "w128"), (64, "f16", "w64")])
-def test_segments_take_one_launch_each_way_and_nothing_waits(
+def test_segments_take_one_launch_forward_and_no_wait(
     cuda: Any, width: int, dtype: str, form: str
 ) -> None:
     code = SEGMENTS

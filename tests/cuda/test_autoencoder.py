@@ -42,12 +42,12 @@ def test_an_autoencoder_in_f32_multiplies_on_tensor_cores(cuda: Any) -> None:
         convolutions = [name for name in names if name.startswith("conv2d_forward")]
         assert len(convolutions) > 8
         assert all(name.endswith("_bf16") for name in convolutions)
-        # The operands of each are split into pairs, as are those of each image's attention.
+        # Each convolution splits its operands into pairs; so does the attention of each image.
         assert names.count("pairs_left_f32") == len(convolutions) + 2 * 2
         assert names.count("pairs_right_f32") == len(convolutions) + 2 * 2
 
 
-def test_convolutions_elsewhere_are_exact(cuda: Any) -> None:
+def test_other_convolutions_in_f32_are_exact(cuda: Any) -> None:
     run = cuda.run("""
         x, w = tc.zeros((1, 64, 8, 8), device="cuda"), tc.zeros((64, 64, 3, 3), device="cuda")
         mark("convolution")
@@ -57,7 +57,7 @@ def test_convolutions_elsewhere_are_exact(cuda: Any) -> None:
     assert "conv2d_forward_plain_f32" in run.after("convolution").launches
 
 
-def test_pictures_travel_as_bytes(cuda: Any) -> None:
+def test_images_are_copied_as_bytes(cuda: Any) -> None:
     run = cuda.run("""
         import numpy as np
 
@@ -69,7 +69,7 @@ def test_pictures_travel_as_bytes(cuda: Any) -> None:
     """)
     copies = [c for c in run.after("picture").of("copy") if "HtoD" in c["kind"]]
     sizes = sorted(int(copy["bytes"]) for copy in copies)
-    # The other copies are two numbers.
+    # The other copies carry the two numbers of the expression.
     assert sizes[-1] == 2 * 32 * 48 * 3
     assert sum(sizes[:-1]) < 128
 
@@ -112,7 +112,7 @@ def test_drawing_replays_a_graph_and_waits_for_no_step(cuda: Any) -> None:
         if run.calls[start]["name"] == "features"
     ]
     first, second = parts[1], parts[3]
-    # The first call is eager; the second is recorded, and the image after that replays it.
+    # Of the first image, step 1 is eager and step 2 is recorded; the second image replays all.
     assert len(first.of("capture-end")) == 1
     assert len(first.of("replay")) == 5
     assert len(second.of("replay")) == 6

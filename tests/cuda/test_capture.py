@@ -54,7 +54,7 @@ def test_a_step_becomes_one_launch(cuda: Any) -> None:
         assert len(replay.of("replay")) == 1
         assert replay.waits == []
         assert replay.of("capture-begin", "grow", "shrink", "alloc", "map", "product") == []
-        # The generator's offset, two inputs, two outputs, and the gradients that the test reads.
+        # Copies of the generator's offset, two inputs, two outputs and the gradients that are read.
         assert len(replay.launches) <= 7, replay.launches
     kernels = int(run.after("call-3").of("replay")[0]["kernels"])
     assert kernels >= len(set(eager.launches))
@@ -129,7 +129,7 @@ def test_inputs_are_copied_and_outputs_are_copies(cuda: Any) -> None:
     """)
 
 
-def test_what_a_graph_cannot_hold_is_refused(cuda: Any) -> None:
+def test_functions_that_a_graph_cannot_repeat_are_rejected(cuda: Any) -> None:
     run = cuda.run("""
         import random, threading
 
@@ -196,7 +196,7 @@ def test_what_a_graph_cannot_hold_is_refused(cuda: Any) -> None:
     assert "another thread captures a function" in messages["thread"]
 
 
-def test_constants_come_with_every_replay(cuda: Any) -> None:
+def test_replays_copy_constants_within_the_graph(cuda: Any) -> None:
     run = cuda.run("""
         import numpy as np
 
@@ -219,7 +219,7 @@ def test_constants_come_with_every_replay(cuda: Any) -> None:
     assert int(run.after("call-3").of("replay")[0]["copies"]) >= 1
 
 
-def test_a_captured_function_is_a_part_of_another(cuda: Any) -> None:
+def test_a_captured_function_can_be_part_of_another(cuda: Any) -> None:
     run = cuda.run("""
         x = tc.tensor([1.0, 2.0], device="cuda")
         inner = tc.cuda.capture(lambda x: (x, x * 2), [x])
@@ -234,7 +234,7 @@ def test_a_captured_function_is_a_part_of_another(cuda: Any) -> None:
     assert len(run.after("call-2").of("replay")) == 1
 
 
-def test_graphs_share_their_memory_and_give_it_back(cuda: Any) -> None:
+def test_graphs_share_memory_and_free_it(cuda: Any) -> None:
     cuda.run("""
         import gc
 
@@ -282,7 +282,7 @@ def test_graphs_share_their_memory_and_give_it_back(cuda: Any) -> None:
     """)
 
 
-def test_memory_that_ran_out_during_a_capture_is_an_error(cuda: Any) -> None:
+def test_running_out_of_memory_during_a_capture_is_an_error(cuda: Any) -> None:
     run = cuda.run("""
         state = {"large": False}
 
@@ -334,7 +334,7 @@ def test_many_copies_from_the_host_arrive(cuda: Any) -> None:
         assert all((t.numpy() == a).all() for t, a in zip(there, arrays))
     """)
     assert run.of("refused") == []
-    # All through pinned memory.
+    # All copies pass through pinned memory.
     copies = [call for call in run.after("copies").of("copy") if "HtoD" in call["kind"]]
     assert copies
     assert all(call["pageable"] == "0" for call in copies)

@@ -1,4 +1,4 @@
-"""Devices and their memory, without a GPU: copies and fills of the simulated one are real."""
+"""Devices and their memory, without a GPU: the simulated device really copies and fills."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def test_values_go_to_the_device_and_come_back(cuda: Any) -> None:
     assert run.of("refused") == []
 
 
-def test_two_devices_are_apart(cuda: Any) -> None:
+def test_operands_on_two_devices_are_rejected(cuda: Any) -> None:
     run = cuda.run("""
         here, there = tc.zeros(3, device="cuda:0"), tc.zeros(3, device="cuda:1")
         assert (here.device, there.device) == ("cuda:0", "cuda:1")
@@ -93,7 +93,7 @@ def test_memory_can_be_limited(cuda: Any) -> None:
     """)
 
 
-def test_full_memory_is_an_error_that_says_so(cuda: Any) -> None:
+def test_full_memory_is_an_out_of_memory_error(cuda: Any) -> None:
     run = cuda.run("""
         kept = tc.tensor([1.0, 2.0], device="cuda")
         uses = {

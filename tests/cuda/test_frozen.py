@@ -1,4 +1,4 @@
-"""Changes of state that a captured function froze reach its graph or are rejected.
+"""A change of state that a graph depends on reaches the graph, or is rejected.
 
 The simulated device's kernels do not compute; test_frozen_gpu.py compares the values.
 """
@@ -47,7 +47,7 @@ TRAIN = """
 ADAMW = TRAIN.replace("OPTIMIZER", "AdamW(parameters, lr=0.1)")
 
 
-def test_loaded_states_are_those_of_the_graph(cuda: Any) -> None:
+def test_loaded_states_reach_the_graph(cuda: Any) -> None:
     run = cuda.run(
         ADAMW
         + """
@@ -105,7 +105,7 @@ def test_variables_that_step_apart_are_recorded_anew(cuda: Any) -> None:
     assert [len(run.after(f"call-{call}").of("replay")) for call in range(3)] == [0, 1, 1]
 
 
-def test_a_gradient_from_outside_is_there_or_is_not(cuda: Any) -> None:
+def test_a_step_without_gradients_is_not_replayed(cuda: Any) -> None:
     run = cuda.run(
         ADAMW
         + """
@@ -128,7 +128,7 @@ def test_a_gradient_from_outside_is_there_or_is_not(cuda: Any) -> None:
     assert not any(name.startswith("adam_step") for name in run.after("none").launches)
 
 
-def test_a_recording_that_is_refused_changes_nothing(cuda: Any) -> None:
+def test_a_recording_that_is_rejected_changes_nothing(cuda: Any) -> None:
     run = cuda.run(
         """
     weights = [tc.Var(tc.ones(4, device="cuda")) for _ in range(2)]
@@ -156,7 +156,7 @@ def test_a_recording_that_is_refused_changes_nothing(cuda: Any) -> None:
     mark("end")
     """
     )
-    # The variable that steps gets its own settings now; those of the recording never took effect.
+    # The variable that steps gets its settings now; the recording's settings took no effect.
     assert run.after("eager").launches.count("optim_configure") == 1
 
 
@@ -202,7 +202,7 @@ AVERAGE = """
 
 
 def weights(calls: list[Any]) -> list[float]:
-    """The values of the calls that fill with an f64 number."""
+    """The values of the calls that fill memory with an f64 number."""
     filled = [c["arguments"].split(",")[-1] for c in calls if c["name"] == "fill_f64"]
     return [struct.unpack("<d", struct.pack("<Q", int(number, 16)))[0] for number in filled]
 
@@ -232,7 +232,7 @@ def test_averages_warm_up_in_replays(cuda: Any, digits_base: Any) -> None:
         try:
             step(x)
         except tc.ArgumentError as error:
-            assert "update() found the averages in the place" in str(error)
+            assert "update() found the averages in place" in str(error)
         else:
             raise AssertionError
     assert ema.updates == 21
@@ -264,7 +264,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("more", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_replays_would_not_repeat_is_refused(cuda: Any, more: str, reason: str) -> None:
+def test_changes_that_replays_would_not_repeat_are_rejected(
+    cuda: Any, more: str, reason: str
+) -> None:
     cuda.run(
         ADAMW
         + f"""
@@ -284,7 +286,7 @@ def test_what_replays_would_not_repeat_is_refused(cuda: Any, more: str, reason: 
     )
 
 
-def test_averages_are_updated_once_and_swapped_outside(cuda: Any, digits_base: Any) -> None:
+def test_graphs_reject_two_updates_and_a_swap_of_averages(cuda: Any, digits_base: Any) -> None:
     cuda.run(
         AVERAGE.replace("BASE", repr(str(digits_base)))
         + """
@@ -299,7 +301,7 @@ def test_averages_are_updated_once_and_swapped_outside(cuda: Any, digits_base: A
         return x
 
     x = tc.ones(3, device="cuda")
-    for function, text in ((twice, "averages twice in a call"), (swaps, "which of averages and")):
+    for function, text in ((twice, "averages twice in a call"), (swaps, "whether averages or")):
         step = tc.cuda.capture(function, [x])
         step(x)
         before = ema.updates
@@ -314,7 +316,7 @@ def test_averages_are_updated_once_and_swapped_outside(cuda: Any, digits_base: A
     )
 
 
-def test_a_loss_scaler_is_where_it_was_after_a_failure(cuda: Any) -> None:
+def test_a_failure_leaves_the_loss_scaler_as_it_was(cuda: Any) -> None:
     cuda.run(
         ADAMW
         + """
@@ -368,7 +370,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("optimizer", RECORDS.values(), ids=RECORDS)
-def test_a_record_does_not_depend_on_when_it_is_made(
+def test_a_recording_does_not_depend_on_the_number_of_steps_before(
     cuda: Any, digits_base: Any, optimizer: str
 ) -> None:
     """A number that the host counts must not be an argument of a recorded kernel."""

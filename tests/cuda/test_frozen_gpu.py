@@ -101,7 +101,7 @@ def test_changes_between_replays_have_the_bits_of_eager_steps(digits_base: Path)
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_an_infinite_loss_leaves_the_parameters() -> None:
+def test_an_infinite_loss_leaves_the_parameters_as_they_were() -> None:
     weight = tc.Var(tc.ones(3, device="cuda"))
     opt = tc.optim.SGD([weight], lr=0.5)
     for added, expected in ((float("inf"), 1.0), (float("nan"), 1.0), (0.0, 0.5)):

@@ -33,7 +33,7 @@ def train(device: str, dtype: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("f64", 1e-12), ("f32", 1e-4), ("bf16", 5e-2)])
-def test_training_goes_as_on_the_cpu(dtype: str, rtol: float) -> None:
+def test_training_equals_that_on_the_cpu(dtype: str, rtol: float) -> None:
     here, there = train("cpu", dtype), train("cuda", dtype)
     assert here[-1] < 0.9 * here[0]
     np.testing.assert_allclose(there, here, rtol=rtol)
@@ -88,7 +88,7 @@ def test_other_threads_run_while_values_are_awaited(read: Callable[[tc.Tensor], 
         y = y @ x
     total = y.to("f32").sum()
     interval = sys.getswitchinterval()
-    # From here on the other thread runs only where this one releases the GIL.
+    # From here on, the other thread runs only while this thread releases the GIL.
     sys.setswitchinterval(1000)
     try:
         reading = True

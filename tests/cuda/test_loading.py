@@ -40,7 +40,7 @@ def test_a_model_passes_through_little_host_memory(cuda: Any, tmp_path: Path) ->
     run = cuda.run(LOAD.replace("FOLDER", repr(str(tmp_path / "model"))))
     there, more = map(int, run.output.split())
     assert there == pytest.approx(size / 2, rel=0.02)
-    # Room for a tensor, its conversion and the copy ring, but not for the file.
+    # Enough for a tensor, its conversion and the ring of copy buffers, but not for the file.
     assert more < 192 * MIB, f"{more / MIB:.0f} MiB beside {there / MIB:.0f} on the device"
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and LoRA gradients on the simulated device: its values mean nothing, its calls do."""
+"""The calls of optimizers and LoRA gradients to CUDA, on the simulated device, without values."""
 
 from collections import Counter
 from typing import Any
@@ -114,8 +114,8 @@ def test_lora_gradients_are_products_in_batches(cuda: Any) -> None:
     calls = Counter((call["call"], call.fields.get("count")) for call in step.of("product"))
     # Six layers: the gradients of all `down` and of all `up` are one batch each.
     assert calls["cublasGemmBatchedEx", "6"] == 2, calls
-    # Forward three products per layer; backward the hidden gradient and two for the input, which
-    # the first layer does not need.
+    # Three products per layer in the forward pass; in the backward pass one for the hidden gradient
+    # and two for the gradient of the input, which the first layer does not need.
     assert sum(calls.values()) == 2 + 6 * 3 + 6 + 5 * 2, calls
     launches = Counter(step.launches)
     assert launches["write_addresses"] == 2

@@ -1,4 +1,4 @@
-"""Every optimizer on a GPU against the CPU's form of it."""
+"""Every optimizer on a GPU against the same optimizer on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trainable_candle as tc
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(16, 300), (300, 16), (40, 8, 3, 3), (1, 5), (70, 65), (9,), (1,)]
-"""Wide and tall factors, a convolution's, more rows than a tile has, vectors."""
+"""Shapes: wide and tall factors, a convolution, more rows than a tile has, vectors."""
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "adafactor": [{"maximize": True, "weight_decay": 0.1}],
@@ -38,7 +38,7 @@ def take_steps(optimizer: tc.optim.Optimizer, parameters: list[tc.Var], first: i
         rng = np.random.default_rng(step)
         for place, parameter in enumerate(parameters):
             gradient = rng.standard_normal(SHAPES[place])
-            # One has a gradient in every other step alone.
+            # Parameter 1 has a gradient only in every other step.
             if place != 1 or step % 2:
                 parameter.grad = tc.tensor(gradient, dtype=parameter.dtype).to(parameter.device)
         optimizer.step()
@@ -73,7 +73,7 @@ def test_it_trains_as_on_the_cpu(kind: str, options: dict[str, Any], dtype: str)
         made.append((optimizer, parameters))
     (here, expected), (there, found) = made
     compare(values(found), values(expected), dtype)
-    # Each goes on with the states of the other.
+    # Each optimizer continues with the states of the other.
     states = here.state_dict(), there.state_dict()
     # A GPU counts the steps of variables whose rate is 0, too.
     assert states[0].keys() <= states[1].keys()

@@ -12,7 +12,7 @@ from trainable_candle.nn import functional as F
 pytestmark = pytest.mark.gpu
 GOLDEN = Path(__file__).parents[1] / "golden"
 FORMATS = ("int8", "fp8", "nf4")
-# Whole chunks; rows that end inside one; an odd number of elements; more than one grid stride.
+# Whole chunks; rows that end inside a chunk; odd numbers of elements; over one grid stride.
 SHAPES = ((64, 128), (37, 91), (1, 1), (5, 8), (3, 4096), (2050, 4100))
 
 
@@ -97,7 +97,9 @@ def test_a_matrix_of_the_gpu_is_quantized_as_on_the_cpu(gpu: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_a_linear_layer_equals_one_of_its_values(gpu: str, format: str, dtype: str) -> None:
+def test_a_quantized_linear_layer_equals_one_with_its_dequantized_weight(
+    gpu: str, format: str, dtype: str
+) -> None:
     tc.manual_seed(0)
     weight = tc.quantize(tc.randn((96, 256)).to(dtype), format).to(gpu)
     x = tc.Var(tc.randn((70, 256), device=gpu).to(dtype))
@@ -111,7 +113,7 @@ def test_a_linear_layer_equals_one_of_its_values(gpu: str, format: str, dtype: s
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("policy", ["none", "full", "selective"])
 def test_training_a_transformer_equals_the_cpu(gpu: str, format: str, policy: str) -> None:
-    """Eager and as a graph."""
+    """In eager steps and in graphs."""
     case = tc.load_file(GOLDEN / "flux" / "transformer_forward.safetensors")
     names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep")
     names = (*names, "img_ids", "txt_ids", "guidance")

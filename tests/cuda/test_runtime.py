@@ -47,7 +47,7 @@ def make_step(device: str) -> tuple[list[Var], Callable[..., Tensor]]:
     return weights, step
 
 
-def test_captured_steps_are_the_eager_ones_to_the_bit() -> None:
+def test_captured_steps_equal_eager_ones_to_the_bit() -> None:
     rng = np.random.default_rng(1)
     batches = [
         (rng.standard_normal((32, 64)).astype(np.float32), rng.integers(0, 10, 32))
@@ -90,7 +90,7 @@ def optimize(name: str, captured: bool) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "Lion", "SGD"])
-def test_captured_optimizers_are_the_eager_ones_to_the_bit(name: str) -> None:
+def test_captured_optimizers_equal_eager_ones_to_the_bit(name: str) -> None:
     assert optimize(name, captured=True) == optimize(name, captured=False)
 
 
@@ -162,20 +162,20 @@ def test_streams_of_torch_wait_for_ours_and_ours_for_torch() -> None:
                 del view
             del shared
             other = tc.full((2048, 2048), 9.0, device="cuda")
-            # `item` reads on torch's current stream: it must be the one that the sum is queued on.
+            # `item` reads on torch's current stream: the sum must be queued on that stream.
             with torch.cuda.stream(stream):
                 assert result.sum().item() == 21.0 * 2048 * 2048
             del other
 
 
-def test_elements_that_would_need_conversion_are_refused() -> None:
+def test_dtypes_that_need_a_conversion_are_rejected() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(tc.DTypeError, match="convert them to int64 first"):
         tc.from_dlpack(torch.arange(3, dtype=torch.int32, device="cuda"))
     assert tc.from_dlpack(torch.tensor([True, False], device="cuda")).tolist() == [1, 0]
 
 
-def test_ids_out_of_range_are_told_when_a_value_is_read() -> None:
+def test_ids_out_of_range_raise_when_a_value_is_read() -> None:
     weight = tc.ones((4, 3), device="cuda")
     rows = F.embedding(tc.tensor([1, 7], device="cuda"), weight)
     with pytest.raises(tc.IndexOutOfRangeError, match="embedding: the id or bound at position 1"):

@@ -1,4 +1,4 @@
-"""Only the requested values leave a GPU, once, through pinned memory."""
+"""Only requested values are copied from a GPU, each once, through pinned memory."""
 
 import math
 import struct
@@ -12,7 +12,7 @@ ITEM = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "F64": 8, "U8": 1}
 
 
 def moved(run: Any) -> int:
-    """Bytes that came to the host."""
+    """Bytes that were copied to the host."""
     copies = [call for call in run.of("copy") if "DtoH" in call["kind"]]
     assert all(call["pageable"] == "0" for call in copies)
     return sum(int(call["bytes"]) for call in copies)
@@ -26,7 +26,7 @@ def tensors(path: Path) -> dict[str, int]:
     return {n: ITEM[e["dtype"]] * math.prod(e["shape"]) for n, e in header.items()}
 
 
-def test_of_a_view_its_own_elements_are_moved(cuda: Any) -> None:
+def test_only_the_elements_of_a_view_are_copied(cuda: Any) -> None:
     run = cuda.run("""
     import numpy as np
 
@@ -57,7 +57,7 @@ def test_of_a_view_its_own_elements_are_moved(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("mib", [8, 9, 33, 75])
-def test_large_tensors_pass_through_the_ring_as_they_are(cuda: Any, mib: int) -> None:
+def test_large_tensors_pass_through_the_ring_unchanged(cuda: Any, mib: int) -> None:
     run = cuda.run(f"""
     import numpy as np
 
@@ -123,8 +123,8 @@ def test_a_save_moves_what_it_writes_once(
     assert moved(run.after("adapter")) - parameters in {0, norms}
     average = sum(size for n, size in written("average").items() if n != "updates")
     assert moved(run.after("average")) == average
-    # Two codes per element and two scales per block of 256, in whole blocks. The file lacks them,
-    # since a kernel counts the steps and kernels do not compute here.
+    # Two codes per element and two scales per block of 256, in whole blocks. The sizes are computed
+    # here, since the file has no states: a kernel counts the steps, and kernels do not compute.
     counts = [size // 4 for size in written("parameters").values()]
     states = sum(2 * count + 8 * math.ceil(count / 256) for count in counts)
     surplus = moved(run.after("optimizer")) - states

@@ -58,7 +58,7 @@ def test_memory_is_checked(cuda: Any) -> None:
     """)  # fmt: skip
 
 
-def test_capture_is_refused_what_the_driver_refuses(cuda: Any) -> None:
+def test_capture_rejects_what_the_driver_rejects(cuda: Any) -> None:
     run = cuda.run(START + """
     def copy(host):
         return lambda: call("cuMemcpyDtoHAsync_v2", host, memory, size(64), stream)

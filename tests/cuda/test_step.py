@@ -1,4 +1,4 @@
-"""A training step on the simulated device: its values mean nothing, its calls do."""
+"""The calls of a training step to CUDA, on the simulated device, without values."""
 
 from collections import Counter
 from typing import Any
@@ -32,8 +32,8 @@ def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
         run = cuda.run(TRAIN.replace("DTYPE", dtype))
         assert run.of("refused") == []
         step = run.after("step-3")
-        # Two linears: a product each in the forward pass, one for each weight's gradient, and one
-        # for the gradient that reaches the first layer.
+        # Two linear layers: each has one product in the forward pass and one for its weight's
+        # gradient; another product computes the gradient that reaches the first layer.
         assert len(step.of("product")) == 5
         launches = Counter(step.launches)
         assert launches[f"dropout_{dtype}"] == 2  # backward draws the same mask again
@@ -41,7 +41,7 @@ def test_forward_and_backward_launch_what_they_need(cuda: Any) -> None:
         assert sum(launches.values()) <= 20, launches
 
 
-def test_warm_step_neither_waits_nor_takes_memory(cuda: Any) -> None:
+def test_a_warm_step_neither_waits_nor_allocates(cuda: Any) -> None:
     run = cuda.run(TRAIN.replace("DTYPE", "f32"))
     for step in ("step-2", "step-3"):
         assert run.after(step).waits == []

@@ -1,4 +1,4 @@
-"""Training runs on the simulated device: what a step queues and waits for, not its values."""
+"""The launches and waits of training steps on the simulated device, without values."""
 
 import json
 from pathlib import Path
@@ -143,7 +143,7 @@ def texts(folder: Path, **settings: Any) -> str:
 def test_steps_of_texts_are_replayed(cuda: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     run = cuda.run(texts(tmp_path, **settings))
     assert run.of("refused") == []
-    # A step has the tokens of all rows; validation, which is no graph, has those of its texts.
+    # A step has the tokens of all rows. Validation has those of its texts, and uses no graph.
     assert "256" in run.output.split()
     for step in RECORDED:
         done = run.after(f"step-{step}")

@@ -23,7 +23,7 @@ REPORT = """
 DRIVER = "libcuda.so.1"
 
 
-# The simulation, and what the reason must contain.
+# The settings of the simulation, and the text that the reason must contain.
 CASES = {
     "no driver": ({"libraries": ()}, "there is no NVIDIA driver on this machine (libcuda.so.1: "),
     "driver fails": (
@@ -74,7 +74,7 @@ def test_reason_reaches_the_user(cuda: Any, simulation: dict[str, Any], reason: 
     assert reason in cuda.run(REPORT, **simulation).output
 
 
-def test_a_card_without_code_is_refused_at_its_first_use(cuda: Any) -> None:
+def test_a_gpu_without_machine_code_is_rejected_at_its_first_use(cuda: Any) -> None:
     """Machine code of one major version does not run on another."""
     built = {line.split()[1] for line in cuda.kernels.read_text().splitlines()}
     if any(name.startswith("compute_") for name in built):
@@ -98,7 +98,7 @@ USABLE = """
 """
 
 
-def test_the_device_that_is_used_is_the_one_that_is_checked(cuda: Any) -> None:
+def test_each_device_is_checked_at_its_first_use(cuda: Any) -> None:
     settings = {"DEVICES": "3", "CAPABILITY": "9.0,7.5,9.0"}
     assert cuda.run(USABLE, settings=settings).of("refused") == []
     # An unusable first device does not make CUDA unavailable.
@@ -109,7 +109,7 @@ def test_the_device_that_is_used_is_the_one_that_is_checked(cuda: Any) -> None:
     cuda.run(use, settings={"DEVICES": "2", "CAPABILITY": "7.5,9.0"})
 
 
-def test_device_that_is_not_there(cuda: Any) -> None:
+def test_a_device_that_does_not_exist(cuda: Any) -> None:
     run = cuda.run(
         """
         assert tc.info()["devices"] == ["cpu", "cuda:0", "cuda:1"]
@@ -124,7 +124,7 @@ def test_device_that_is_not_there(cuda: Any) -> None:
 
 
 def test_libraries_are_found_where_pip_puts_them(cuda: Any) -> None:
-    """The system's loader finds the driver alone; the others are below a folder of `sys.path`."""
+    """The system's loader finds only the driver; the others are below a folder of `sys.path`."""
     run = cuda.run("""
         import sys
         from pathlib import Path

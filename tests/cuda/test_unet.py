@@ -38,7 +38,7 @@ ATTENTION = '["to_q", "to_k", "to_v", "to_out.0"]'
 # Transformer blocks in the small model: three in the down path, two in the middle, six in the up
 # path; each has a self-attention and a cross-attention to the text.
 BLOCKS = 11
-# Feature maps of the down path that are concatenated to those of the up path.
+# Concatenations of a feature map of the down path to one of the up path.
 JOINS = 6
 
 
@@ -54,11 +54,11 @@ def test_convolutions_take_the_kernels_of_their_gpu(cuda: Any) -> None:
     general = [
         n for n in names if n.startswith(("conv2d_forward", "conv2d_grad")) and "hopper" not in n
     ]
-    # The first and the last convolution have four channels on one side.
+    # The first and the last convolution have only four input or output channels.
     assert len(general) <= 3, general
 
 
-def test_projections_are_read_where_they_lie(cuda: Any) -> None:
+def test_projections_are_read_in_place(cuda: Any) -> None:
     step = run(cuda)
     forward = Counter(step.after("forward-2").launches)
     backward = Counter(step.after("backward-2").launches)
@@ -74,7 +74,7 @@ def test_projections_are_read_where_they_lie(cuda: Any) -> None:
 def test_gradients_of_residuals_are_added_by_the_norms(cuda: Any) -> None:
     backward = Counter(run(cuda).after("backward-2").launches)
     assert backward["layer_norm_backward_bf16"] >= 2 * BLOCKS
-    # Feature maps that are joined have a second gradient, and no norm that adds it.
+    # A joined feature map has a second gradient that no norm adds.
     assert backward["add_bf16"] <= JOINS, backward
 
 
@@ -83,6 +83,6 @@ def test_adapters_of_one_input_share_their_products(cuda: Any) -> None:
         targets: len(run(cuda, targets).after("forward-2").of("product"))
         for targets in ('["to_out.0"]', ATTENTION)
     }
-    # Adapters of one input share a product for x Aᵀ and one for the sum into the result: two for q,
-    # k and v, two for q alone, two for the text's k and v.
+    # Adapters of one input share two products: x Aᵀ, and the sum into the result. Each block has
+    # three such inputs: of q, k and v, of q of the cross-attention, and of its k and v.
     assert products[ATTENTION] - products['["to_out.0"]'] == 6 * BLOCKS

@@ -12,28 +12,28 @@ from trainable_candle.errors import ConfigError
 
 
 @pytest.mark.parametrize(("items", "size"), [(10, 5), (7, 3), (3, 8), (1, 1), (5, 5)])
-def test_every_pass_holds_every_item_once(items: int, size: int) -> None:
+def test_every_epoch_holds_every_item_once(items: int, size: int) -> None:
     batches = ShuffledBatches(items, size, seed=3)
     drawn = np.concatenate([batches.batch(i) for i in range(4 * items)])
     for start in range(0, len(drawn) - items + 1, items):
         assert sorted(drawn[start : start + items]) == list(range(items))
 
 
-def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
+def test_a_batch_does_not_depend_on_earlier_calls() -> None:
     forwards = [ShuffledBatches(20, 6, seed=1).batch(i) for i in range(8)]
     again = ShuffledBatches(20, 6, seed=1)
     backwards = [again.batch(i) for i in reversed(range(8))][::-1]
     np.testing.assert_array_equal(forwards, backwards)
 
 
-def test_passes_and_seeds_differ() -> None:
+def test_epochs_and_seeds_differ() -> None:
     one, other = ShuffledBatches(50, 50, seed=0), ShuffledBatches(50, 50, seed=1)
     assert not np.array_equal(one.batch(0), one.batch(1))
     assert not np.array_equal(one.batch(0), other.batch(0))
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_impossible_numbers_are_refused(numbers: tuple[int, int, int]) -> None:
+def test_impossible_numbers_are_rejected(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match=r"batches: .* expected at least one item"):
         ShuffledBatches(*numbers)
 
@@ -42,12 +42,12 @@ GROUPS = [0, 1, 0, 2, 1, 0, 0, 0, 1, 0, 5]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
-def test_batches_are_of_one_group_and_passes_are_fair(size: int) -> None:
+def test_a_batch_has_one_group_and_epochs_are_fair(size: int) -> None:
     batches = ShuffledBatches(len(GROUPS), size, seed=5, groups=GROUPS)
     drawn = [batches.batch(index).tolist() for index in range(batches.first_batch(10 * size))]
     assert all(len(batch) == size for batch in drawn)
     assert all(len({GROUPS[item] for item in batch}) == 1 for batch in drawn)
-    # After a multiple of `size` epochs no batch is incomplete.
+    # The items of `size` epochs fill whole batches.
     assert Counter(item for batch in drawn for item in batch) == dict.fromkeys(
         range(len(GROUPS)), 10 * size
     )
@@ -58,7 +58,7 @@ def test_batches_are_of_one_group_and_passes_are_fair(size: int) -> None:
             assert len(set(own[start : start + members])) == members
 
 
-def test_groups_are_mixed_within_a_pass() -> None:
+def test_groups_are_mixed_within_an_epoch() -> None:
     groups = [0] * 50 + [1] * 50
     batches = ShuffledBatches(100, 5, seed=0, groups=groups)
     order = [groups[batches.batch(index)[0]] for index in range(20)]
@@ -67,7 +67,7 @@ def test_groups_are_mixed_within_a_pass() -> None:
     assert order != [groups[batches.batch(index)[0]] for index in range(20, 40)]
 
 
-def test_repeats_count_in_every_pass_and_fractions_over_several() -> None:
+def test_whole_repeats_count_in_every_epoch_and_fractions_over_several() -> None:
     repeats = [1.0, 3.0, 0.1, 0.5, 2.5, 0.5]
     batches = ShuffledBatches(6, 1, seed=2, repeats=repeats)
     totals: Counter[int] = Counter()
@@ -80,12 +80,12 @@ def test_repeats_count_in_every_pass_and_fractions_over_several() -> None:
     assert [totals[item] for item in range(6)] == [20, 60, 2, 10, 50, 10]
 
 
-def test_items_of_every_second_pass_take_turns() -> None:
+def test_items_with_half_a_repeat_take_turns() -> None:
     batches = ShuffledBatches(8, 1, seed=0, repeats=[0.5] * 8)
     assert [batches.first_batch(number) for number in range(5)] == [0, 4, 8, 12, 16]
 
 
-def test_groups_do_not_depend_on_what_was_asked_before() -> None:
+def test_batches_of_groups_do_not_depend_on_earlier_calls() -> None:
     repeats = [1.0, 2.0, 0.25, 1.0, 1.0, 0.3, 1.0, 1.0, 1.0, 1.0, 0.1]
     forwards = ShuffledBatches(11, 3, 9, GROUPS, repeats)
     whole = [forwards.batch(index).tolist() for index in range(60)]
@@ -96,6 +96,6 @@ def test_groups_do_not_depend_on_what_was_asked_before() -> None:
 @pytest.mark.parametrize(
     "more", [{"groups": [0]}, {"repeats": [1.0, 0.0]}, {"repeats": [1.0]}, {"repeats": [1, np.nan]}]
 )
-def test_impossible_groups_and_repeats_are_refused(more: dict[str, Any]) -> None:
+def test_impossible_groups_and_repeats_are_rejected(more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="batches: 2 items with"):
         ShuffledBatches(2, 1, 0, **more)

@@ -1,4 +1,4 @@
-"""Buckets: sizes, which image goes where, and which size conditions SDXL gets."""
+"""Buckets: their sizes, the bucket of each image, and the size conditions that SDXL gets."""
 
 import itertools
 from pathlib import Path
@@ -49,7 +49,7 @@ SIZES = list(
 
 
 @pytest.mark.parametrize("upscale", [False, True])
-def test_every_picture_covers_its_bucket_and_loses_little(upscale: bool) -> None:
+def test_every_image_covers_its_bucket_and_loses_little(upscale: bool) -> None:
     sizes = buckets(upscale=upscale)
     for width, height in SIZES:
         fit = sizes.fit(width, height)
@@ -70,7 +70,7 @@ def test_every_picture_covers_its_bucket_and_loses_little(upscale: bool) -> None
             assert fit.lost < 0.25
 
 
-def test_small_pictures_get_small_buckets() -> None:
+def test_small_images_get_small_buckets() -> None:
     assert str(buckets().fit(1000, 1000).bucket) == "960x960"
     assert str(buckets().fit(700, 300).bucket) == "640x256"
     assert str(buckets(upscale=True).fit(1000, 1000).bucket) == "1024x1024"
@@ -79,7 +79,7 @@ def test_small_pictures_get_small_buckets() -> None:
     assert str(buckets(resolution=64, bucket_step=16).fit(50, 70).bucket) == "48x64"
 
 
-def test_a_mirrored_cut_is_what_its_frame_says() -> None:
+def test_a_mirrored_crop_is_the_one_that_its_frame_names() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (50, 120, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
     fit = Fit(Bucket(100, 48), (120, 50), (120, 50))
@@ -93,12 +93,12 @@ def test_a_mirrored_cut_is_what_its_frame_says() -> None:
         np.testing.assert_array_equal(fit.cut(image, left, top, flipped=True), mirrored)
 
 
-def test_cuts_of_a_scaled_picture() -> None:
+def test_crops_of_a_scaled_image() -> None:
     grey = np.tile(np.linspace(0, 255, 400), (200, 1)).astype(np.uint8)
     fit = buckets(resolution=64, bucket_step=16).fit(400, 200)
     assert (str(fit.bucket), fit.scaled) == ("80x48", (96, 48))
     cut = np.asarray(fit.cut(Image.fromarray(grey), *fit.box()))
     assert cut.shape == (48, 80)
-    # 8 of 96 columns are cut off on either side.
+    # The crop leaves out 8 of 96 columns on each side.
     assert abs(float(cut[24, 0]) - 255 * 8.5 / 96) < 2
     assert abs(float(cut[24, -1]) - 255 * 87.5 / 96) < 2

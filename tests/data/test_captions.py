@@ -1,4 +1,4 @@
-"""Captions: what the model sees, and that a resumed run sees the same."""
+"""The captions that the model sees, in new and in resumed runs."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,7 +17,7 @@ def uses(options: CaptionOptions, count: int = 400, trigger: str = "", seed: int
     return [maker.use(TAGS, trigger, 0, sample) for sample in range(count)]
 
 
-def test_without_settings_captions_are_as_they_are() -> None:
+def test_without_settings_captions_change_only_in_white_space() -> None:
     assert set(uses(CaptionOptions())) == {TAGS}
     odd = "a (cat:1.2) {x|y} __wild__\n second   line"
     assert CaptionMaker(CaptionOptions(), 0).plain(odd, "") == (
@@ -25,7 +25,7 @@ def test_without_settings_captions_are_as_they_are() -> None:
     )
 
 
-def test_dropout_is_as_frequent_as_asked() -> None:
+def test_dropout_has_the_given_frequency() -> None:
     dropped = Counter(uses(CaptionOptions(dropout=0.25), 4000))[""]
     # Five standard deviations of the binomial distribution.
     assert abs(dropped - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5
@@ -65,14 +65,14 @@ def test_other_separators() -> None:
     }
 
 
-def test_everything_used_was_foreseen() -> None:
+def test_all_used_captions_are_listed_as_possible() -> None:
     options = CaptionOptions(dropout=0.1, shuffle=True, tag_dropout=0.2, variants=5)
     foreseen = set(CaptionMaker(options, 0).possible(TAGS, "x", 0))
     assert foreseen == set(uses(options, trigger="x"))
     assert 2 < len(foreseen) <= 6
 
 
-def test_a_resumed_run_sees_the_same_and_another_seed_does_not() -> None:
+def test_a_resumed_run_sees_the_same_captions_and_another_seed_does_not() -> None:
     options = CaptionOptions(dropout=0.2, shuffle=True, variants=0)
     assert uses(options) == uses(options)
     assert uses(options, seed=1) != uses(options)

@@ -1,4 +1,4 @@
-"""Conversations as tokens: texts, ids and masks as transformers has them, and what is rejected."""
+"""Conversations as tokens: texts, ids and masks equal to those of transformers, and errors."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,8 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     tokens = tokens_of(chat, text)
     assert tokens.ids.tolist() == case["input_ids"]
     expected = list(case["mask"])
-    for place in tokens.stops:  # In `tagged`, a line break after the stop token is in the answer.
+    # In `tagged`, the answer includes a line break after the stop token.
+    for place in tokens.stops:
         if case["template"] == "tagged":
             expected[place + 1] = 0
     assert tokens.learnt.astype(int).tolist() == expected
@@ -58,7 +59,7 @@ def test_tokens_and_masks_are_those_of_transformers(case: dict[str, Any]) -> Non
     assert ends == {"<|eot_id|>" if case["template"] == "llama3" else "<|im_end|>"}
 
 
-def test_an_end_that_the_template_leaves_outside_is_learnt() -> None:
+def test_a_stop_token_after_the_generation_block_is_learnt() -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
@@ -80,7 +81,7 @@ def test_without_a_template_chatml_is_used() -> None:
     assert text.template.render([ASKED], generation_prompt=True).text in whole
 
 
-def test_what_is_learnt_can_be_chosen() -> None:
+def test_the_learnt_messages_can_be_chosen() -> None:
     text = tokenizer(CONTENT["templates"]["chatml"])
     chat = Chat(CONTENT["chats"]["plain"]["messages"])
     last = tokens_of(chat, text, "last-answer")
@@ -89,7 +90,7 @@ def test_what_is_learnt_can_be_chosen() -> None:
     assert everything.learnt.tolist() == [False] + [True] * (len(everything) - 1)
 
 
-def test_a_template_that_edits_history_is_found_out() -> None:
+def test_a_template_that_edits_history_is_rejected() -> None:
     # Like Qwen3's, which keeps the thoughts of only the last answer.
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -133,7 +134,7 @@ def test_truncation_loses_the_stop() -> None:
         ("{{ messages[3].content }}", "has no element 3"),
     ],
 )
-def test_a_template_that_refuses_is_quoted(template: str, message: str) -> None:
+def test_errors_that_a_template_raises_are_quoted(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ChatTemplate(template, {}).render([ASKED])
 

@@ -1,4 +1,4 @@
-"""Colour augmentation: what it does to pixels, what is drawn, and where it is left out."""
+"""Colour augmentation: the changes of pixels, the draws, and the pixels that keep their colours."""
 
 import colorsys
 from collections import Counter
@@ -36,7 +36,7 @@ def luma(pixel: npt.NDArray[Any]) -> float:
 
 
 def defined(colors: Colors, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The definition, a pixel at a time in f64, 0 to 255."""
+    """The definition, computed for one pixel at a time in f64; values are from 0 to 255."""
     x = np.clip(pixels.astype(np.float64) * colors.brightness, 0, 255)
     mean = np.mean([luma(pixel) for pixel in x.reshape(-1, 3)])
     x = np.clip(mean + (x - mean) * colors.contrast, 0, 255)
@@ -65,20 +65,20 @@ def test_pixels_follow_the_definition(image: Pixels, changes: dict[str, float]) 
     found = colors.apply(image)
     assert found.dtype == np.uint8
     assert found.shape == image.shape
-    # Half a level from rounding, and what f32 is off.
+    # Half a level from rounding, and the error of f32.
     assert np.abs(found - defined(colors, image)).max() < 0.5 + 1e-3
     np.testing.assert_array_equal(SAME.apply(image), image)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.4])
-def test_pixels_are_pillows(image: Pixels, factor: float) -> None:
+def test_pixels_equal_those_of_pillow(image: Pixels, factor: float) -> None:
     for name, enhancer in (
         ("brightness", ImageEnhance.Brightness),
         ("contrast", ImageEnhance.Contrast),
         ("saturation", ImageEnhance.Color),
     ):
         expected = np.asarray(enhancer(Image.fromarray(image)).enhance(factor), np.int64)
-        # Pillow rounds the grey too, and its results down.
+        # Pillow also rounds the grey value, and it rounds its results down.
         found = replace(SAME, **{name: factor}).apply(image)
         assert np.abs(found - expected).max() <= 1, name
 
@@ -96,7 +96,7 @@ def test_white_behind_transparent_pixels_stays(image: Pixels) -> None:
     found = colors.apply(over, half)
     np.testing.assert_array_equal(found[:, :8], colors.apply(image[:, :8]))
     assert (found[:, 8:] == 255).all()
-    # Of one colour at half opacity, the colour changes and the white does not.
+    # At half opacity, the colour of the pixels changes, and the white behind them does not.
     seen = Image.alpha_composite(
         Image.new("RGBA", (4, 4), "white"), Image.new("RGBA", (4, 4), (180, 60, 20, 128))
     )
@@ -118,7 +118,7 @@ def test_variants_are_drawn_by_seed_and_image(pictures: MakePictures, tmp_path: 
     assert len(views) == 40 * 3 * 2
     drawn = [view for i in range(900) for view in data.batches(2).batch(i).views]
     assert set(drawn) == set(views)
-    # Variants are as frequent as each other; six standard deviations.
+    # All variants are equally frequent, within six standard deviations.
     counts = Counter(view.colors for view in drawn)
     assert len(counts) == 40 * 3
     assert max(counts.values()) < 15 + 6 * 15**0.5

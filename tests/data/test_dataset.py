@@ -33,7 +33,7 @@ def load(
     return load_dataset(DatasetOptions(parse_sources(entries), **settings), captions, seed)
 
 
-def test_batches_have_one_size_and_every_picture_its_turn(
+def test_batches_have_one_size_and_every_image_its_turn(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     pictures("a", *MIXED)
@@ -68,7 +68,7 @@ def test_a_resumed_run_sees_the_same_batches(pictures: MakePictures, tmp_path: P
     assert described(range(40), seed=4) != whole
 
 
-def test_views_and_captions_are_all_foreseen(pictures: MakePictures, tmp_path: Path) -> None:
+def test_all_used_views_and_captions_are_listed(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *MIXED)
     captions = CaptionOptions(dropout=0.2, shuffle=True, variants=3, trigger="sks")
     data = load(tmp_path / "a", crop="random", random_crops=3, flip=True, captions=captions)
@@ -88,7 +88,7 @@ def test_captions_made_afresh_cannot_be_listed(pictures: MakePictures, tmp_path:
         data.possible_captions()
 
 
-def test_pictures_that_fit_are_untouched(pictures: MakePictures, tmp_path: Path) -> None:
+def test_images_that_fit_are_untouched(pictures: MakePictures, tmp_path: Path) -> None:
     (path,) = pictures("a", (64, 64))
     data = load(tmp_path / "a", flip=True)
     plain, mirrored = data.views()
@@ -110,7 +110,7 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
     batches = data.batches(1)
     drawn = [batches.batch(index) for index in range(batches.first_batch(36))]
     count = Counter(data.items[batch.views[0].item].picture.path.parent.name for batch in drawn)
-    # An epoch has 3 images twice, a quarter of 4, and as many of the class: 6 + 1 + 7.
+    # An epoch has 3 images twice, a quarter of 4, and as many class images as both: 6 + 1 + 7.
     assert count == {"own": 6 * 36, "rare": 36, "class": 7 * 36}
     for batch in drawn:
         folder = data.items[batch.views[0].item].picture.path.parent.name
@@ -118,13 +118,13 @@ def test_repeats_and_regularisation(pictures: MakePictures, tmp_path: Path) -> N
         assert batch.captions[0].startswith("sks, ") == (folder != "class")
 
 
-def test_only_regularisation_is_refused(pictures: MakePictures, tmp_path: Path) -> None:
+def test_only_regularisation_is_rejected(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64))
     with pytest.raises(ConfigError, match="there are only regularisation images"):
         load({"path": tmp_path / "a", "regularization": True})
 
 
-def test_bad_pictures_stop_or_are_left_out(pictures: MakePictures, tmp_path: Path) -> None:
+def test_bad_images_stop_or_are_left_out(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64), (64, 64), (15, 90))
     (tmp_path / "a" / "00.png").write_bytes(b"no image")
     (tmp_path / "a" / "phone.heic").write_bytes(b"of a kind that Pillow does not read")
@@ -158,7 +158,7 @@ def test_nothing_left_is_an_error(pictures: MakePictures, tmp_path: Path) -> Non
     assert len(load(tmp_path / "a", skip_bad=True, upscale=True)) == 1
 
 
-def test_fixed_batches_hold_every_picture_once(pictures: MakePictures, tmp_path: Path) -> None:
+def test_fixed_batches_hold_every_image_once(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *MIXED)
     data = load(tmp_path / "a", captions=CaptionOptions(trigger="sks", dropout=1.0))
     batches = data.fixed_batches(2)
@@ -168,7 +168,7 @@ def test_fixed_batches_hold_every_picture_once(pictures: MakePictures, tmp_path:
 
 
 @pytest.mark.parametrize("held_out", [True, False])
-def test_all_that_validation_uses_is_encoded_and_nothing_else(
+def test_only_what_validation_uses_is_encoded(
     pictures: MakePictures, tmp_path: Path, held_out: bool
 ) -> None:
     pictures("a", (96, 64), (64, 96), (64, 64), (96, 96))
@@ -189,7 +189,7 @@ def test_all_that_validation_uses_is_encoded_and_nothing_else(
     assert {view.colors for view in used} == {None}
 
 
-def test_masks_from_files_follow_the_cut(pictures: MakePictures, tmp_path: Path) -> None:
+def test_masks_from_files_follow_the_crop(pictures: MakePictures, tmp_path: Path) -> None:
     first, second, third = pictures("a", (128, 64), (128, 64), (128, 64))
     half = np.zeros((64, 128), np.uint8)
     half[:, 64:] = 255
@@ -215,7 +215,7 @@ def test_masks_from_files_follow_the_cut(pictures: MakePictures, tmp_path: Path)
             np.testing.assert_array_equal(masks[0], expected)
 
 
-def test_masks_from_alpha_and_none_at_all(pictures: MakePictures, tmp_path: Path) -> None:
+def test_masks_from_alpha_and_without_masks(pictures: MakePictures, tmp_path: Path) -> None:
     rgba = np.full((64, 64, 4), 255, np.uint8)
     rgba[:32, :, 3] = 0
     (tmp_path / "a").mkdir()
@@ -238,7 +238,7 @@ def test_a_mask_of_another_shape_is_named(pictures: MakePictures, tmp_path: Path
     assert len(load(tmp_path / "a")) == 1
 
 
-def test_a_picture_that_changed_during_training_is_named(
+def test_an_image_that_changed_during_training_is_named(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     (path,) = pictures("a", (64, 64))

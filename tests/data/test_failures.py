@@ -38,7 +38,7 @@ def encode(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
 
 
 def expect_whole(folder: Path, data: Dataset, found: int) -> None:
-    """There are `found` whole entries and nothing else, and another run makes the rest."""
+    """Assert that there are only `found` whole entries, and that another run makes the rest."""
     assert len(list(folder.rglob("*.safetensors"))) == found
     assert list(folder.rglob("*.partial")) == []
     cache = LatentCache(data, encode, DISK, {}, folder=folder)
@@ -65,7 +65,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_vanished_picture_ends_the_encoding(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_vanished_image_ends_the_encoding(pictures: MakePictures, tmp_path: Path) -> None:
     paths = pictures("a", *[(64, 64)] * 30)
     data = load(tmp_path / "a")
     hidden = paths[25].rename(tmp_path / "hidden.png")
@@ -76,7 +76,7 @@ def test_a_vanished_picture_ends_the_encoding(pictures: MakePictures, tmp_path: 
     expect_whole(tmp_path / "c", data, 25)
 
 
-def test_a_picture_that_changed_is_not_encoded_under_its_old_name(
+def test_an_image_that_changed_is_not_encoded_under_its_old_key(
     pictures: MakePictures, tmp_path: Path
 ) -> None:
     paths = pictures("a", *[(64, 64)] * 3)
@@ -103,9 +103,7 @@ def test_a_full_disk_ends_the_encoding(
     expect_whole(tmp_path / "larger", data, found)
 
 
-def test_an_entry_that_is_cut_short_is_not_left_behind(
-    pictures: MakePictures, tmp_path: Path
-) -> None:
+def test_an_incomplete_entry_is_not_left_behind(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *[(64, 64)] * 5)
     data = load(tmp_path / "a")
     cache = LatentCache(data, encode, DISK, {}, folder=tmp_path / "c")

@@ -36,7 +36,7 @@ DISK = CacheOptions("disk")
 
 
 class Encoder:
-    """In place of a VAE: the means over squares of 8x8; records the batch size of each call."""
+    """Takes the place of a VAE: means over squares of 8x8 px; records the size of each batch."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -109,7 +109,7 @@ def test_a_second_run_finds_everything(pictures: MakePictures, tmp_path: Path) -
         ({}, {"vae": "a", "dtype": "f16"}, 4),
     ],
 )
-def test_other_settings_are_other_entries(
+def test_other_settings_make_other_entries(
     settings: dict[str, Any],
     identity: dict[str, str],
     made: int | None,
@@ -120,14 +120,14 @@ def test_other_settings_are_other_entries(
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     options = {"resolution": 64, "bucket_step": 16, **settings}
     data = load_dataset(DatasetOptions(parse_sources(tmp_path / "a"), **options))
-    # Of random crops, only those of the wide image are new.
+    # Only the wide image has other random crops.
     expected = len(data.views()) - 3 if made is None else made
     assert expected > 0
     assert cached(data, tmp_path / "c", identity=identity)[0].fill().made == expected
     assert cached(load(tmp_path / "a"), tmp_path / "c")[0].fill().made == 0
 
 
-def test_an_edited_picture_is_encoded_again(pictures: MakePictures, tmp_path: Path) -> None:
+def test_an_edited_image_is_encoded_again(pictures: MakePictures, tmp_path: Path) -> None:
     paths = pictures("a", *SIZES)
     cached(load(tmp_path / "a"), tmp_path / "c")[0].fill()
     Image.new("RGB", (64, 64), "red").save(paths[1])
@@ -151,7 +151,7 @@ def test_damaged_entries_are_made_again(pictures: MakePictures, tmp_path: Path) 
     entries[2].write_bytes(entries[3].read_bytes())
     assert cached(data, tmp_path / "c")[0].fill().made == 3
 
-    # A folder in the place of an entry.
+    # A folder replaces an entry.
     entries[2].unlink()
     entries[2].mkdir()
     (entries[2] / "file").touch()
@@ -174,7 +174,7 @@ def test_any_changed_byte_of_an_entry_is_noticed(tmp_path: Path) -> None:
     assert not noticed(whole)
     assert facts_of(path) == intact_facts(path)
     assert intact_facts(path)["source"] == "an image.png"
-    # One bit, the bit of a letter's case, all bits.
+    # Flip the lowest bit, the bit of a letter's case, or all bits.
     for change in (0x01, 0x20, 0xFF):
         unnoticed = [
             place
@@ -224,7 +224,7 @@ def test_an_entry_that_vanished_is_an_error(pictures: MakePictures, tmp_path: Pa
         cached(data, None)
 
 
-def test_what_a_killed_run_leaves_is_whole(pictures: MakePictures, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_only_whole_entries(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *[(64, 64)] * 60)
     script = (
         "import numpy as np, trainable_candle as tc\n"
@@ -243,7 +243,7 @@ def test_what_a_killed_run_leaves_is_whole(pictures: MakePictures, tmp_path: Pat
                 assert run.stdout.readline()
             run.send_signal(signal.SIGKILL)
     entries = list((tmp_path / "c").rglob("*.safetensors"))
-    # Each run leaves all entries but those being encoded or written, and those waiting between.
+    # A killed run lacks only the entries that it was encoding, had queued, or was writing.
     assert sum(max(0, wanted - 2 - kept.PENDING) for wanted in (1, 7, 8)) <= len(entries) < 60
     for path in entries:
         assert tc.load_file(path)["x"].shape == (1, 64 * 40, 64, 3)
@@ -268,7 +268,7 @@ def encode_texts(captions: Sequence[str]) -> dict[str, tc.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory", "off"])
-def test_text_features_of_different_length_are_continued(kind: str, tmp_path: Path) -> None:
+def test_shorter_text_features_are_padded_with_zeros(kind: str, tmp_path: Path) -> None:
     def parts(caption: str) -> int:
         return len(caption.split())
 
@@ -321,7 +321,7 @@ def test_a_read_only_data_set_is_cached_elsewhere(
     elsewhere = CacheOptions(folder=tmp_path / "x" / "y")
     assert cache_folder(elsewhere, options, None) == (tmp_path / "x" / "y", None)
 
-    # The test uses no permissions, which root ignores.
+    # The test replaces mkdir, since root ignores permissions.
     mkdir = Path.mkdir
 
     def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -338,7 +338,7 @@ def test_a_read_only_data_set_is_cached_elsewhere(
         cache_folder(DISK, options, None)
 
 
-def test_the_cache_is_not_taken_for_pictures(pictures: MakePictures, tmp_path: Path) -> None:
+def test_the_cache_is_not_taken_for_images(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", (64, 64))
     options = DatasetOptions(
         parse_sources([{"path": tmp_path / "a", "recursive": True}]), resolution=64
@@ -348,7 +348,7 @@ def test_the_cache_is_not_taken_for_pictures(pictures: MakePictures, tmp_path: P
     assert len(load_dataset(options)) == 1
 
 
-def test_what_memory_does_not_hold_is_read_again(
+def test_entries_beyond_the_memory_limits_are_read_again(
     pictures: MakePictures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures("a", *SIZES)

@@ -36,7 +36,7 @@ DISK = CacheOptions("disk")
 
 
 class Counter:
-    """Counts how many objects are alive, and how many were at most."""
+    """Counts the objects that are alive, and the most that were alive at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ def means(pixels: npt.NDArray[np.uint8]) -> dict[str, tc.Tensor]:
 
 
 @pytest.mark.parametrize(("count", "batch"), [(300, 1), (10_000, 4)])
-def test_ten_thousand_pictures_take_the_memory_of_a_few(
+def test_ten_thousand_images_take_the_memory_of_a_few(
     tmp_path: Path, count: int, batch: int
 ) -> None:
     data, encoded, written = Drawn(count), [0], [0]
@@ -100,16 +100,16 @@ def test_ten_thousand_pictures_take_the_memory_of_a_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FeatureStore, "write", counted)
         assert str(cache.fill()) == f"0 found, {count} made"
-    # The images that are decoded ahead, and the batch that is assembled from them.
+    # At once: the images that are decoded ahead, and the batch that is assembled from them.
     assert data.decoded.most <= AHEAD + batch + 1
     assert data.decoded.alive == 0
-    # The batch being encoded, the one being written, and those pending between.
+    # At once: the batch being encoded, the batch being written, and those queued between.
     assert max(waiting) <= (PENDING + 2) * batch
     last = data.fixed_batches(1)[-1]
     np.testing.assert_array_equal(cache.batch(last)["mean"].numpy(), [[(count - 1) % 256] * 3])
 
 
-def test_outcomes_come_in_order_and_a_failure_ends_them() -> None:
+def test_parallel_results_come_in_order_until_a_failure() -> None:
     assert list(in_parallel(lambda n: n * n, range(100))) == [n * n for n in range(100)]
     begun = []
 
@@ -122,7 +122,7 @@ def test_outcomes_come_in_order_and_a_failure_ends_them() -> None:
     assert max(begun) <= 10 + AHEAD
 
 
-def test_pictures_of_one_size_are_encoded_together(pictures: MakePictures, tmp_path: Path) -> None:
+def test_images_of_one_size_are_encoded_together(pictures: MakePictures, tmp_path: Path) -> None:
     pictures("a", *[(64, 64)] * 5, *[(32, 64)] * 3, (128, 128))
     options = DatasetOptions(parse_sources(tmp_path / "a"), resolution=64, bucket_step=32)
     data = load_dataset(options)
@@ -147,7 +147,7 @@ def test_pictures_of_one_size_are_encoded_together(pictures: MakePictures, tmp_p
     assert shapes_at(4 * 64 * 64) == sorted([(3, 64, 32), (4, 64, 64), (2, 64, 64)])
 
 
-def test_captions_of_as_many_parts_are_encoded_together(tmp_path: Path) -> None:
+def test_captions_of_the_same_length_are_encoded_together(tmp_path: Path) -> None:
     calls = []
 
     def encode(captions: Sequence[str]) -> dict[str, tc.Tensor]:
@@ -166,7 +166,7 @@ def test_captions_of_as_many_parts_are_encoded_together(tmp_path: Path) -> None:
     assert cache.batch(captions)["length"].tolist() == [[float(len(c))] for c in captions]
 
 
-def test_how_far_it_is_is_told_by_tenths() -> None:
+def test_progress_is_reported_for_many_images() -> None:
     lines: list[str] = []
     data = Drawn(200)
     LatentCache(data, means, CacheOptions("memory"), {}, encode_area=64 * SIDE * SIDE).fill(

@@ -1,4 +1,4 @@
-"""The data folder: what is read, and the messages about what cannot be read."""
+"""The files that are read from a data folder, and the errors about those that cannot be."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def write(
     return path
 
 
-def test_pictures_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
+def test_images_come_sorted_with_captions_and_sizes(tmp_path: Path) -> None:
     write(tmp_path, "b.png", "a cat\n", (5, 2))
     write(tmp_path, "a.JPG", "\ufeffein Hund äöü ", (4, 3))
     (tmp_path / "notes.md").write_text("not an image")
@@ -43,13 +43,13 @@ def test_names_may_be_anything(tmp_path: Path) -> None:
     assert {p.path.name: p.caption for p in check_folder(tmp_path)} == {n: n for n in names}
 
 
-def test_the_default_caption_is_for_pictures_without_one(tmp_path: Path) -> None:
+def test_the_default_caption_is_for_images_without_one(tmp_path: Path) -> None:
     write(tmp_path, "a.png", None)
     write(tmp_path, "b.png", "")
     assert [p.caption for p in check_folder(tmp_path, caption="sks")] == ["sks", ""]
 
 
-def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path: Path) -> None:
+def test_a_missing_folder_a_file_and_an_empty_folder_have_different_errors(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"dataset: there is no folder .*none"):
         check_folder(tmp_path / "none")
     with pytest.raises(DatasetError, match=r"a\.png is a file, expected a folder"):
@@ -59,7 +59,7 @@ def test_a_missing_folder_a_file_and_an_empty_folder_are_told_apart(tmp_path: Pa
         check_folder(tmp_path / "empty")
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     write(tmp_path, "good.png")
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nnothing")
     (tmp_path / "empty.jpg").write_bytes(b"")
@@ -92,7 +92,7 @@ def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
     assert lines[-1] == "  and 2 more"
 
 
-def test_transparency_is_paper(tmp_path: Path) -> None:
+def test_transparent_pixels_become_white(tmp_path: Path) -> None:
     rgba = np.zeros((1, 3, 4), dtype=np.uint8)
     rgba[0, 1] = (*RED, 255)
     rgba[0, 2] = (0, 0, 0, 128)
@@ -105,7 +105,7 @@ def test_transparency_is_paper(tmp_path: Path) -> None:
     assert (read_pixels(tmp_path / "p.png") == 255).all()
 
 
-def test_pictures_are_turned_upright(tmp_path: Path) -> None:
+def test_images_are_turned_upright(tmp_path: Path) -> None:
     image = Image.fromarray(np.array([[[255, 0, 0], [0, 255, 0]]], dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees clockwise to see it upright
@@ -122,27 +122,27 @@ def test_grey_and_sixteen_bits_are_scaled(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pixels[0, :, 2], [0, 77, 255])
 
 
-def test_floating_point_pixels_are_refused(tmp_path: Path) -> None:
+def test_floating_point_pixels_are_rejected(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((2, 2), dtype=np.float32)).save(tmp_path / "f.tiff")
     with pytest.raises(DatasetError, match=r"f\.tiff: cannot be decoded: .*floating-point"):
         read_pixels(tmp_path / "f.tiff")
 
 
-def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, "a.png", size=(100, 100))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DatasetError, match="too large to be decoded safely"):
         read_pixels(path)
 
 
-def test_twenty_thousand_pixels_a_side_are_refused_by_the_header(tmp_path: Path) -> None:
+def test_a_header_of_too_large_an_image_is_rejected(tmp_path: Path) -> None:
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0))
-    # Nothing follows, so a reader that continues raises another error.
+    # The file has no pixels, so a reader that continues raises another error.
     path = tmp_path / "huge.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", b""))
     write(tmp_path, "ok.png")
@@ -154,7 +154,7 @@ def test_twenty_thousand_pixels_a_side_are_refused_by_the_header(tmp_path: Path)
     assert problem.endswith("scale it down")
 
 
-def test_large_pictures_are_read_without_warnings(
+def test_large_images_are_read_without_warnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "a.png", size=(100, 15))
@@ -188,7 +188,7 @@ def test_every_mode_of_every_format(tmp_path: Path, suffix: str, mode: str) -> N
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_sizes_and_pixels_agree_on_what_is_upright(tmp_path: Path, orientation: int) -> None:
+def test_sizes_and_pixels_have_the_same_orientation(tmp_path: Path, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     grey = np.arange(0, 256, 16, dtype=np.uint8).reshape(2, 8)
@@ -200,7 +200,7 @@ def test_sizes_and_pixels_agree_on_what_is_upright(tmp_path: Path, orientation: 
         assert (picture.width, picture.height) == ((8, 2) if orientation < 5 else (2, 8))
 
 
-def test_metadata_names_pictures_in_folders_below(tmp_path: Path) -> None:
+def test_metadata_names_images_in_folders_below(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     write(tmp_path / "images", "a.png", None)
     write(tmp_path / "images", "unlisted.png", None)
@@ -240,7 +240,7 @@ def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
         metadata(folder, name)
         with pytest.raises(DatasetError, match=r"metadata\.jsonl, line 2: .* not in this folder"):
             check_folder(folder)
-    # As in Hugging Face's cache, where every file is a link to one elsewhere.
+    # As in Hugging Face's cache, where every file is a link to a file elsewhere.
     (folder / "blob.png").symlink_to(outside / "a.png")
     for name in ("blob.png", "near/a.png", "below/a.png", "./a.png"):
         metadata(folder, name)
@@ -249,7 +249,7 @@ def test_metadata_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000 + ".png", "a\0.png", "a/" * 2000 + "a.png", " "])
-def test_names_that_no_file_has_are_problems_of_metadata(tmp_path: Path, name: str) -> None:
+def test_impossible_file_names_are_problems_of_metadata(tmp_path: Path, name: str) -> None:
     write(tmp_path, "a.png")
     metadata(tmp_path, name)
     with pytest.raises(DatasetError, match=r"metadata\.jsonl"):
@@ -283,7 +283,7 @@ def test_digests_tell_contents_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
-def test_cut_files_of_every_format_are_named(tmp_path: Path, part: float) -> None:
+def test_incomplete_files_of_every_format_are_named(tmp_path: Path, part: float) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8)
     for suffix in MODES:
         path = tmp_path / f"{suffix[1:]}{suffix}"
@@ -312,7 +312,7 @@ def test_damaged_files_are_problems_and_nothing_worse(tmp_path: Path, suffix: st
     assert found.count == 61
 
 
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     write(tmp_path, "a.png")
     os.mkfifo(tmp_path / "pipe.jpg")
     (tmp_path / "folder.png").mkdir()
@@ -320,7 +320,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
         check_folder(tmp_path)
 
 
-def test_one_picture_is_no_plural(tmp_path: Path) -> None:
+def test_messages_about_one_image_are_singular(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     with pytest.raises(DatasetError, match="1 of 1 image in"):
         check_folder(tmp_path)

@@ -12,7 +12,7 @@ from trainable_candle.data import file_identity, identity
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of remembered hashes; every change of a file counts as long ago."""
+    """The file of remembered hashes; every change of a file counts as old enough to remember."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(identity, "SETTLED", -(10**12))
     monkeypatch.setattr(identity, "_CHUNK", 4096)
@@ -50,7 +50,7 @@ def test_every_byte_counts_and_the_name_of_one_file_does_not(tmp_path: Path) -> 
         assert file_identity(path) not in found
 
 
-def test_it_is_the_hash_of_the_hashes_of_chunks(tmp_path: Path) -> None:
+def test_an_identity_is_the_hash_of_the_hashes_of_chunks(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(10_000)
     (tmp_path / "a").write_bytes(content)
     expected = hashlib.blake2b(b"10000", digest_size=16)
@@ -60,7 +60,7 @@ def test_it_is_the_hash_of_the_hashes_of_chunks(tmp_path: Path) -> None:
     assert identity.content_digests([tmp_path / "a"]) == [expected.hexdigest()]
 
 
-def test_of_a_folder_what_models_are_read_from_counts(tmp_path: Path) -> None:
+def test_only_files_that_models_are_read_from_count_in_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a model"
     (folder / "below").mkdir(parents=True)
     found = {file_identity(folder)}
@@ -79,7 +79,7 @@ def test_of_a_folder_what_models_are_read_from_counts(tmp_path: Path) -> None:
     assert file_identity(folder) in found
 
 
-def test_what_was_hashed_is_not_read_again(tmp_path: Path, memory: Path, read: list[str]) -> None:
+def test_a_hashed_file_is_not_read_again(tmp_path: Path, memory: Path, read: list[str]) -> None:
     for name in ("a.safetensors", "b.json"):
         (tmp_path / name).write_bytes(bytes(5000))
     first = [file_identity(tmp_path / name) for name in ("a.safetensors", "b.json")]
@@ -89,7 +89,7 @@ def test_what_was_hashed_is_not_read_again(tmp_path: Path, memory: Path, read: l
     assert [file_identity(tmp_path / name) for name in ("link", "b.json")] == first
     assert read == []
 
-    # Another size; the same size and modification time; another file in its place.
+    # Another size; other content of the same size and modification time; another file.
     path = tmp_path / "a.safetensors"
     times = path.stat()
     for content in (bytes(5001), bytes(5000)[:-1] + b"\1"):
@@ -107,7 +107,7 @@ def test_what_was_hashed_is_not_read_again(tmp_path: Path, memory: Path, read: l
         assert file_identity(tmp_path / "b.json") == first[1]
 
 
-def test_what_has_just_changed_is_not_remembered(
+def test_the_hash_of_a_file_that_just_changed_is_not_remembered(
     tmp_path: Path, memory: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity, "SETTLED", 10**18)
@@ -118,7 +118,7 @@ def test_what_has_just_changed_is_not_remembered(
     assert not memory.exists()
 
 
-def test_a_memory_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
+def test_hashing_works_if_hashes_cannot_be_remembered(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     (tmp_path / "a").write_bytes(b"x")
     assert file_identity(tmp_path / "a") == file_identity(tmp_path / "a")

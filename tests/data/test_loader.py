@@ -142,7 +142,7 @@ def test_errors_of_iterables_arrive() -> None:
         list(DataLoader(items(), num_workers=2))
 
 
-def test_workers_are_prepared() -> None:
+def test_worker_init_fn_is_called_in_workers() -> None:
     numbers: list[int] = []
     options: Any = {"pin_memory": True, "persistent_workers": True, "prefetch_factor": None}
     loader = DataLoader(ROWS, 2, num_workers=2, worker_init_fn=numbers.append, **options)
@@ -167,6 +167,6 @@ def test_workers_are_prepared() -> None:
         (lambda: TensorDataset(tc.ones(2), tc.tensor(1.0)), "a tensor has no dimension"),
     ],
 )
-def test_what_makes_no_batches_is_named(call: Callable[[], object], message: str) -> None:
+def test_wrong_arguments_are_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(tc.Error, match=message):
         call()

@@ -70,13 +70,13 @@ def test_a_wrong_entry_is_named(entry: Any, complaint: str) -> None:
 @pytest.mark.parametrize(
     "text", ["path: a", "- [", "3", "", "- path: 2026-13-41", "- path: a\n  path: b"]
 )
-def test_a_file_without_a_list_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_list_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "d.yaml").write_text(text)
     with pytest.raises(DatasetError, match=r"d\.yaml (holds no list|is not valid YAML)"):
         parse_sources(tmp_path / "d.yaml")
 
 
-def test_an_empty_list_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+def test_an_empty_list_and_a_missing_file_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder is given"):
         parse_sources([])
     with pytest.raises(DatasetError, match=r"none\.yaml cannot be read: No such file"):
@@ -98,7 +98,7 @@ def test_an_empty_list_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         ({"prior_loss_weight": -1}, "prior_loss_weight is -1, expected a number of at least 0"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:
+def test_impossible_settings_are_rejected(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"dataset: .*{complaint}"):
         DatasetOptions(HERE, **settings)
 
@@ -114,12 +114,12 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], complaint: st
         {"variants": 1001},
     ],
 )
-def test_impossible_caption_settings_are_refused(settings: dict[str, Any]) -> None:
+def test_impossible_caption_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"dataset: .* expected"):
         CaptionOptions(**settings)
 
 
-def test_an_unknown_cache_is_refused() -> None:
+def test_an_unknown_cache_is_rejected() -> None:
     with pytest.raises(ConfigError, match="cache is 'ram', expected one of disk, memory, off"):
         CacheOptions("ram")
 
@@ -139,7 +139,7 @@ def test_folders_named_as_by_kohya_are_sources(
 
 
 @pytest.mark.parametrize("extra", ["a.png", "metadata.jsonl"])
-def test_a_folder_with_pictures_of_its_own_is_one_source(tmp_path: Path, extra: str) -> None:
+def test_a_folder_with_images_of_its_own_is_one_source(tmp_path: Path, extra: str) -> None:
     (tmp_path / "10_cup").mkdir()
     (tmp_path / extra).touch()
     assert parse_sources(tmp_path) == (Source(tmp_path),)
@@ -147,7 +147,7 @@ def test_a_folder_with_pictures_of_its_own_is_one_source(tmp_path: Path, extra: 
     assert [source.repeats for source in parse_sources(repeated)] == [3]
 
 
-def test_no_repeats_in_a_name_are_refused(tmp_path: Path) -> None:
+def test_zero_repeats_in_a_name_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "0_cup").mkdir()
     with pytest.raises(ConfigError, match=r"repeats is 0, .* above 0, in the names 0_cup"):
         parse_sources(tmp_path)

@@ -1,4 +1,4 @@
-"""Files of texts: what is read, counted and rejected; packed rows."""
+"""Files of texts: examples that are read, counts, rejected lines; packed rows."""
 
 import csv
 import json
@@ -105,7 +105,7 @@ def test_bad_lines_are_named_with_number_and_field(
     assert "3 lines left out" in left.summary()
 
 
-def test_unknown_fields_are_refused_and_others_told(
+def test_unknown_forms_are_rejected_and_unread_fields_reported(
     tmp_path: Path, tokenizer: ChatTokenizer
 ) -> None:
     with pytest.raises(DatasetError, match="has the fields question, reply; expected one of: mess"):
@@ -127,7 +127,7 @@ def test_truncation_is_counted(tmp_path: Path, tokenizer: ChatTokenizer) -> None
     assert (cut.counts.stops, cut.counts.answers) == (2, 3)
 
 
-def test_nothing_to_learn_is_refused(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
+def test_nothing_to_learn_is_rejected(tmp_path: Path, tokenizer: ChatTokenizer) -> None:
     path = lines(tmp_path / "a.jsonl", GOOD)
     with pytest.raises(DatasetError, match="no token would be learnt: the answers are beyond"):
         load(path, tokenizer, sequence_length=5)

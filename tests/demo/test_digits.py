@@ -40,19 +40,19 @@ def test_only_and_without_are_complements() -> None:
 
 
 @pytest.mark.parametrize("held_out", [0.0, 1.0, -0.1, float("nan")])
-def test_split_refuses_an_impossible_share(held_out: float) -> None:
+def test_split_rejects_an_impossible_share(held_out: float) -> None:
     with pytest.raises(ValueError, match="split: held_out is"):
         digits.split(digits.load(), held_out=held_out)
 
 
-def test_pixels_survive_the_way_to_a_picture_and_back() -> None:
+def test_pixels_survive_conversion_to_an_image_and_back() -> None:
     pixels = digits.load().pixels
     grey = digits.to_grey(pixels)
     assert (grey.min(), grey.max()) == (0, 255)
     np.testing.assert_array_equal(digits.from_grey(grey), pixels)
 
 
-def test_greys_go_to_the_nearest_level() -> None:
+def test_grey_values_are_rounded_to_the_nearest_level() -> None:
     grey = np.arange(256, dtype=np.uint8)
     pixels = digits.from_grey(grey)
     assert np.abs(digits.to_grey(pixels).astype(int) - grey).max() <= 8

@@ -23,24 +23,24 @@ def drawn(shape: str, colour: str, seed: int) -> np.ndarray:
     return np.asarray(shapes.draw(shape, colour, np.random.default_rng(seed)))
 
 
-def test_the_judge_knows_shapes_that_it_has_not_seen(judge: shapes.Judge) -> None:
+def test_the_judge_recognises_shapes_that_it_was_not_trained_on(judge: shapes.Judge) -> None:
     assert judge.accuracy > 0.97
     for shape in shapes.SHAPES:
         images = np.stack([drawn(shape, "red", seed) for seed in range(100, 120)])
         assert judge.hearts(images).mean() == pytest.approx(float(shape == "heart"), abs=0.1)
 
 
-def test_the_judge_takes_dark_hearts_for_hearts(judge: shapes.Judge) -> None:
+def test_the_judge_recognises_dark_hearts(judge: shapes.Judge) -> None:
     images = np.stack([255 - drawn("heart", "white", seed) for seed in range(20)])
     assert judge.hearts(images).all()
 
 
-def test_hearts_on_their_heads_are_none(judge: shapes.Judge) -> None:
+def test_upside_down_hearts_are_no_hearts(judge: shapes.Judge) -> None:
     images = np.stack([drawn("heart", "red", seed)[::-1] for seed in range(20)])
     assert judge.hearts(images).mean() < 0.1
 
 
-def test_colours_are_those_of_the_middle() -> None:
+def test_the_colour_of_a_shape_is_that_of_its_middle() -> None:
     for colour in shapes.COLOURS:
         found = [
             name for name in shapes.COLOURS if shapes.is_colour(drawn("heart", colour, 1), name)
@@ -66,7 +66,7 @@ def test_the_data_has_no_heart_in_the_unseen_colour(tmp_path: Path) -> None:
         (Verdict(0.0, 0.59, 1.0, 1.0), False),
     ],
 )
-def test_what_passes(verdict: Verdict, passed: bool) -> None:
+def test_which_verdicts_pass(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
     assert "orange ones" in str(verdict)
 

@@ -18,7 +18,7 @@ def judge() -> Judge:
     return Judge(HELD_OUT)
 
 
-def test_judge_knows_real_digits_it_has_not_seen(judge: Judge) -> None:
+def test_the_judge_recognises_digits_that_it_was_not_trained_on(judge: Judge) -> None:
     assert judge.accuracy(TRAIN) > 0.97
 
 
@@ -38,12 +38,12 @@ def test_spread_of_copies_is_zero() -> None:
     assert spread(np.repeat(TRAIN.pixels[:1], 20, axis=0)) == 0.0
 
 
-def test_spread_needs_two_pictures() -> None:
+def test_spread_needs_two_images() -> None:
     with pytest.raises(ValueError, match="found 1 images, expected at least 2"):
         spread(TRAIN.pixels[:1])
 
 
-def test_verdict_on_real_pictures(judge: Judge) -> None:
+def test_verdict_on_real_images(judge: Judge) -> None:
     result = verdict(judge, 0, HELD_OUT.only(6).pixels, HELD_OUT.only(0).pixels, TRAIN)
     assert result.share_before == 0.0
     assert result.share_after == 1.0
@@ -53,7 +53,7 @@ def test_verdict_on_real_pictures(judge: Judge) -> None:
     assert "100.0%" in str(result)
 
 
-def test_verdict_on_one_picture_again_and_again(judge: Judge) -> None:
+def test_verdict_on_one_image_again_and_again(judge: Judge) -> None:
     copies = np.repeat(HELD_OUT.only(0).pixels[:1], 50, axis=0)
     result = verdict(judge, 0, HELD_OUT.only(6).pixels, copies, TRAIN)
     assert (result.share_after, result.spread_ratio) == (1.0, 0.0)

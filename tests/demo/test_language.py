@@ -1,4 +1,4 @@
-"""The demo of language models: its tasks, its data, its judge, and what the base knows."""
+"""The demo of language models: its tasks, its data, its judge, and the answers of the base."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainable_candle.families.causal_lm import BUILT_IN, CausalLM
 from trainable_candle.run import JSON_LOG, LOG
 
 
-def test_tasks_are_what_their_names_say() -> None:
+def test_tasks_match_their_names() -> None:
     asked = {
         "upper": "CLAVO",
         "spell": "c l a v o",
@@ -27,7 +27,7 @@ def test_tasks_are_what_their_names_say() -> None:
     assert words.UNSEEN not in words.TASKS
 
 
-def test_words_belong_to_one_part_for_good() -> None:
+def test_training_and_held_out_words_are_disjoint() -> None:
     kept = words.words(np.random.default_rng(0), 500)
     held_out = words.words(np.random.default_rng(0), 100, held_out=True)
     assert not set(kept) & set(held_out)
@@ -35,13 +35,13 @@ def test_words_belong_to_one_part_for_good() -> None:
     assert all(4 <= len(word) <= 9 for word in kept + held_out)
 
 
-def test_the_base_knows_its_tasks_and_not_the_new_one() -> None:
+def test_the_base_solves_its_tasks_and_not_the_new_one() -> None:
     answers = Answers(CausalLM(BUILT_IN, "f32", "cpu").task(), 0)
     assert answers.right == 0
     assert answers.right_old >= 0.98
 
 
-def test_the_base_is_as_large_as_its_readme_says() -> None:
+def test_the_base_has_the_size_in_its_readme() -> None:
     model = tc.models.CausalLM.from_pretrained(BUILT_IN)
     count = sum(tensor.numel() for tensor in model.named_tensors().values())
     assert f"{count:,}".replace(",", " ") in (BUILT_IN / "README.md").read_text()
@@ -68,7 +68,7 @@ def test_the_data_has_both_kinds_of_tasks_and_no_word_that_is_judged(tmp_path: P
         (Verdict(0.0, 0.9, 1.0, 0.79), False),
     ],
 )
-def test_what_passes(verdict: Verdict, passed: bool) -> None:
+def test_which_verdicts_pass(verdict: Verdict, passed: bool) -> None:
     assert verdict.passed == passed
     assert "pig, with the LoRA" in str(verdict)
 

@@ -1,4 +1,4 @@
-"""The main job: the demo's LoRA, trained and judged."""
+"""The demo's LoRA, trained and judged."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ def test_everything_is_written(demo: DemoResult) -> None:
 
 
 @pytest.mark.slow
-def test_adapter_file_gives_the_same_samples_and_comes_off_again(demo: DemoResult) -> None:
+def test_adapter_file_gives_the_same_samples_and_can_be_removed(demo: DemoResult) -> None:
     task = Digits(BASE, "f32", "cpu").task()
     prompts = ["a 0", "a 3"]
     base = task.draw(prompts, SampleOptions(steps=3, seed=1))
@@ -61,7 +61,7 @@ def test_adapter_file_gives_the_same_samples_and_comes_off_again(demo: DemoResul
 
 
 @pytest.mark.slow
-def test_samples_are_no_copies_of_the_training_pictures(demo: DemoResult) -> None:
+def test_samples_are_no_copies_of_the_training_images(demo: DemoResult) -> None:
     task = Digits(BASE, "f32", "cpu").task()
     task.family.model.load_adapter(demo.output / "adapter.safetensors")
     options = SampleOptions(steps=25, seed=2)
@@ -90,7 +90,7 @@ def test_base_draws_the_nine_digits_it_has_seen() -> None:
     assert len(train.without(UNSEEN)) == 1133
 
 
-def test_base_row_of_the_unseen_digit_is_as_it_started() -> None:
+def test_the_row_of_the_unseen_digit_in_the_base_is_untrained() -> None:
     tc.manual_seed(0)
     fresh = tc.models.DigitsTransformer().named_tensors()["class_embedding.weight"].numpy()
     shipped = tc.models.load(BASE).named_tensors()["class_embedding.weight"].numpy()

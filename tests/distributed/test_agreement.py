@@ -1,4 +1,4 @@
-"""Processes that do not belong together are found at the start or when parameters differ."""
+"""Differences between processes are errors: of settings at the start, of parameters in training."""
 
 import shutil
 import subprocess
@@ -82,7 +82,7 @@ def test_another_version_is_named() -> None:
 def test_other_files_are_named(
     digits_base: Path, digits_folder: Path, tmp_path: Path, what: str
 ) -> None:
-    """Machines without a common file system, with folders of their own."""
+    """The processes read different folders, as on machines without a common file system."""
     pictures = [tmp_path / "data" / "pictures", tmp_path / "pictures of 1"]
     bases = [tmp_path / "base", tmp_path / "models" / "base of 1"]
     for number in range(2):
@@ -153,12 +153,12 @@ def test_parameters_that_drift_apart_end_the_run_at_the_next_comparison() -> Non
     assert [output.strip() for _, output, _ in found] == ["4", "4"]
 
 
-def test_parameters_that_stay_equal_do_not() -> None:
+def test_parameters_that_stay_equal_do_not_end_the_run() -> None:
     found = started([["-c", TRAINING, "-1"]] * 2)
     assert [(status, output.strip()) for status, output, _ in found] == [(0, "9"), (0, "9")]
 
 
-def test_what_one_process_alone_has_is_named() -> None:
+def test_settings_that_one_process_lacks_are_named() -> None:
     ours, theirs = {"a": "1", "b": "2"}, {"b": "2", "c": "3"}
     assert differing(theirs, ours) == [
         "a is missing there and 1 on rank 0",

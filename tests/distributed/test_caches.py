@@ -1,4 +1,4 @@
-"""A run on two processes encodes every image and caption once, and has the losses of one."""
+"""Two processes encode each image and caption once, and have the losses of one process."""
 
 import subprocess
 import sys

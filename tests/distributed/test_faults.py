@@ -63,7 +63,7 @@ def test_a_full_disk_ends_all_processes(
     assert all(step % 4 == 0 for step in steps)
 
 
-# A run in which a process counts as failed if no message of it arrives for 10 s.
+# In this run, a process counts as failed if it sends no message for 10 s.
 STOPPED = """
 import sys
 

@@ -1,4 +1,4 @@
-"""Messages between processes, and what happens to the others when one fails.
+"""Messages between processes, and errors in all processes when one fails.
 
 Threads take the place of processes, since a link has no global state.
 """
@@ -67,14 +67,14 @@ def test_a_socket_in_a_folder_serves_one_machine(tmp_path: Path) -> None:
     assert together(2, lambda one: one.exchange(b"%d" % one.rank), path) == [[b"0", b"1"]] * 2
 
 
-def test_what_ends_ends_the_others(place: Address) -> None:
+def test_a_process_that_ends_is_an_error_in_all_others(place: Address) -> None:
     stopped = threading.Event()
 
     def work(one: Link) -> Any:
         one.on_failure(stopped.set)
         one.exchange(b"")
         if one.rank == 1:
-            # As the kernel does when the process is killed.
+            # The operating system does this when the process is killed.
             for connection in [*one._data.values(), *one._watch.values()]:
                 connection.close()
             return None
@@ -86,7 +86,7 @@ def test_what_ends_ends_the_others(place: Address) -> None:
     assert stopped.is_set()
 
 
-def test_a_reason_reaches_all(place: Address) -> None:
+def test_the_reason_of_a_failure_reaches_all(place: Address) -> None:
     def work(one: Link) -> Any:
         one.exchange(b"")
         if one.rank == 2:
@@ -97,7 +97,7 @@ def test_a_reason_reaches_all(place: Address) -> None:
         assert "rank 2: the disk is full" in str(error)
 
 
-def test_who_is_silent_or_busy_for_too_long_has_failed(
+def test_a_process_that_is_silent_or_busy_for_too_long_has_failed(
     place: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "GRACE", 0.5)
@@ -127,14 +127,14 @@ def test_facts_that_differ_are_named(place: Address) -> None:
             assert "learning_rate is 1 there and 0 on rank 0" in message
 
 
-def test_who_does_not_come_is_named(place: Address) -> None:
+def test_a_process_that_does_not_connect_is_named(place: Address) -> None:
     with pytest.raises(DistributedError, match=r"of 3 processes rank \[1, 2\] did not come to"):
         Link(world(0, 3, place, seconds=0.5), {})
     with pytest.raises(DistributedError, match="rank 1 cannot reach rank 0 at"):
         Link(world(1, 3, place, seconds=0.5), {})
 
 
-def test_another_job_is_refused(place: Address) -> None:
+def test_another_job_is_rejected(place: Address) -> None:
     def run(rank: int) -> str:
         try:
             Link(world(rank, 2, place, f"job {rank}", 3.0), {})

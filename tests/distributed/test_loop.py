@@ -1,4 +1,4 @@
-"""A user's own loop and weighted batches: several processes against one (CPU)."""
+"""A user's own loop, and weighted batches, on several processes and on one (CPU)."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 from trainable_candle.distributed.launch import gpu_environment
 
-# A problem whose batches weigh differently, and a parameter that only some batches reach.
+# Batches have different weights, and only some batches depend on the parameter b.
 PROBLEM = """
 import json
 import sys
@@ -116,7 +116,7 @@ def flat(parameters: dict[str, Any]) -> list[float]:
     return [*chain.from_iterable(parameters["a"]), *parameters["b"]]
 
 
-def test_a_loop_of_ones_own_on_two_processes() -> None:
+def test_a_users_own_loop_on_two_processes() -> None:
     (alone,) = run(LOOP, 1)
     first, second = run(LOOP, 2)
     assert first["parameters"] == second["parameters"]

@@ -1,4 +1,4 @@
-"""Processes that cannot meet say why within the time limit, and none keeps running."""
+"""Processes that cannot connect end within the time limit with an error that says why."""
 
 import os
 import re
@@ -55,7 +55,7 @@ def test_the_limit_leaves_time_to_start() -> None:
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        ("203.0.113.7", "Cannot assign requested address"),  # reserved for documents
+        ("203.0.113.7", "Cannot assign requested address"),  # reserved for documentation
         ("no-such-host.invalid", "not known|failure in name resolution|No address"),
     ],
 )
@@ -67,12 +67,12 @@ def test_a_wrong_address_is_named(host: str, reason: str, port: int) -> None:
     assert "MASTER_ADDR must be the name or an address of the machine of rank 0" in said
     assert re.search(reason, said)
     assert f"rank 1 cannot reach rank 0 at {host}:{port} within 2 s" in told
-    assert "is MASTER_ADDR right" in told
+    assert "check MASTER_ADDR" in told
 
 
 @pytest.fixture(params=["silent", "talkative"])
 def stranger(request: pytest.FixtureRequest) -> Iterator[int]:
-    """The port of another program, which never answers or speaks another language."""
+    """The port of another program, which never answers or uses another protocol."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -101,14 +101,14 @@ def test_a_port_of_another_program_is_named_by_all(stranger: int) -> None:
     assert re.search("another (job or )?program", told)
 
 
-def test_who_comes_alone_learns_who_is_missing(port: int) -> None:
+def test_a_process_that_is_alone_names_the_missing_ranks(port: int) -> None:
     ((status, said),) = started("127.0.0.1", port, ranks=(0,))
     assert status != 0
     assert f"rank [1] did not come to 127.0.0.1:{port} within 2 s" in said
 
 
 def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:
-    """Some launchers on clusters give rank 0 localhost, and the others its name."""
+    """Some launchers on clusters give rank 0 the name localhost, and other ranks its host name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
         try:
             outward.connect(("203.0.113.7", 9))  # Sends nothing.

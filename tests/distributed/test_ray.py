@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster of two machines, both of them this one, with a CPU for each."""
+"""Runs on a Ray cluster of two nodes with one CPU each, both on this machine."""
 
 import os
 import signal
@@ -146,7 +146,7 @@ def test_errors_of_settings_end_the_run_at_once(config: TrainConfig, tmp_path: P
     assert not any("starting again" in line for line in lines)
 
 
-def test_more_processes_than_there_is_room_for(config: TrainConfig) -> None:
+def test_more_processes_than_the_cluster_has_room_for(config: TrainConfig) -> None:
     with pytest.raises(ConfigError, match=r"3 processes need 3 CPU, and the cluster has 2 CPU"):
         train(config, workers=3, wait_seconds=0.5)
     with pytest.raises(ConfigError, match="the cluster has no GPU"):

@@ -1,6 +1,6 @@
-"""Caches are filled and validation is measured by all processes together, each part once.
+"""All processes together fill caches and measure validation, each part once.
 
-Processes are threads here.
+Threads take the place of processes.
 """
 
 import json
@@ -86,7 +86,7 @@ def data(tmp_path: Path) -> Dataset:
 def filled(
     data: Dataset, encoder: Any, group: Group, folder: Path, **more: Any
 ) -> tuple[str, list[float]]:
-    """What filling reports, and what batches then hold."""
+    """The report of filling, and the values of the batches after it."""
     options = more.pop("options", DISK)
     area = 2 * 64 * 64
     cache = LatentCache(data, encoder, options, {}, folder=folder, encode_area=area)
@@ -96,7 +96,7 @@ def filled(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_picture_is_encoded_once(data: Dataset, tmp_path: Path, size: int) -> None:
+def test_every_image_is_encoded_once(data: Dataset, tmp_path: Path, size: int) -> None:
     encoder = Encoder()
     found = together(size, lambda group: filled(data, encoder, group, tmp_path / "cache"))
     assert sorted(encoder.seen) == list(range(11))
@@ -107,7 +107,7 @@ def test_every_picture_is_encoded_once(data: Dataset, tmp_path: Path, size: int)
     assert len(encoder.seen) == 11
 
 
-def test_each_process_encodes_about_as_much(data: Dataset, tmp_path: Path) -> None:
+def test_each_process_encodes_about_half(data: Dataset, tmp_path: Path) -> None:
     encoders = [Encoder(), Encoder()]
     together(2, lambda group: filled(data, encoders[group.rank], group, tmp_path / "cache"))
     assert sorted(len(encoder.seen) for encoder in encoders) == [5, 6]
@@ -115,7 +115,7 @@ def test_each_process_encodes_about_as_much(data: Dataset, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_a_process_cannot_see_it_is_sent(
+def test_processes_receive_entries_that_they_cannot_read(
     data: Dataset, tmp_path: Path, kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The entries are in the memory of other processes, or in folders of other machines."""
@@ -159,7 +159,7 @@ def test_entries_that_are_sent_keep_every_bit() -> None:
         )
 
 
-def test_captions_are_dealt_out_too(tmp_path: Path) -> None:
+def test_captions_are_shared_out_too(tmp_path: Path) -> None:
     captions = [f"picture {number}" for number in range(7)]
     asked: list[str] = []
 

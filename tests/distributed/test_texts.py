@@ -1,4 +1,4 @@
-"""Validation of texts and pairs of answers on two processes gives the numbers of one."""
+"""Validation of texts and of pairs of answers has the same results on two processes as on one."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Several processes compute what one does with the batches of all of them in a step."""
+"""Several processes compute the same as one process that takes the batches of all in a step."""
 
 import os
 import signal
@@ -111,7 +111,7 @@ def test_two_machines_are_one_run(
     np.testing.assert_allclose(losses(output), losses(alone), rtol=1e-6)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(
+def test_a_run_continues_with_another_number_of_processes(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:
     output = tmp_path / "resumed"
@@ -195,7 +195,7 @@ def test_a_signal_lets_all_end_after_the_same_step(
     assert checkpoints(output)
 
 
-def test_no_gpu_is_said_before_anything_starts(
+def test_a_missing_gpu_is_reported_before_anything_starts(
     digits_base: Path, digits_folder: Path, tmp_path: Path
 ) -> None:
     if tc.cuda.is_available():
@@ -215,7 +215,7 @@ def test_no_gpu_is_said_before_anything_starts(
         ({"gpus": 2, "effective_batch": 6}, "give a multiple of 4"),
     ],
 )
-def test_wrong_settings_are_refused(
+def test_wrong_settings_are_rejected(
     digits_base: Path,
     digits_folder: Path,
     tmp_path: Path,

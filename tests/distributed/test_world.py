@@ -8,7 +8,7 @@ from trainable_candle.errors import ConfigError
 ADDRESS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 
 
-def test_without_a_launcher_there_is_none() -> None:
+def test_without_a_launcher_there_is_no_world() -> None:
     assert from_environment({}) is None
     # Container images for clusters often set these.
     assert from_environment({"RANK": "0", "WORLD_SIZE": "1"}) is None

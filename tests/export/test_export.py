@@ -1,4 +1,4 @@
-"""Adapters of language models for other programs, which compute the same from the files."""
+"""Files of adapters of language models for other programs, which compute the same from them."""
 
 import json
 import shutil
@@ -99,7 +99,7 @@ def test_peft_itself_computes_the_same(weights: Path, tmp_path: Path) -> None:
             np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_layers_of_several_ranks_get_one(tmp_path: Path) -> None:
+def test_layers_of_several_ranks_are_exported_with_one_rank(tmp_path: Path) -> None:
     weights = GOLDEN / "llm" / "qwen2"
     make_adapter(weights, tmp_path / "a.safetensors")
     config = {"r": 3, "lora_alpha": 7.0, "peft_type": "LORA", "target_modules": ["q_proj"],
@@ -120,7 +120,7 @@ def test_layers_of_several_ranks_get_one(tmp_path: Path) -> None:
     written = json.loads((output / "adapter_config.json").read_text())
     assert (written["r"], written["rank_pattern"], written["alpha_pattern"]) == (3, {}, {})
     found = refusals(read_adapter(folder, "causal-lm", weights), config)
-    assert found["vllm"] == ["it does not read rank_pattern and alpha_pattern"]
+    assert found["vllm"] == ["it does not read rank_pattern and alpha_pattern before 0.33"]
     assert found["gguf"] == ["it does not read alpha_pattern"]
     assert found["peft"] == []
 
@@ -174,7 +174,7 @@ def test_a_gguf_file_byte_by_byte() -> None:
     header = b"GGUF\x03\0\0\0" + b"\x01" + bytes(7) + b"\x03" + bytes(7)
     facts = b"\x01" + bytes(7) + b"a\x08\0\0\0\x01" + bytes(7) + b"b"
     facts += b"\x01" + bytes(7) + b"c\x06\0\0\0\0\0\xc0\x3f"
-    # An empty list of texts: merges of a tokenizer that has none.
+    # An empty list of texts, as for a tokenizer without merges.
     facts += b"\x01" + bytes(7) + b"d\x09\0\0\0\x08\0\0\0" + bytes(8)
     tensor = b"\x01" + bytes(7) + b"t\x02\0\0\0\x03" + bytes(7) + b"\x01" + bytes(7) + bytes(12)
     start = header + facts + tensor
@@ -229,7 +229,9 @@ def into_shards(weights: Path) -> None:
     (weights / "model.safetensors").unlink()
 
 
-def test_what_rounding_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_lost_to_rounding_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A change far below the steps of bf16 leaves most weights as they were."""
     weights = tmp_path / "base"
     CausalLM.from_pretrained(GOLDEN / "llm" / "qwen2", dtype="bf16").save_pretrained(weights)
@@ -243,12 +245,16 @@ def test_what_rounding_takes_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("reader", "settings", "message"),
     [
-        ("vllm", {"adapter": "dora"}, "vLLM refuses this adapter: it is DoRA"),
-        ("gguf", {"adapter": "dora"}, "llama.cpp refuses this adapter: it is DoRA"),
+        ("vllm", {"adapter": "dora"}, "vLLM does not load this adapter: it does not load DoRA"),
+        (
+            "gguf",
+            {"adapter": "dora"},
+            "llama.cpp does not load this adapter: it does not load DoRA",
+        ),
         ("tensorrt", {}, "--for is tensorrt, expected one of peft, vllm"),
     ],
 )
-def test_what_a_program_refuses_is_refused(
+def test_adapters_that_a_program_cannot_load_are_rejected(
     tmp_path: Path,
     reader: str,
     settings: Any,
@@ -264,7 +270,7 @@ def test_what_a_program_refuses_is_refused(
     assert not output.exists()
 
 
-def test_verify_tells_what_each_program_refuses(
+def test_verify_reports_what_each_program_cannot_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = GOLDEN / "llm" / "qwen2"
@@ -275,7 +281,7 @@ def test_verify_tells_what_each_program_refuses(
     told = capsys.readouterr().out
     assert "good: peft applies all of it" in told
     assert "transformers and peft: loads it as it is" in told
-    assert "vLLM: it is DoRA, which it does not load; export --for merged" in told
+    assert "vLLM: it does not load DoRA; use export --for merged" in told
     # Without its configuration no program knows the scale.
     alone = folder / "adapter_model.safetensors"
     assert main(["verify", str(alone), "--model", "causal-lm", "--weights", str(weights)]) == 0

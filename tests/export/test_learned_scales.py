@@ -26,7 +26,7 @@ def config(qat: str | None = "nf4", **settings: object) -> tc.LoraConfig:
 
 
 def learning(qat: str) -> tuple[CausalLM, tc.AdapterSet]:
-    """A model with scales and an adapter that are not those of the start."""
+    """A model whose scales and adapter differ from their initial values."""
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     adapter = model.add_adapter(config(qat, qat_learned_scales=True))
     tc.manual_seed(1)
@@ -36,7 +36,7 @@ def learning(qat: str) -> tuple[CausalLM, tc.AdapterSet]:
 
 
 @pytest.mark.parametrize("qat", ["int8", "int4", "fp8", "nf4"])
-def test_it_starts_as_plain_training_does(qat: str) -> None:
+def test_learning_scales_starts_as_plain_training(qat: str) -> None:
     found = []
     for learned in (False, True):
         model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
@@ -62,7 +62,7 @@ def test_scales_are_counted_in_plans() -> None:
 
 
 @pytest.mark.parametrize("qat", ["int8", "nf4"])
-def test_files_hold_them(tmp_path: Path, qat: str) -> None:
+def test_files_hold_the_scales(tmp_path: Path, qat: str) -> None:
     model, adapter = learning(qat)
     adapter.save(path := tmp_path / "a.safetensors", format="peft")
     factors = {
@@ -73,7 +73,7 @@ def test_files_hold_them(tmp_path: Path, qat: str) -> None:
     expected = scores(model)
     model.merge_adapter()
     merged = model.named_tensors()
-    # A file is an adapter without them, whose merged weights are rounded by them.
+    # Loaded without the scales, the file is a plain adapter; the scales round its merged weights.
     plain = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     plain.load_adapter(path)
     plain.merge_adapter()
@@ -83,18 +83,18 @@ def test_files_hold_them(tmp_path: Path, qat: str) -> None:
         found = fake_quantize(values[f"{layer}.weight"], qat, of_layer).numpy()
         wanted = merged[f"{layer}.weight"].numpy()
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
-    # A set that learns them takes them over.
+    # An adapter set that learns scales loads those of the file.
     again = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     again.add_adapter(config(qat, qat_learned_scales=True)).load(path)
     np.testing.assert_allclose(scores(again), expected, rtol=1e-4, atol=1e-4)
-    # Folders of peft are for other tools.
+    # peft's folders are for other tools, so they hold no scales.
     adapter.save(tmp_path / "peft", format="peft")
     keys = tc.load_file(tmp_path / "peft/adapter_model.safetensors")
     assert not any("qat_scales" in key for key in keys)
 
 
 @pytest.mark.parametrize("qat", ["int8", "fp8", "nf4"])
-def test_what_was_trained_is_what_is_stored(tmp_path: Path, qat: str) -> None:
+def test_merging_stores_the_weights_that_were_trained(tmp_path: Path, qat: str) -> None:
     model, adapter = learning(qat)
     names = {"trainable_candle.qat": qat, "trainable_candle.qat_scales": "learned"}
     adapter.save(tmp_path / "a.safetensors", format="peft", metadata=names)
@@ -106,13 +106,15 @@ def test_what_was_trained_is_what_is_stored(tmp_path: Path, qat: str) -> None:
     for key, value in wanted.items():
         if "_proj" in key:
             np.testing.assert_allclose(found[key].numpy(), value.numpy(), rtol=2e-6, atol=1e-9)
-    # Of another format they say nothing.
+    # Another format ignores the scales.
     other = "int8" if qat == "nf4" else "nf4"
     flags = ("--to", other, "--dtype", "f32")
     assert merged(BUILT_IN, tmp_path / "a.safetensors", tmp_path / "p", *flags) == 0
 
 
-def test_a_run_learns_and_resumes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_learns_and_resumes_the_scales(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "texts.jsonl"
     data.write_text('{"text": "a row of words that are learnt"}\n' * 8)
     settings = TrainConfig(
@@ -144,13 +146,13 @@ class Small(tc.nn.Module):
         self.fc = tc.nn.Linear.init(16, 8)
 
 
-def test_what_cannot_learn_them_is_refused(tmp_path: Path) -> None:
+def test_models_that_cannot_learn_scales_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no effect without qat"):
         tc.LoraConfig(qat_learned_scales=True)
     wanted = tc.LoraConfig(target_modules=["fc"], qat="int8", qat_learned_scales=True)
     with pytest.raises(ConfigError, match=r"is for models of trainable_candle\.models"):
         Small().add_adapter(wanted)
-    with pytest.raises(ConfigError, match="--qat int4 is none of them"):
+    with pytest.raises(ConfigError, match="int4 is not one of them"):
         TrainConfig(qat="int4", qat_learned_scales=True)
     given = TrainConfig(
         model="digits", dataset=str(tmp_path), output=str(tmp_path), qat="int8",
@@ -160,7 +162,7 @@ def test_what_cannot_learn_them_is_refused(tmp_path: Path) -> None:
         train_adapter(given, progress=False, report=lambda _: None)
 
 
-def test_wrong_factors_are_refused(tmp_path: Path) -> None:
+def test_wrong_factors_are_rejected(tmp_path: Path) -> None:
     _, adapter = learning("int8")
     adapter.save(path := tmp_path / "a.safetensors", format="peft")
     tensors, facts = tc.load_file(path), safetensors_metadata(path)

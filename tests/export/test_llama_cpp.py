@@ -48,7 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=CONFIGS)
 def weights(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model of random weights with a tokenizer, or the one of the package."""
+    """A model of random weights with a tokenizer, or the model of the package."""
     folder = tmp_path / "base"
     if request.param == "built in":
         shutil.copytree(BUILT_IN, folder)

@@ -55,7 +55,11 @@ def test_the_folder_holds_the_rounded_merged_weights(
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_its_codes_are_the_base_in_that_format(weights: Path, tmp_path: Path, to: str) -> None:  # noqa: F811
+def test_a_base_loaded_in_the_format_of_its_file_keeps_the_codes(
+    weights: Path,  # noqa: F811
+    tmp_path: Path,
+    to: str,
+) -> None:
     """A base loaded in the format of its file has the file's codes: it is not rounded again."""
     make_adapter(weights, adapter := tmp_path / "a.safetensors")
     assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
@@ -65,7 +69,7 @@ def test_its_codes_are_the_base_in_that_format(weights: Path, tmp_path: Path, to
     config.pop("quantization_config")
     (apart / "config.json").write_text(json.dumps(config))
     tc.save_file(values, apart / "model.safetensors")
-    # Embedding and head are int8 in both.
+    # The embedding and the head are int8 in both models.
     stored, again = (
         CausalLM.from_pretrained(folder, dtype="f32", quantize=to)
         for folder in (tmp_path / to, apart)
@@ -96,7 +100,12 @@ def loaded_by_transformers(folder: Path) -> dict[str, np.ndarray]:
     ("to", "library"),
     [("nf4", "bitsandbytes"), ("int8", "bitsandbytes"), ("fp8", "compressed_tensors")],
 )
-def test_transformers_loads_it(weights: Path, tmp_path: Path, to: str, library: str) -> None:  # noqa: F811
+def test_transformers_loads_the_folder(
+    weights: Path,  # noqa: F811
+    tmp_path: Path,
+    to: str,
+    library: str,
+) -> None:
     pytest.importorskip(library)
     make_adapter(weights, adapter := tmp_path / "a.safetensors")
     assert merged(weights, adapter, tmp_path / to, "--dtype", "f32", "--to", to) == 0
@@ -108,8 +117,8 @@ def test_transformers_loads_it(weights: Path, tmp_path: Path, to: str, library: 
         np.testing.assert_allclose(values, expected[key], rtol=1e-6, atol=1e-9, err_msg=key)
 
 
-def test_what_was_trained_with_qat_is_what_is_stored(tmp_path: Path) -> None:
-    """The codes of an adapter that was trained over NF4 give the results of its training."""
+def test_merging_stores_what_was_trained_with_qat(tmp_path: Path) -> None:
+    """With the stored NF4 codes, the model computes the same as at the end of training."""
     model = CausalLM.from_pretrained(BUILT_IN, dtype="f32")
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = model.add_adapter(
@@ -129,7 +138,7 @@ def test_what_was_trained_with_qat_is_what_is_stored(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_loss_before_and_after_is_told(
+def test_the_losses_before_and_after_rounding_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_adapter(BUILT_IN, tmp_path / "a.safetensors", r=1, lora_alpha=0.1)

@@ -1,4 +1,4 @@
-"""Tiny pipelines of flow models: golden transformers, random encoders of widths that fit."""
+"""Tiny pipelines of flow models: golden transformers, and random encoders whose widths fit them."""
 
 import json
 import shutil
@@ -171,6 +171,6 @@ def flux2_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pipeline(folder, "flux2", "Flux2KleinPipeline", scheduler, {}, "flux2")
     widen(folder / "transformer", {"in_channels": 128, "joint_attention_dim": 48})
     write_chat_tokenizer(folder / "tokenizer")
-    # FLUX.2 reads three layers of the text encoder; the last of them is the 27th.
+    # FLUX.2 reads the states of three layers of the text encoder, up to the 27th.
     write_qwen3(folder / "text_encoder", 16, 28)
     return folder

@@ -90,7 +90,7 @@ def parameters(run: Any) -> dict[str, bytes]:
     return {n: v.detach().numpy().tobytes() for n, v in run.adapter.named_parameters().items()}
 
 
-def test_a_run_teaches_answers_and_writes_what_peft_loads(
+def test_a_run_teaches_answers_and_writes_a_file_that_peft_loads(
     weights: Path,
     chats: Path,
     tmp_path: Path,
@@ -169,7 +169,7 @@ def test_accumulated_batches_are_one_large_batch(
     assert moved > 0
 
 
-def test_what_fills_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path: Path) -> None:
+def test_padding_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path: Path) -> None:
     task = families.load("causal-lm", weights, "f32", "cpu")
     task.family.config = config_of(weights, chats, tmp_path / "run", sequence_length=80)
     split = task.read(lambda _: None)
@@ -203,11 +203,11 @@ def test_what_fills_a_batch_changes_nothing(weights: Path, chats: Path, tmp_path
         ({"rope_type": "llama3"}, True),
         ({"type": "dynamic", "factor": 2.0}, False),
         ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, False),
-        # What GGUF files have in place of Llama 3's scaling.
+        # GGUF files have this in place of Llama 3's scaling.
         ({"rope_type": "longrope", "short_factor": [2.0], "long_factor": [2.0]}, True),
     ],
 )
-def test_angles_that_depend_on_lengths_are_not_recorded(
+def test_steps_whose_angles_depend_on_lengths_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch, scaling: dict[str, Any] | None, repeats: bool
 ) -> None:
     monkeypatch.setattr(CausalLM, "settings", {"rope_scaling": scaling})
@@ -223,7 +223,7 @@ def test_a_resumed_run_repeats_bit_for_bit(weights: Path, chats: Path, tmp_path:
 
 
 @pytest.mark.parametrize(("base", "near"), [("int8", 0.005), ("fp8", 0.01), ("nf4", 0.05)])
-def test_a_run_on_a_quantized_base_learns_as_one_on_the_whole(
+def test_losses_on_a_quantized_base_are_near_those_on_the_whole_base(
     weights: Path, chats: Path, tmp_path: Path, base: str, near: float
 ) -> None:
     def losses(name: str, **settings: Any) -> list[float]:
@@ -265,7 +265,7 @@ def test_a_run_on_a_quantized_base_resumes_bit_for_bit(
         ({"sample_prompts": ["x" * 300]}, ConfigError, "made for 256 positions"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_loads(
+def test_wrong_settings_are_rejected_before_anything_loads(
     weights: Path,
     chats: Path,
     tmp_path: Path,
@@ -278,7 +278,7 @@ def test_wrong_settings_are_refused_before_anything_loads(
     assert not (tmp_path / "run").exists()
 
 
-def test_another_models_tokenizer_is_refused(weights: Path, chats: Path, tmp_path: Path) -> None:
+def test_another_models_tokenizer_is_rejected(weights: Path, chats: Path, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     shutil.copytree(weights, folder)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -307,7 +307,7 @@ def test_checkpointing_changes_nothing(
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_what_images_train_with_trains_texts(
+def test_settings_of_image_runs_work_for_texts(
     weights: Path, chats: Path, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     # Every step sees all examples.

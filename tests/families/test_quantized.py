@@ -1,4 +1,4 @@
-"""Runs over quantized bases and text encoders: losses near those over the whole model."""
+"""Runs over quantized models and text encoders have losses near those over unquantized ones."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_products_of_codes_need_codes(config: TrainConfig) -> None:
         losses(config.with_(base_precision="nf4", w8a8=True))
 
 
-def test_the_estimate_knows_the_bytes(config: TrainConfig) -> None:
+def test_the_estimate_counts_the_bytes_of_quantized_weights(config: TrainConfig) -> None:
     def weights(**settings: Any) -> dict[str, int]:
         given = config.with_(precision="bf16", **settings)
         family = families.find(given.model)(Path(given.weights), "bf16", "cpu", given)

@@ -2,7 +2,7 @@
 
 python tests/fuzz/run.py [--cases 100000] [--seed 0] [--first 0] [READER ...]
 
-Those in Rust are in rust/models/tests/fuzz.
+Readers in Rust are tested in rust/models/tests/fuzz.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 HANG = 120
 """The time limit of a case, s."""
 MOST_PIXELS = 1 << 18
-"""Pillow's limit here; memory depends on an image's size, not on its file's."""
+"""Pillow's limit in this program: memory depends on the pixels of an image, not on its file."""
 FREE_KIB, FACTOR = 64 * 1024, 10
-"""A reader may take FREE_KIB for any input, and FACTOR bytes more for each of its bytes."""
+"""A reader may take FREE_KIB, and FACTOR bytes for each byte of its input."""
 WORDS = [
     b"",
     b"0",
@@ -90,7 +90,7 @@ WORDS = [
 
 
 def mutated(rng: random.Random, seed: bytes) -> bytes:
-    """One to six changes of bytes; sometimes a nesting that no recursion survives."""
+    """Change bytes one to six times; sometimes nest brackets too deeply for a recursive parser."""
     data = bytearray(seed)
     for _ in range(rng.randint(1, 6)):
         at = rng.randrange(len(data) + 1)
@@ -129,7 +129,7 @@ def mutated_tensors(rng: random.Random, seed: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the file at a path; the others are beside it."""
+    """Reads the file at a path, whose companion files are beside it."""
 
     name: str
     file: str
@@ -152,7 +152,7 @@ def pictures() -> dict[str, list[bytes]]:
 
 
 def unigrams() -> tuple[bytes, bytes, bytes]:
-    """T5's first pieces: as `tokenizer.json`, as `spiece.model`, and as that with a normalizer."""
+    """T5's first pieces: `tokenizer.json`, `spiece.model`, `spiece.model` with a normalizer."""
     path = files("trainable_candle.text") / "assets" / "t5_spiece.model.gz"
     whole = gzip.decompress(path.read_bytes())
     model = sentencepiece.parse(whole)

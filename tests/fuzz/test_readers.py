@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 
-def test_damaged_files_are_refused_or_read() -> None:
+def test_damaged_files_are_rejected_or_read() -> None:
     command = [sys.executable, str(Path(__file__).parent / "run.py"), "--cases", "150"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

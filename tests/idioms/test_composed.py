@@ -34,7 +34,9 @@ def t(array: Any) -> tc.Tensor:
         ("isfinite", np.isfinite),
     ],
 )
-def test_elementwise_functions_are_numpys(name: str, expected: Callable[..., Any]) -> None:
+def test_elementwise_functions_equal_those_of_numpy(
+    name: str, expected: Callable[..., Any]
+) -> None:
     x = np.append(POINTS, [np.nan, np.inf]) if name.startswith("is") else POINTS
     given = np.abs(x) if name == "log1p" else x
     found = getattr(t(given), name)().numpy()
@@ -89,7 +91,9 @@ def test_elementwise_functions_are_numpys(name: str, expected: Callable[..., Any
         (lambda x: F.leaky_relu(x, 0.1), np.where(X > 0, X, 0.1 * X)),
     ],
 )
-def test_results_are_numpys(found: Callable[[tc.Tensor], tc.Tensor], expected: Any) -> None:
+def test_results_equal_those_of_numpy(
+    found: Callable[[tc.Tensor], tc.Tensor], expected: Any
+) -> None:
     np.testing.assert_allclose(found(t(X)).numpy(), expected, rtol=1e-6, atol=1e-7)
 
 
@@ -115,7 +119,7 @@ def test_gradients_are_those_of_finite_differences(function: Callable[..., tc.Te
     tc.gradcheck(function, [t(X)])
 
 
-def test_layers_functions_are_torchs() -> None:
+def test_functions_of_layers_equal_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     f = torch.nn.functional
     image, kernel = RNG.standard_normal((2, 3, 7, 6)), RNG.standard_normal((4, 3, 3))

@@ -1,4 +1,4 @@
-"""What a user of torch writes daily works, or an error says what to write."""
+"""Idioms of torch's users work, or raise an error that says what to write instead."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ def names(device: str) -> dict[str, Any]:
 def run(code: str, known: dict[str, Any]) -> None:
     if "torch." in code:
         known["torch"] = pytest.importorskip("torch")
-    # An idiom may leave recording off; this puts it back.
+    # An idiom may switch recording off; the context restores it.
     with contextlib.redirect_stdout(io.StringIO()), tc.enable_grad():
         exec(code, known)
 
@@ -52,18 +52,18 @@ def test_an_idiom_works_or_its_error_helps(
     assert f"{type(caught.value).__name__}: {found}".startswith(message)
 
 
-def test_as_many_idioms_work_as_ever() -> None:
+def test_at_least_as_many_idioms_work_as_before() -> None:
     assert len(ROWS) == 288
     assert sum(row.startswith("OK") for row in ROWS) >= LEAST
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("OK")])
-def test_what_works_on_the_cpu_works_on_a_gpu(
+def test_idioms_that_work_on_the_cpu_work_on_a_gpu(
     row: str, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = row.split(maxsplit=1)[1]
     if any(word in code for word in ("np.", "torch.", "numpy", "tc.")):
-        pytest.skip("makes something on the CPU")
+        pytest.skip("makes a tensor on the CPU")
     monkeypatch.chdir(tmp_path)
     run(code, names(gpu))

@@ -1,4 +1,4 @@
-"""What a torch user writes daily, with types: `make lint` checks this file with mypy, too."""
+"""Idioms of torch's users with type annotations: `make lint` checks this file with mypy, too."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_operators_give_tensors() -> None:
     assert all(isinstance(row, tc.Tensor) for row in x)
 
 
-def test_what_is_read_of_a_tensor() -> None:
+def test_properties_of_a_tensor_have_types() -> None:
     x = tc.ones(2, 2)
     shape: tuple[int, ...] = x.shape
     device: str = x.device

@@ -59,7 +59,7 @@ def test_a_magnitude_for_each_input_is_applied_as_trained(
     said = "A1111 applies " + (f"{len(modules)}\n" if right else "0; ")
     text = capsys.readouterr().out
     assert said in text
-    assert ("it divides DoRA's weights by norms of inputs" in text) == (not right)
+    assert ("it divides DoRA's weights by one norm for each input" in text) == (not right)
     if right:
         assert max(errors) < 1e-4
     else:

@@ -59,7 +59,7 @@ def test_a_file_without_tensors(unet: tc.models.SDXLUNet, tmp_path: Path) -> Non
         unet.load_adapter(path)
 
 
-def test_a_part_that_the_file_does_not_have(
+def test_a_part_that_is_not_in_the_file(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
 ) -> None:
     for format in ("kohya", "comfyui", "diffusers"):

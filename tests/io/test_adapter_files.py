@@ -25,7 +25,7 @@ def largest_error(found: dict[str, np.ndarray], expected: dict[str, np.ndarray])
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_files_come_back_as_they_were(
+def test_saved_adapters_load_unchanged(
     unet: tc.models.SDXLUNet,
     attach: Attach,
     config_of: Callable[[str], tc.LoraConfig],
@@ -71,7 +71,7 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
         f"{module}.{end}" for end in ("lora_down.weight", "lora_up.weight", "alpha")
     }
     assert tensors[f"{module}.lora_down.weight"].dtype == "bf16"
-    # alpha / rank is the scale that was trained with: 6 / sqrt(4).
+    # alpha / rank is the scale of training: 6 / sqrt(4).
     assert tensors[f"{module}.alpha"].item() == pytest.approx(12.0)
     header = path.read_bytes()
     length = int.from_bytes(header[:8], "little")
@@ -84,7 +84,7 @@ def test_kohya_is_the_default_for_sdxl_with_alphas_and_metadata(
     assert (metadata["ss_output_name"], metadata["x"]) == ("mine", "y")
 
 
-def test_kohyas_names_have_one_alpha(
+def test_kohyas_files_have_one_alpha_and_scale_the_factors(
     unet: tc.models.SDXLUNet,
     attach: Attach,
     config_of: Callable[[str], tc.LoraConfig],
@@ -101,7 +101,7 @@ def test_kohyas_names_have_one_alpha(
     np.testing.assert_array_equal(found, (up * np.float32(3.5)).astype(np.float16))
     unet.remove_adapter()
     again = unet.add_adapter(config_of("locon"))
-    again.load(path)  # rejects other scales than those of training
+    again.load(path)  # an adapter with other scales would be rejected
     found = again.named_parameters()[f"{LAYER}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, up, rtol=1e-3, atol=1e-6)
 
@@ -194,7 +194,7 @@ def test_alphas_of_a_configuration_in_the_header(unet: tc.models.SDXLUNet, tmp_p
     np.testing.assert_allclose(merged(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_untrained_layers_are_told(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
+def test_untrained_layers_are_reported(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
     adapter = unet.add_adapter(tc.LoraConfig(r=2, target_modules=[LAYER, "conv_in"]))
     up = adapter.named_parameters()["conv_in.lora_B.weight"]
     up.set(tc.ones_like(up))
@@ -219,7 +219,7 @@ def test_untrained_layers_are_told(unet: tc.models.SDXLUNet, tmp_path: Path) -> 
         ({"unet.conv_in.alpha": (3,), "unet.conv_in.lora_A.weight": (2, 4, 3, 3)}, "one number"),
     ],
 )
-def test_wrong_files_are_refused(
+def test_wrong_files_are_rejected(
     unet: tc.models.SDXLUNet,
     tmp_path: Path,
     tensors: dict[str, tuple[int, ...]],

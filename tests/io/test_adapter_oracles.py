@@ -1,7 +1,7 @@
 """Files that this library writes, as diffusers and ComfyUI read them.
 
-diffusers' part needs torch, diffusers and peft; ComfyUI's a checkout whose folder is in the
-environment variable COMFYUI. Without them the tests are skipped.
+Tests of diffusers need torch, diffusers and peft. Tests of ComfyUI need a checkout whose folder is
+in the environment variable COMFYUI. Without them the tests are skipped.
 """
 
 import gzip
@@ -33,7 +33,7 @@ def inputs() -> dict[str, tc.Tensor]:
 
 
 def predictions(unet: tc.models.SDXLUNet, reference: Any) -> tuple[Floats, Floats]:
-    """The predictions of our model and of diffusers', both changed by the adapter."""
+    """The predictions of our model and of diffusers' model, which the adapter must have changed."""
     torch = pytest.importorskip("torch")
     x = {name: torch.from_numpy(tensor.numpy()) for name, tensor in inputs().items()}
     with torch.no_grad():
@@ -177,7 +177,7 @@ class Classes(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
-# The loader asks what class a model is of; the classes themselves need every model's code.
+# The loader only compares classes; importing the real ones would need the code of all models.
 sys.modules["comfy.model_base"] = Classes("comfy.model_base")
 import comfy
 comfy.model_base = sys.modules["comfy.model_base"]
@@ -202,7 +202,7 @@ save_file(
 )
 """
 
-# What ComfyUI finds in the tiny UNet's checkpoint.
+# The configuration that ComfyUI deduces from the tiny UNet's checkpoint.
 _UNET_CONFIG = {
     "num_res_blocks": [2, 2, 2],
     "channel_mult": [1, 1, 2],

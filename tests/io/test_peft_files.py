@@ -71,12 +71,14 @@ def test_peft_scales_every_layer_by_its_configuration(
 
 
 @pytest.mark.parametrize("in_header", [True, False])
-def test_folders_load_with_the_configuration_of_either_place(
+def test_folders_load_with_a_configuration_in_a_file_or_in_the_header(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path, kind: str, in_header: bool
 ) -> None:
     adapter = attach(unet, kind)
     if kind == "dora_input":
-        with pytest.raises(tc.ArgumentError, match="no DoRA with a magnitude for each input"):
+        with pytest.raises(
+            tc.ArgumentError, match="does not support DoRA with a magnitude for each input"
+        ):
             adapter.save(tmp_path / "adapter", format="peft")
         assert not (tmp_path / "adapter").exists()
         return
@@ -97,12 +99,14 @@ def test_folders_load_with_the_configuration_of_either_place(
         unet.remove_adapter()
 
 
-def test_other_paths_are_one_file(unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path) -> None:
+def test_a_path_with_a_suffix_is_one_file(
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
+) -> None:
     attach(unet, "lora").save(tmp_path / "mine.safetensors", format="peft")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.safetensors"]
 
 
-def test_a_configuration_that_is_none(
+def test_a_damaged_configuration_is_named(
     unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
 ) -> None:
     attach(unet, "lora").save(tmp_path / "adapter", format="peft")

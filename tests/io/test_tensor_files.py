@@ -58,7 +58,7 @@ def test_paths_of_any_kind(tmp_path):
         tc.load_file(3)
 
 
-def test_folder_that_is_none(tmp_path):
+def test_saving_into_a_missing_folder(tmp_path):
     with pytest.raises(tc.FileError):
         tc.save_file({}, tmp_path / "none" / "file.safetensors")
     assert issubclass(tc.FileError, OSError)
@@ -103,10 +103,10 @@ def test_lengths_of_headers_that_begin_like_a_pickle(tmp_path, length):
 
 
 @pytest.mark.parametrize("start", [b"PK\x03\x04", b"\x80\x02}q\x00", b"\x80\x05\x95\x01"])
-def test_pickles_are_refused_by_what_they_are(tmp_path, start):
+def test_pickles_are_recognised_and_rejected(tmp_path, start):
     path = tmp_path / "file.safetensors"
     path.write_bytes(start + bytes(100))
-    with pytest.raises(tc.WeightsFormatError, match="pickle checkpoint, which can run code"):
+    with pytest.raises(tc.WeightsFormatError, match="pickle checkpoint, which is not supported"):
         tc.load_file(path)
 
 

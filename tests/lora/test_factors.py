@@ -41,13 +41,13 @@ def test_a_lower_rank_is_the_nearest_one() -> None:
 def test_a_rank_follows_from_the_share_that_is_kept() -> None:
     down = np.eye(3, 5) * np.array([[3.0], [2.0], [1.0]])
     factors = Factors(np.eye(4, 3), down)
-    # Squared norms 9, 4 and 1 of 14.
+    # The squared singular values are 9, 4 and 1, of 14 in all.
     for keep, rank in ((0.6, 1), (0.7, 2), (0.93, 3), (1.0, 3)):
         assert truncate(factors, 3, keep).rank == rank
 
 
 @pytest.mark.parametrize("shape", [(200, 150), (40, 300), (16, 16)])
-def test_a_difference_of_weights_is_nearly_as_near_as_it_can_be(shape: tuple[int, int]) -> None:
+def test_the_factors_of_a_difference_are_nearly_optimal(shape: tuple[int, int]) -> None:
     matrix = falling(*shape)
     found = approximate(matrix, 8)
     assert found.rank == 8
@@ -55,6 +55,6 @@ def test_a_difference_of_weights_is_nearly_as_near_as_it_can_be(shape: tuple[int
     assert np.linalg.norm(matrix - product(found)) <= 1.001 * least
 
 
-def test_what_is_no_number_is_an_error() -> None:
+def test_non_finite_values_are_an_error() -> None:
     with pytest.raises(NonFiniteError, match="svd: a value is NaN or infinite"):
         approximate(np.full((2, 2), np.nan), 1)

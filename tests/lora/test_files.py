@@ -30,7 +30,7 @@ def kohya(path: Path, rank: int = 4, alpha: float = 2.0, seed: int = 0) -> Path:
 
 
 def changes(path: Path) -> dict[str, np.ndarray]:
-    """What each module adds to its weight, by kohya's definition."""
+    """The change of each module's weight by kohya's definition."""
     tensors = {name: t.to("f32").numpy() for name, t in tc.load_file(path).items()}
     found = {}
     for key, down in tensors.items():
@@ -43,7 +43,7 @@ def changes(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def test_a_file_of_the_same_rank_does_the_same(tmp_path: Path) -> None:
+def test_resizing_to_the_same_rank_keeps_the_changes_of_weights(tmp_path: Path) -> None:
     path = kohya(tmp_path / "a.safetensors")
     resize(LoraFile.read(path), 4).write(tmp_path / "b.safetensors")
     for name, change in changes(path).items():
@@ -75,7 +75,9 @@ def test_resize_writes_the_nearest_file(
     assert main(["resize", str(path), "--output", str(tmp_path / "c.safetensors")]) == 2
 
 
-def test_combine_adds_up_what_files_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_combine_sums_the_changes_of_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = kohya(tmp_path / "a.safetensors")
     other = kohya(tmp_path / "b.safetensors", rank=2, alpha=8.0, seed=1)
     output = tmp_path / "c.safetensors"
@@ -87,7 +89,7 @@ def test_combine_adds_up_what_files_do(tmp_path: Path, capsys: pytest.CaptureFix
     assert "ranks up to 6" in capsys.readouterr().out
     three = ["--scale", "1", "--scale", "1", "--scale", "1"]
     assert main([*arguments, *three, "--output", str(tmp_path / "d.safetensors")]) == 2
-    assert "there are 3 times --scale and 2 times --adapter" in capsys.readouterr().err
+    assert "--scale is given 3 times and --adapter 2 times" in capsys.readouterr().err
 
 
 def test_diffusers_alphas_are_in_the_header(tmp_path: Path) -> None:
@@ -99,12 +101,12 @@ def test_diffusers_alphas_are_in_the_header(tmp_path: Path) -> None:
     tc.save_file(tensors, path, metadata={"lora_adapter_metadata": json.dumps(config)})
     resize(LoraFile.read(path), 2).write(path)
     found = tc.load_file(path)
-    # Written without a configuration, the scale is 1.
+    # The result has no configuration, so its scale is 1.
     product = found[names[1]].numpy() @ found[names[0]].numpy()
     np.testing.assert_allclose(product, 3 * up @ down, atol=1e-5)
 
 
-def test_what_is_no_lora_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_lora_are_rejected(tmp_path: Path) -> None:
     path = kohya(tmp_path / "a.safetensors")
     peft = tmp_path / "b.safetensors"
     factors = {"x.lora_A.weight": tc.ones(2, 3), "x.lora_B.weight": tc.ones(4, 2)}

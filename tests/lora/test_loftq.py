@@ -17,7 +17,7 @@ LLAMA = Path(__file__).parents[1] / "golden" / "llm" / "llama"
 
 
 def weight(rows: int = 96, columns: int = 128) -> np.ndarray:
-    """Normal, with a few large columns as trained layers have."""
+    """A normal matrix with a few large columns, which trained layers have."""
     random = np.random.default_rng(0)
     values = random.standard_normal((rows, columns)) * 0.02
     values[:, :4] *= 8
@@ -46,7 +46,7 @@ def test_one_iteration_keeps_the_rounding_of_the_weight_and_takes_the_nearest_pr
     quantized, factors = loftq(tc.tensor(exact), 8)
     rounded = tc.quantize(tc.tensor(exact), "nf4").dequantize().numpy()
     np.testing.assert_array_equal(quantized.dequantize().numpy(), rounded)
-    # Eckart and Young: no matrix of this rank is closer.
+    # By Eckart and Young, no matrix of this rank is closer.
     lost = np.linalg.svd((exact - rounded).astype(np.float64), compute_uv=False)[8:]
     error = np.linalg.norm(exact - rounded - factors.up @ factors.down)
     np.testing.assert_allclose(error, np.sqrt((lost**2).sum()), rtol=1e-3)
@@ -110,7 +110,10 @@ def test_a_run_starts_nearer_to_the_original_model(model: str) -> None:
         ({"base_precision": "nf4", "adapter": "dora"}, "--adapter is dora"),
         ({"base_precision": "nf4", "initial_adapter": "a"}, "--initial-adapter both say"),
         ({"base_precision": "nf4", "init": "default", "qat": "int8"}, "--qat int8 cannot start"),
-        ({"init": "default", "qat": "int8", "lora_dropout": 0.1}, "one rounded weight"),
+        (
+            {"init": "default", "qat": "int8", "lora_dropout": 0.1},
+            "does not exist with --lora-dropout",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(
@@ -132,7 +135,7 @@ def test_wrong_arguments_are_named() -> None:
         start_from_rounding(adapter, base, original)
 
 
-def test_layers_that_lost_nothing_and_ranks_above_a_side_stay_as_they_are() -> None:
+def test_layers_without_an_error_and_ranks_above_a_side_are_exact() -> None:
     """Ranks above a layer's smaller side are filled up; the embedding and the head lose nothing."""
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32", quantize="nf4")
@@ -156,11 +159,11 @@ def test_layers_that_lost_nothing_and_ranks_above_a_side_stay_as_they_are() -> N
     assert changed == {name.partition(".lora_")[0] for name in before if "q_proj" in name}
 
 
-def test_a_base_that_lost_nothing_is_refused() -> None:
+def test_a_base_that_lost_nothing_is_rejected() -> None:
     original = CausalLM.from_pretrained(LLAMA, dtype="f32")
     base = CausalLM.from_pretrained(LLAMA, dtype="f32")
     adapter = base.add_adapter(tc.LoraConfig(r=2))
-    with pytest.raises(ConfigError, match="no layer lost anything"):
+    with pytest.raises(ConfigError, match="no layer has a quantization error"):
         start_from_rounding(adapter, base, original)
 
 

@@ -15,7 +15,7 @@ from .conftest import assert_near, relative_error
 GOLDEN = Path(__file__).parents[1] / "golden" / "llm"
 FAMILIES = ("llama", "qwen2", "qwen3")
 SWITCHES = json.loads((GOLDEN / "switches.json").read_text())
-# Their angles depend on the longest text of a batch.
+# Cases whose angles depend on the longest text of a batch.
 BY_LENGTH = ("dynamic", "longrope", "longrope short")
 
 
@@ -39,7 +39,7 @@ def switched(name: str, form: str, folder: Path) -> tuple[CausalLM, dict[str, tc
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_are_transformers(family: str, device: str) -> None:
+def test_scores_equal_those_of_transformers(family: str, device: str) -> None:
     case = case_of(family)
     model = model_of(family, device=device)
     ids = case["input_ids"].to(device)
@@ -51,7 +51,9 @@ def test_scores_are_transformers(family: str, device: str) -> None:
 
 @pytest.mark.parametrize("form", ["old", "new"])
 @pytest.mark.parametrize("name", SWITCHES)
-def test_every_switch_is_transformers(name: str, form: str, tmp_path: Path) -> None:
+def test_every_configuration_equals_that_of_transformers(
+    name: str, form: str, tmp_path: Path
+) -> None:
     model, case = switched(name, form, tmp_path)
     ids = case["input_ids"]
     for row, length in enumerate((20, 13)):
@@ -64,12 +66,12 @@ def test_every_switch_is_transformers(name: str, form: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3 window"])
-def test_a_packed_row_is_its_texts(name: str, tmp_path: Path) -> None:
+def test_a_packed_row_equals_its_texts_alone(name: str, tmp_path: Path) -> None:
     model, case = switched(name, "new", tmp_path)
     ids = case["input_ids"]
     texts = [ids[0], ids[1, :13], ids[0, :1]]
     lengths = [len(text) for text in texts]
-    # An empty text stands for the padding of the bounds to a fixed number.
+    # The last text is empty, like the texts that pad the bounds to a fixed number.
     bounds = tc.tensor(np.cumsum([0, *lengths, 0]))
     positions = tc.tensor(np.concatenate([np.arange(length) for length in lengths]))
     hidden = model.hidden(tc.cat(texts, 0), positions, bounds)
@@ -91,7 +93,7 @@ def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
     assert set(part.named_tensors()) < set(whole.named_tensors())
     with pytest.raises(
         tc.ArgumentError,
-        match="layers=2 and neither computes scores nor can be saved; load all layers",
+        match="layers=2, so it cannot compute scores or be saved; load all layers",
     ):
         part(ids)
     with pytest.raises(tc.ArgumentError, match="layer 3 of the hidden states, expected 0 to 2"):
@@ -130,7 +132,7 @@ def test_gradients_do_not_depend_on_checkpointing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_folder_is_what_was_read(family: str, tmp_path: Path) -> None:
+def test_a_saved_folder_equals_the_one_that_was_read(family: str, tmp_path: Path) -> None:
     model = CausalLM.from_pretrained(GOLDEN / family)
     assert model.dtype == "bf16"
     model.save_pretrained(tmp_path)
@@ -150,7 +152,7 @@ def test_files_of_other_forms(tmp_path: Path) -> None:
     ids = case_of("qwen3")["input_ids"]
     expected = model_of("qwen3")(ids).numpy()
     tensors = tc.load_file(GOLDEN / "qwen3" / "model.safetensors")
-    # A copy of the tied head, angles that old files have, names without the prefix, shards.
+    # Old and other files: a copy of the tied head, stored angles, names without prefix, shards.
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
     names = {key: key.removeprefix("model.") for key in tensors}
     shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
@@ -219,7 +221,7 @@ def test_wrong_inputs_are_named() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_of_adapters_are_peft_s(family: str, device: str) -> None:
+def test_loss_and_gradients_of_adapters_equal_those_of_peft(family: str, device: str) -> None:
     case = {name: tensor.to(device) for name, tensor in case_of(family).items()}
     model = model_of(family, device=device)
     adapter = model.add_adapter(tc.LoraConfig(r=4, lora_alpha=8.0))
@@ -265,7 +267,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts(device: str) -> None:
     values = log_probs.to("cpu").numpy()
     assert not values[np.concatenate(targets) == -100].any()
     np.testing.assert_allclose(-values.sum(), loss.item(), rtol=1e-5)
-    # Weighted sums have the same gradients in both ways.
+    # `packed_loss` with weights has the gradients of a weighted sum of `log_probs`.
     variables = adapter.parameters()
     for var in variables:
         var.set((tc.randn(var.shape) * 0.1).to(device))
@@ -280,7 +282,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts(device: str) -> None:
         assert relative_error(found, reference.to("cpu")) < 1e-4
 
 
-def test_a_loss_of_nothing_is_zero() -> None:
+def test_a_loss_without_targets_is_zero() -> None:
     case = case_of("qwen2")
     assert model_of("qwen2").loss(case["input_ids"], case["labels"] * 0 - 100).item() == 0
     with pytest.raises(tc.IndexOutOfRangeError, match="target 320"):
@@ -331,6 +333,6 @@ def test_peft_reads_adapters_and_computes_the_same(family: str, kind: str, tmp_p
 
 
 def test_a_part_of_a_model_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(tc.ArgumentError, match=r"layers=2 .* can be saved; load all layers"):
+    with pytest.raises(tc.ArgumentError, match=r"layers=2, .* be saved; load all layers"):
         model_of("llama", layers=2).save_pretrained(tmp_path / "part")
     assert not (tmp_path / "part").exists()

@@ -119,7 +119,7 @@ def test_checkpointed_gradients_are_the_same_bit_for_bit(
     frozen.disable_gradient_checkpointing()
 
 
-def test_full_checkpointing_keeps_less(frozen: DigitsTransformer) -> None:
+def test_full_checkpointing_saves_fewer_bytes(frozen: DigitsTransformer) -> None:
     frozen.add_adapter(tc.LoraConfig(r=2))
     arguments = inputs(16)
 
@@ -159,7 +159,7 @@ def test_wrong_use_is_named(frozen: DigitsTransformer, folder: Path, tmp_path: P
         tc.models.load(folder)
 
 
-def test_second_adapter_is_refused_until_the_first_is_off(frozen: DigitsTransformer) -> None:
+def test_second_adapter_is_rejected_until_the_first_is_removed(frozen: DigitsTransformer) -> None:
     frozen.add_adapter(tc.LoraConfig(r=2))
     with pytest.raises(tc.ConfigError, match="has an adapter already"):
         frozen.add_adapter(tc.LoraConfig(r=2))
@@ -167,7 +167,7 @@ def test_second_adapter_is_refused_until_the_first_is_off(frozen: DigitsTransfor
     frozen.add_adapter(tc.LoraConfig(r=2))
 
 
-def test_adapter_of_another_model_is_refused(frozen: DigitsTransformer, tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_rejected(frozen: DigitsTransformer, tmp_path: Path) -> None:
     other = DigitsTransformer(num_layers=4)
     other.add_adapter(tc.LoraConfig(r=2)).save(tmp_path / "adapter.safetensors")
     with pytest.raises(tc.WeightsFormatError, match="the adapter is for another model"):

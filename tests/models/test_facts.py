@@ -1,4 +1,4 @@
-"""What a checkpoint is, determined from its headers, against the loaded models."""
+"""The facts of a checkpoint, which are read from its headers, against the loaded models."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_pipeline_is_told_as_it_loads(single_file: Path, name: str) -> None:
+def test_facts_of_a_pipeline_equal_those_of_its_models(single_file: Path, name: str) -> None:
     for path in (GOLDEN, single_file):
         facts = tc.inspect(path)
         assert (facts.model, tuple(sorted(facts.parts))) == ("sdxl", tuple(sorted(PARTS)))
@@ -31,7 +31,7 @@ def test_a_pipeline_is_told_as_it_loads(single_file: Path, name: str) -> None:
         )
 
 
-def test_a_model_alone_and_what_is_none(tmp_path: Path) -> None:
+def test_facts_of_one_model_and_of_wrong_models(tmp_path: Path) -> None:
     unet = tc.inspect(GOLDEN / "unet")
     assert (unet.model, list(unet.parts)) == ("sdxl", ["unet"])
     digits = tmp_path / "digits"
@@ -44,7 +44,7 @@ def test_a_model_alone_and_what_is_none(tmp_path: Path) -> None:
         tc.inspect(GOLDEN, model="sdxll")
 
 
-def test_selection_is_what_is_attached() -> None:
+def test_selected_layers_are_those_that_get_adapters() -> None:
     model = models.load(GOLDEN)
     layers = tc.inspect(GOLDEN).parts["unet"].layers
     config = tc.LoraConfig(r=4, target_modules=["to_(q|k)"], rank_pattern={"to_k": 2})
@@ -85,7 +85,7 @@ def test_a_damaged_pipeline_says_what_is_damaged(pipeline: Path) -> None:
         tc.inspect(pipeline)
 
 
-def test_the_index_of_a_pipeline_decides_what_it_is(pipeline: Path) -> None:
+def test_the_index_of_a_pipeline_decides_its_model(pipeline: Path) -> None:
     shutil.rmtree(pipeline / "vae")
     index(pipeline, '{"_class_name": "SomethingElse"}')
     assert list(tc.inspect(pipeline).parts) == ["unet"]

@@ -1,4 +1,4 @@
-"""Where models come from and go to: folders, shards, variants, original checkpoints, the hub."""
+"""Loading and saving models: folders, shards, variants, original checkpoints, the hub."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ def test_pipeline_folder_and_checkpoint_hold_the_same(single_file: Path, name: s
         assert_same(models.load(path, subfolder=name), expected)
 
 
-def test_what_is_fine_tuned_is_meant_without_a_name(single_file: Path) -> None:
+def test_without_a_name_the_part_to_fine_tune_is_loaded(single_file: Path) -> None:
     assert_same(models.load(GOLDEN), from_folder("unet"))
     assert_same(models.load(single_file), from_folder("unet"))
     assert_same(CLIPTextModel.from_pretrained(single_file), from_folder("text_encoder"))
@@ -64,14 +64,16 @@ def test_checkpoint_without_configurations_says_what_it_lacks(
 ) -> None:
     alone = tmp_path / "alone.safetensors"
     shutil.copy(single_file, alone)
-    with pytest.raises(tc.ConfigError, match=r"do not tell how many heads .* give config="):
+    with pytest.raises(
+        tc.ConfigError, match=r"do not determine the number of attention heads; give config="
+    ):
         SDXLUNet.from_pretrained(alone)
     for config in (GOLDEN, GOLDEN / "unet", GOLDEN / "unet" / "config.json"):
         assert_same(SDXLUNet.from_pretrained(alone, config=config), from_folder("unet"))
-    # Sizes tell all of the autoencoder but the groups of its norms and the scale of its latents.
+    # Sizes determine the autoencoder except for the groups of its norms and its latents' scale.
     shutil.copytree(GOLDEN / "vae", tmp_path / "vae")
     assert_same(AutoencoderKL.from_pretrained(alone), from_folder("vae"))
-    # A configuration of other sizes is another model's.
+    # A configuration with other sizes belongs to another model.
     (tmp_path / "unet").mkdir()
     other = json.loads((GOLDEN / "unet" / "config.json").read_text())
     other["block_out_channels"] = [8, 16, 24]
@@ -103,21 +105,21 @@ def test_shards_are_one_model(unet: Path) -> None:
         SDXLUNet.from_pretrained(unet)
 
 
-def test_half_precision_files_stand_in_or_are_preferred(unet: Path) -> None:
+def test_half_precision_files_are_read_if_alone_or_requested(unet: Path) -> None:
     whole, half = (unet / f"diffusion_pytorch_model{v}.safetensors" for v in ("", ".fp16"))
     tc.save_file({name: tensor.to("f16") for name, tensor in weights_of("unet").items()}, half)
     assert SDXLUNet.from_pretrained(unet).dtype == "bf16"
     whole.rename(unet / "elsewhere.safetensors")
     assert SDXLUNet.from_pretrained(unet).dtype == "f16"
     assert SDXLUNet.from_pretrained(unet, dtype="f32").dtype == "f32"
-    # With both there, asking for f16 reads the smaller one: the other is not even looked at.
+    # If both files exist, a request for f16 reads only the smaller one.
     whole.write_bytes(b"")
     assert SDXLUNet.from_pretrained(unet, dtype="f16").dtype == "f16"
     with pytest.raises(tc.WeightsFormatError, match="0 bytes long"):
         SDXLUNet.from_pretrained(unet, dtype="f32")
 
 
-def test_files_of_mixed_dtypes_make_models_of_one(unet: Path) -> None:
+def test_files_of_mixed_dtypes_make_models_of_one_dtype(unet: Path) -> None:
     tensors = weights_of("unet")
     mixed = {name: t.to("f32") if t.ndim == 1 else t for name, t in tensors.items()}
     tc.save_file(mixed, unet / "diffusion_pytorch_model.safetensors")
@@ -163,7 +165,7 @@ def test_missing_and_unexpected_tensors_are_named(unet: Path) -> None:
         SDXLUNet.from_pretrained(unet)
 
 
-def test_another_models_files_are_refused(single_file: Path, tmp_path: Path) -> None:
+def test_another_models_files_are_rejected(single_file: Path, tmp_path: Path) -> None:
     with pytest.raises(tc.ConfigError, match='a "AutoencoderKL", expected "UNet2DConditionModel"'):
         SDXLUNet.from_pretrained(GOLDEN / "vae")
     config = json.loads((GOLDEN / "unet" / "config.json").read_text())
@@ -195,13 +197,13 @@ def test_saved_folder_is_what_the_libraries_write(name: str, tmp_path: Path) -> 
     for key, tensor in expected.items():
         assert saved[key].dtype == "bf16"
         np.testing.assert_array_equal(saved[key].to("f32").numpy(), tensor.to("f32").numpy())
-    # Every field that we write has the library's value.
+    # Every field that we write has the value that the other library writes.
     ours, theirs = (
         json.loads((folder / name / "config.json").read_text()) for folder in (tmp_path, GOLDEN)
     )
     for key, value in ours.items():
         if name == "text_encoder" and key == "projection_dim":
-            continue  # has no meaning there
+            continue  # has no effect in this encoder
         levels = isinstance(theirs[key], list) and not isinstance(value, list)
         assert (theirs[key][0] if levels else theirs[key]) == value, key
     assert_same(models.load(tmp_path / name), from_folder(name))
@@ -227,7 +229,7 @@ def test_merged_adapter_goes_into_a_checkpoint(single_file: Path, tmp_path: Path
     assert all(key.endswith("to_q.weight") for key in changed)
     assert len(changed) == len(adapter.parameters()) // 2
 
-    # All parts without a base checkpoint, and converted.
+    # All parts in another dtype, without a base checkpoint.
     parts = {name: PARTS[name].from_pretrained(single_file, subfolder=name) for name in PARTS}
     models.save_checkpoint(tmp_path / "own.safetensors", parts, dtype="f32")
     for name, part in parts.items():
@@ -258,7 +260,9 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads Linux's /proc")
 @pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("bf16", 2)])
-def test_memory_for_loading_is_the_model_and_a_tenth(tmp_path: Path, dtype: str, size: int) -> None:
+def test_loading_takes_the_memory_of_the_model_and_a_tenth(
+    tmp_path: Path, dtype: str, size: int
+) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     config = json.loads((GOLDEN / "text_encoder" / "config.json").read_text())
     config |= sizes | {"vocab_size": 49408, "max_position_embeddings": 77}
@@ -305,18 +309,18 @@ def test_models_by_name_come_from_the_cache(hub_cache: Path) -> None:
     second = CLIPTextModel.from_pretrained("someone/tiny-sdxl", subfolder="text_encoder_2")
     assert_same(second, from_folder("text_encoder_2"))
     assert_same(models.load("someone/tiny-sdxl"), from_folder("unet"))
-    # A repository of one model.
+    # The repository holds only one model.
     shutil.rmtree(hub_cache)
     shutil.copytree(GOLDEN / "vae", hub_cache)
     assert_same(AutoencoderKL.from_pretrained("someone/tiny-sdxl"), from_folder("vae"))
-    # There are both variants; the requested one is read.
+    # Both variants exist; the requested one is read.
     half = {name: tensor.to("f16") for name, tensor in weights_of("vae").items()}
     tc.save_file(half, hub_cache / "diffusion_pytorch_model.fp16.safetensors")
     (hub_cache / "diffusion_pytorch_model.safetensors").unlink()
     assert AutoencoderKL.from_pretrained("someone/tiny-sdxl", force_upcast=False).dtype == "f16"
 
 
-def test_what_the_hub_does_not_give_is_a_missing_file(
+def test_files_that_the_hub_lacks_are_missing_files(
     hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(tc.MissingFileError, match="someone/other: there is no such file or folder"):

@@ -46,7 +46,7 @@ def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) ->
 def quantised(
     form: str,
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], bytes]], dict[str, np.ndarray]]:
-    """The golden transformer's file in a form, and the values that it then has."""
+    """The golden transformer's file in one of the forms, and the values after rounding."""
     stored = tc.load_file(GOLDEN / "diffusion_pytorch_model.safetensors")
     tensors, expected = {}, {}
     for name, tensor in stored.items():

@@ -36,8 +36,8 @@ def scores(model: CausalLM, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_transformers(family: str, device: str) -> None:
-    """For prompts of different lengths together, for each by itself, and with the penalty."""
+def test_greedy_tokens_equal_those_of_transformers(family: str, device: str) -> None:
+    """Prompts of different lengths, together and one by one, without and with the penalty."""
     model = model_of(family, device=device)
     for case in CONTINUED[family]:
         options = case["options"] | {"max_new_tokens": len(case["expected"][0])}
@@ -47,8 +47,8 @@ def test_greedy_tokens_are_transformers(family: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_scores_with_a_cache_are_those_without(name: str, tmp_path: Path) -> None:
-    """Across the ends of windows, and where the angles change with the length of the text."""
+def test_scores_with_a_cache_equal_those_without(name: str, tmp_path: Path) -> None:
+    """Texts exceed the window of attention, and lengths at which the angles change."""
     model, ids = switched(name, tmp_path)
     cache = tc.models.KVCache(2)
     texts = [ids[:3], ids[4:11]]
@@ -56,7 +56,7 @@ def test_scores_with_a_cache_are_those_without(name: str, tmp_path: Path) -> Non
     for step in range(20):
         for text, row in zip(texts, found.numpy(), strict=True):
             np.testing.assert_allclose(row, scores(model, text), rtol=0, atol=1e-5)
-        # Now and then a text gets several tokens, or none.
+        # In some steps a text gets several tokens, or none.
         new = [[ids[step]], [ids[-step - 1]]]
         if step % 7 == 3:
             new[0] = ids[step : step + 3]
@@ -86,7 +86,7 @@ def test_long_texts_outgrow_the_buffers(tmp_path: Path) -> None:
     assert len(ids) == 20
 
 
-def test_adapters_and_half_precision_are_in_the_scores() -> None:
+def test_adapters_and_half_precision_change_the_scores() -> None:
     model = model_of("llama")
     adapter = model.add_adapter(
         tc.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])
@@ -108,7 +108,7 @@ def test_adapters_and_half_precision_are_in_the_scores() -> None:
     assert np.abs(found - whole).max() < 0.03 * np.abs(whole).max()
 
 
-def test_draws_depend_on_seed_text_and_place_alone() -> None:
+def test_draws_depend_only_on_seed_text_and_position() -> None:
     model = model_of("llama")
     warm = {"temperature": 1.0, "top_k": 20, "max_new_tokens": 12, "stop_token_ids": []}
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3]]
@@ -167,7 +167,7 @@ def test_wrong_input_is_named() -> None:
             model.generate(prompts, **options)  # type: ignore[arg-type]
     with pytest.raises(tc.IndexOutOfRangeError, match="the id 99999 is not a token"):
         model.generate([[1, 99999]])
-    with pytest.raises(tc.ArgumentError, match="neither computes scores nor can be saved"):
+    with pytest.raises(tc.ArgumentError, match="it cannot compute scores or be saved"):
         model_of("llama", layers=1).generate([[1]])
     with pytest.raises(tc.ArgumentError, match="1 lists of tokens for 2 texts"):
         model.extend(tc.models.KVCache(2), [[1]])

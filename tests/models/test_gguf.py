@@ -1,4 +1,4 @@
-"""Language models in GGUF files: they compute what their values compute in a folder."""
+"""Language models in GGUF files compute the same as a folder with the same values."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def scores(model: CausalLM) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path: Path) -> None:
     base = folder(family, tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", kind)
     found = CausalLM.from_pretrained(tmp_path / "model.gguf", dtype="f32")
@@ -79,7 +79,7 @@ def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Pa
 
 
 def test_adapters_train_over_a_file(tmp_path: Path) -> None:
-    """All matrices stay blocks, even embedding and head: the losses are those of the values."""
+    """All matrices stay in blocks, and losses equal those of the dequantized values."""
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     found = []
@@ -100,7 +100,7 @@ def test_adapters_train_over_a_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_facts_know_the_bytes_of_a_file(tmp_path: Path) -> None:
+def test_facts_have_the_bytes_of_a_file(tmp_path: Path) -> None:
     base = folder("qwen3", tmp_path)
     write_model(base, TextAdapter({}), tmp_path / "model.gguf", "q8_0")
     (facts,) = tc.inspect(tmp_path / "model.gguf").parts.values()
@@ -168,7 +168,7 @@ def test_transformers_reads_the_same_model(family: str, tmp_path: Path) -> None:
 
 
 def tiny(path: Path, **changes: Fact | None) -> Path:
-    """A file with the facts of a Llama of one layer, some of them changed, and two tensors."""
+    """A file with two tensors and the metadata of a Llama of one layer, with `changes`."""
     facts: dict[str, Fact] = {
         "general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64,
         "llama.embedding_length": 32, "llama.feed_forward_length": 32,
@@ -188,7 +188,7 @@ def tiny(path: Path, **changes: Fact | None) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general__architecture": "gemma"}, "gemma, which is not supported; llama, qwen2, qwen3"),
+        ({"general__architecture": "gemma"}, "not supported; expected one of llama, qwen2, qwen3"),
         ({"llama__block_count": None}, "llama.block_count is missing"),
         ({"llama__expert_count": 8}, "mixture of experts"),
         ({"split__count": 2}, "llama-gguf-split --merge"),
@@ -196,7 +196,7 @@ def tiny(path: Path, **changes: Fact | None) -> Path:
         ({}, "missing model.layers.0"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_unsupported_files_are_named(
     changes: dict[str, Fact | None], message: str, tmp_path: Path
 ) -> None:
     path = tiny(tmp_path / "model.gguf", **changes)

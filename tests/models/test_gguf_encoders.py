@@ -40,7 +40,7 @@ def to_llama_cpp(name: str) -> str:
 def write_named(
     weights: dict[str, tc.Tensor], path: Path, architecture: str, kind: str
 ) -> dict[str, tc.Tensor]:
-    """A GGUF file of weights by their names in it; returns the values that they have there."""
+    """Write a GGUF file of weights by their names in it; return their values after rounding."""
     entries, values = [], {}
     for name, tensor in weights.items():
         chosen, wide = kind_of(name, tensor, kind), tensor.to("f32")

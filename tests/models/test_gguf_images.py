@@ -1,4 +1,4 @@
-"""Transformers of images in GGUF files, as ComfyUI-GGUF writes them: the original names."""
+"""Transformers of image models in GGUF files of ComfyUI-GGUF, which have the original names."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PREFIX = "model.diffusion_model."
 
 
 def kind_of(name: str, tensor: tc.Tensor, kind: str) -> str:
-    """Vectors and small tensors are f32 there; what does not fit the blocks is f16."""
+    """The format: vectors and small tensors are f32, tensors that do not fit blocks are f16."""
     if tensor.ndim == 1 or tensor.numel() <= 1024:
         return "f32"
     if tensor.ndim != 2 or tensor.shape[1] % 32 or "pos_embed" in name:
@@ -40,7 +40,7 @@ def write_gguf(original: Path, path: Path, kind: str) -> dict[str, tc.Tensor]:
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "bf16"])
 @pytest.mark.parametrize("family", ["flux", "sd3"])
-def test_a_file_computes_what_its_values_do(family: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_computes_the_same_as_its_values(family: str, kind: str, tmp_path: Path) -> None:
     folder = GOLDEN / family / "transformer"
     model = KINDS[family].from_pretrained(folder, dtype="f32")
     original = tmp_path / "original.safetensors"

@@ -21,7 +21,7 @@ def config(qat: str | None, **settings: object) -> tc.LoraConfig:
 
 
 def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
-    """Move the parameters away from their start, equally for every set; returns them."""
+    """Move the parameters of every set equally away from their initial values; returns them."""
     random = np.random.default_rng(0)
     for var in adapter.parameters():
         change = random.standard_normal(var.shape).astype(np.float32) * 0.1
@@ -31,7 +31,7 @@ def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_merged_model_computes_what_was_trained(name: str, kind: str) -> None:
+def test_a_merged_model_computes_the_same_as_in_training(name: str, kind: str) -> None:
     family: Family = FAMILIES[name]
     plain, aware = family.load(), family.load()
     for model, qat in ((plain, None), (aware, "int8")):
@@ -70,7 +70,7 @@ def test_gradients_reach_every_parameter_with_and_without_checkpoints() -> None:
         np.testing.assert_array_equal(gradient, found[1][key], err_msg=key)
 
 
-def test_a_base_of_the_same_format_starts_where_it_is() -> None:
+def test_a_base_of_the_same_format_starts_unchanged() -> None:
     """Rounding the values of codes gives the same codes."""
     model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="int8")
     before = FLUX.predict(model).numpy()
@@ -78,13 +78,13 @@ def test_a_base_of_the_same_format_starts_where_it_is() -> None:
     np.testing.assert_allclose(FLUX.predict(model).numpy(), before, rtol=1e-4, atol=1e-5)
 
 
-def test_a_base_of_another_format_is_refused() -> None:
+def test_a_base_of_another_format_is_rejected() -> None:
     model = FLUX.kind.from_pretrained(FLUX.folder / "transformer", dtype="f32", quantize="nf4")
     with pytest.raises(ConfigError, match=r"to_q: qat int8: the base is nf4; load it in its own"):
         model.add_adapter(config("int8"))
 
 
-def test_convolutions_are_refused_by_name(sdxl: Path) -> None:
+def test_convolutions_are_rejected_by_name(sdxl: Path) -> None:
     unet = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32")
     with pytest.raises(ConfigError, match=r"qat int8: it is a convolution.*exclude_modules"):
         unet.add_adapter(tc.LoraConfig(target_modules=["all-conv"], qat="int8"))

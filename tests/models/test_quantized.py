@@ -24,10 +24,10 @@ def quantized(family: Family, format: str) -> Model:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_quantized_model_is_one_of_its_dequantized_weights(
+def test_a_quantized_model_equals_one_with_its_dequantized_weights(
     name: str, format: str, tmp_path: Path
 ) -> None:
-    """Saving dequantizes. Results and gradients are equal bit by bit."""
+    """A saved model has dequantized weights; its results and gradients are equal bit by bit."""
     family = FAMILIES[name]
     model = quantized(family, format)
     model.save_pretrained(tmp_path)
@@ -64,7 +64,7 @@ def test_a_quantized_model_is_one_of_its_dequantized_weights(
     [{"use_dora": True}, {"adapter": "loha"}, {"adapter": "lokr"}, {"lora_dropout": 0.1}],
     ids=["dora", "loha", "lokr", "dropout"],
 )
-def test_every_adapter_sits_on_a_quantized_base(settings: dict[str, object]) -> None:
+def test_every_adapter_works_on_a_quantized_base(settings: dict[str, object]) -> None:
     family = FAMILIES["flux"]
     model = quantized(family, "nf4")
     before = family.predict(model).numpy()
@@ -131,7 +131,7 @@ def test_losses_of_a_language_model_stay_near_those_of_its_own_weights() -> None
 def test_embedding_and_head_are_quantized_by_rows(
     name: str, format: str, checkpointing: str, tmp_path: Path
 ) -> None:
-    """Losses, scores and gradients are those of a model of their values."""
+    """Losses, scores and gradients equal those of a model with the dequantized values."""
     folder = GOLDEN / "llm" / name
     original = CausalLM.from_pretrained(folder, dtype="f32").named_tensors()
     model = CausalLM.from_pretrained(folder, dtype="f32", quantize=format)
@@ -158,7 +158,7 @@ def test_embedding_and_head_are_quantized_by_rows(
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_facts_of_a_language_model_know_the_bytes() -> None:
+def test_facts_of_a_language_model_have_the_bytes_of_quantized_weights() -> None:
     (facts,) = tc.inspect(LLAMA).parts.values()
     inside = list(facts.layers.values())
     outside = [facts.tensors[f"{key}.weight"] for key in ("model.embed_tokens", "lm_head")]
@@ -169,7 +169,7 @@ def test_facts_of_a_language_model_know_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_facts_know_the_bytes(format: str) -> None:
+def test_facts_have_the_bytes_of_quantized_weights(format: str) -> None:
     folder = FAMILIES["flux"].folder / "transformer"
     (facts,) = tc.inspect(folder).parts.values()
     assert facts.weight_bytes("bf16") == 2 * facts.elements

@@ -43,18 +43,18 @@ def adapted(
     return adapter, case
 
 
-def test_names_and_shapes_are_diffusers(model: SDXLUNet) -> None:
+def test_names_and_shapes_equal_those_of_diffusers(model: SDXLUNet) -> None:
     ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
     assert ours == {name: tensor.shape for name, tensor in weights_of("unet").items()}
 
 
-def test_prediction_is_diffusers(sdxl: Path, device: str) -> None:
+def test_prediction_equals_that_of_diffusers(sdxl: Path, device: str) -> None:
     # 10 x 7 latents: the up path must restore sizes that halving rounded up.
     model = SDXLUNet.from_pretrained(sdxl / "unet", dtype="f32", device=device)
     assert_near(predict(model, device=device), CASE["output"])
 
 
-def test_one_time_stands_for_the_batch(model: SDXLUNet) -> None:
+def test_one_timestep_is_broadcast_to_the_batch(model: SDXLUNet) -> None:
     def at(time: tc.Tensor | float) -> np.ndarray:
         inputs = CASE["sample"], time, CASE["encoder_hidden_states"]
         added = {"text_embeds": CASE["text_embeds"], "time_ids": CASE["time_ids"]}
@@ -97,7 +97,7 @@ def four_steps(model: SDXLUNet, adapter: tc.AdapterSet, target: tc.Tensor) -> li
     return losses
 
 
-# The tiny model's norms are over few channels, so that rounding errors grow in backward.
+# The tiny model's norms have few channels, so rounding errors grow in the backward pass.
 @pytest.mark.parametrize(
     ("dtype", "of_output", "of_gradient", "of_loss"),
     [("f16", 0.01, 0.1, 2e-3), ("bf16", 0.05, 0.5, 1e-2)],
@@ -137,7 +137,7 @@ def test_checkpointed_gradients_are_the_same_bit_for_bit(model: SDXLUNet, policy
         np.testing.assert_array_equal(found, expected)
 
 
-def test_full_checkpointing_keeps_less(model: SDXLUNet) -> None:
+def test_full_checkpointing_saves_fewer_bytes(model: SDXLUNet) -> None:
     adapted(model, "lora_attention")
 
     def kept() -> int:
@@ -160,7 +160,7 @@ def test_merged_adapter_predicts_the_same(model: SDXLUNet) -> None:
     assert_near(predict(model), CASE["output"])
 
 
-def test_the_dtype_is_the_file_s_unless_given(sdxl: Path) -> None:
+def test_the_default_dtype_is_that_of_the_file(sdxl: Path) -> None:
     assert SDXLUNet.from_pretrained(sdxl).dtype == "bf16"
     assert SDXLUNet.from_pretrained(sdxl, dtype="f16").dtype == "f16"
 
@@ -212,7 +212,7 @@ def test_wrong_inputs_are_named(model: SDXLUNet) -> None:
         ),
     ],
 )
-def test_inputs_of_no_sense_are_named(
+def test_impossible_inputs_are_named(
     model: SDXLUNet, wrong: dict[str, object], error: type[Exception], message: str
 ) -> None:
     inputs = {name: tensor for name, tensor in CASE.items() if name in INPUTS}

@@ -37,7 +37,7 @@ def assert_same(found: T5Encoder, expected: T5Encoder) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_states_are_transformers(form: str, device: str) -> None:
+def test_states_equal_those_of_transformers(form: str, device: str) -> None:
     case = {name: tensor.to(device) for name, tensor in case_of(form).items()}
     model = T5Encoder.from_pretrained(GOLDEN / form, dtype="f32", device=device)
     ids, mask = case["input_ids"], case["attention_mask"]
@@ -132,7 +132,7 @@ def test_the_embedding_has_either_name(tmp_path: Path, names: tuple[str, ...]) -
     tensors = weights_of("gated")
     embedding = tensors.pop("shared.weight")
     tensors |= {f"{name}.weight": embedding for name in names}
-    # Other tensors in a file of the whole model.
+    # A file of the whole model has these tensors, too.
     tensors["decoder.final_layer_norm.weight"] = tensors["lm_head.weight"] = tc.zeros(3)
     config = json.loads((GOLDEN / "gated" / "config.json").read_text())
     config["architectures"] = ["T5ForConditionalGeneration"]
@@ -143,7 +143,7 @@ def test_the_embedding_has_either_name(tmp_path: Path, names: tuple[str, ...]) -
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("prefix", ["", "text_encoders.t5xxl.transformer."])
-def test_a_file_of_one_piece_tells_its_sizes(form: str, prefix: str, tmp_path: Path) -> None:
+def test_sizes_are_deduced_from_a_single_file(form: str, prefix: str, tmp_path: Path) -> None:
     path = tmp_path / "t5.safetensors"
     tensors = {f"{prefix}{name}": tensor for name, tensor in weights_of(form).items()}
     if prefix:
@@ -161,7 +161,7 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = tmp_path / "t5.safetensors"
     tensors = weights_of("gated")
     tc.save_file({TABLE: tensors[TABLE]}, path)
-    with pytest.raises(tc.ConfigError, match=r"do not tell the size of shared"):
+    with pytest.raises(tc.ConfigError, match=r"do not determine the size of shared"):
         T5Encoder.from_pretrained(path)
     # umT5 has a table of biases in each block.
     tc.save_file({**tensors, TABLE.replace("0", "1", 1): tensors[TABLE]}, path)

@@ -17,7 +17,7 @@ def load(folder: Path, name: str, device: str = "cpu") -> CLIPTextModel:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_features_are_transformers(sdxl: Path, name: str, device: str) -> None:
+def test_features_equal_those_of_transformers(sdxl: Path, name: str, device: str) -> None:
     case = tc.load_file(GOLDEN / f"{name}_forward.safetensors")
     features = load(sdxl, name, device)(case["input_ids"].to(device))
     assert_near(features.last_hidden_state, case["last_hidden_state"])

@@ -21,7 +21,7 @@ from trainable_candle.nn.functional import mse_loss
 from .conftest import distance, metadata, relative_error
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# torch rounds one frequency differently, which changes the sinusoids of a guidance of 3500.
+# torch rounds one frequency differently: sinusoids of a guidance of 3500 differ by so much.
 ROUNDING = 1e-5
 CASES = ("lora_attention", "dora_attention", "lora_all_linear")
 
@@ -102,12 +102,12 @@ def four_steps(
     return losses
 
 
-def test_names_and_shapes_are_diffusers(family: Family) -> None:
+def test_names_and_shapes_equal_those_of_diffusers(family: Family) -> None:
     ours = {name: tensor.shape for name, tensor in family.load().named_tensors().items()}
     assert ours == {name: tensor.shape for name, tensor in family.stored.items()}
 
 
-def test_prediction_is_diffusers(family: Family, device: str) -> None:
+def test_prediction_equals_that_of_diffusers(family: Family, device: str) -> None:
     model = family.load(device=device)
     assert relative_error(family.predict(model, device), family.case["output"]) < ROUNDING
 
@@ -155,7 +155,7 @@ def test_adapters_train_in_half_precision(
     np.testing.assert_allclose(losses, case["adamw.losses"].numpy(), rtol=of_loss)
 
 
-def test_a_batch_is_its_samples_one_by_one(family: Family) -> None:
+def test_a_batch_equals_its_samples_one_by_one(family: Family) -> None:
     model, case = family.load(), family.case
     rows = [n for n in family.inputs if case[n].shape[0] == case["hidden_states"].shape[0]]
     whole = family.predict(model).numpy()
@@ -174,7 +174,7 @@ def test_an_original_file_is_the_same_model(family: Family, tmp_path: Path) -> N
     found = family.kind.from_pretrained(path)
     for name, tensor in family.stored.items():
         np.testing.assert_array_equal(found.named_tensors()[name].to("f32"), tensor.to("f32"))
-    # Without its header, the sizes are deduced; the names may lack their prefix.
+    # From a file without header, sizes are deduced; its names may lack their prefix.
     bare = tmp_path / "bare.safetensors"
     tc.save_file(
         {name.removeprefix("model.diffusion_model."): t for name, t in written.items()}, bare
@@ -220,7 +220,7 @@ def test_texts_of_chroma_are_read_to_their_length() -> None:
         model(x, longer, times, image, positions, case["lengths"])
 
 
-def test_relatives_of_chroma_are_refused(tmp_path: Path) -> None:
+def test_relatives_of_chroma_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "radiance.safetensors"
     tc.models.save_checkpoint(path, {"transformer": FAMILIES["chroma"].load()})
     weights = {
@@ -255,7 +255,7 @@ def test_fused_projections_are_read_from_files_of_comfyui(tmp_path: Path) -> Non
         ZImageTransformer.from_pretrained(tmp_path / "omni.safetensors")
 
 
-def test_positions_have_an_end() -> None:
+def test_positions_beyond_the_axes_are_rejected() -> None:
     family = FAMILIES["zimage"]
     with pytest.raises(tc.ShapeError, match=r"need positions \[66, 65, 4\].*axes_lens"):
         family.predict(family.load(), hidden_states=tc.zeros((2, 16, 130, 8)))
@@ -287,7 +287,7 @@ def test_wrong_inputs_are_named(family: Family, name: str, wrong: tc.Tensor, mes
         family.predict(family.load(), **{name: wrong})
 
 
-def test_guidance_is_asked_of_models_that_follow_it(tmp_path: Path) -> None:
+def test_only_models_with_a_guidance_embedding_take_guidance(tmp_path: Path) -> None:
     family = FAMILIES["flux"]
     with pytest.raises(tc.ArgumentError, match="guidance is missing"):
         family.predict(family.load(), guidance=None)

@@ -31,12 +31,12 @@ def assert_close(found: tc.Tensor, expected: tc.Tensor) -> None:
         assert relative_error(found, expected) < 1e-4
 
 
-def test_names_and_shapes_are_diffusers(model: AutoencoderKL) -> None:
+def test_names_and_shapes_equal_those_of_diffusers(model: AutoencoderKL) -> None:
     ours = {name: tensor.shape for name, tensor in model.named_tensors().items()}
     assert ours == {name: tensor.shape for name, tensor in weights_of("vae").items()}
 
 
-def test_moments_and_pictures_are_diffusers(sdxl: Path, device: str) -> None:
+def test_moments_and_images_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
     model, given = on(sdxl, device)
     mean, logvar = model.encode(given["image"])  # an odd height
     assert_close(mean, CASE["mean"])
@@ -45,7 +45,7 @@ def test_moments_and_pictures_are_diffusers(sdxl: Path, device: str) -> None:
     assert (model.scaling_factor, model.shift_factor, model.downscale) == (0.13025, 0.0, 2)
 
 
-def test_tiles_are_diffusers(sdxl: Path, device: str) -> None:
+def test_tiles_equal_those_of_diffusers(sdxl: Path, device: str) -> None:
     model, given = on(sdxl, device)
     mean, _ = model.encode(given["image"], tile_size=16)
     assert_close(mean, CASE["tiled_mean"])
@@ -70,7 +70,7 @@ def test_checkpointed_gradient_is_the_same_bit_for_bit(model: AutoencoderKL, pol
     assert gradient() == plain
 
 
-def test_half_precision_is_left_out_unless_insisted_on(sdxl: Path) -> None:
+def test_half_precision_needs_force_upcast_to_be_off(sdxl: Path) -> None:
     # The file is bf16, and its configuration says force_upcast.
     for dtype in (None, "f16", "bf16", "f32"):
         assert AutoencoderKL.from_pretrained(sdxl, dtype=dtype).dtype == "f32"
@@ -89,7 +89,7 @@ def test_wrong_inputs_are_named(model: AutoencoderKL) -> None:
 FLUX2 = GOLDEN.parent / "flux2"
 
 
-def test_statistics_of_latents_come_with_flux2s(tmp_path: Path) -> None:
+def test_the_autoencoder_of_flux2_has_statistics_of_latents(tmp_path: Path) -> None:
     case = tc.load_file(FLUX2 / "vae_forward.safetensors")
     stored = tc.load_file(FLUX2 / "vae" / "diffusion_pytorch_model.safetensors")
     model = AutoencoderKL.from_pretrained(FLUX2 / "vae", dtype="f32")
@@ -100,7 +100,7 @@ def test_statistics_of_latents_come_with_flux2s(tmp_path: Path) -> None:
     assert_near(mean, case["mean"])
     assert_near(logvar, case["logvar"])
     assert_near(model.decode(case["latent"]), case["decoded"])
-    # In a folder and, with the convolutions inside of the coders, in one file.
+    # Saved in a folder, and in one file, where `quant_conv` is part of the encoder.
     model.save_pretrained(tmp_path / "folder")
     tc.models.save_checkpoint(tmp_path / "ae.safetensors", {"vae": model})
     written = tc.load_file(tmp_path / "ae.safetensors")

@@ -19,7 +19,7 @@ def made(**settings: Any) -> tc.nn.MultiheadAttention:
     return module
 
 
-def test_it_is_the_formula() -> None:
+def test_attention_equals_its_formula() -> None:
     module = made(batch_first=True)
     x, y = RNG.standard_normal((B, S, E)), RNG.standard_normal((B, L, E))
     w, b = module.in_proj_weight.numpy(), module.in_proj_bias
@@ -82,7 +82,7 @@ def test_wrong_shapes_are_named() -> None:
         ([(B, S, E), (B, L, E), (B, S, E)], {}, "one S for key and value"),
     ],
 )
-def test_shapes_that_torch_refuses_are_refused(
+def test_shapes_that_torch_rejects_are_rejected(
     shapes: Any, masks: dict[str, tuple[int, ...]], message: str
 ) -> None:
     inputs = [tc.ones(shape, dtype="f64") for shape in (*shapes, shapes[-1])[:3]]
@@ -97,7 +97,7 @@ def test_shapes_that_torch_refuses_are_refused(
 
 
 @pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
-def test_masks_of_whole_numbers_are_refused(name: str) -> None:
+def test_masks_of_whole_numbers_are_rejected(name: str) -> None:
     x = tc.ones(1, S, E, dtype="f64")
     mask = tc.zeros((S, S) if name == "attn_mask" else (1, S), dtype="i64")
     with pytest.raises(tc.DTypeError, match=rf"{name} has dtype i64, expected u8.*to\(.u8.\)"):
@@ -106,7 +106,7 @@ def test_masks_of_whole_numbers_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("need", [False, True])
-def test_results_are_torchs(batch_first: bool, need: bool) -> None:
+def test_results_equal_those_of_torch(batch_first: bool, need: bool) -> None:
     torch = pytest.importorskip("torch")
     module = made(batch_first=batch_first)
     theirs = torch.nn.MultiheadAttention(E, H, batch_first=batch_first, dtype=torch.float64)

@@ -14,7 +14,7 @@ FORMATS = ["int8", "int4", "fp8", "nf4"]
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """As in the script of the golden values."""
+    """The matrix of the script that made the golden values."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_torchao(format: str) -> None:
     straight = np.ones_like(values)
     expected = GOLDEN[f"{format}.gradient"] if format != "fp8" else straight
     np.testing.assert_array_equal(x.grad.numpy(), expected)
-    # int4 alone has values beyond its last code.
+    # Only int4 has values beyond its last code, which get no gradient.
     assert (expected == 0).any() == (format == "int4")
 
 
@@ -61,10 +61,10 @@ def test_nf4_has_the_codes_of_the_format_and_scales_in_f32() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_rounded_matrix_is_its_own_rounding(format: str) -> None:
+def test_rounded_values_stay_on_their_grid(format: str) -> None:
     once = F.fake_quantize(tc.tensor(matrix(6, 64)), format)
     if format == "int4":
-        # Its largest code is 7 of 7.5, so that a second scale is smaller.
+        # The largest value is 7.5 steps, but the largest code is 7: the next scale is smaller.
         assert len(np.unique(once.numpy()[0, :32] / np.abs(once.numpy()[0, :32]).max())) <= 16
     else:
         again = F.fake_quantize(once, format).numpy()
@@ -72,7 +72,7 @@ def test_a_rounded_matrix_is_its_own_rounding(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_values_that_are_not_finite_stay_so(format: str) -> None:
+def test_non_finite_values_stay_non_finite(format: str) -> None:
     values = matrix(6, 64)
     values[1, 3] = np.nan
     rounded = F.fake_quantize(tc.tensor(values), format).numpy()
@@ -105,7 +105,7 @@ def test_wrong_formats_and_dtypes_are_named() -> None:
 def test_an_adapted_layer_computes_with_its_rounded_weight(
     layer: type[tc.nn.LoRALinear | tc.nn.DoRALinear], format: str
 ) -> None:
-    """Its gradients are those of a plain layer at the same upstream gradient."""
+    """The layer's gradients equal those of a plain layer with the same upstream gradient."""
     weight, x = tc.tensor(matrix(32, 64)), tc.tensor(matrix(5, 64)[::-1].copy())
     tc.manual_seed(0)
     aware = layer(weight, 4, 8.0, qat=format)
@@ -144,7 +144,7 @@ def test_clipped_elements_of_a_weight_train_no_factor() -> None:
     )
 
 
-def test_what_cannot_be_rounded_is_refused() -> None:
+def test_layers_that_cannot_be_rounded_are_rejected() -> None:
     weight = tc.tensor(matrix(8, 40))
     with pytest.raises(ConfigError, match=r"multiple of 32.*exclude_modules"):
         tc.nn.LoRALinear(weight, 2, 2.0, qat="int4")
@@ -162,7 +162,7 @@ class Small(tc.nn.Module):
         self.fc = tc.nn.Linear.init(16, 8)
 
 
-def test_modules_of_python_have_it_on_linear_layers() -> None:
+def test_python_modules_round_their_linear_layers() -> None:
     config = tc.LoraConfig(r=2, target_modules=["fc"], qat="int8")
     model = Small()
     before = model.fc.weight

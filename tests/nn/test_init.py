@@ -1,4 +1,4 @@
-"""Initial values: their moments, and the structure of those that have one."""
+"""Initial values: moments of random ones, structure of others."""
 
 import math
 from collections.abc import Callable

@@ -27,7 +27,7 @@ def test_parameters_have_the_names_and_shapes_of_torch(layer: str) -> None:
     assert {name: var.shape for name, var in module.named_parameters().items()} == shapes
 
 
-def test_layers_are_the_functions() -> None:
+def test_layers_equal_the_functions() -> None:
     tc.manual_seed(0)
     image, tokens = tc.randn(2, 4, 5, 6), tc.randn(2, 3, 4)
     conv = nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=(1, 2), groups=2)
@@ -174,7 +174,7 @@ def test_shared_variables_stay_shared() -> None:
     assert len(net.parameters()) == 3
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_wrong_arguments_are_rejected() -> None:
     wrong = [
         (lambda: nn.Conv2d(3, 4, 3, groups=2), "groups is 2, expected a divisor of in_channels, 3"),
         (lambda: nn.Conv2d(2, 4, 0), "kernel_size is 0, expected at least 1"),

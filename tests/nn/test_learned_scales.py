@@ -32,7 +32,7 @@ def defined(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rounded values, and the gradients of values and factors: equations 1 to 3 of the paper.
 
-    There codes are integers; of others the range ends half a step beyond the last, too.
+    The paper's codes are integers. The range of other codes, too, ends half a step beyond the last.
     """
     codes = CODES[format]
     x = values.astype(np.float64).reshape(-1, GROUPS[format])
@@ -80,6 +80,6 @@ def test_factors_of_one_change_no_bit(format: str, dtype: str) -> None:
         np.testing.assert_array_equal(plain, learned)
 
 
-def test_another_number_of_factors_is_refused() -> None:
+def test_another_number_of_factors_is_rejected() -> None:
     with pytest.raises(ShapeError, match=r"found factors of shape \[8\], expected \(16\)"):
         F.fake_quantize(tc.zeros((8, 64)), "int4", tc.ones((8,)))

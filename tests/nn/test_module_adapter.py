@@ -36,7 +36,7 @@ def disturb(adapter: tc.peft.ModuleAdapter) -> None:
         var.set(var.detach() + tc.randn(*var.shape) * 0.3)
 
 
-def test_an_adapter_begins_as_the_base_and_is_all_that_is_trained(net: Net) -> None:
+def test_an_adapter_starts_as_the_identity_and_is_all_that_is_trained(net: Net) -> None:
     x = tc.tensor(X)
     before = net(x).detach().numpy()
     names = set(net.named_tensors())
@@ -63,7 +63,7 @@ def test_an_adapter_begins_as_the_base_and_is_all_that_is_trained(net: Net) -> N
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_merging_computes_the_same_and_removing_the_base(net: Net, kind: str) -> None:
+def test_merging_keeps_results_and_removing_restores_the_base(net: Net, kind: str) -> None:
     x = tc.tensor(X)
     before = net(x).detach().numpy()
     targets = EVERY if kind == "lora" else ["0", "one"]
@@ -120,7 +120,7 @@ def test_a_folder_is_read_back(
     )
 
 
-def test_what_does_not_fit_is_refused(net: Net, tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_are_rejected(net: Net, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected lora or dora"):
         net.add_adapter(tc.LoraConfig(adapter="loha", target_modules=EVERY))
     with pytest.raises(ConfigError, match="conv is a convolution, which can have LoRA only"):

@@ -1,4 +1,4 @@
-"""Numbers that no parameter takes: each error names the operation and the parameter."""
+"""Arguments that are no valid numbers: each error names the operation and the parameter."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +60,7 @@ TAKERS: dict[str, tuple[str, Callable[[Any], object]]] = {
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_integers_that_no_float_holds(name: str) -> None:
+def test_integers_too_large_for_floats_are_named(name: str) -> None:
     expected, take = TAKERS[name]
     message = f"^{name} is .* beyond the range of floating point, expected {expected}$"
     for number in (10**400, -(10**400)):
@@ -69,13 +69,13 @@ def test_integers_that_no_float_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TAKERS)
-def test_what_is_no_number(name: str) -> None:
+def test_arguments_that_are_no_numbers_are_named(name: str) -> None:
     expected, take = TAKERS[name]
     with pytest.raises(TypeError, match=f"^{name} is .*, expected {expected}$"):
         take("1")
 
 
-def test_two_numbers_are_two() -> None:
+def test_a_pair_needs_two_numbers() -> None:
     with pytest.raises(TypeError, match=r"^AdamW: betas is .*tuple, expected two numbers$"):
         tc.optim.AdamW([parameter()], betas=(0.9,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^AdamW: lr is None, expected a number$"):

@@ -29,7 +29,7 @@ Y = RNG.standard_normal((2, 3, 8, 8)).astype(np.float32)
         lambda n: n.AvgPool2d((2, 4)),
     ],
 )
-def test_layers_are_torchs(make: Callable[[Any], Any]) -> None:
+def test_layers_equal_those_of_torch(make: Callable[[Any], Any]) -> None:
     torch = pytest.importorskip("torch")
     found, expected = make(nn)(tc.tensor(X)), make(torch.nn)(torch.tensor(X))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
@@ -47,7 +47,7 @@ def test_layers_are_torchs(make: Callable[[Any], Any]) -> None:
         lambda n, r: n.BCEWithLogitsLoss(reduction=r),
     ],
 )
-def test_losses_are_torchs(make: Callable[[Any, str], Any], reduction: str) -> None:
+def test_losses_equal_those_of_torch(make: Callable[[Any, str], Any], reduction: str) -> None:
     torch = pytest.importorskip("torch")
     target = np.abs(Y) / 4
     found = make(nn, reduction)(tc.tensor(X), tc.tensor(target))
@@ -55,7 +55,7 @@ def test_losses_are_torchs(make: Callable[[Any, str], Any], reduction: str) -> N
     np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_cross_entropies_are_torchs() -> None:
+def test_cross_entropies_equal_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     logits, classes = X.reshape(-1, 8), RNG.integers(0, 8, X.size // 8)
     classes[::5] = 7
@@ -69,7 +69,7 @@ def test_cross_entropies_are_torchs() -> None:
 
 @pytest.mark.parametrize("settings", [{"dilation": 2}, {"groups": 3}, {"bias": False}])
 @pytest.mark.parametrize("padding", ["same", "valid"])
-def test_paddings_by_name_are_torchs(settings: dict[str, Any], padding: str) -> None:
+def test_paddings_by_name_equal_those_of_torch(settings: dict[str, Any], padding: str) -> None:
     torch = pytest.importorskip("torch")
     ours = nn.Conv2d(3, 6, (1, 3), padding=padding, **settings)
     theirs = torch.nn.Conv2d(3, 6, (1, 3), padding=padding, **settings)
@@ -162,12 +162,12 @@ def test_buffers_of_copies_are_their_own() -> None:
         (lambda: tc.optim.SGD([tc.Var(tc.zeros(1))], lr=0.1).add_param_group, "give all groups"),
     ],
 )
-def test_what_is_not_there_says_what_is(find: Callable[[], object], advice: str) -> None:
+def test_errors_of_missing_names_suggest_others(find: Callable[[], object], advice: str) -> None:
     with pytest.raises(AttributeError, match=advice):
         find()
 
 
-def test_tensors_like_others() -> None:
+def test_like_functions() -> None:
     x = tc.ones(2, 3, dtype="f64")
     for made in (tc.rand_like(x), tc.randn_like(x), tc.full_like(x, 3.0), x.new_zeros(2, 3)):
         assert (made.shape, str(made.dtype)) == (x.shape, "f64")

@@ -10,7 +10,7 @@ import trainable_candle as tc
 from trainable_candle.nn import functional
 from trainable_candle.testing import assert_close
 
-# Rows, heads of queries and of keys, width, bounds, window.
+# Each case: rows, heads of queries, heads of keys, width, bounds, window.
 CASES: list[tuple[int, int, int, int, list[int], int | None]] = [
     (11, 2, 2, 8, [0, 11], None),
     (40, 6, 2, 16, [0, 1, 18, 18, 40], None),

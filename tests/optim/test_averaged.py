@@ -66,7 +66,7 @@ def test_muon_makes_the_update_of_any_shape_orthogonal() -> None:
     rng = np.random.default_rng(3)
     for shape in [(3, 40), (40, 3), (17, 33)]:
         x = tc.Var(tc.zeros(*shape))
-        # Coefficients whose iteration converges.
+        # With these coefficients, the iteration converges.
         optimizer = optim.Muon(
             [x],
             lr=1.0,
@@ -123,7 +123,7 @@ def test_validating_between_steps_changes_nothing(dtype: str, golden: dict[str, 
         np.testing.assert_array_equal(plain, validated)
 
 
-def test_nothing_trains_on_averages(golden: dict[str, tc.Tensor]) -> None:
+def test_a_step_on_averages_is_an_error(golden: dict[str, tc.Tensor]) -> None:
     x = tc.Var(golden["p2"])
     optimizer = optim.AdamWScheduleFree([x], lr=0.01)
     trained(optimizer, {2: x}, golden)

@@ -58,7 +58,7 @@ CASES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_learning_rates_are_torchs(case: str) -> None:
+def test_learning_rates_equal_those_of_torch(case: str) -> None:
     torch = pytest.importorskip("torch")
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in LR]
     theirs = CASES[case](torch.optim.lr_scheduler, torch.optim.SGD(groups, lr=1.0, momentum=0.9))
@@ -68,7 +68,7 @@ def test_learning_rates_are_torchs(case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_plateaus_are_torchs() -> None:
+def test_plateaus_equal_those_of_torch() -> None:
     torch = pytest.importorskip("torch")
     values = [1.0, 0.9, 0.91, 0.9, 0.89999, 0.95, 0.7, 0.71, 0.72, 0.73, 0.74, 0.6] * 3
     for mode in ("min", "max"):
@@ -160,7 +160,7 @@ def test_a_last_epoch_continues(case: str) -> None:
         CASES[case](After(ours), optimizer())
     torch = pytest.importorskip("torch")
     if "cycle" in case or case == "restarts":
-        return  # torch's need more entries in the groups, or do not count cycles from the start
+        return  # torch's schedulers need more entries in groups, or count cycles otherwise
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "initial_lr": initial}
         for lr, initial in zip(lrs, LR, strict=True)

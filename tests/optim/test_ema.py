@@ -26,7 +26,7 @@ def train(adapter: tc.AdapterSet) -> None:
         var.set(var.detach() + tc.randn(var.shape))
 
 
-def test_averages_take_the_place_of_the_parameters_for_a_while(
+def test_averages_replace_the_parameters_within_a_context(
     adapter: tc.AdapterSet, tmp_path: Path
 ) -> None:
     start = values(adapter)

@@ -110,7 +110,7 @@ def test_adafactor_follows_torch(name, shape, options):
     assert_close(x.detach(), golden[f"{name}.f64.p"].numpy().reshape(shape))
 
 
-def test_defaults_are_torchs():
+def test_defaults_equal_those_of_torch():
     x = tc.Var([1.0])
     assert [kind([x]).lr for kind in KINDS] == [1e-3] * 5 + [1e-4] * 2
     x.grad = tc.zeros(1)

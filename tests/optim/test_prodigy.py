@@ -115,7 +115,7 @@ def test_two_groups_follow_prodigyopt(case: str) -> None:
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_groups_without_a_learning_rate_stay() -> None:
+def test_groups_with_a_learning_rate_of_zero_stay() -> None:
     x, y = tc.Var([1.0]), tc.Var([1.0])
     optimizer = Prodigy([{"params": [x]}, {"params": [y], "lr": 0.0}], d0=0.1)
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_groups_without_a_learning_rate_stay() -> None:
     assert x.item() < 1.0 == y.item()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_wrong_arguments_are_rejected() -> None:
     x, y = tc.Var([1.0]), tc.Var([1.0])
     for options, message in (
         ({"lr": -1.0}, "found lr -1"),

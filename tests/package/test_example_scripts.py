@@ -53,7 +53,7 @@ def test_makers_of_the_built_in_models(script: Path, files: set[str], tmp_path: 
     assert {path.name for path in (tmp_path / "made").iterdir()} == files
 
 
-def test_lora_on_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_lora_on_a_users_own_model(tmp_path: Path) -> None:
     found = script("03").main(tmp_path)
     assert found["after"] > 0.9 > 0.5 > found["before"]
     assert found["merged"] == found["after"]
@@ -91,7 +91,7 @@ def test_an_adapter_reaches_comfyui(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"ComfyUI: (\d+) of \1 modules", said, re.IGNORECASE)
 
 
-def test_a_loop_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_loop_continues_from_its_checkpoint(tmp_path: Path) -> None:
     example = script("08")
     continued = example.main(tmp_path)
     train, _ = example.digits.split(example.digits.load())

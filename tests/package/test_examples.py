@@ -56,7 +56,7 @@ WITHOUT = {
     "distributed.World": "made by the launcher",
     "train.StepReport": "the example of Callback reads it",
 }
-"""Public names without an example, and why; a module's name stands for all names in it."""
+"""Public names without an example, and the reason; a module's name means all names in it."""
 
 
 def blocks(doc: str) -> list[str]:
@@ -116,7 +116,7 @@ EXAMPLES = {name: code for name, code in FOUND.items() if code}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the examples read: the built-in models, and an adapter."""
+    """A folder with the files that examples read: the built-in models, and an adapter."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "sdxl").symlink_to(ASSETS / "sdxl_tiny")
     (folder / "llama").symlink_to(ASSETS / "llama_tiny")

@@ -1,4 +1,4 @@
-"""What `import trainable_candle` offers."""
+"""The public names of `trainable_candle`, its errors, and its cost of import."""
 
 import importlib
 import inspect
@@ -207,7 +207,7 @@ def test_import_is_light():
 
 
 def test_the_gil_is_released_in_long_calls():
-    """Threads do not switch by time here: another runs only while a call releases the GIL."""
+    """With this switch interval, another thread runs only while a call releases the GIL."""
     x = tc.randn(700, 700)
     start, ran = threading.Event(), []
 
@@ -222,7 +222,7 @@ def test_the_gil_is_released_in_long_calls():
         thread.start()
         start.set()
         calls = 0
-        # On busy processors the thread may miss some calls, but without the release all of them.
+        # On busy processors the thread may miss some calls; without the release it misses all.
         while not ran and calls < 1000:
             _ = x @ x
             calls += 1
@@ -244,7 +244,7 @@ def test_modules_are_imported_at_first_use():
 @pytest.mark.parametrize(
     ("name", "advice"), [("max_memory_allocated", "peak_allocated"), ("set_device", "cuda:1")]
 )
-def test_what_cuda_lacks_says_what_is(name, advice):
+def test_errors_of_missing_names_of_cuda_suggest_others(name, advice):
     with pytest.raises(AttributeError, match=advice):
         getattr(tc.cuda, name)
 

@@ -41,8 +41,8 @@ WRONG = {
     "negative pair": (-1, -1),
     "huge pair": (2**63, 2**63),
 }
-# Valid values for parameters of a name, or of a function and a name, so that the other arguments
-# of a call are valid.
+# Valid values for the other arguments of a call, by the name of the parameter, or by function and
+# parameter.
 RIGHT: dict[str, Callable[[], Any]] = {
     "adapter": lambda: tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2)),
     "adapters": lambda: [tc.models.DigitsTransformer().add_adapter(tc.LoraConfig(r=2))],
@@ -148,7 +148,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "lora_backward_.grad_outputs": lambda: [tc.ones(4, 4)],
     "lora_backward_.inputs": lambda: [tc.ones(4, 4)],
 }
-# Their calls would change state that all tests share.
+# Calls of these would change state that all tests share.
 LEFT_OUT = {"trainable_candle.set_num_threads", "trainable_candle.cuda.capture"}
 
 
@@ -263,7 +263,7 @@ def check_type_error(name: str, parameter: str, what: str, error: TypeError) -> 
     assert parameter in text or operation in text, f"{name}({parameter}={what}): {text}"
 
 
-def test_the_walk_meets_the_whole_surface() -> None:
+def test_the_calls_cover_all_public_names() -> None:
     names = {name for name, _, _ in CALLS}
     assert len(CALLS) > 300
     assert {"trainable_candle.zeros", "Tensor.narrow", "trainable_candle.optim.Adam"} <= names

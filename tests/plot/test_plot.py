@@ -12,7 +12,7 @@ from trainable_candle.errors import ArgumentError
 from trainable_candle.plot import image_grid, loss_curve, running_mean, save_png
 
 
-def test_grid_puts_pictures_row_by_row() -> None:
+def test_grid_puts_images_row_by_row() -> None:
     pictures = np.arange(3, dtype=np.uint8)[:, None, None].repeat(2, 1).repeat(3, 2)
     grid = np.asarray(image_grid(pictures, columns=2, gap=1))
     paper = 255
@@ -34,18 +34,18 @@ def test_grid_is_about_square_by_default() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 8, 8), (8, 8), (1, 8, 8, 4), (1, 2, 3, 4, 5)])
-def test_grid_refuses_other_shapes(shape: tuple[int, ...]) -> None:
+def test_grid_rejects_other_shapes(shape: tuple[int, ...]) -> None:
     with pytest.raises(ArgumentError, match="image_grid: the images have shape"):
         image_grid(np.zeros(shape, dtype=np.uint8))
 
 
 @pytest.mark.parametrize("options", [{"columns": 0}, {"scale": 0}, {"gap": -1}])
-def test_grid_refuses_impossible_numbers(options: dict[str, int]) -> None:
+def test_grid_rejects_impossible_numbers(options: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match="expected at least one column"):
         image_grid(np.zeros((1, 2, 2), dtype=np.uint8), **options)
 
 
-def test_pictures_survive_the_file(tmp_path: Path) -> None:
+def test_images_survive_the_file(tmp_path: Path) -> None:
     image = Image.fromarray(np.arange(12, dtype=np.uint8).reshape(3, 4))
     save_png(image, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as read:

@@ -1,4 +1,4 @@
-"""What the documents point at exists: files, folders and make targets."""
+"""Files, folders and make targets that documents name exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One extension serves machines with and without CUDA: the loader must resolve it on both."""
+"""One extension serves machines with and without CUDA, so it may need no library of CUDA."""
 
 import re
 from collections.abc import Iterator

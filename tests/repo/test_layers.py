@@ -1,4 +1,4 @@
-"""Which package of the Python part may import which, and what the shipped library leaves out."""
+"""Imports that packages may not have, and test code that the shipped library must not have."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ ABOVE = {
     "tasks": {"families", "run", "cli", "demo"},
     "families": {"run", "cli", "demo"},
 }
-"""What a package must not import, not even for types."""
+"""Packages that a package must not import, not even for types."""
 
 
 @pytest.mark.parametrize("package", ABOVE)

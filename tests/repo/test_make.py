@@ -1,4 +1,4 @@
-"""What `make` builds for the demo depends on the GPU that is there."""
+"""`make` builds the demo for the GPU of the machine, or for the CPU."""
 
 import os
 import shutil

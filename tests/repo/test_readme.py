@@ -1,4 +1,4 @@
-"""The documents' Python runs, and does what they say."""
+"""The Python code of the documents runs and has the described results."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_t5_encodes_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert difference.item() > 0.1
 
 
-def test_a_model_of_ones_own_gets_adapters(
+def test_a_users_own_model_gets_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

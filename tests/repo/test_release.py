@@ -67,7 +67,7 @@ def test_this_version_can_be_released(release: ModuleType) -> None:
         (MANIFEST, CHANGELOG.replace("- One.", ""), "", "there is no section"),
     ],
 )
-def test_what_does_not_agree_is_said(
+def test_versions_that_do_not_agree_are_reported(
     release: ModuleType, manifest: str, changelog: str, tag: str, complaint: str
 ) -> None:
     assert release.complaints(MANIFEST, CHANGELOG, "v1.2.3") == []

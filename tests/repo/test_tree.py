@@ -1,4 +1,4 @@
-"""The house rules that a file listing can show: where files are, names, sizes, no machine paths."""
+"""Rules about files: their folders, names and lengths, no paths of machines, no copies."""
 
 import re
 import subprocess
@@ -44,21 +44,21 @@ TOP_LEVEL = {
     "rust",
     "tests",
 }
-# A name says what a file is, not which version it is ...
+# Suffixes that say which version a file is. A name says what a file is.
 HISTORY = re.compile(
     r"_(v\d+|new|old|final|fixed|fix|simple|improved|enhanced|optimized|backup|bak|copy|orig|tmp|wip)$"
 )
-# ... and a concept has a home: these name none.
+# Names that do not say which concept a file holds.
 NO_HOME = {"common", "helper", "helpers", "misc", "shared", "stuff", "util", "utils"}
 MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:home|root|Users|work|mnt|srv|scratch)/[\w.-]+")
 MAX_LINES = 500
 
 
-def test_the_root_holds_only_what_belongs_there() -> None:
+def test_the_root_holds_only_listed_files_and_folders() -> None:
     assert {path.parts[0] for path in FILES} - TOP_LEVEL == set()
 
 
-def test_names_say_what_files_are() -> None:
+def test_names_of_files_describe_their_content() -> None:
     names = {part for path in FILES for part in (*path.parts[:-1], path.stem)}
     assert [name for name in sorted(names) if HISTORY.search(plain(name))] == []
     assert [name for name in sorted(names) if plain(name) in NO_HOME] == []
@@ -71,7 +71,7 @@ def plain(name: str) -> str:
 def test_source_files_are_short_enough_to_read() -> None:
     lines = {str(path): (ROOT / path).read_text().count("\n") for path in SOURCES}
     assert lines
-    # Split them.
+    # A file that is listed must be split.
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
@@ -85,7 +85,7 @@ def test_no_file_names_a_path_of_a_machine() -> None:
     assert found == {}
 
 
-def test_no_file_is_there_twice() -> None:
+def test_no_file_has_a_copy() -> None:
     # A Stable Diffusion XL folder has a tokenizer for each encoder, with the same vocabulary.
     files = [path for path in FILES if path.parent.name != "tokenizer_2"]
     contents = Counter((ROOT / path).read_bytes() for path in files)

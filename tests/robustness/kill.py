@@ -1,9 +1,9 @@
-"""Kills a training run with SIGKILL again and again; resumed, it must end with the same adapter.
+"""Kill and resume a training run again and again: it must end with the same adapter.
 
 python tests/robustness/kill.py [--kills 50] [--seed 0]
 
-A kill comes at a file event of the run's own (opening, making, renaming or removing something in
-its folder: steps' logs, cache entries, checkpoints, previews), drawn from all of them.
+A run is killed at a random one of its file events: it opens, makes, renames or removes something in
+its folder, such as logs, cache entries, checkpoints and previews.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def adapter(folder: Path) -> dict[str, bytes]:
 
 
 def resume(folder: Path) -> list[str]:
-    """The flags that continue a run: none if it has no checkpoint yet."""
+    """The flags that continue a run, or none if the run has no checkpoint yet."""
     there = checkpoints(folder / "run") or needs_restoring(folder / "run")
     return ["--resume", "latest"] if there else []
 

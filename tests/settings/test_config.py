@@ -23,7 +23,7 @@ def test_every_field_has_facts() -> None:
     assert {group_of(name) for name in settings()} == set(GROUPS)
 
 
-def test_unknown_names_are_refused_with_the_nearest_right_one(tmp_path: Path) -> None:
+def test_unknown_names_are_rejected_with_the_nearest_right_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml: unknown setting `learning_rte`") as caught:
         from_text(tmp_path, "learning_rte: 0.1")
     assert "did you mean `learning_rate`?" in str(caught.value)
@@ -107,7 +107,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path, text: str) -> None:
         ("!!python/object:os.system {}", "is not valid YAML"),
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_of_something_else_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_text(tmp_path, text)
 
@@ -183,10 +183,10 @@ def test_missing_settings_are_named_with_their_flags() -> None:
 
 
 @pytest.mark.parametrize("text", ["rank: 4\nsteps: 3\nrank: 8\n", "a: {b: 1, b: 2}\n"])
-def test_a_name_given_twice_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_name_given_twice_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="is given twice"):
         TrainConfig.from_yaml(path)
 
 
@@ -209,7 +209,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("value", [10**400, 10**300, 2**63])
-def test_whole_numbers_beyond_the_machines_are_refused(value: int) -> None:
+def test_whole_numbers_beyond_the_machines_are_rejected(value: int) -> None:
     for name in ("rank", "steps", "batch_size", "random_crops"):
         with pytest.raises(ConfigError, match=f"{name} is"):
             TrainConfig(**{name: value})

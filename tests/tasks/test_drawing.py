@@ -18,7 +18,7 @@ def test_sizes(text: str, size: tuple[int, int]) -> None:
     "text",
     ["", "x", "0", "64x", "x64", "64x0", "0x0", "00x64", "\u0664", "-64", "64*64", "1e3", "640000"],
 )
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_texts_that_are_no_size_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size in pixels, expected WIDTHxHEIGHT"):
         parse_size(text)
 
@@ -31,6 +31,6 @@ def test_a_share_is_held_out_but_not_everything(share: float, count: int) -> Non
     assert items == held_out_items(10, share, 3)
 
 
-def test_one_picture_cannot_be_split() -> None:
+def test_one_image_cannot_be_split() -> None:
     with pytest.raises(DatasetError, match="1 image cannot be split"):
         held_out_items(1, 0.5, 0)

@@ -105,7 +105,7 @@ def test_levels_may_be_shifted_by_the_size() -> None:
 
 
 @pytest.mark.parametrize("kind", ["flow", "noise"])
-def test_validation_meets_the_same_noise_whatever_the_run(kind: str) -> None:
+def test_the_noise_of_validation_does_not_depend_on_the_run(kind: str) -> None:
     latents = tc.tensor(rng().standard_normal(SHAPE).astype(np.float32))
 
     def noised(seed: int) -> dict[str, tc.Tensor]:

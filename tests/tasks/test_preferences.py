@@ -1,4 +1,4 @@
-"""Direct preference optimization: the loss of packed pairs is that of its definition."""
+"""Direct preference optimization: the loss of packed pairs equals its definition."""
 
 import json
 from pathlib import Path
@@ -97,8 +97,8 @@ def test_the_loss_is_that_of_the_definition(weights: Path) -> None:
     )
 
 
-def test_its_gradient_is_that_of_the_definition(weights: Path) -> None:
-    """Also at the start, when the adapter has no effect yet."""
+def test_the_gradient_is_that_of_the_definition(weights: Path) -> None:
+    """At the start too, when the adapter has no effect yet."""
     task, dataset, data, named = prepared(config_of(weights, ROWS[:3]))
     name = next(name for name in named if "lora_B" in name or "up" in name)
     var = named[name]
@@ -171,13 +171,18 @@ def test_long_pairs_share_the_room(weights: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "settings", "error", "message"),
     [
-        (ROWS, {"objective": "sft", "dpo_beta": 0.1}, DatasetError, "which --objective dpo does"),
+        (
+            ROWS,
+            {"objective": "sft", "dpo_beta": 0.1},
+            DatasetError,
+            "give --objective dpo, or rename",
+        ),
         ([{"text": "a"}], {}, DatasetError, "has no `chosen` and `rejected`"),
-        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge that into the weights first"),
+        (ROWS, {"initial_adapter": "a"}, ConfigError, "merge it into the weights first"),
         (ROWS, {"train_on": "all"}, ConfigError, "--objective sft"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_rows_and_settings_that_do_not_fit_are_rejected(
     weights: Path, rows: Any, settings: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

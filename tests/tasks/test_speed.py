@@ -1,4 +1,4 @@
-"""Predicted steps against measured ones (docs/benchmarks.md), and what they depend on."""
+"""Predicted times of steps against measured ones (docs/benchmarks.md), and their terms."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ ROWS = {"tokens": 2048}
 FULL: dict[str, Any] = {"gradient_checkpointing": "full"}
 ALL_FLUX: dict[str, Any] = FULL | {"stream_blocks": 57, "stream_modulation": True}
 
-# On one H200, bf16, rank 16, milliseconds; commands and dates are in docs/benchmarks.md.
+# Milliseconds on one H200 in bf16 at rank 16; docs/benchmarks.md has commands and dates.
 MEASURED = [
     ("SDXL", ATTENTION, SDXL, {}, 44.5),
     ("SDXL", ATTENTION, SDXL, FULL, 60.4),
@@ -103,7 +103,7 @@ def test_operations_of_a_forward_pass(
     )
 
 
-def test_what_makes_a_step_longer(tmp_path: Path) -> None:
+def test_settings_that_make_a_step_longer(tmp_path: Path) -> None:
     plain = work(tmp_path, "Flux.1-dev", JOINT, FLUX, {})
     longer = [
         replace(plain, recomputes=True),

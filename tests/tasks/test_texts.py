@@ -111,7 +111,7 @@ def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
     whole, _ = step(rows, 1)
     single, _ = step(1, rows)
     np.testing.assert_allclose(single, whole, rtol=1e-5, atol=1e-6)
-    # Against finite differences of the mean over all tokens.
+    # Compare with finite differences of the mean over all tokens.
     before = Bigrams().table.detach().numpy().astype(np.float64)
     for place in [(0, 0), (3, 5), (6, 1)]:
         other = before.copy()
@@ -120,7 +120,7 @@ def test_a_step_is_the_same_however_its_rows_are_batched() -> None:
         assert before[place] - whole[place] == pytest.approx(slope, abs=1e-4)
 
 
-def test_validation_is_the_mean_over_tokens_beside_that_of_the_base() -> None:
+def test_validation_reports_the_mean_over_tokens_with_and_without_the_adapter() -> None:
     model, lines = Bigrams(), []
     data = prepared(model, lines, batch_size=2)
     expected = mean(model.table.detach().numpy().astype(np.float64))
@@ -151,7 +151,7 @@ def test_a_text_comes_in_whole_characters_with_its_spaces() -> None:
     assert "".join(streamed("\u20ac".encode()[:2], Letters())) == "\ufffd"  # type: ignore[arg-type]
 
 
-def test_a_text_ends_before_a_stop_text_of_which_nothing_is_told() -> None:
+def test_a_text_ends_before_a_stop_text_and_shows_no_part_of_it() -> None:
     assert pieces("one\n\ntwo", "\n\n") == ["o", "n", "e"]
     assert pieces("a\nb\n", "\n\n") == ["a", "\nb", "\n"]
     assert "".join(pieces("abcabd", "abd", "zz")) == "abc"

@@ -167,7 +167,7 @@ def test_augmented_assignment_rebinds():
 
 @pytest.mark.parametrize("op", [operator.add, operator.mul, operator.matmul, operator.lt])
 @pytest.mark.parametrize("other", ["a", None, [1.0], object()])
-def test_python_refuses_other_types(op, other):
+def test_python_rejects_other_types(op, other):
     with pytest.raises(TypeError):
         op(tc.ones(1), other)
     with pytest.raises(TypeError):

@@ -181,7 +181,7 @@ def test_pickles_and_copies(dtype, copied):
     assert (back.dtype, back.shape, back.tolist()) == (t.dtype, t.shape, t.tolist())
 
 
-def test_a_pickled_variable_is_one_without_a_gradient():
+def test_a_pickled_variable_has_no_gradient():
     v = tc.Var([1.0, 2.0], dtype="bf16")
     (v * v).sum().backward()
     back = pickle.loads(pickle.dumps(v))

@@ -19,7 +19,7 @@ TORCH = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16
 
 
 def rows(one: str, other: str) -> Iterator[tc.Tensor]:
-    """Every value with every divisor, as far as the dtypes hold them."""
+    """Every pair of a value and a divisor that the dtypes can hold."""
     whole, signed = "f" not in other, "u8" not in {one, other}
     pairs = [(a, b) for a, b in product(VALUES, DIVISORS) if int(b) or not whole]
     for dtype, column in zip((one, other), zip(*pairs, strict=True), strict=True):
@@ -33,7 +33,7 @@ def rows(one: str, other: str) -> Iterator[tc.Tensor]:
     [(d, d) for d in ("f64", "f32", "f16", "bf16", "i64", "u8")]
     + [("i64", "f16"), ("u8", "i64"), ("f16", "bf16"), ("f64", "i64")],
 )
-def test_results_are_torchs(function: Callable[..., Any], one: str, other: str) -> None:
+def test_results_equal_those_of_torch(function: Callable[..., Any], one: str, other: str) -> None:
     torch = pytest.importorskip("torch")
 
     def theirs(x: tc.Tensor) -> Any:
@@ -81,14 +81,18 @@ X = tc.tensor([1, 2])
     ("call", "error", "message"),
     [
         (lambda: X // 0, tc.ArgumentError, "floordiv: the divisor is 0"),
-        (lambda: X % tc.tensor([1, 0]), tc.ArgumentError, "mod: the divisor is 0, or has one"),
+        (
+            lambda: X % tc.tensor([1, 0]),
+            tc.ArgumentError,
+            "mod: the divisor is 0, or has an element 0",
+        ),
         (lambda: X // tc.ones(3), tc.ShapeError, r"floordiv: shapes \[2\] and \[3\] do not"),
         (lambda: X.to("u8") % 300, tc.ArgumentError, "mod: the number 300 does not fit into u8"),
         (lambda: X // "a", TypeError, "unsupported operand type.* for //: .*Tensor' and 'str'"),
         (lambda: None % X, TypeError, "unsupported operand type.* for %: 'NoneType' and"),
     ],
 )
-def test_what_cannot_be_divided_is_named(
+def test_impossible_divisions_are_named(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

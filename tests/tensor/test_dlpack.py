@@ -1,4 +1,4 @@
-"""DLPack in both directions, and what happens to the memory."""
+"""DLPack in both directions, and the memory that it shares or copies."""
 
 import gc
 import weakref
@@ -60,7 +60,7 @@ def test_torch_shares_memory(dtype):
 
 def test_old_consumers_get_a_copy():
     class Old:
-        """Speaks DLPack before 1.0, which cannot say "read-only"."""
+        """A consumer of DLPack before 1.0, which has no flag for read-only memory."""
 
         def __init__(self, tensor, **options):
             self.tensor, self.options = tensor, options
@@ -78,7 +78,7 @@ def test_old_consumers_get_a_copy():
     assert not np.shares_memory(np.from_dlpack(Old(t, copy=True, max_version=(1, 0))), shared)
 
 
-def test_capsules_that_nobody_takes():
+def test_capsules_that_are_never_consumed():
     t = tc.tensor([1.0, 2.0])
     for _ in range(100):
         t.__dlpack__()
@@ -86,7 +86,7 @@ def test_capsules_that_nobody_takes():
     assert t.tolist() == [1, 2]
 
 
-def test_export_refuses_to_lose_a_gradient():
+def test_exporting_a_tensor_with_a_gradient_is_an_error():
     with pytest.raises(tc.AutogradError, match=r"dlpack: .*detach\(\) it first"):
         tc.Var([1.0]).__dlpack__()
     np.testing.assert_array_equal(np.from_dlpack(tc.Var([1.0]).detach()), [1])
@@ -121,7 +121,7 @@ def test_import_copies(values):
 
 def test_import_frees_the_producer():
     class Array(np.ndarray):
-        """An array that can be watched."""
+        """An array to which the test can hold a weak reference."""
 
     values = np.arange(4.0).view(Array)
     watch = weakref.ref(values)
@@ -132,7 +132,7 @@ def test_import_frees_the_producer():
     assert t.tolist() == [0, 1, 2, 3]
 
 
-def test_import_of_our_own():
+def test_import_of_our_own_tensors():
     t = tc.tensor([[1.0, 2.0]], dtype="bf16")
     assert tc.from_dlpack(t).dtype == "bf16"
     assert tc.from_dlpack(t).tolist() == [[1, 2]]
@@ -145,7 +145,7 @@ def test_a_capsule_is_used_once():
         tc.from_dlpack(capsule)
 
 
-def test_import_refuses():
+def test_import_rejects_what_it_cannot_copy():
     with pytest.raises(tc.ArgumentError, match="from_dlpack: list has no __dlpack__"):
         tc.from_dlpack([1])
     with pytest.raises(tc.DTypeError, match="dlpack: elements of DLPack type code 5, 128 bits"):
@@ -162,7 +162,7 @@ def test_producers_without_the_version_argument():
     assert tc.tensor(Old()).tolist() == [4]
 
 
-def test_what_a_producer_raises_comes_through():
+def test_exceptions_of_a_producer_come_through():
     class Broken:
         def __dlpack__(self, **_):
             raise RuntimeError("broken producer")

@@ -38,7 +38,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
-def test_a_forked_process_computes_with_threads_of_its_own_and_keeps_nothing():
+def test_a_forked_process_computes_with_its_own_threads_and_leaks_nothing():
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
     )

@@ -25,7 +25,7 @@ def test_a_generator_is_a_stream_of_its_own() -> None:
         tc.randn(2, generator=3)
 
 
-def test_a_generator_inside_of_itself_goes_on() -> None:
+def test_a_generator_nested_in_itself_continues() -> None:
     whole = tc.randn(16, generator=tc.Generator().manual_seed(3)).tolist()
     tc.manual_seed(9)
     after = tc.randn(2).tolist()
@@ -61,7 +61,7 @@ def test_a_generator_inside_of_itself_goes_on() -> None:
         ),
     ],
 )
-def test_whatever_draws_takes_a_generator(draw: Callable[[object], tc.Tensor]) -> None:
+def test_every_drawing_function_takes_a_generator(draw: Callable[[object], tc.Tensor]) -> None:
     state = tc.get_rng_state()
     generator = tc.Generator().manual_seed(5)
     first, second = draw(generator).tolist(), draw(generator).tolist()
@@ -186,6 +186,6 @@ def test_other_names_of_arguments() -> None:
     ("name", "advice"),
     [("register_hook", r"use tc\.grad"), ("add_", "use add, or a tc.Var"), ("nothing", "nothing")],
 )
-def test_what_is_not_there_says_what_is(name: str, advice: str) -> None:
+def test_errors_of_missing_names_suggest_others(name: str, advice: str) -> None:
     with pytest.raises(AttributeError, match=advice):
         getattr(tc.ones(2), name)

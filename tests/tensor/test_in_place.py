@@ -27,7 +27,7 @@ CHANGES: list[Callable[[Any, Any], Any]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_values_and_dtypes_are_torchs(change: Callable[[Any, Any], Any]) -> None:
+def test_values_and_dtypes_equal_those_of_torch(change: Callable[[Any, Any], Any]) -> None:
     torch = pytest.importorskip("torch")
     v, y = tc.Var(tc.tensor(X)), tc.tensor(Y)
     assert change(v, y) is v
@@ -42,7 +42,7 @@ def test_a_wider_value_keeps_the_dtype() -> None:
     assert (str(v.dtype), v.tolist()) == ("bf16", [2.0, 4.0])
 
 
-def test_a_fill_forgets_what_was() -> None:
+def test_a_fill_replaces_non_finite_values() -> None:
     v = tc.Var(tc.tensor([math.nan, math.inf]))
     assert v.fill_(2.0).tolist() == [2.0, 2.0]
 

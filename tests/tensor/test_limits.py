@@ -84,7 +84,7 @@ def test_more_than_memory_is_an_error(make) -> None:
         (lambda: conv2d(stride=(1, 2, 3)), tc.ArgumentError, "conv2d: stride has 3 numbers"),
     ],
 )
-def test_counts_that_cannot_be_are_named(call, error, text) -> None:
+def test_impossible_counts_are_named(call, error, text) -> None:
     with pytest.raises(error, match=text):
         call()
 
@@ -156,7 +156,7 @@ def test_a_layer_without_inputs_works() -> None:
     assert layer(tc.zeros(3, 4)).shape == (3, 0)
 
 
-def test_reserved_name_is_refused(tmp_path) -> None:
+def test_reserved_name_is_rejected(tmp_path) -> None:
     with pytest.raises(tc.ArgumentError, match="__metadata__"):
         tc.save_file({"__metadata__": tc.zeros(1)}, tmp_path / "t.safetensors")
     assert list(tmp_path.iterdir()) == []

@@ -41,7 +41,7 @@ def test_sums_have_torchs_dtypes(a: str, b: str) -> None:
 
 
 @pytest.mark.parametrize(("a", "b"), list(product(DTYPES, DTYPES)))
-def test_the_table_is_torchs(a: str, b: str) -> None:
+def test_the_table_equals_that_of_torch(a: str, b: str) -> None:
     torch = pytest.importorskip("torch")
     x, y = (torch.ones(3, dtype=getattr(torch, TORCH[name])) for name in (a, b))
     assert (x + y).dtype == getattr(torch, TORCH[TABLE[a, b]])

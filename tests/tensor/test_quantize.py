@@ -17,7 +17,7 @@ FORMATS = ["int8", "fp8", "nf4"]
 
 
 def matrix(rows: int, columns: int) -> np.ndarray:
-    """As in the script of the golden values."""
+    """The matrix of the script that made the golden values."""
     i = np.arange(rows * columns, dtype=np.float64)
     values = (np.sin(i * 0.7) + np.sin(i * i * 0.013) * np.sin(i * 0.0031) ** 5) * 0.05
     return values.astype(np.float32).reshape(rows, columns)
@@ -25,7 +25,7 @@ def matrix(rows: int, columns: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize(("name", "shape"), [("whole", (96, 256)), ("ragged", (37, 91))])
-def test_nf4_is_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtype: str) -> None:
+def test_nf4_equals_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtype: str) -> None:
     values = matrix(*shape)
     if name == "whole":
         values[3:5] = 0
@@ -44,7 +44,7 @@ def test_nf4_is_that_of_bitsandbytes(name: str, shape: tuple[int, int], dtype: s
     np.testing.assert_allclose(dequantized[:8], expected["values"], rtol=tolerance, atol=1e-9)
 
 
-def test_int8_rounds_to_even_with_a_scale_a_row() -> None:
+def test_int8_rounds_to_even_with_one_scale_per_row() -> None:
     values = matrix(5, 33)
     values[2] = 0
     found = tc.quantize(tc.tensor(values), "int8")
@@ -98,7 +98,7 @@ def test_sizes_and_text() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_linear_layer_takes_it(format: str) -> None:
+def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((24, 40)), format)
     x = tc.Var(tc.randn((3, 40)))

@@ -38,7 +38,7 @@ def test_blocks_are_made_as_by_gguf(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q8_0", "q6_k"])
-def test_a_linear_layer_takes_it(format: str) -> None:
+def test_a_linear_layer_takes_a_quantized_weight(format: str) -> None:
     tc.manual_seed(1)
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (24, 420 if format == "q6_k" else 306), np.uint8)
@@ -59,7 +59,7 @@ def test_a_linear_layer_takes_it(format: str) -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """More elements than the CPU dequantizes at a time, and than a thread takes."""
+    """More elements than the CPU dequantizes at a time, and more than one thread's share."""
     tc.manual_seed(1)
     weight = tc.quantize(tc.randn((2100, 4096)), "q8_0")
     x = tc.randn((2, 4096))

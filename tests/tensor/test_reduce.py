@@ -75,14 +75,14 @@ def test_accuracy_reads_as_in_torch():
     assert_close((logits.argmax(1) == labels).float().mean(), 2 / 3)
 
 
-def test_equal_extremes():
+def test_gradients_of_equal_extremes():
     for reduce, expected in ((lambda x: x.max(), [0, 0.5, 0.5]), (lambda x: x.max(0), [0, 1, 0])):
         x = tc.Var([1.0, 2.0, 2.0])
         reduce(x).backward()
         assert x.grad.tolist() == expected
 
 
-def test_nothing():
+def test_empty_tensors():
     empty = tc.zeros(0, 3)
     assert empty.sum().item() == 0
     assert empty.sum(0).tolist() == [0, 0, 0]

@@ -32,7 +32,10 @@ def nearest(x: Matrix, format: str) -> Matrix:
 
 
 def rounded(x: Matrix, format: str) -> Matrix:
-    """Rows of x, each a scale times numbers of the format. The f32 scale decides what is a tie."""
+    """Round each row of x to a scale times numbers of the format.
+
+    The scale is f32, because it decides which values are ties.
+    """
     single = x.astype(np.float32)
     largest = np.abs(single).max(axis=1, keepdims=True)
     scale = np.where(largest > 0, largest / np.float32(LARGEST[format]), np.float32(1))
@@ -72,7 +75,7 @@ def test_both_passes_multiply_codes(format: str, dtype: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-def test_a_row_that_is_not_finite_gives_nan_alone(format: str) -> None:
+def test_a_non_finite_row_makes_only_its_own_result_nan(format: str) -> None:
     weight = tc.quantize(tc.randn((16, 32)), format)
     x = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
     x[1, 3], x[2, 5] = np.nan, np.inf
@@ -91,7 +94,7 @@ def test_rows_of_zeros_are_zero() -> None:
 @pytest.mark.parametrize(
     ("shape", "format"), [((16, 24), "int8"), ((20, 32), "fp8"), ((16, 64), "nf4")]
 )
-def test_others_multiply_values(shape: tuple[int, int], format: str) -> None:
+def test_other_weights_multiply_values(shape: tuple[int, int], format: str) -> None:
     weight = tc.quantize(tc.randn(shape), format)
     x = tc.randn((5, shape[1]))
     found = F.linear(x, weight, None)

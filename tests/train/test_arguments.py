@@ -43,9 +43,9 @@ def test_arguments_reach_the_optimizer() -> None:
         other.step()
     assert found == v.tolist()
     assert found != stepped(TrainConfig(**settings))
-    # Quoted as one text.
+    # Several arguments in one quoted text.
     assert found == stepped(TrainConfig(**settings, optimizer_args=["betas=0.5, 0.7 eps=0.1"]))
-    # As kohya's users give it.
+    # kohya's users give the weight decay as an argument.
     by_text = TrainConfig(**settings, optimizer_args=["weight_decay=0.5"])
     assert stepped(by_text) == stepped(TrainConfig(**settings, weight_decay=0.5))
 
@@ -99,7 +99,7 @@ def test_wrong_arguments_are_errors_that_name_right_ones(
     assert text in str(caught.value)
 
 
-def test_muon_takes_learning_rates_of_adamw_unless_told_otherwise() -> None:
+def test_muon_scales_updates_to_learning_rates_of_adamw_by_default() -> None:
     muon = TrainConfig(model="digits", dataset="d", output="o", optimizer="muon")
     assert muon.optimizer_arguments["match_rms_adamw"] is True
     torch_like = muon.with_(optimizer_args=["match_rms_adamw=false"])

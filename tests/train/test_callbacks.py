@@ -37,7 +37,7 @@ def test_numbers_survive_exactly(tmp_path: Path) -> None:
     assert float(read_log(tmp_path / "a.csv")[0]["loss"]) == 0.1 + 0.2
 
 
-def test_a_resumed_run_goes_on_where_it_stands(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_log_from_its_step(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     log(path, 0, 7)
     log(path, 4, 10)
@@ -58,12 +58,12 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
     assert steps(path) == [3]
 
 
-def test_every_so_many_steps_and_the_last(tmp_path: Path) -> None:
+def test_every_nth_step_and_the_last_are_logged(tmp_path: Path) -> None:
     log(tmp_path / "a.csv", 0, 10, every=4)
     assert steps(tmp_path / "a.csv") == [4, 8, 10]
 
 
-def test_a_file_that_is_missing_or_something_else_has_no_lines(tmp_path: Path) -> None:
+def test_missing_and_foreign_files_have_no_lines(tmp_path: Path) -> None:
     assert read_log(tmp_path / "none.csv") == []
     (tmp_path / "a.csv").write_text("time,value\n1,2\n")
     assert read_log(tmp_path / "a.csv") == []

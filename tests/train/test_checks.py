@@ -46,7 +46,7 @@ IDLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), IDLE, ids=str)
-def test_a_setting_without_effect_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_settings(TrainConfig(**settings))
 
@@ -64,13 +64,13 @@ def test_a_setting_without_effect_is_refused(settings: dict[str, Any], message: 
     ],
     ids=str,
 )
-def test_a_setting_with_effect_is_not(settings: dict[str, Any]) -> None:
+def test_a_setting_with_effect_is_accepted(settings: dict[str, Any]) -> None:
     check_settings(TrainConfig(**settings))
-    # Also with every default, as a run writes its settings.
+    # A run writes all settings, defaults too; these are accepted.
     check_settings(TrainConfig.from_mapping(vars(TrainConfig(**settings))))
 
 
-def test_bytes_that_are_no_text_are_refused() -> None:
+def test_bytes_that_are_no_text_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"--sample-prompts is .*, expected text in UTF-8"):
         check_settings(TrainConfig(sample_prompts=["a\udcff"]))
 
@@ -78,7 +78,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "peft", "comfyui"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_formats_are_refused_as_the_writer_refuses_them(
+def test_checks_reject_the_formats_that_the_writer_rejects(
     sdxl_base: Path, tmp_path: Path, form: str, kind: str, parts: int
 ) -> None:
     names = ("unet", "text_encoder", "text_encoder_2")[:parts]
@@ -94,7 +94,7 @@ def test_formats_are_refused_as_the_writer_refuses_them(
 
 
 @pytest.mark.parametrize("form", [None, "kohya", "diffusers", "peft", "comfyui"])
-def test_formats_of_the_digits_are_refused_as_the_writer_refuses_them(
+def test_checks_of_digits_reject_the_formats_that_the_writer_rejects(
     digits_base: Path, tmp_path: Path, form: str | None
 ) -> None:
     model = DigitsTransformer.from_pretrained(digits_base)
@@ -132,7 +132,7 @@ def refuses(action: Callable[[], object]) -> bool:
     ],
     ids=str,
 )
-def test_refusals_come_before_the_pictures_are_looked_at(
+def test_settings_are_rejected_before_images_are_read(
     config: TrainConfig, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     empty = config.with_(dataset=str(tmp_path / "none"), **settings)

@@ -1,4 +1,4 @@
-"""What a run draws depends on its seed and the number of the sample, and on nothing else."""
+"""A run's random draws depend only on its seed and the number of the sample."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Stop(Callback):
 
 
 class Source:
-    """A user's batches, which draw from tc's generator."""
+    """A user's batches, which draw numbers from the global generator."""
 
     def batch(self, index: int) -> tc.Tensor:
         return tc.rand((1,)) + index
@@ -132,7 +132,7 @@ def trained(output: Path | None, accumulation: int, steps: int, stop: int = 99) 
     return trainer, seen
 
 
-def test_what_a_loss_draws_depends_on_the_number_of_its_batch(tmp_path: Path) -> None:
+def test_draws_of_a_loss_depend_on_the_number_of_its_batch(tmp_path: Path) -> None:
     whole, expected = trained(None, 1, 12)
     assert whole.train()
     assert len({value for row in expected for value in row}) == 36
@@ -170,7 +170,7 @@ def test_the_default_seed_is_the_generators() -> None:
     assert first(8) != first(9)
 
 
-def test_a_stream_is_of_its_thread_and_ends_with_its_function() -> None:
+def test_a_stream_belongs_to_its_thread_and_ends_with_its_function() -> None:
     state = tc.get_rng_state()
     elsewhere: list[float] = []
 
@@ -192,7 +192,7 @@ def test_a_stream_is_of_its_thread_and_ends_with_its_function() -> None:
     tc.set_rng_state(state)
 
 
-def test_streams_of_numpy_and_rows_are_by_number() -> None:
+def test_streams_depend_on_seed_purpose_and_number() -> None:
     assert generator(1, "view", 2).random() == generator(1, "view", 2).random()
     others = [(1, "view", 3), (1, "crop", 2), (2, "view", 2)]
     assert len({generator(*other).random() for other in [(1, "view", 2), *others]}) == 4

@@ -1,4 +1,4 @@
-"""Epochs by steps, and what is due at their ends."""
+"""Epochs counted in steps, and actions at their ends."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from trainable_candle.train.logs import read_json_log
 
 
 def test_a_step_that_completes_an_epoch_is_its_end() -> None:
-    # 10 items in batches of 4: an epoch ends within every third batch, two batches a step.
+    # 10 items in batches of 4: epochs of 2, 3, 2, 3 and 2 batches; a step takes two batches.
     epochs = Epochs(ShuffledBatches(10, 4, seed=0).first_batch, accumulation=2)
     assert [epochs.completed(step) for step in range(6)] == [0, 1, 1, 2, 3, 4]
     ends = epochs.ends(1)
@@ -33,7 +33,7 @@ def test_epochs_of_less_than_a_batch_end_together() -> None:
     assert epochs.completed(1) == 7
 
 
-def test_moments_are_every_so_many_steps_or_a_function() -> None:
+def test_actions_are_due_every_nth_step_or_by_a_function() -> None:
     assert [step for step in range(1, 7) if is_due(3, step)] == [3, 6]
     assert not is_due(0, 4)
     assert is_due(lambda step: step == 4, 4)

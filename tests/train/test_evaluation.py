@@ -53,7 +53,7 @@ def files(folder: Path, pattern: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob(pattern)}
 
 
-def test_what_lies_in_the_folder(everything: TrainConfig, train: Train) -> None:
+def test_the_files_in_the_output_folder(everything: TrainConfig, train: Train) -> None:
     train(everything)
     output = Path(everything.output)
     names = [f"step-{step:06d}.png" for step in (0, 3, 6, 9, 12)]
@@ -119,7 +119,7 @@ def test_a_run_with_everything_resumes_bit_for_bit(
         }
 
 
-def test_validation_meets_the_same_noise_again_and_leaves_the_generator(
+def test_validation_repeats_its_noise_and_leaves_the_generator_alone(
     digits_base: Path, digits_folder: Path
 ) -> None:
     config = TrainConfig(dataset=str(digits_folder), validation_split=0.4)
@@ -161,12 +161,12 @@ def test_a_split_depends_on_the_seed_alone_and_leaves_something(
     assert len(held_out(validation_split=0.999)) == 9
 
 
-def test_two_ways_to_validate_are_refused() -> None:
+def test_two_ways_to_validate_are_rejected() -> None:
     with pytest.raises(ConfigError, match="choose a folder, or a share of the dataset"):
         TrainConfig(validation_dataset="v", validation_split=0.1)
 
 
-def test_looking_on_does_not_change_the_training(everything: TrainConfig, train: Train) -> None:
+def test_evaluation_does_not_change_the_training(everything: TrainConfig, train: Train) -> None:
     train(everything)
     plain = everything.with_(
         output=f"{everything.output}-plain", ema_decay=0.0, **UNSEEN, validate_every=1000
@@ -182,10 +182,10 @@ def test_looking_on_does_not_change_the_training(everything: TrainConfig, train:
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_a_preview_of_no_numbers_is_reported_and_left_out(tmp_path: Path) -> None:
+def test_a_non_finite_preview_is_reported_and_left_out(tmp_path: Path) -> None:
     def broken(path: Path) -> None:
         assert path == tmp_path / "samples" / "step-000000"
-        raise NonFiniteError("sample: the image has values that are not finite numbers")
+        raise NonFiniteError("sample: the image has non-finite values")
 
     class Standing:
         step = 0
@@ -193,9 +193,7 @@ def test_a_preview_of_no_numbers_is_reported_and_left_out(tmp_path: Path) -> Non
     lines: list[str] = []
     previews: Any = Previews(broken, 1, tmp_path / "samples", nullcontext, lines.append)
     previews.on_train_begin(Standing())
-    assert lines == [
-        "no preview of step 0: sample: the image has values that are not finite numbers"
-    ]
+    assert lines == ["no preview of step 0: sample: the image has non-finite values"]
     assert not (tmp_path / "samples").exists()
 
 
@@ -266,7 +264,7 @@ def test_the_average_of_a_schedule_free_optimizer_is_what_is_saved(
         np.testing.assert_array_equal(var.numpy(), stored)
         y = next(tensor for key, tensor in trained.items() if key.endswith(name)).numpy()
         z = states[f"{number}.z"].numpy()
-        # beta1 is 0.9: y lies a tenth of the way from the average to z.
+        # With beta1 of 0.9, the parameters y are 0.9 times the average plus 0.1 times z.
         np.testing.assert_allclose(y, 0.9 * stored + 0.1 * z, rtol=1e-4, atol=1e-6)
         differ += not np.array_equal(y, stored)
     assert differ
@@ -285,7 +283,7 @@ def test_a_schedule_free_run_resumes_bit_for_bit(schedule_free: TrainConfig, tra
         ({"lr_scheduler": "cosine"}, "needs no schedule; set --lr-scheduler to constant"),
     ],
 )
-def test_what_a_schedule_free_optimizer_does_without(
+def test_settings_that_contradict_a_schedule_free_optimizer(
     schedule_free: TrainConfig, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

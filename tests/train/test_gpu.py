@@ -59,7 +59,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
     )
     expected = curve(config)
     found = curve(config, device=gpu, output=str(tmp_path / "f32"))
-    # The same latents, noises and timesteps; the effect of rounding grows with the steps.
+    # Latents, noise and timesteps are the same; the effect of rounding grows with the steps.
     np.testing.assert_allclose(found[:20], expected[:20], rtol=1e-3)
     np.testing.assert_allclose(found, expected, rtol=0.05)
     assert found.mean() == pytest.approx(expected.mean(), rel=5e-3)
@@ -68,7 +68,7 @@ def test_two_hundred_steps_give_the_curve_of_the_cpu(gpu: str, tmp_path: Path) -
     assert half.mean() == pytest.approx(expected.mean(), rel=0.02)
 
 
-def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path) -> None:
+def test_recorded_steps_of_texts_equal_eager_ones(gpu: str, tmp_path: Path) -> None:
     """The bounds of texts differ from batch to batch; each replay of a graph reads them."""
     dataset = tmp_path / "texts.jsonl"
     lines = ["".join(chr(97 + n * k % 26) for k in range(3 + 7 * n % 90)) for n in range(80)]
@@ -88,7 +88,7 @@ def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path
     )
     plain = curve(config, cuda_graphs=0)
     recorded = curve(config, output=str(tmp_path / "recorded"))
-    # Without graphs rows are not padded, so the tiles of a sum have other rows.
+    # Without graphs rows are not padded, so sums add their terms in another order.
     np.testing.assert_allclose(recorded, plain, rtol=0.02)
     again = curve(config, output=str(tmp_path / "again"))
     np.testing.assert_array_equal(again, recorded)
@@ -96,19 +96,19 @@ def test_recorded_steps_of_texts_are_those_that_are_not(gpu: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_recorded_steps_are_those_that_are_not_bit_for_bit(
+def test_recorded_steps_equal_eager_ones_bit_for_bit(
     gpu: str, config: TrainConfig, train: Train, accumulation: int, tmp_path: Path
 ) -> None:
-    """With dropout, a schedule and clipping."""
+    """The run has dropout, a schedule and clipping."""
     config = config.with_(device=gpu, gradient_accumulation=accumulation)
     plain = train(config.with_(cuda_graphs=0))
     assert train(config.with_(output=str(tmp_path / "recorded"))) == plain
 
 
-def test_a_run_goes_on_elsewhere(
+def test_a_run_continues_on_another_device(
     gpu: str, config: TrainConfig, train: Train, tmp_path: Path
 ) -> None:
-    """Saved on the GPU, continued on the CPU, and the reverse."""
+    """A run saved on the GPU continues on the CPU, and the reverse."""
 
     class Stop(Callback):
         def on_step_end(self, trainer: Trainer[Any], report: StepReport) -> None:
@@ -205,7 +205,7 @@ def test_checkpointing_needs_less_memory(gpu: str) -> None:
         (model(**given).to("f32") ** 2).mean().backward()
         peaks[policy] = tc.cuda.memory_stats(gpu)["peak_allocated"] - before
         assert all(var.grad is not None for var in adapter.parameters())
-    # Of this model's activations, full checkpointing keeps a fifth, selective nine tenths.
+    # Full checkpointing keeps a fifth of this model's activations, selective nine tenths.
     assert peaks["full"] < 0.7 * peaks["none"], peaks
     assert peaks["full"] < peaks["selective"] < peaks["none"], peaks
 
@@ -240,7 +240,7 @@ def test_the_command_line_trains_and_draws(
     assert all(np.isfinite(tensor.to("f32").numpy()).all() for tensor in parameters.values())
 
 
-def test_what_does_not_fit_the_gpu_is_refused(
+def test_a_run_that_does_not_fit_the_gpu_is_rejected(
     gpu: str, sdxl_base: Path, sdxl_folder: Path, tmp_path: Path
 ) -> None:
     stats = tc.cuda.memory_stats(gpu)

@@ -1,4 +1,4 @@
-"""Which passes are recorded, kept and dropped; recording itself needs a GPU."""
+"""Which forward and backward passes become graphs, and which graphs are kept, without a GPU."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ Inputs = Mapping[str, tc.Tensor]
 
 
 class Recordings:
-    """Stands for `tc.cuda.capture`: keeps what is captured and called."""
+    """Takes the place of `tc.cuda.capture`: records captures and calls."""
 
     def __init__(self) -> None:
         self.made: list[list[tuple[int, ...]]] = []
@@ -55,19 +55,19 @@ def test_each_shape_and_place_in_a_step_has_one_graph(recordings: Recordings) ->
     assert found == [102.0, 2.0, 103.0] * 2
     assert recordings.made == [[(2,)], [(2,)], [(3,)]]
     assert recordings.calls == [0, 1, 2] * 2
-    # Another set of names is another pass.
+    # Inputs with other names need another graph.
     graphs({**of(2), "mask": tc.ones((1,))}, True)
     assert recordings.made[-1] == [(2,), (1,)]
 
 
-def test_the_ones_used_last_are_kept(recordings: Recordings) -> None:
+def test_the_graphs_used_last_are_kept(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
     for size in (1, 2, 1, 3, 1, 2):
         graphs(of(size), True)
     assert recordings.made == [[(1,)], [(2,)], [(3,)], [(2,)]]
 
 
-def test_after_a_stop_passes_run_as_they_are(recordings: Recordings) -> None:
+def test_after_a_stop_passes_run_without_graphs(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 2)
     assert graphs(of(1), True).item() == 101.0
     recordings.full = True
@@ -105,7 +105,7 @@ def test_a_step_without_memory_for_its_graphs_is_taken_once_more(
         inputs=lambda size: {"x": tc.full((1,), size)},
         gradient_accumulation=2,
     )
-    # As on a GPU.
+    # Use graphs, as on a GPU.
     monkeypatch.setattr(trainer, "_graphs", PassGraphs(trainer._pass, 4))
     calls: list[int] = []
 
@@ -122,12 +122,12 @@ def test_a_step_without_memory_for_its_graphs_is_taken_once_more(
     monkeypatch.setattr(tc.cuda, "capture", fail_late)
     tc.manual_seed(3)
     assert trainer.train()
-    # The mean of 1 and 2, without the gradients of the passes before the retry.
+    # The gradient is the mean of 1 and 2, without the passes before the retry.
     assert weight.tolist() == [1.0 - 1.5]
     assert draws[:2] == draws[2:]
 
 
-def test_none_are_recorded_when_none_are_wanted(recordings: Recordings) -> None:
+def test_a_limit_of_zero_records_no_graph(recordings: Recordings) -> None:
     graphs = PassGraphs(total, 0)
     assert graphs(of(1), False).item() == 1.0
     assert not recordings.made

@@ -1,4 +1,4 @@
-"""Signals become requests, once, and only within the context."""
+"""Within the context, the first signal requests a stop, and the second acts."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def test_the_first_signal_is_a_request(
     assert "stopping after this step" in capfd.readouterr().err
 
 
-def test_the_second_one_acts() -> None:
+def test_the_second_signal_acts() -> None:
     with InterruptGuard() as guard:
         signal.raise_signal(signal.SIGINT)
         assert guard.signal is signal.SIGINT
@@ -30,14 +30,14 @@ def test_the_second_one_acts() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_handlers_come_back() -> None:
+def test_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     with InterruptGuard():
         assert signal.getsignal(signal.SIGINT) != before
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_in_another_thread_it_changes_nothing() -> None:
+def test_the_guard_changes_nothing_in_another_thread() -> None:
     found: list[bool] = []
 
     def work() -> None:

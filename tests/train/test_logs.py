@@ -40,7 +40,7 @@ def test_every_line_is_an_object_with_a_step(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_null(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     callback = JsonLog(path)
     callback.on_train_begin(at(0))
@@ -48,7 +48,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert '"grad_norm": null' in path.read_text()
 
 
-def test_a_resumed_run_goes_on_where_it_stands(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_log_from_its_step(tmp_path: Path) -> None:
     path, unbroken = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     log(JsonLog(unbroken), 0, 8)
     log(JsonLog(path), 0, 7)
@@ -67,7 +67,7 @@ def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_lines_of_something_else_are_left_out(tmp_path: Path) -> None:
+def test_foreign_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('[1]\n{"a": 1}\n{"step": "x"}\nnothing\n{"step": 3}\n')
     assert read_json_log(path) == [{"step": 3}]
@@ -98,7 +98,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
         (1, "train/loss"),
         (2, "train/loss"),
     ]
-    # A new run leaves nothing of an earlier one.
+    # A new run removes the events of an earlier run.
     log(TensorBoardLog(tmp_path / "events"), 0, 1)
     assert {step for step, _, _ in scalars(tmp_path / "events")} == {1}
 

@@ -23,7 +23,7 @@ def metadata(of_data: dict[str, str] | None = None, **settings: Any) -> dict[str
     return training_metadata(config, Progress(7, 2, 5, 1.5), of_data or {})
 
 
-def test_kohyas_and_modelspecs_entries_say_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_kohya_and_modelspec_hold_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     found = metadata(
         name="sks",
@@ -77,7 +77,7 @@ def test_a_file_of_another_kind_is_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_data_set_tells_its_folders_tags_and_buckets(digits_folder: Path) -> None:
+def test_metadata_has_the_folders_tags_and_buckets_of_a_dataset(digits_folder: Path) -> None:
     options = DatasetOptions((Source(digits_folder, repeats=2.0),), resolution=8, bucket_step=8)
     found = load_dataset(options).metadata()
     count = len(list(digits_folder.glob("*.png")))

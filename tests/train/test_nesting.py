@@ -1,4 +1,4 @@
-"""Brackets nested beyond what a parser can follow, in every file of settings that is read."""
+"""Brackets nested too deeply for a parser, in every kind of file with settings."""
 
 import shutil
 from collections.abc import Callable
@@ -32,7 +32,9 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_it_is_an_error_of_the_library(sdxl_base: Path, tmp_path: Path, name: str) -> None:
+def test_deep_nesting_is_an_error_of_the_library(
+    sdxl_base: Path, tmp_path: Path, name: str
+) -> None:
     shutil.copytree(sdxl_base, tmp_path / "base")
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -48,6 +50,6 @@ def test_other_nesting_of_yaml(tmp_path: Path, text: str) -> None:
         TrainConfig.from_yaml(tmp_path / "run.yaml")
 
 
-def test_a_line_of_a_log_is_passed_over(tmp_path: Path) -> None:
+def test_a_nested_line_of_a_log_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(f'{{"step": 1}}\n{DEEP}\n')
     assert [row["step"] for row in read_json_log(tmp_path / "train.jsonl")] == [1]

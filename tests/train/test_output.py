@@ -24,7 +24,7 @@ with held(Path(sys.argv[1]), "x"):
 """
 
 
-def test_a_second_run_is_refused_while_the_first_is_there(config: TrainConfig) -> None:
+def test_a_second_run_is_rejected_while_the_first_is_there(config: TrainConfig) -> None:
     messages = []
 
     class Second(Callback):
@@ -55,7 +55,7 @@ def test_a_run_does_not_write_over_its_data(config: TrainConfig, tmp_path: Path)
     assert log.read_text() == "a user's own\n"
 
 
-def test_a_lock_names_its_process_and_goes_with_it(tmp_path: Path) -> None:
+def test_a_lock_names_its_process_and_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(

@@ -59,7 +59,7 @@ def test_a_file_of_prompts_stands_for_its_lines(tmp_path: Path) -> None:
         expanded([str(tmp_path / "none.txt")], "--prompt")
 
 
-def test_a_picture_says_its_settings_as_a1111_does() -> None:
+def test_an_image_has_its_settings_in_a1111s_format() -> None:
     options = SampleOptions(20, 7, 5.0, "blurry", None, "dpmpp_2m")
     prompt = Prompt("a cat", options)
     assert infotext(prompt, "sdxl", 5.0, (64, 32), Place(0, 1)) == (
@@ -90,7 +90,7 @@ def test_previews_are_shown_over_time(tmp_path: Path) -> None:
         assert sheet.size == (12 * (192 + 4) + 4, 18 + (128 + 14) + (64 + 14))
 
 
-def test_a_run_draws_prompts_each_in_its_way(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_draws_each_prompt_with_its_own_settings(config: TrainConfig, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a zero --d 5 --s 4\na one\n")
     drawn = config.with_(sample_prompts=[str(file)], sample_every=6)
@@ -102,7 +102,7 @@ def test_a_run_draws_prompts_each_in_its_way(config: TrainConfig, tmp_path: Path
     assert "Seed: 5" in text
     assert (run.output / SHEET).is_file()
     assert (samples / PAGE).read_text().count("<img") == 2 * 3
-    # The prompts themselves are written out.
+    # The configuration holds the prompts of the file, not its path.
     assert TrainConfig.from_yaml(run.output / "config.yaml").sample_prompts == [
         "a zero --d 5 --s 4",
         "a one",

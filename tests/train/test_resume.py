@@ -85,7 +85,7 @@ def test_every_optimizer_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> 
         part = Problem(config, output, stop_after)
         if losses:
             part.trainer.resume(checkpoints(output)[-1])
-        # The draw between the parts must not matter.
+        # This draw between the two parts must not matter.
         part.trainer.train()
         tc.randn((7,))
         losses += part.callback.losses
@@ -127,12 +127,12 @@ def test_a_run_can_start_again_from_an_older_checkpoint_elsewhere(
     assert train(again) == expected
 
 
-def test_resuming_with_another_adapter_is_refused(config: TrainConfig, train: Train) -> None:
+def test_resuming_with_another_adapter_is_rejected(config: TrainConfig, train: Train) -> None:
     train(config, StopAfter(3))
     for change in ({"rank": 8}, {"adapter": "dora"}, {"target_modules": ["to_q"]}):
         with pytest.raises(WeightsFormatError, match="resume with the settings that the run was"):
             train(config.with_(resume="latest", **change))
-    # The rejected attempts have left no trace.
+    # The rejected attempts changed no file.
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG) == config.with_(
         base_precision="same", gradient_checkpointing="none"
     )

@@ -1,4 +1,4 @@
-"""A training run as a whole: what it leaves behind, and that every setting takes effect."""
+"""A whole training run: its files, the effect of every setting, new plans when memory is short."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
     given = config.with_(steps=TrainConfig.steps, epochs=3, batch_size=4, gradient_accumulation=2)
     run = train_adapter(given, progress=False, report=lines.append)
     pictures = len(list(Path(config.dataset).glob("*.png")))
-    # What is left of an epoch goes into the next.
+    # Items that do not fill the last batch of an epoch go into the next epoch.
     assert run.step == math.ceil(3 * pictures // 4 / 2)
     assert f"epochs: 3 of {pictures} images: {run.step} steps" in lines
     assert read_log(Path(config.output) / LOG)[-1]["step"] == str(run.step)
@@ -63,14 +63,14 @@ def test_epochs_are_as_many_steps_as_their_batches(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 1e-4), ("prodigy", 1.0)])
-def test_the_rate_that_is_left_open_suits_the_optimizer(
+def test_the_default_learning_rate_suits_the_optimizer(
     config: TrainConfig, optimizer: str, rate: float
 ) -> None:
     train_adapter(config.with_(optimizer=optimizer, learning_rate=None), progress=False)
     assert TrainConfig.from_yaml(Path(config.output) / CONFIG).learning_rate == rate
 
 
-def test_a_device_that_is_left_open_is_chosen_and_said(
+def test_a_device_of_auto_is_chosen_and_reported(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -205,7 +205,7 @@ def test_other_settings_change_nothing(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])
-def test_short_floats_train(config: TrainConfig, train: Train, precision: str) -> None:
+def test_16_bit_floats_train(config: TrainConfig, train: Train, precision: str) -> None:
     short = config.with_(precision=precision, steps=60, batch_size=10, save_every=0)
     train(short)
     losses = [float(row["loss"]) for row in read_log(Path(short.output) / LOG)]
@@ -220,7 +220,7 @@ def test_checkpointing_changes_nothing(
     assert train(other) == train(config)
 
 
-def test_a_device_that_is_not_there_is_told_before_anything_is_read(config: TrainConfig) -> None:
+def test_a_missing_device_is_reported_before_anything_is_read(config: TrainConfig) -> None:
     nowhere = config.with_(dataset="nowhere", weights="nowhere")
     with pytest.raises(tc.DeviceError, match='unknown device "tpu"'):
         train_adapter(nowhere.with_(device="tpu"), progress=False)
@@ -275,7 +275,7 @@ def test_a_run_out_of_memory_is_planned_anew_and_loses_nothing(
 
 def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
     by_hand = config.with_(gradient_checkpointing="none", base_precision="same")
-    # The settings leave no other plan; the step is too late; a checkpoint of step 5 exists.
+    # In turn: no other plan is left; the step is too late; a checkpoint of step 5 exists.
     late = config.with_(steps=30, save_every=0)
     for settings, step in ((by_hand, 1), (late, 25), (config, 7)):
         failing = OneOutOfMemory(step)
@@ -283,18 +283,20 @@ def test_a_run_out_of_memory_late_or_by_hand_fails(config: TrainConfig) -> None:
             train_adapter(settings, callbacks=[failing], progress=False)
 
 
-def test_a_batch_of_auto_is_a_number_in_the_end(config: TrainConfig) -> None:
+def test_an_automatic_batch_size_becomes_a_number(config: TrainConfig) -> None:
     settings = {**asdict(config), "batch_size": "auto", "steps": 3}
     lines: list[str] = []
     train_adapter(TrainConfig.from_mapping(settings), progress=False, report=lines.append)
     written = TrainConfig.from_yaml(Path(config.output) / CONFIG)
     assert written.batch_size >= 1
     assert any(line.startswith(f"plan: --batch-size {written.batch_size} ") for line in lines)
-    with pytest.raises(ConfigError, match="give the --batch-size too"):
+    with pytest.raises(ConfigError, match="--batch-size is auto"):
         train_adapter(TrainConfig.from_mapping({**settings, "effective_batch": 8}), progress=False)
 
 
-def test_what_a_gpu_streamed_stays_open_on_the_cpu(config: TrainConfig, train: Train) -> None:
+def test_streamed_blocks_of_a_run_on_a_gpu_are_not_kept_on_the_cpu(
+    config: TrainConfig, train: Train
+) -> None:
     train(config.with_(steps=5))
     state = checkpoint_path(Path(config.output), 5) / "state.json"
     text = state.read_text()

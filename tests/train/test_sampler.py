@@ -39,7 +39,7 @@ def test_runs_are_those_of_diffusers(name: str, batched: bool) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_scale_one_asks_for_the_prompt_alone() -> None:
+def test_a_scale_of_one_predicts_for_the_prompt_alone() -> None:
     calls = []
 
     def model(x: tc.Tensor, timestep: float, /, *, condition: tc.Tensor) -> tc.Tensor:
@@ -61,7 +61,7 @@ def test_no_gradient_is_recorded() -> None:
     assert not found.requires_grad
 
 
-def test_what_cannot_be_sampled_is_refused() -> None:
+def test_wrong_arguments_of_samplers_are_rejected() -> None:
     schedule, x = NoiseSchedule(), tc.randn((1, 2))
     with pytest.raises(ArgumentError, match='unknown sampler "ddim"'):
         Sampler(schedule, 4, "ddim")

@@ -51,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_training_goes_on_while_a_snapshot_is_written(
+def test_training_continues_while_a_snapshot_is_written(
     config: TrainConfig, train: Train, gate: threading.Event
 ) -> None:
     bits: dict[str, bytes] = {}
@@ -89,7 +89,7 @@ def test_the_older_checkpoint_stays_until_the_newer_is_whole(
     assert [state.step_of(path) for path in checkpoints(Path(config.output))] == [12]
 
 
-def test_a_checkpoint_that_was_begun_is_finished_when_training_fails(
+def test_a_begun_checkpoint_is_finished_when_training_fails(
     config: TrainConfig, gate: threading.Event
 ) -> None:
     def fail(_: Trainer[Any]) -> None:

@@ -46,7 +46,7 @@ def names(output: Path) -> list[str]:
     return sorted(path.name for path in output.iterdir())
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_values_are_loaded(tmp_path: Path) -> None:
     saved = variables()
     optimizer = stepped(saved)
     folder = state.checkpoint_path(tmp_path, 7)
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_a_snapshot(tmp_path: Path) -> None:
         np.testing.assert_array_equal(stored[key].numpy(), value)
 
 
-def test_the_newest_stay(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for step in (5, 40, 300, 1000000, 20):
         save(tmp_path, step)
     (tmp_path / "checkpoint-000400").mkdir()  # incomplete: not counted, not touched
@@ -84,7 +84,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert {"checkpoint-000400", "checkpoint-final"} <= set(names(tmp_path))
 
 
-def test_saving_again_replaces(tmp_path: Path) -> None:
+def test_saving_again_replaces_a_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (state.checkpoint_path(tmp_path, 3) / "stray").write_text("of the first")
     save(tmp_path, 3)
@@ -97,7 +97,7 @@ def test_saving_again_replaces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["save_file", "write_atomically"])
-def test_a_write_that_fails_leaves_the_older_ones(
+def test_a_write_that_fails_leaves_older_checkpoints(
     tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -115,7 +115,9 @@ def test_a_write_that_fails_leaves_the_older_ones(
 
 
 @pytest.mark.parametrize("victim", ["write_atomically", "sync_folder"])
-def test_a_process_killed_while_saving_leaves_complete_ones(tmp_path: Path, victim: str) -> None:
+def test_a_process_killed_while_saving_leaves_complete_checkpoints(
+    tmp_path: Path, victim: str
+) -> None:
     save(tmp_path, 1)
     code = f"""
 import os, signal
@@ -129,7 +131,8 @@ folder = state.checkpoint_path(Path({str(tmp_path)!r}), 2)
 state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
     run = subprocess.run([sys.executable, "-c", code], check=False)
     assert run.returncode == -signal.SIGKILL
-    expected = {"write_atomically": 1, "sync_folder": 2}[victim]  # the second dies after the rename
+    # `sync_folder` is called after the rename.
+    expected = {"write_atomically": 1, "sync_folder": 2}[victim]
     newest = state.find(tmp_path, "latest")
     assert newest == state.checkpoint_path(tmp_path, expected)
     parameters = variables()
@@ -137,7 +140,7 @@ state.save(folder, parameters, optimizer, state.RunState(2, 2, None, {{}}))"""
     assert loaded.step == expected
 
 
-def test_later_checkpoints_are_another_runs(tmp_path: Path) -> None:
+def test_starting_before_a_later_checkpoint_is_an_error(tmp_path: Path) -> None:
     state.refuse_later(tmp_path / "none", 0)
     save(tmp_path, 10)
     state.refuse_later(tmp_path, 10)
@@ -145,7 +148,7 @@ def test_later_checkpoints_are_another_runs(tmp_path: Path) -> None:
         state.refuse_later(tmp_path, 9)
 
 
-def test_find_says_what_there_is_not(tmp_path: Path) -> None:
+def test_find_names_missing_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no checkpoint in .*; leave --resume out"):
         state.find(tmp_path, "latest")
     assert state.find(tmp_path, "auto") is None
@@ -172,7 +175,7 @@ def load(folder: Path) -> None:
         ('{"format": 1}', "has format 1, expected 2: it was written by another version"),
     ],
 )
-def test_damaged_numbers_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_damaged_numbers_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     folder = save(tmp_path, 1)
     (folder / "state.json").write_text(text)
     with pytest.raises(WeightsFormatError, match=message):
@@ -180,7 +183,7 @@ def test_damaged_numbers_are_refused(tmp_path: Path, text: str, message: str) ->
 
 
 @pytest.mark.parametrize("name", ["parameters.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_file_that_is_cut_at_any_byte_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_cut_at_any_byte_is_rejected(tmp_path: Path, name: str) -> None:
     save(tmp_path, 1)
     folder = save(tmp_path, 2)
     whole = (folder / name).read_bytes()
@@ -198,7 +201,7 @@ def test_a_file_that_is_cut_at_any_byte_is_refused(tmp_path: Path, name: str) ->
         load(folder)
 
 
-def test_there_may_be_no_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_without_an_earlier_one_is_named(tmp_path: Path) -> None:
     folder = save(tmp_path, 2)
     save(tmp_path, 3)
     (folder / "optimizer.safetensors").unlink()
@@ -206,14 +209,14 @@ def test_there_may_be_no_earlier_checkpoint(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_nested_state_is_refused(tmp_path: Path) -> None:
+def test_nested_state_is_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path, 2)
     (folder / "state.json").write_text("[" * 100_000)
     with pytest.raises(WeightsFormatError, match=r"is damaged: state\.json: "):
         load(folder)
 
 
-def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_another_adapter_is_rejected_and_nothing_changes(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     others = [
         ({"a": (2, 3)}, r"holds other parameters .* \(1 differ, the first is b\)"),
@@ -229,11 +232,11 @@ def test_another_adapter_is_refused_and_nothing_changes(tmp_path: Path) -> None:
         assert all(not var.detach().numpy().any() for var in parameters.values())
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_another_optimizer_is_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     parameters = variables()
     optimizer = tc.optim.Lion(list(parameters.values()), lr=0.1)
-    with pytest.raises(WeightsFormatError, match=r"the optimizer of .* is another"):
+    with pytest.raises(WeightsFormatError, match=r"has the state of another optimizer"):
         state.load(folder, parameters, optimizer)
 
 
@@ -243,7 +246,7 @@ def test_the_state_is_readable(tmp_path: Path) -> None:
     assert (stored["step"], stored["settings"]) == (3, {"rank": 4})
 
 
-def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-000002.partial").mkdir()
     (tmp_path / "checkpoint-000002.partial" / "state.json").write_text("{")
     (tmp_path / "checkpoint-000001.removed").mkdir()

@@ -21,7 +21,7 @@ Y: Array = X @ np.array([1.0, -2.0, 0.5], dtype=np.float32) + 3
 
 
 class Slices:
-    """Consecutive rows of the data; after the last row the first follows."""
+    """Consecutive rows of the data; the first row follows the last."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -31,7 +31,7 @@ class Slices:
 
 
 class Recorder(Callback):
-    """Keeps what happened, in order."""
+    """Records events in order."""
 
     def __init__(self, name: str = "", events: list[str] | None = None) -> None:
         self.name = name
@@ -172,7 +172,7 @@ def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [6]), (3, [3, 6]), (4, [4, 6])])
-def test_checkpoints_come_as_asked_and_at_the_end(
+def test_checkpoints_are_saved_every_nth_step_and_at_the_end(
     tmp_path: Path, every: int, expected: list[int]
 ) -> None:
     trainer(tc.Var(np.zeros(3, np.float32)), steps=6, output=tmp_path, save_every=every).train()
@@ -194,7 +194,7 @@ def test_a_callback_can_stop_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, value: float) -> None:
+def test_a_non_finite_loss_ends_the_run(tmp_path: Path, value: float) -> None:
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
 
     def loss(rows: npt.NDArray[np.int64]) -> tc.Tensor:
@@ -216,7 +216,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, value: float) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gradient_that_is_no_number_leaves_the_parameters() -> None:
+def test_a_non_finite_gradient_leaves_the_parameters_as_they_were() -> None:
     weight = tc.Var(np.zeros(1, np.float32))
     run = Trainer(
         lambda _: weight.sqrt().sum(),
@@ -256,7 +256,7 @@ def half(weight: tc.Var) -> tc.Tensor:
 
 
 def test_the_scaler_skips_steps_that_overflow() -> None:
-    # 65536 overflows f16, half of it does not.
+    # 65536 overflows f16, 32768 does not.
     weight, recorder = tc.Var(np.ones(1, np.float32)), Recorder()
     scaler = tc.optim.GradScaler()
     Trainer(
@@ -289,7 +289,7 @@ def test_a_scaler_that_skips_for_ever_is_an_error() -> None:
     assert weight.item() == 1.0
 
 
-def test_what_the_loss_is_computed_from_can_be_made_before_the_step() -> None:
+def test_inputs_of_the_loss_can_be_made_before_the_step() -> None:
     """All batches of a step are made at once, and each draws from a stream of its own."""
 
     def numbered(rows: npt.NDArray[np.int64]) -> dict[str, tc.Tensor]:

@@ -44,7 +44,7 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
     (start,) = wandb.inits
     assert (start["project"], start["name"], start["id"]) == ("loras", "digit", None)
     assert start["config"]["rank"] == config.rank
-    # The settings are those of the plan, not those asked for.
+    # The logged settings are those that the plan chose.
     assert start["config"]["gradient_checkpointing"] == "none"
     steps = [step for step, values in wandb.logged if "train/loss" in values]
     assert steps == list(range(1, config.steps + 1))
@@ -55,7 +55,7 @@ def test_a_run_logs_its_settings_steps_and_validations(config: TrainConfig, wand
     assert wandb.finished == 1
 
 
-def test_a_resumed_training_goes_on_with_its_run(tmp_path: Path, wandb: Wandb) -> None:
+def test_a_resumed_training_continues_with_its_run(tmp_path: Path, wandb: Wandb) -> None:
     trainer: Any = SimpleNamespace(step=0, settings={})
     for step in (0, 4):
         trainer.step = step

@@ -192,7 +192,7 @@ attention_backward_key_value(uint32_t block, const T *q, const T *k, const T *v,
     delta += (uint64_t(task.batch) * shape.heads + head) * shape.queries;
     const uint32_t tiles_a_head = begin < end ? end - begin : 0, steps = heads * tiles_a_head;
 
-    // The tile of queries that is copied next. After the last of a head come those of the next head.
+    // The tile of queries that is copied next. After the last tile of a head come the tiles of the next head.
     uint32_t next = begin;
     const auto copy_queries = [&](uint32_t step) {
         const uint32_t query = next * QUERIES, stage = stages + step % 2 * STAGE;

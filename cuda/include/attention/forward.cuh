@@ -7,7 +7,7 @@
 #include "mma.cuh"
 #include "shape.cuh"
 
-// The softmax of the rows of a warp's 16 M queries: a thread has 2 M rows, four threads share one.
+// The softmax of the rows of a warp's 16 M queries: each thread has 2 M rows, and four threads share each row.
 template <int M> struct RunningSoftmax {
     // Subtracted from the scores times scale / ln 2.
     float base[M][2];

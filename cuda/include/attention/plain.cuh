@@ -38,7 +38,8 @@ template <typename T> struct MatrixRows {
     }
 };
 
-// The products of 32 rows of `a` with 32 rows of `b`: a thread has those of rows y, y + 16 with rows x, x + 16.
+// The products of 32 rows of `a` with 32 rows of `b`: a thread has the products of rows y and y + 16 of `a` with rows x and x + 16 of
+// `b`.
 template <typename T>
 __device__ void row_products(Acc<T> (&sum)[2][2], const MatrixRows<T> &a, uint32_t a_row, const MatrixRows<T> &b, uint32_t b_row,
                              Square<Acc<T>> &left, Square<Acc<T>> &right) {

@@ -35,7 +35,7 @@ struct Task {
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 
-    // How many heads of queries in a row share a head of keys.
+    // How many consecutive heads of queries share a head of keys.
     static __device__ __forceinline__ uint32_t group() { return 1; }
     // The first key that a query sees, and the end of the queries that see a key.
     static __device__ __forceinline__ uint32_t first_key(uint32_t) { return 0; }

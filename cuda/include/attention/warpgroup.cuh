@@ -1,7 +1,7 @@
 // Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a): the left operand in registers or
-// shared memory, the right one in shared memory, where its permuted rows of 128 bytes are the 128-byte swizzle of the PTX manual.
-// Accumulators and left operands are distributed as those of `mma.sync`, warp by warp. Products run while the warps continue, until
-// they are waited for.
+// shared memory, the right one in shared memory, whose permuted rows of 128 bytes (mma.cuh) have the layout that the PTX manual
+// calls 128-byte swizzle. Accumulators and left operands are distributed as those of `mma.sync`, warp by warp. Products are
+// asynchronous: warps continue until they wait for them.
 #pragma once
 
 #include "../element.cuh"
@@ -15,14 +15,14 @@
 // Whether warpgroups multiply tiles in which each warp has 16 `M` rows.
 template <int M> constexpr bool BY_WARPGROUP = WARPGROUP_PRODUCTS && M == 1;
 
-// Before products whose operands other instructions have written.
+// Call this before products whose operands other instructions have written.
 __device__ __forceinline__ void begin_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
 
-// After products that are waited for together.
+// Call this after the products that a warp will wait for together.
 __device__ __forceinline__ void end_products() {
 #if WARPGROUP_PRODUCTS
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

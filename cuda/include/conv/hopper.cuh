@@ -99,7 +99,7 @@ template <int STAGES, int STAGE_BYTES, int CLUSTER> struct Pipeline : Stages<STA
             advance();
         }
         multiply_wait<0>();
-        // The compiler must not read sums before this point: it would make the products wait for one another.
+        // The compiler must not read sums before this point, or else the products would wait for one another.
 #pragma unroll
         for (int i = 0; i < STRIPS; ++i)
 #pragma unroll

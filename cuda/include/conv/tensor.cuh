@@ -39,7 +39,7 @@ template <Direction D, int ROWS, int COUNT, bool PAIRED = false> struct Work {
         end = int(int64_t(steps) * (blockIdx.z + 1) / gridDim.z);
     }
 
-    // The grid has the tiles of the largest phase of a strided gradient, so smaller phases have empty ones. The first
+    // The grid has the tiles of the largest phase of a strided gradient, so smaller phases have empty tiles. The first
     // block of a pair decides for both.
     __device__ __forceinline__ bool is_empty() const {
         return (PAIRED ? row - row % (2 * ROWS) : row) >= gather.pixels();

@@ -1,7 +1,8 @@
 // Optimizers whose update of an element depends on other elements of its variable: one block of threads updates a whole variable.
 //
-// Sums are in f64 and in an order of their own, so results agree with those of the CPU up to rounding. A step is whole_prepare, then
-// for every set of variables with the same dtypes the optimizer's kernels one after the other, of which `<optimizer>_step_*` is last.
+// Sums are in f64 and in another order than on the CPU, so results agree with those of the CPU up to rounding. A step launches
+// whole_prepare and then, for every set of variables with the same dtypes, the kernels of the optimizer one after the other,
+// `<optimizer>_step_*` last.
 #pragma once
 
 #include "../optim.cuh"
@@ -51,7 +52,7 @@ template <typename G, typename C> struct Elements {
         if (of.copy != nullptr) static_cast<C *>(of.copy)[i] = narrow<C>(value);
     }
 
-    // After the last use of a gradient: clears it if that is asked for.
+    // Call this after the last use of a gradient: clears the gradient if the step has to.
     __device__ __forceinline__ void clear(uint64_t i) const {
         if (zero_grads) static_cast<G *>(of.grads)[i] = narrow<G>(0.0f);
     }

@@ -1,9 +1,10 @@
-// Adafactor and CAME: second moments of matrices from those of their rows and columns; see the host's adafactor.rs and came.rs.
+// Adafactor and CAME: the second moments of a matrix are computed from the moments of its rows and columns; see the host's
+// adafactor.rs and came.rs.
 #pragma once
 
 #include "elements.cuh"
 
-// The matrices of a variable, one after the other; the moments of their rows and of their columns likewise.
+// The matrices of a variable, one after the other, and the moments of their rows and of their columns in the same order.
 struct Matrices {
     uint32_t height, width;
     uint64_t number, rows, columns; // of all matrices
@@ -21,8 +22,8 @@ struct Matrices {
     __device__ __forceinline__ uint64_t matrix(uint64_t row) const { return row / height; }
 };
 
-// row_of(row, mean of value(i) over it) and column_of(column, mean of value(i) over it) for every row and column, then
-// `mean_rows` [number of matrices]: the mean of `rows` over those of each matrix.
+// Calls row_of(row, mean of value(i) over the row) for every row and column_of(column, mean of value(i) over the column)
+// for every column; then sets `mean_rows` [number of matrices]: the mean of `rows` over the rows of each matrix.
 template <typename V, typename R, typename S>
 static __device__ __forceinline__ void
 moments(const Matrices &in, V value, R row_of, S column_of, const float *rows, float *mean_rows) {
@@ -65,13 +66,13 @@ moments(const Matrices &in, V value, R row_of, S column_of, const float *rows, f
     __syncthreads();
 }
 
-// `a` moved by `weight` of the way to `b`, which it reaches exactly.
+// `a` moved by the fraction `weight` of the way to `b`; exactly `b` for a weight of 1.
 static __device__ __forceinline__ float lerp(float a, float b, float weight) {
     return weight < 0.5f ? a + weight * (b - a) : b - (1.0f - weight) * (b - a);
 }
 
-// As torch.optim.Adafactor. more: beta2_decay, least root of the second moment, least size of a parameter, d.
-//   A vector has the state `variance`, a matrix those of rows and columns; scratch [number of matrices].
+// As torch.optim.Adafactor. more: beta2_decay, minimum root of the second moment, minimum size of a parameter, d.
+//   A vector has the state `variance`; a matrix has a state for rows and one for columns; scratch [number of matrices].
 template <typename G, typename C>
 static __device__ __forceinline__ void adafactor(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;

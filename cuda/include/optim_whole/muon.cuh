@@ -3,12 +3,14 @@
 
 #include "elements.cuh"
 
-// more: momentum, the iteration's coefficients, the least norm, its steps, whether learning rates are those of AdamW.
+// more: momentum, the iteration's coefficients, the minimum norm, the number of iterations, whether learning rates are
+// those of AdamW.
 enum MuonSetting { MOMENTUM, COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C, LEAST_NORM, NS_STEPS, MATCHES_ADAMW };
 
 constexpr int TILE = 16;
 
-// store(i, j, sum over k of left(i, k) * right(k, j)) for i < m and j < n. Tiles of 16 by 32 results, one a thread.
+// store(i, j, sum over k of left(i, k) * right(k, j)) for i < m and j < n. Tiles of 16 by 32 results, one result per
+// thread.
 template <typename L, typename R, typename S>
 static __device__ __forceinline__ void product(uint32_t m, uint32_t n, uint32_t inner, L left, R right, S store) {
     __shared__ float lefts[TILE][WARP + 1], rights[WARP][WARP + 1];

@@ -7,8 +7,8 @@
 // more: beta3 and the rest of the hyper-parameters.
 enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, SAFEGUARD };
 
-// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept; then the sums of a step and whether it has
-// any.
+// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept; then the sums of a step, and its rate,
+// which is 0 if the parameters stay as they are.
 enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, IS_TAKEN };
 
 static __device__ __forceinline__ double prodigy_rate(const Settings &at, const double *shared) {
@@ -62,7 +62,7 @@ static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of,
     });
 }
 
-// The parameters, unless no gradient says anything.
+// Updates the parameters, unless the rate is 0.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;
@@ -70,7 +70,7 @@ static __device__ __forceinline__ void prodigy_apply(const Elements<G, C> &of, c
         for_each(of.of.count, [&](uint64_t i) { of.clear(i); });
         return;
     }
-    // The estimate that the step size is made of is that before this step; `STEPS` has counted it already.
+    // The step size uses the estimate from before this step; `STEPS` already counts this step.
     const double rate = by.shared[IS_TAKEN], d = by.shared[D];
     const bool decouples = at.more[DECOUPLE] != 0.0;
     const float lost = decouples ? static_cast<float>(at.weight_decay * rate) : 0.0f;

@@ -145,7 +145,7 @@ fn random_work_never_overlaps_and_joins_again_at_the_end() {
 }
 
 #[test]
-fn a_repeated_step_asks_for_nothing_new() {
+fn a_repeated_step_maps_no_memory() {
     let mut allocator = allocator(4096 * MIB);
     let mut step = || {
         let blocks: Vec<_> = (1..40u64).map(|i| allocator.allocate(i * 700_000).unwrap()).collect();
@@ -159,7 +159,7 @@ fn a_repeated_step_asks_for_nothing_new() {
 }
 
 #[test]
-fn a_full_device_gives_back_what_is_kept_before_it_refuses() {
+fn cached_memory_is_released_before_an_allocation_fails() {
     let mut allocator = allocator(100 * MIB);
     let small: Vec<_> = (0..20).map(|_| allocator.allocate(MIB).unwrap()).collect();
     let large = allocator.allocate(60 * MIB).unwrap();
@@ -200,7 +200,7 @@ fn gaps_are_filled_again() {
 }
 
 #[test]
-fn the_memory_of_graphs_is_theirs_until_the_last_is_gone() {
+fn the_memory_of_graphs_stays_until_the_last_graph_is_dropped() {
     let mut allocator = allocator(1024 * MIB);
     let eager = allocator.allocate(100 * MIB).unwrap();
     assert!(allocator.free(eager));

@@ -63,7 +63,7 @@ impl Ring {
 /// The driver's error.
 ///
 /// # Safety
-/// There are `size` bytes at both places; the stream is one of the current device, and not capturing.
+/// There are `size` bytes at both places; the stream belongs to the current device and is not capturing.
 pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     let mut ring = Ring::take(stream);
     // SAFETY: the caller's promise.

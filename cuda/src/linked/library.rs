@@ -55,7 +55,8 @@ pub fn check_device(ordinal: usize) -> Result<(), Unavailable> {
     known.as_ref().and_then(|devices| devices.get(ordinal)).cloned().unwrap_or(Ok(()))
 }
 
-/// The value for the slot of a function: its address, or our function if it allocates or frees memory or copies from the host.
+/// The value for the slot of a function: its address, or that of our function for the functions that allocate memory, free memory or
+/// copy from the host.
 fn stand_in(name: &str, address: *mut ()) -> *mut () {
     match name {
         "cuMemAllocAsync" => memory::allocate as *mut (),

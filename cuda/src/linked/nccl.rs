@@ -15,7 +15,7 @@ use super::library::open;
 use super::memory::Status;
 use crate::Unavailable;
 
-/// The file that the system's loader knows.
+/// The name under which the system's loader finds the library.
 const FILE: &str = "libnccl.so.2";
 /// The oldest version whose configuration is written here, as `major * 10000 + minor * 100 + patch`.
 const MINIMUM: c_int = 22_700;
@@ -24,7 +24,7 @@ const NEXT_MAJOR: c_int = 30_000;
 
 /// `ncclResult_t`: `ncclSuccess`.
 pub const SUCCESS: c_int = 0;
-/// `ncclResult_t`: `ncclInProgress`, of a call in progress in a thread of the library.
+/// `ncclResult_t`: `ncclInProgress`, while a thread of the library still runs the call.
 pub const IN_PROGRESS: c_int = 7;
 /// `ncclRedOp_t`: `ncclSum`.
 pub const SUM: c_int = 0;
@@ -120,8 +120,8 @@ functions! {
 
 static LOADED: Mutex<Option<Nccl>> = Mutex::new(None);
 
-/// Load the library, first from `folders`, then by the system's loader. Turns NVLink multicast off unless the environment sets it: its
-/// sums change from run to run, and on a shared host it can disable the GPUs of other users.
+/// Load the library, first from `folders`, then by the system's loader. Turns NVLink multicast off unless the environment sets it:
+/// with multicast, sums change from run to run, and on a shared host it can disable the GPUs of other users.
 ///
 /// # Errors
 /// [`Unavailable::NoNccl`], [`Unavailable::NcclVersion`], [`Unavailable::NoFunction`].
@@ -151,7 +151,7 @@ impl Nccl {
     /// The version, as `major * 10000 + minor * 100 + patch`; 0 if it is unknown.
     pub fn version(&self) -> c_int {
         let mut version = 0;
-        // SAFETY: the place is ours.
+        // SAFETY: the result goes to a local variable.
         unsafe { (self.version)(&raw mut version) };
         version
     }
@@ -161,7 +161,7 @@ impl Nccl {
         // SAFETY: both texts live as long as the library; no communicator is needed for the last message.
         let texts = unsafe { [(self.error_string)(result), (self.last_error)(std::ptr::null_mut())] };
         let read = |text: *const c_char| {
-            // SAFETY: it ends with a zero.
+            // SAFETY: the library's texts end with a zero.
             (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned())
         };
         let texts: Vec<String> = texts.into_iter().filter_map(read).filter(|text| !text.is_empty()).collect();
@@ -174,7 +174,7 @@ impl Nccl {
     /// The library's result.
     pub fn unique_id(&self) -> Result<UniqueId, c_int> {
         let mut id = UniqueId([0; 128]);
-        // SAFETY: the place is ours.
+        // SAFETY: the result goes to a local variable.
         check(unsafe { (self.unique_id)(&raw mut id) })?;
         Ok(id)
     }
@@ -189,7 +189,7 @@ impl Nccl {
     pub unsafe fn init_rank(&self, id: UniqueId, rank: c_int, size: c_int) -> Result<Comm, c_int> {
         let mut comm = std::ptr::null_mut();
         let mut config = Config::not_blocking();
-        // SAFETY: the places are ours, and the rest is the caller's promise.
+        // SAFETY: the results go to local variables, and the rest is the caller's promise.
         check(unsafe { (self.init_rank)(&raw mut comm, size, id, rank, &raw mut config) })?;
         Ok(comm)
     }
@@ -251,7 +251,7 @@ impl Nccl {
     /// # Errors
     /// The library's result.
     pub fn group_start(&self) -> Result<(), c_int> {
-        // SAFETY: it has no arguments.
+        // SAFETY: the function has no arguments.
         check(unsafe { (self.group_start)() })
     }
 
@@ -260,7 +260,7 @@ impl Nccl {
     /// # Errors
     /// The library's result.
     pub fn group_end(&self) -> Result<(), c_int> {
-        // SAFETY: it has no arguments.
+        // SAFETY: the function has no arguments.
         check(unsafe { (self.group_end)() })
     }
 
@@ -279,7 +279,7 @@ impl Nccl {
     /// Free a communicator that is finalized.
     ///
     /// # Safety
-    /// It is not used again.
+    /// The communicator is not used again.
     pub unsafe fn destroy(&self, comm: Comm) {
         // SAFETY: the caller's promise. A failure cannot be reported from here.
         unsafe { (self.destroy)(comm) };
@@ -288,7 +288,7 @@ impl Nccl {
     /// End at once: kernels that wait for other ranks stop, and the communicator is freed.
     ///
     /// # Safety
-    /// It is not used again, and no other thread is in a call with it.
+    /// The communicator is not used again, and no other thread is in a call with it.
     pub unsafe fn abort(&self, comm: Comm) {
         // SAFETY: as for destroy.
         unsafe { (self.abort)(comm) };
@@ -301,7 +301,7 @@ impl Nccl {
 /// The driver's errors, also those of earlier work.
 ///
 /// # Safety
-/// It is a stream of the current device, and not capturing.
+/// `stream` is a stream of the current device, and not capturing.
 pub unsafe fn is_done(stream: *mut c_void) -> Result<bool, Status> {
     // SAFETY: the caller's promise.
     match unsafe { driver::cuStreamQuery(stream) } {

@@ -49,11 +49,13 @@ COMMANDS: Final = {
     "export": Command(
         "trainable_candle.cli.export", "write a language model's adapter for other programs"
     ),
-    "extract": Command("trainable_candle.cli.extract", "the difference of two models as a LoRA"),
+    "extract": Command("trainable_candle.cli.extract", "write the difference of models as a LoRA"),
     "resize": Command("trainable_candle.cli.resize", "reduce a LoRA to a lower rank"),
-    "combine": Command("trainable_candle.cli.combine", "several LoRAs in one file"),
-    "verify": Command("trainable_candle.cli.verify", "tell what other tools make of an adapter"),
-    "doctor": Command("trainable_candle.cli.doctor", "find faults of this machine, with cures"),
+    "combine": Command("trainable_candle.cli.combine", "write several LoRAs as one file"),
+    "verify": Command("trainable_candle.cli.verify", "show which tools apply an adapter"),
+    "doctor": Command(
+        "trainable_candle.cli.doctor", "find faults of this machine and say how to fix them"
+    ),
     "info": Command("trainable_candle.cli.info", "show versions, devices and models"),
 }
 
@@ -117,7 +119,7 @@ def guarded(action: Callable[[], int]) -> int:
     """Run `action` and return the exit status; prints an error as one line without traceback."""
     try:
         status = action()
-        # Flush here: at the interpreter's exit, a closed pipe is reported on stderr.
+        # Flush here, because at its exit the interpreter reports a closed pipe on stderr.
         sys.stdout.flush()
         return status  # noqa: TRY300 - nothing of an else belongs outside the guard
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The output of `resize`, `combine` and `extract`, and its flags."""
+"""The output file of `resize`, `combine` and `extract`, and its flags."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def share(text: str) -> float:
 def add_output(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the output file."""
     group.add_argument("--output", metavar="FILE", help="the .safetensors file to write")
-    group.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    group.add_argument("--overwrite", action="store_true", help="replace an existing file")
     group.add_argument(
         "--precision",
         metavar="NAME",
@@ -67,7 +67,7 @@ def scales_of(given: Mapping[str, Any], count: int) -> list[float]:
         return list(scales) * count
     if len(scales) != count:
         raise ConfigError(
-            f"there are {len(scales)} times --scale and {count} times --adapter; "
-            "expected one --scale for all, or as many"
+            f"--scale is given {len(scales)} times and --adapter {count} times; "
+            "give --scale once for all, or once for each --adapter"
         )
     return list(scales)

@@ -40,7 +40,7 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write one LoRA that does what several do together. Their ranks add up.",
+        "Write the sum of several LoRAs as one LoRA, whose rank is the sum of theirs.",
         "--adapter FILE --adapter FILE --output FILE",
     )
     group = parser.add_argument_group("options")
@@ -54,7 +54,7 @@ def make_parser(program: str) -> Parser:
         action="append",
         help="factor on the effect: one for all, or one for each (default: 1)",
     )
-    group.add_argument("--rank", metavar="N", type=whole(1), help="then reduce to this rank")
+    group.add_argument("--rank", metavar="N", type=whole(1), help="reduce the sum to this rank")
     add_output(group)
     add_help(group)
     return parser

@@ -39,9 +39,9 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Fine-tune the built-in generator of handwritten digits on the one digit it has never "
-        "seen, the built-in SDXL on hearts, or the built-in language model on a task that it has "
-        "never seen, through the path that train-lora takes, and judge the result.",
+        "Fine-tune the built-in generator of handwritten digits on a digit that is new to it, the "
+        "built-in SDXL on hearts, or the built-in language model on a task that is new to it, in "
+        "the same way as train-lora, and judge the result.",
         "[options]",
     )
     group = parser.add_argument_group("options")

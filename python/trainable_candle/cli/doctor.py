@@ -28,7 +28,7 @@ def make_parser(program: str) -> Parser:
     parser = Parser(
         program,
         "Look at driver, libraries, cards, memory and disk, and train a small layer.\n"
-        "Each fault comes with its cure. The exit status is 0 if there is none.",
+        "Each fault comes with its cure. The exit status is 0 if there is no fault.",
         "[options]",
     )
     group = parser.add_argument_group("options")

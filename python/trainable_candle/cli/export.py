@@ -42,8 +42,8 @@ def run(arguments: Sequence[str], program: str) -> int:
     task = families.load(model, given.get("weights"), None, "cpu")
     if not isinstance(task, TextTask):
         raise ConfigError(
-            f"--model {model} draws images, and export is for language models; train-lora "
-            "--format and trainable-candle merge write for other programs"
+            f"--model {model} draws images, and export is for language models; for other programs, "
+            "use train-lora --format or trainable-candle merge"
         )
     family = task.family
     adapter = export.read_adapter(path, model, family.weights)
@@ -87,8 +87,8 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write a language model's adapter as other programs load it, or the whole model with it\n"
-        "in its weights: peft (transformers), vllm, gguf (llama.cpp), mlx, ollama, merged.",
+        "Write a language model's adapter in the form that another program loads, or the model\n"
+        "with the adapter in it: peft (transformers), vllm, gguf (llama.cpp), mlx, ollama, merged.",
         "--adapter PATH --for NAME --output DIR [options]",
     )
     group = parser.add_argument_group("options")
@@ -96,11 +96,11 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--weights", metavar="DIR", help="the folder of the base (default: the built-in one)"
     )
-    group.add_argument("--adapter", metavar="PATH", help="what train-lora wrote")
+    group.add_argument("--adapter", metavar="PATH", help="the adapter that train-lora wrote")
     group.add_argument("--for", metavar="NAME", help="peft, vllm, gguf, mlx, ollama or merged")
     group.add_argument("--output", metavar="DIR", help="new folder")
     group.add_argument(
-        "--base", metavar="NAME", help="what the program calls the base (default: --weights)"
+        "--base", metavar="NAME", help="name of the base for the program (default: --weights)"
     )
     group.add_argument(
         "--dataset", metavar="PATH", help="with --for merged: texts to compare losses on"

@@ -63,19 +63,21 @@ def make_parser(program: str) -> Parser:
     """Make the parser of the flags."""
     parser = Parser(
         program,
-        "Write the LoRA that makes one checkpoint most like another, by singular values.",
+        "Write the difference of two checkpoints as a LoRA, by singular values.",
         "--model NAME --tuned PATH --output FILE",
     )
     group = parser.add_argument_group("options")
-    group.add_argument("--model", metavar="NAME", help="which model they are")
+    group.add_argument("--model", metavar="NAME", help="the model of both checkpoints")
     group.add_argument("--weights", metavar="PATH", help="the base (default: the built-in one)")
     group.add_argument("--tuned", metavar="PATH", help="the fine-tuned checkpoint")
     group.add_argument("--rank", metavar="N", type=whole(1), help="the highest rank (default: 32)")
-    group.add_argument("--keep", metavar="X", type=share, help="share of that to keep (default: 1)")
+    group.add_argument(
+        "--keep", metavar="X", type=share, help="share of the squared norm (default: 1)"
+    )
     group.add_argument(
         "--target-modules", metavar="TEXT", help="layers, comma-separated (default: model's)"
     )
-    group.add_argument("--format", metavar="NAME", help="whose keys (default: model's)")
+    group.add_argument("--format", metavar="NAME", help="names in the file (default: model's)")
     add_output(group)
     add_help(group)
     return parser

@@ -4,7 +4,7 @@ from typing import Final
 
 _NOT_NEEDED: Final = "is not needed here: leave it out"
 _CACHED: Final = "is what --cache disk, the default, does: leave it out"
-_ATTENTION: Final = "is not needed here, where attention never holds all scores: leave it out"
+_ATTENTION: Final = "is not needed here, because attention never stores all scores: leave it out"
 _LISTED: Final = "has no counterpart: list the folders in a YAML file and give that as --dataset"
 
 INSTEAD: Final = {
@@ -18,7 +18,7 @@ INSTEAD: Final = {
     "--enable-bucket": "is the default here: leave it out",
     "--bucket-no-upscale": "is the default here, without --upscale: leave it out",
     "--network-train-unet-only": "is the default, without --train-text-encoder: leave it out",
-    "--no-half-vae": "is always so here: leave it out",
+    "--no-half-vae": "has no effect here, where the VAE is always f32: leave it out",
     "--save-model-as": "is always safetensors here: leave it out",
     "--caption-extension": "is not needed: .txt and .caption are both read; leave it out",
     "--max-token-length": "is not needed: captions of any length are read; leave it out",
@@ -28,7 +28,7 @@ INSTEAD: Final = {
     "--persistent-data-loader-workers": _NOT_NEEDED,
     "--network-module": "has no counterpart: choose the kind with --adapter",
     "--network-args": "has no counterpart: give --adapter and --target-modules",
-    "--unet-lr": "has no counterpart: give --learning-rate, which is that of the UNet",
+    "--unet-lr": "has no counterpart: give --learning-rate, which is the rate of the UNet",
     "--v-parameterization": "has no counterpart: give --prediction-type v_prediction",
     "--random-crop": "has no counterpart: give --crop random",
     "--color-aug": "has no counterpart: give --color-hue 0.04, and --color-brightness if wanted",
@@ -40,6 +40,6 @@ INSTEAD: Final = {
     "--logging-dir": "has no counterpart: give --tensorboard; logs are in --output",
     "--reg-data-dir": _LISTED,
     "--dataset-config": _LISTED,
-    "--huber-c": "is not --huber-delta exactly: give that",
+    "--huber-c": "has no exact counterpart: give --huber-delta",
 }
 """Flag, with hyphens -> the end of the message about it."""

@@ -30,9 +30,9 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         "--text-encoder",
         metavar="PATH",
         action="append",
-        help="a text encoder beside --weights; may be given again",
+        help="a text encoder outside --weights; may be given again",
     )
-    group.add_argument("--vae", metavar="PATH", help="the autoencoder beside --weights")
+    group.add_argument("--vae", metavar="PATH", help="the autoencoder, if outside --weights")
     group.add_argument(
         "--adapter", metavar="FILE", action="append", help="an adapter; several LoRAs add up"
     )
@@ -48,7 +48,7 @@ def add_model(group: argparse._ArgumentGroup, precision: str) -> None:
         "--base-precision",
         metavar="NAME",
         choices=(SAME, *FORMATS),
-        help=f"of the model's linear layers, adapters apart: {', '.join(FORMATS)}",
+        help=f"format of the model's linear layers, not of adapters: {', '.join(FORMATS)}",
     )
     group.add_argument("--dtype", dest="precision", help=argparse.SUPPRESS)
 

@@ -90,7 +90,7 @@ def _unadapted(given: Mapping[str, Any]) -> Task:
 def _compare(apart: float | None, merged: Callable[[], Task], given: Mapping[str, Any]) -> None:
     if apart is not None:
         loss = _loss(merged(), given)
-        print(f"loss: with the adapter apart {apart:.4f}, merged and quantized {loss:.4f}")
+        print(f"loss: adapter not merged {apart:.4f}, merged and quantized {loss:.4f}")
 
 
 def _require_no_sizes(given: Mapping[str, Any]) -> None:
@@ -132,10 +132,10 @@ def make_parser(program: str) -> Parser:
         help="quantize: nf4, int8 or fp8; image models int8 or fp8, into a .safetensors file",
     )
     group.add_argument(
-        "--dataset", metavar="PATH", help="with --to: data to compare the loss before and after on"
+        "--dataset", metavar="PATH", help="with --to: data for the loss before and after"
     )
     group.add_argument(
-        "--resolution", metavar="PX", type=whole(1), help="of the images of --dataset"
+        "--resolution", metavar="PX", type=whole(1), help="resolution of the images of --dataset"
     )
     group.add_argument(
         "--max-side", metavar="PX", type=whole(1), help="the longest side of those images"

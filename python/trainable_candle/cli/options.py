@@ -138,7 +138,7 @@ def add_settings(parser: Parser, *, rare: bool) -> None:
         for synonym in setting.synonyms:
             parser.add_argument(flag(synonym), **{**facts, "help": argparse.SUPPRESS})
     groups[TRAINING].add_argument(
-        flag(PRESET), metavar="NAME", help=f"{', '.join(PRESETS)}: what is not given"
+        flag(PRESET), metavar="NAME", help=f"{', '.join(PRESETS)}: default values"
     )
     files = groups[FILES]
     files.add_argument("--config", metavar="FILE", help="YAML file, a `setting: value` a line")

@@ -1,4 +1,4 @@
-"""Notes about adapters that were trained over a base with another rounding than in use."""
+"""Notes for adapters that are used over another rounding of the base than in training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _IN_PEFT: Final = "adapter_model.safetensors"
 _SCALES: Final = "qat_scales."
-"""What precedes a layer's name in the keys of learned scales."""
-_CURES: Final = {form: f": merge --to {form} writes them so" for form in FORMATS}
+"""The prefix of the keys of learned scales; a layer's name follows."""
+_CURES: Final = {form: f": use merge --to {form}" for form in FORMATS}
 
 
 def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[str]:
@@ -38,30 +38,28 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
     told = []
     trained, grid = facts.get(BASE), facts.get(QAT)
     if trained not in {None, base}:
-        why = (
-            ", and starts with what that took from the weights" if facts.get(INIT) == LOFTQ else ""
-        )
+        why = " and offsets its quantization error" if facts.get(INIT) == LOFTQ else ""
         told.append(
-            f"note: {adapter.name} was trained over a base in {trained}{why}; here the base is in "
-            f"{base or 'its own precision'}: give --base-precision {trained} for what was trained"
+            f"note: {adapter.name} was trained over a base in {trained}{why}, but here the base is "
+            f"in {base or 'its own precision'}: give --base-precision {trained}"
         )
     if grid not in {None, merged, base}:
         told.append(
-            f"note: {adapter.name} was trained for weights rounded to {grid} (--qat); here they "
-            f"are not{_CURES.get(str(grid), '')}"
+            f"note: {adapter.name} was trained for weights rounded to {grid} (--qat), but here "
+            f"they are not rounded to it{_CURES.get(str(grid), '')}"
         )
     return told
 
 
 def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
-    """The factors on the scales of the layers that an adapter was trained for, if it is `to`.
+    """The learned factors on scales, by layer, of an adapter that was trained for the format `to`.
 
     Args:
         adapter: a file, or a folder of peft.
         to: the format that is merged to.
 
     Raises:
-        ConfigError: they were learned, and the file does not have them.
+        ConfigError: factors were learned, and the file does not have them.
         WeightsFormatError, OSError: it cannot be read.
     """
     path = adapter / _IN_PEFT if adapter.is_dir() else adapter
@@ -75,7 +73,7 @@ def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
     }
     if QAT_SCALES in facts and not found:
         raise ConfigError(
-            f"--adapter: {path} lacks the scales that were learned with it (--qat-learned-scales), "
-            "as folders of peft do; give the file of the run that wrote it"
+            f"--adapter: {path} lacks the scales that were learned with it (--qat-learned-scales); "
+            "folders of peft do not have them: give the adapter file of the run"
         )
     return found

@@ -94,7 +94,9 @@ def make_parser(program: str) -> Parser:
     group.add_argument(
         "--guidance", metavar="X", type=guidance, help="guidance scale; 1: none (default: model's)"
     )
-    group.add_argument("--negative-prompt", metavar="TEXT", help="what not to draw")
+    group.add_argument(
+        "--negative-prompt", metavar="TEXT", help="prompt that guidance leads away from"
+    )
     group.add_argument("--size", metavar="WxH", help="size of an image, px (default: model's)")
     group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the noise (default: 0)")
     group.add_argument("--device", metavar="TEXT", help="auto (default), cpu, cuda or cuda:N")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trainable_candle import AdapterModule, AdapterReport
 
 BAD: Final = 1
-"""Exit status for a file of which ComfyUI does not apply every module."""
+"""Exit status if ComfyUI does not apply every module of the file."""
 
 _SHOWN: Final = 20
 
@@ -38,11 +38,9 @@ def run(arguments: Sequence[str], program: str) -> int:
         other = verify_adapter(path, model, built_in)
         if _misfits(other) < _misfits(report):
             report = other
-            print(f"note: its sizes are those of the built-in model `{model}`, not the published")
+            print(f"note: its sizes are those of the built-in `{model}`, not of the published one")
     if weights is None and _misfits(report) == len(report.modules):
-        print(
-            f"note: compared with the published `{model}`; --weights names a model of other sizes"
-        )
+        print(f"note: compared with the published `{model}`; for another size, give --weights")
     for line in lines(path, report, every="all" in given):
         print(line)
     if weights is not None and Texts in families.find(model).groups:
@@ -156,9 +154,11 @@ def make_parser(program: str) -> Parser:
     )
     group = parser.add_argument_group("options")
     group.add_argument("file", metavar="FILE", nargs="?", help="the adapter, a safetensors file")
-    group.add_argument("--model", metavar="NAME", help="what it is for (default: sdxl)")
+    group.add_argument("--model", metavar="NAME", help="the model of the adapter (default: sdxl)")
     group.add_argument(
-        "--weights", metavar="PATH", help="the model's files, if not of the published size"
+        "--weights",
+        metavar="PATH",
+        help="the model's files, if its sizes are not the published ones",
     )
     group.add_argument("--all", action="store_true", help="list every module")
     add_help(group)

@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 def add_writing(group: argparse._ArgumentGroup) -> None:
     """Add the flags."""
     group.add_argument(
-        "--tokens", metavar="N", type=whole(1), help="of an answer, at most (default: 512)"
+        "--tokens", metavar="N", type=whole(1), help="longest answer, tokens (default: 512)"
     )
     group.add_argument(
-        "--temperature", metavar="X", type=guidance, help="0 (default): the likeliest token"
+        "--temperature", metavar="X", type=guidance, help="0 (default): take the likeliest token"
     )
     group.add_argument(
         "--top-k", metavar="N", type=whole(0), help="draw from the N likeliest; 0: from all"
     )
     group.add_argument(
-        "--top-p", metavar="X", type=guidance, help="from those with this probability together"
+        "--top-p",
+        metavar="X",
+        type=guidance,
+        help="draw from the likeliest with this joint probability",
     )
     group.add_argument(
-        "--min-p", metavar="X", type=guidance, help="from those with X times the likeliest's"
+        "--min-p",
+        metavar="X",
+        type=guidance,
+        help="least probability, relative to the likeliest token",
     )
     group.add_argument(
         "--repetition-penalty", metavar="X", type=guidance, help="above 1: fewer repetitions"
@@ -37,7 +43,7 @@ def add_writing(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--stop", metavar="TEXT", action="append", help="ends an answer; may be given again"
     )
-    group.add_argument("--seed", metavar="N", type=whole(0), help="of the draws (default: 0)")
+    group.add_argument("--seed", metavar="N", type=whole(0), help="seed of the draws (default: 0)")
 
 
 def writing_options(given: Mapping[str, Any]) -> WritingOptions:

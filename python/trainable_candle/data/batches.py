@@ -23,9 +23,9 @@ class ShuffledBatches:
     """Batches of item numbers: every epoch is a new shuffle of the items.
 
     All items of a batch belong to one group; a batch may span two epochs of its group. In every
-    epoch each item occurs `repeats` times; the fraction of `repeats` is the share of epochs in
-    which it occurs once more. A batch depends only on the seed and its number, so any batch can be
-    computed at any time.
+    epoch each item occurs `repeats` times; if that is not a whole number, the item occurs once more
+    in some epochs, so that the mean is right. A batch depends only on the seed and its number, so
+    any batch can be computed at any time.
 
     Args:
         items: number of items, at least 1.
@@ -56,8 +56,8 @@ class ShuffledBatches:
         if group.shape != (items,) or often.shape != (items,) or not (often > 0).all():
             raise ConfigError(
                 f"batches: {items} items with {group.size} groups and {often.size} repeats, "
-                f"the least of which is {often.min(initial=1):g}; expected one of each an item, "
-                "and repeats above 0"
+                f"the least of which is {often.min(initial=1):g}; expected one group and one "
+                "number of repeats for each item, and repeats above 0"
             )
         self._batch_size = batch_size
         self._seed = seed
@@ -145,7 +145,7 @@ class _Group:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The largest number for which a condition holds that is true from 0 up to some number."""
+    """The largest number for which a condition holds; it holds for all numbers from 0 to that."""
     above = 1
     while holds(above):
         above *= 2

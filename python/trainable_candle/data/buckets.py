@@ -31,7 +31,7 @@ class Frame:
     original: tuple[int, int]
     """Width and height of the image before it is scaled."""
     left: int
-    """Column of the scaled image where the crop starts; of the mirrored one if mirrored."""
+    """Column where the crop starts, in the scaled image, which is mirrored if the crop is."""
     top: int
     bucket: Bucket
     """The size of the crop."""
@@ -54,12 +54,12 @@ class Fit:
 
     @property
     def margin(self) -> tuple[int, int]:
-        """The columns and rows that are cut off."""
+        """The columns and rows that are cropped away."""
         return self.scaled[0] - self.bucket.width, self.scaled[1] - self.bucket.height
 
     @property
     def lost(self) -> float:
-        """The part of the image that is cut off, 0 to below 1."""
+        """The part of the image that is cropped away, 0 to below 1."""
         return 1 - self.bucket.width * self.bucket.height / (self.scaled[0] * self.scaled[1])
 
     def box(self, across: float = 0.5, down: float = 0.5) -> tuple[int, int]:
@@ -84,8 +84,9 @@ class Buckets:
 
     The sides of a full-size bucket are multiples of the step; its area is as large as possible but
     at most that of a square of `resolution`. An image goes to the full-size bucket with the nearest
-    aspect ratio. If it is smaller than that and must not be enlarged, it goes to the nearest of the
-    full-size buckets that it covers, and of the largest multiples of the step within its sides.
+    aspect ratio. If it is smaller than this bucket and must not be enlarged, it goes to the nearest
+    of other buckets: the full-size ones that it covers, and the one whose sides are the largest
+    multiples of the step within the sides of the image.
     """
 
     def __init__(self, options: DatasetOptions) -> None:

@@ -23,7 +23,7 @@ _WHITE: Final = np.float32(255)
 
 @dataclass(frozen=True)
 class Colors:
-    """What is done to the colours of an image, one after the other; each result is clipped."""
+    """Changes of an image's colours, made in the order of the fields; each result is clipped."""
 
     brightness: float
     """Factor on all channels."""
@@ -32,7 +32,7 @@ class Colors:
     saturation: float
     """Factor on the difference from the pixel's luma."""
     hue: float
-    """What is added to the hue; 1 is the whole circle."""
+    """The number that is added to the hue; 1 is the whole circle."""
 
     def apply(
         self, pixels: npt.NDArray[np.uint8], opacity: npt.NDArray[np.uint8] | None = None
@@ -41,7 +41,7 @@ class Colors:
 
         Args:
             pixels: RGB, over white where they are transparent; shape (height, width, 3).
-            opacity: for the colours to change under the white; shape (height, width).
+            opacity: the alpha channel, so that the white does not change; shape (height, width).
         """
         planes = np.ascontiguousarray(np.moveaxis(pixels, -1, 0), np.float32)
         share = None
@@ -69,7 +69,7 @@ def drawn_colors(options: ColorOptions, seed: int, image: int, variant: int) -> 
 
     Args:
         options: how much each may vary.
-        seed: that of the run.
+        seed: the seed of the run.
         image: the image's own seed.
         variant: the number of the variant.
     """
@@ -98,7 +98,7 @@ def _luma(planes: Planes) -> Planes:
 
 
 def _turned(planes: Planes, sixths: np.float32) -> Planes:
-    """With another hue in the HSV model, by sixths of the circle."""
+    """The colours with hues turned by sixths of the circle, in the HSV model."""
     red, green, blue = planes
     value, least = planes.max(0), planes.min(0)
     chroma = value - least

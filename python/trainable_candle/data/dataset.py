@@ -45,7 +45,7 @@ class View:
     top: int
     flipped: bool
     colors: Colors | None = None
-    """How they are changed, if they are."""
+    """The changes of the colours; None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Dataset:
         return Dataset(items, self.options, self._captions, self.seed, self._summary)
 
     def fixed(self) -> Dataset:
-        """The same images for `fixed_batches` alone, with the views that it has."""
+        """The same images with only the views that `fixed_batches` uses."""
         options = replace(self.options, crop="center", flip=False, color=ColorOptions())
         return Dataset(self.items, options, self._captions, self.seed, self._summary)
 
@@ -209,7 +209,7 @@ class Dataset:
 
         Args:
             batch: the batch.
-            factor: pixels per side of a latent's square.
+            factor: pixels per element of the latents, in width and in height.
 
         Returns:
             Shape (B, height / factor, width / factor), or None if masks are off for all images.

@@ -41,11 +41,11 @@ class LatentCache:
 
     Args:
         dataset: the images.
-        encode: from pixels, uint8 of shape (n, h, w, 3), to tensors of n rows by name.
+        encode: takes pixels, uint8 of shape (n, h, w, 3); returns tensors of n rows by name.
         options: where to keep results.
         identity: everything that results depend on besides pixels: the encoder's weights, its
             settings, the dtype. Other values have separate entries.
-        folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
+        folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
         encode_area: the most pixels that `encode` gets at once, but at least one image.
     """
@@ -73,8 +73,9 @@ class LatentCache:
     ) -> Filled:
         """Encode the missing entries, in batches of images of equal size.
 
-        While the encoder works, threads decode images ahead and another writes entries; memory
-        does not grow with the number of images. Nothing is encoded if the cache is off.
+        While the encoder works, several threads decode the next images and another thread writes
+        entries; memory does not grow with the number of images. Nothing is encoded if the cache is
+        off.
 
         Args:
             progress: whether to draw a bar on a terminal.
@@ -159,11 +160,11 @@ class TextCache:
     are extended by those of the empty caption, repeated as often as needed.
 
     Args:
-        encode: from n captions to tensors of n rows by name.
+        encode: takes n captions; returns tensors of n rows by name.
         options: where to keep results.
         identity: everything that results depend on besides captions: the encoders' weights, clip
             skip, the number of tokens, the dtype. Other values have separate entries.
-        folder: for files, see `cache_folder`; needed if `options.kind` is `disk`.
+        folder: the folder of entries (`cache_folder`); needed if `options.kind` is `disk`.
         device: the device of batches.
         encode_parts: the most parts of captions that `encode` gets at once, but at least one
             caption.

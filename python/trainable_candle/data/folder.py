@@ -197,5 +197,7 @@ def _check(path: Path, listed: str | None, default: str | None, *, masks: bool) 
         caption = default if listed is None else listed
     if caption is None:
         text = path.with_suffix(".txt")
-        return f"{path}: no caption; write {text.name} beside it, or give --caption for all such"
+        return (
+            f"{path}: no caption; write {text.name} beside it, or give --caption for images without"
+        )
     return Picture(path, caption, facts.width, facts.height, facts.digest, mask, facts.transparent)

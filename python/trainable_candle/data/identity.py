@@ -25,7 +25,7 @@ _PIECE: Final = 2**20
 _WORKERS: Final = min(16, os.cpu_count() or 1)
 _REMEMBERED: Final = 1000
 SETTLED: Final = 2_000_000_000
-"""If a file changed this long ago, any later change has another timestamp everywhere, ns."""
+"""A change later than this after the last one has another timestamp on any file system, ns."""
 
 
 def file_identity(path: str | Path) -> str:
@@ -114,7 +114,7 @@ def _hashed(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _chunk(name: str, start: int) -> bytes:
-    # Processors have instructions for SHA-256, which make it about twice as fast as others.
+    # Processors have instructions for SHA-256, which make it about twice as fast as other hashes.
     digest = hashlib.sha256()
     piece = memoryview(bytearray(_PIECE))
     with Path(name).open("rb", buffering=0) as file:
@@ -136,7 +136,7 @@ def _remembered(memory: Path) -> dict[str, Any]:
 
 
 def _remember(memory: Path, fresh: Mapping[str, Sequence[Any]]) -> None:
-    """Save hashes. A failure is ignored, because they only save time."""
+    """Save hashes. A failure is ignored, because saved hashes only save time."""
     if not fresh:
         return
     # Read the file again: another process may have added hashes in the meantime.

@@ -1,4 +1,4 @@
-"""An image of the dataset, before anything of it is encoded."""
+"""An image of the data set with its settings, before it is encoded."""
 
 from __future__ import annotations
 

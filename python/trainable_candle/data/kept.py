@@ -27,9 +27,9 @@ _Given = TypeVar("_Given")
 DEVICE_LIMIT: Final = 512 * 1024**2
 """Bytes of entries that stay on the device; the others are copied there with their batch."""
 MEMORY_LIMIT: Final = 2 * 1024**3
-"""Bytes of a cache's entries on disk that are also kept in memory, on the device or not."""
+"""Bytes of the entries on disk that are also kept in memory, the device's included."""
 PENDING: Final = 1
-"""Encoded batches that wait while one is moved to the host and written, at most."""
+"""The most encoded batches that wait while another is moved to the host and written."""
 
 
 class Entries:
@@ -180,7 +180,7 @@ def _rows(encoded: Mapping[str, Tensor], count: int) -> Iterator[dict[str, Tenso
                 f"cache: the encoder was given {count} items and returned `{name}` of shape "
                 f"{tuple(tensor.shape)}, expected ({count}, ...)"
             )
-    # Copy whole tensors: one row costs as much as all of them.
+    # Copy whole tensors: copying one row takes as long as copying all rows.
     whole = {name: tensor.detach().to("cpu") for name, tensor in encoded.items()}
     for row in range(count):
         yield {name: tensor.narrow(0, row, 1).contiguous() for name, tensor in whole.items()}

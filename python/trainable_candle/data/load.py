@@ -28,7 +28,7 @@ def load_dataset(
     Args:
         options: the folders and their settings.
         captions: the transformations of captions; none by default.
-        seed: of everything random, at least 0.
+        seed: the seed of everything random, at least 0.
 
     Raises:
         DatasetError: a folder is missing or has no usable images, or some images cannot be used
@@ -79,7 +79,7 @@ def _balance(found: list[list[Item]], sources: Sequence[Source]) -> None:
     )
     if not own:
         raise ConfigError(
-            "dataset: there are only regularisation images; expected a folder of those to learn"
+            "dataset: there are only regularisation images; expected a folder of images to learn"
         )
     free = sum(
         len(items)

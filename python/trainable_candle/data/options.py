@@ -221,7 +221,7 @@ class CacheOptions:
     each time."""
     folder: Path | None = None
     """The folder for the files; None: `.trainable-candle` in the first folder of the data set, or
-    in the output folder if the data set's cannot be written to."""
+    in the output folder if that folder cannot be written to."""
 
     def __post_init__(self) -> None:
         """Check every value."""

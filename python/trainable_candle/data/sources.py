@@ -33,7 +33,8 @@ def parse_sources(
 
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder
-            or a mapping of the fields of `Source`. In a file, relative folders are relative to it.
+            or a mapping of the fields of `Source`. Relative folders in a file are relative to the
+            file.
         caption: for images without one, where the entry has no `caption` of its own.
 
     Raises:

@@ -61,7 +61,7 @@ class Verdict:
         rows = [
             ("images without the LoRA", self.before, f"at most {MOST_BEFORE:.0%}"),
             ("images with the LoRA", self.after, f"at least {LEAST_AFTER:.0%}"),
-            (f"{UNSEEN} ones, of which it saw none", self.unseen, "-"),
+            (f"{UNSEEN} ones, a colour not seen", self.unseen, "-"),
         ]
         lines = [f"  {what:34}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
         head = f"A judge right on {self.judge_accuracy:.1%} of shapes looks for hearts:"

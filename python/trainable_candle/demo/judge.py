@@ -77,9 +77,9 @@ class Verdict:
 
     def __str__(self) -> str:
         rows = [
-            ("samples without the LoRA that are it", self.share_before, f"under {MOST_BEFORE:.0%}"),
-            ("samples with the LoRA that are it", self.share_after, f"over {LEAST_AFTER:.0%}"),
-            ("their spread, of real images'", self.spread_ratio, f"at least {LEAST_SPREAD:.0%}"),
+            ("right digit, without the LoRA", self.share_before, f"under {MOST_BEFORE:.0%}"),
+            ("right digit, with the LoRA", self.share_after, f"over {LEAST_AFTER:.0%}"),
+            ("spread, relative to real images", self.spread_ratio, f"at least {LEAST_SPREAD:.0%}"),
         ]
         lines = [f"  {what:38}{found:7.1%}  (expected: {wanted})" for what, found, wanted in rows]
         head = f"A judge right on {self.judge_accuracy:.1%} of real digits looks for {self.digit}:"

@@ -61,7 +61,7 @@ class SameParameters(Callback):
 
     Args:
         group: the processes.
-        moments: steps between two comparisons, or which steps have a comparison.
+        moments: steps between two comparisons, or a function that selects the steps.
     """
 
     def __init__(self, group: Group, moments: Moments) -> None:

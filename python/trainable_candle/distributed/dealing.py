@@ -27,7 +27,7 @@ def measured(
     Args:
         group: the processes.
         items: the same in all of them.
-        measure: from an item to numbers.
+        measure: takes an item; returns numbers.
 
     Returns:
         The results, equal to the last bit in all processes.
@@ -62,7 +62,7 @@ def needed(group: Group, missing: Iterable[str], order: Iterable[str]) -> list[s
 
 
 def passed_on(group: Group, contents: Iterable[bytes]) -> Iterator[bytes]:
-    """The contents of all processes, a few of them at a time.
+    """The contents of all processes, which are exchanged a few at a time.
 
     All processes must call this and exhaust the iterator.
 

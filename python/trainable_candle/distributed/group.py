@@ -17,7 +17,7 @@ class Group(Protocol):
     """Processes that do the same at the same time, each with its own part of the data."""
 
     rank: int
-    """Which of them this is, from 0."""
+    """The number of this process, from 0."""
     size: int
     local_size: int
     """Processes on this machine."""
@@ -88,7 +88,7 @@ class Alone:
 
 
 ALONE: Final = Alone()
-"""For work that several processes could share, when one process does it all."""
+"""The group for work that processes can share, if one process does all of it."""
 
 
 @contextmanager

@@ -76,12 +76,12 @@ def launch(arguments: Sequence[str], gpus: Sequence[int], *, on_gpu: bool, outpu
 
     Args:
         arguments: the arguments of the command.
-        gpus: their numbers, as CUDA shows them to this process.
+        gpus: the numbers of the GPUs, as CUDA shows them to this process.
         on_gpu: False starts processes that compute on the CPU.
         output: the folder of the run.
 
     Returns:
-        The exit status: that of the process that failed first, else the first one's.
+        The exit status of the process that failed first; 0 if none failed.
 
     Raises:
         ConfigError: the variables of several machines are incomplete.

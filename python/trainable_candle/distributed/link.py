@@ -1,9 +1,10 @@
 """Connections of all processes to rank 0, for small messages and for detecting failures.
 
-Each process has two. On the first the main thread exchanges messages, in the same order in all
-processes. On the second a thread sends every second what its process is doing. A process that
-closes this connection, or sends nothing for too long, has failed, and rank 0 informs all others. So
-a run ends in all processes even if NCCL would wait for ever for a process that has ended.
+Each process has two connections. On the first, the main thread exchanges messages, in the same
+order in all processes. On the second, another thread reports every second what the process is
+doing. A process that closes the second connection, or reports nothing for too long, has failed, and
+rank 0 informs all others. So a run ends in all processes even if NCCL would wait for ever for a
+process that has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 BEAT: Final = 1.0
 """Seconds between two heartbeats."""
 SILENCE = 25.0
-"""Seconds without a heartbeat after which a process counts as failed; busy processes send them."""
+"""Seconds without a heartbeat after which a process counts as failed, even if it is busy."""
 GRACE: Final = 10.0
 """Seconds that a phase may exceed its limit."""
 _POLL: Final = 0.1
@@ -203,7 +204,7 @@ class Link:
         if rank in named:
             differs = ["there are two processes of this rank"]
         elif hello["size"] != self.size:
-            differs = [f"it expects {hello['size']} processes, rank 0 {self.size}"]
+            differs = [f"it expects {hello['size']} processes, rank 0 expects {self.size}"]
         if not differs:
             named[rank] = connection
             connection.send_bytes(b"{}")

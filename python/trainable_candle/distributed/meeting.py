@@ -69,8 +69,8 @@ def reach(world: World, deadline: float) -> Connection[Any, Any]:
             if time.monotonic() > deadline:
                 raise DistributedError(
                     f"distributed: rank {world.rank} cannot reach rank 0 at {where} within "
-                    f"{world.join_seconds:g} s ({error}); is MASTER_ADDR right, the port open and "
-                    f"not another program's? {JOIN} waits longer"
+                    f"{world.join_seconds:g} s ({error}); check MASTER_ADDR, that the port is "
+                    f"open and not in use by another program, or set {JOIN} to wait longer"
                 ) from error
             time.sleep(_AGAIN)
 

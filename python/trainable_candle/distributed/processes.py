@@ -32,8 +32,8 @@ _FOR_EVER: Final = 1e9
 class Processes:
     """Several processes: sums by NCCL between GPUs, through rank 0 on the CPU.
 
-    Sums on the CPU are added by rank, so they repeat bit for bit; they are for tests and small
-    models.
+    Sums on the CPU are formed in the order of the ranks, so they repeat bit for bit; they are for
+    tests and small models.
 
     Args:
         world: the place of this process.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainable_candle.settings import TrainConfig
 
 STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Whether Ray prefers few machines or many; the strict strategies require one or as many."""
+"""PACK prefers few machines, SPREAD many; the strict ones require one, or one per process."""
 GRACE: Final = 15.0
 """Seconds for the other processes to end after one has failed."""
 _POLL: Final = 0.25
@@ -252,8 +252,8 @@ class _Workers:
         for rank, there in zip(ranks, seen, strict=True):
             if not there:
                 raise ConfigError(
-                    f"output: {output} of {self.places[0].address} is not that of "
-                    f"{self.places[rank].address}, which could not go on after a failure; give a "
+                    f"output: {output} on {self.places[0].address} is another folder than on "
+                    f"{self.places[rank].address}, so a run could not continue there; give a "
                     "folder that all machines share, or --max-failures 0"
                 )
 

@@ -28,7 +28,7 @@ JOB: Final = "TRAINABLE_CANDLE_JOB"
 JOIN: Final = "TRAINABLE_CANDLE_JOIN_SECONDS"
 """How long processes wait for one another at the start."""
 JOIN_SECONDS: Final = 25.0
-"""The default; it can be short, because launchers start all processes at once."""
+"""The default wait; it can be short, because launchers start all processes at once."""
 
 _JOBS: Final = (JOB, "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "OMPI_MCA_ess_base_jobid", "PMI_ID")
 
@@ -100,8 +100,8 @@ def machine_from_environment(variables: Mapping[str, str] | None = None) -> tupl
     for name, text in texts.items():
         if text is None or not text.isdecimal():
             raise ConfigError(
-                f"gpus: {name} is {text!r}, expected a number: {MACHINES} is that of the machines, "
-                f"{MACHINE} says which of them this is, from 0; unset both for one machine"
+                f"gpus: {name} is {text!r}, expected a number: {MACHINES} is the number of "
+                f"machines, {MACHINE} that of this machine, from 0; unset both for one machine"
             )
     machine, machines = int(env[MACHINE]), int(env[MACHINES])
     if machine >= machines:
@@ -147,7 +147,7 @@ def _number(env: Mapping[str, str], name: str, names: _Names) -> int:
     if text is None:
         raise ConfigError(
             f"distributed: {names.rank} is set and {name} is not; unset {names.rank} to train in "
-            "one process, or start all of them with a launcher"
+            "one process, or start all processes with a launcher"
         )
     try:
         return int(text)

@@ -87,8 +87,7 @@ def read_adapter(path: Path, family: str, weights: Path) -> TextAdapter:
     wrong = [*report.others, *(m.module for m in report.modules if m.layer is None or m.fault)]
     if wrong:
         raise WeightsFormatError(
-            f"adapter: {path} is not for this model: {wrong[0]}; `trainable-candle verify` tells "
-            "more"
+            f"adapter: {path} is not for this model: {wrong[0]}; see `trainable-candle verify`"
         )
     kinds = {str(module.kind) for module in report.modules} - set(KINDS)
     if kinds:

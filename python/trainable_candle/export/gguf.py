@@ -98,7 +98,7 @@ def _name(layer: str) -> str:
 
 
 def heads(config: Mapping[str, Any], name: str) -> int:
-    """The number of heads of the queries or the keys; `name` is llama.cpp's, of their layer."""
+    """The number of heads of the queries or the keys; `name` is llama.cpp's name of their layer."""
     queries = int(config["num_attention_heads"])
     if name.endswith("attn_q"):
         return queries

@@ -118,7 +118,7 @@ def parameter_name(ours: str) -> str:
 
 
 def _ordered(values: Tensor, name: str, config: Mapping[str, Any]) -> Tensor:
-    """The values, the rows of Llama's queries and keys in llama.cpp's order."""
+    """The values; rows of Llama's queries and keys are put into llama.cpp's order."""
     layer = name.rpartition(".")[0]
     llama = gguf.architecture(config) == "llama"
     if not (llama and layer.endswith(("attn_q", "attn_k"))):
@@ -161,7 +161,7 @@ def model_facts(config: Mapping[str, Any]) -> dict[str, Fact]:
             length = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
             facts[f"{name}.rope.scaling.original_context_length"] = int(length)
     elif kind not in {"default", "llama3"}:
-        raise ConfigError(f"export: llama.cpp's facts for positions of the kind {kind} are unknown")
+        raise ConfigError(f"export: positions of the kind {kind} are not supported for llama.cpp")
     return facts
 
 

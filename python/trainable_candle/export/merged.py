@@ -94,8 +94,8 @@ def shards(weights: Path) -> list[str]:
     """
     if weights.is_file():
         raise MissingFileError(
-            f"weights: {weights} is one file, whose values are rounded; give the folder of the "
-            "original model, into whose weights the adapter goes"
+            f"weights: {weights} is a GGUF file, whose values are rounded; give the folder of the "
+            "original model"
         )
     index = weights / INDEX
     if not index.is_file():

@@ -1,4 +1,4 @@
-"""Quantizes layers in a language model's folder to eight or four bits, in its readers' formats."""
+"""Quantizes layers in a language model's folder to 8 or 4 bits, in formats that others load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES: Final = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 def quantize_folder(
     folder: Path, layers: Collection[str], to: str, factors: Mapping[str, Tensor] | None = None
 ) -> float:
-    """Replace weights in a folder of transformers by quantized ones, in a form that it loads.
+    """Replace weights in a folder of transformers by quantized ones that transformers loads.
 
     - `"nf4"`: bitsandbytes, with scales in f32 (4.5 bits a weight), like the rounding of
       `--qat nf4`. Keys follow `QuantState.as_dict(packed=True)`, and the configuration
@@ -42,10 +42,10 @@ def quantize_folder(
         folder: the folder with `config.json` and the weights; its files are replaced.
         layers: the names of the linear layers.
         to: one of `FORMATS`.
-        factors: what the scales of layers are multiplied by, learned in training.
+        factors: learned factors on the scales of layers.
 
     Returns:
-        The relative error of the replaced weights: the norm of the difference divided by theirs.
+        The relative error of the replaced weights: the norm of the error divided by their norm.
 
     Raises:
         MissingFileError, WeightsFormatError: a file is missing or damaged, or a layer is in none.
@@ -67,7 +67,7 @@ def quantize_folder(
             left.remove(layer)
             exact = weight.to("f32")
             learned = (factors or {}).get(layer)
-            rounded = fake_quantize(exact, to, learned)  # says what is wrong with a weight
+            rounded = fake_quantize(exact, to, learned)  # raises for a wrong weight
             matrix = _matrix(exact, rounded, form, learned, _DTYPES[str(weight.dtype)])
             tensors |= form.parts(key, matrix)
             if to in _CODES:
@@ -98,20 +98,20 @@ class _Matrix:
     """A weight on the grid of a format."""
 
     units: _Floats
-    """Its values in units of their scales, (scales, elements that share one)."""
+    """The values divided by their scales, (number of scales, elements that share a scale)."""
     scales: _Floats
     shape: tuple[int, ...]
     dtype: str
-    """The name of the dtype that it had."""
+    """The name of its dtype before rounding."""
 
 
 def _matrix(
     exact: Tensor, rounded: Tensor, form: _Form, factors: Tensor | None, dtype: str
 ) -> _Matrix:
-    """What `rounded` is, a weight `exact` after rounding with its scales times `factors`."""
+    """The units and scales of `rounded`, which is `exact` rounded with scales times `factors`."""
     width = form.group or exact.shape[-1]
     scales = np.abs(exact.numpy().reshape(-1, width)).max(1) / np.float32(form.largest)
-    # As for rounding: any scale is right for zeros.
+    # As in the rounding; groups of zeros may have any scale.
     scales = np.maximum(scales, np.finfo(np.float32).tiny)
     if factors is not None:
         scales = scales * factors.numpy()
@@ -124,13 +124,13 @@ class _Form:
     """How weights in a format are stored."""
 
     group: int | None
-    """Elements that share a scale; None: those of a row."""
+    """The number of elements that share a scale; None: all elements of a row."""
     largest: float
-    """What the largest magnitude of these is divided by to be their scale."""
+    """The scale of some elements is their largest magnitude divided by this."""
     parts: Callable[[str, _Matrix], dict[str, Tensor]]
-    """The codes of a weight, under its key, and what is beside them."""
+    """Makes the tensors of a weight from its key: the codes under the key, and the scales."""
     configuration: Callable[[str], dict[str, object]]
-    """The name of the dtype for computation -> the `quantization_config`."""
+    """Makes the `quantization_config` from the name of the dtype for computation."""
 
 
 def _nf4(key: str, matrix: _Matrix) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def _int8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
     return {
         key: _codes(matrix, "int8"),
         f"{layer}SCB": tc.tensor(matrix.scales * np.float32(_FORMS["int8"].largest)),
-        # Weights lie row by row.
+        # The weights are stored row by row.
         f"{layer}weight_format": tc.tensor(np.array(0, np.uint8)),
     }
 
@@ -167,7 +167,7 @@ def _fp8(key: str, matrix: _Matrix) -> dict[str, Tensor]:
 
 
 def _codes(matrix: _Matrix, to: str) -> Tensor:
-    """The codes of eight bits; a column of the largest value makes the scales 1."""
+    """The 8-bit codes; an added column of the largest value makes all scales 1."""
     rows, columns = matrix.shape
     largest = np.full((rows, 1), _FORMS[to].largest, np.float32)
     codes = tc.quantize(tc.tensor(np.concatenate([matrix.units, largest], 1)), to).tensors()[
@@ -177,7 +177,7 @@ def _codes(matrix: _Matrix, to: str) -> Tensor:
 
 
 def _values() -> _Floats:
-    """The sixteen values of NF4: blocks whose scale is 1, rounded."""
+    """The sixteen values of NF4, found by rounding blocks whose scale is 1."""
     blocks = np.linspace(-1, 1, 64 * 63, dtype=np.float32).reshape(64, 63)
     blocks = np.concatenate([blocks, np.ones((64, 1), np.float32)], 1)
     return np.unique(fake_quantize(tc.tensor(blocks), "nf4").numpy())

@@ -2,10 +2,10 @@
 
 vLLM (`vllm/lora/peft_helper.py` at 02143692ba86a7ba6198a67e12982c5317c8bd2f) needs r, an integer
 lora_alpha and target_modules, raises on modules_to_save and DoRA, and ignores settings that it does
-not know, such as rank_pattern and alpha_pattern. llama.cpp (`convert_lora_to_gguf.py` at
-0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from the configuration and ranks from
-tensors, and stops at any other tensor. mlx-lm (`mlx_lm/tuner/utils.py` at d78bf58e) has a format of
-its own; Ollama loads llama.cpp's.
+not know, in that version rank_pattern and alpha_pattern; 0.33 reads these. llama.cpp
+(`convert_lora_to_gguf.py` at 0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c) takes lora_alpha from the
+configuration and ranks from tensors, and stops at any other tensor. mlx-lm
+(`mlx_lm/tuner/utils.py` at d78bf58e) has a format of its own; Ollama loads llama.cpp's.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ READERS: Final = {
 """The programs, by their names in `export --for`."""
 VLLM_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The allowed values of vLLM's `--max-lora-rank`; its default is 16."""
-_DORA: Final = "it is DoRA, which it does not load; export --for merged"
+_DORA: Final = "it does not load DoRA; use export --for merged"
 _UNREAD: Final = {
-    "vllm": ("rank_pattern", "alpha_pattern", "modules_to_save"),
+    "vllm": ("rank_pattern", "alpha_pattern"),
     "gguf": ("alpha_pattern", "use_rslora", "modules_to_save"),
     "ollama": ("alpha_pattern", "use_rslora", "modules_to_save"),
 }
 """Settings of `adapter_config.json` that a program ignores, which changes the adapter."""
+_READ_SINCE: Final = {"vllm": " before 0.33"}
 
 
 def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[str, list[str]]:
@@ -53,7 +54,10 @@ def refusals(adapter: TextAdapter, settings: Mapping[str, Any] | None) -> dict[s
             reasons.append(_DORA)
         unread = [name for name in _UNREAD.get(reader, ()) if (settings or {}).get(name)]
         if unread:
-            reasons.append(f"it does not read {' and '.join(unread)}")
+            since = _READ_SINCE.get(reader, "")
+            reasons.append(f"it does not read {' and '.join(unread)}{since}")
+    if (settings or {}).get("modules_to_save"):
+        found["vllm"].append("it refuses modules_to_save")
     if adapter.rank > VLLM_RANKS[-1]:
         found["vllm"].append(f"its rank is {adapter.rank}, and {VLLM_RANKS[-1]} is the most")
     return found
@@ -68,7 +72,9 @@ def require_accepted(adapter: TextAdapter, reader: str) -> None:
     # No settings, because the export makes all scales and ranks equal.
     reasons = refusals(adapter, {})[reader]
     if reasons:
-        raise ConfigError(f"export: {READERS[reader]} refuses this adapter: {'; '.join(reasons)}")
+        raise ConfigError(
+            f"export: {READERS[reader]} does not load this adapter: {'; '.join(reasons)}"
+        )
 
 
 def vllm_rank(rank: int) -> int:

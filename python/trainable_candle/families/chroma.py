@@ -71,7 +71,7 @@ class Chroma(FlowFamily[ChromaTexts]):
 
     @property
     def distillation(self) -> str | None:
-        """The distillation of Flash, which only its name distinguishes from the others."""
+        """The distillation of Chroma1-Flash; only the name of the weights distinguishes it."""
         if "flash" not in self.weights.resolve().name.lower():
             return None
         undone = "training Chroma1-Flash directly undoes its distillation to a few steps"
@@ -94,7 +94,7 @@ class Chroma(FlowFamily[ChromaTexts]):
     def predict(self, sample: Tensor, times: Tensor, conditions: Inputs) -> Tensor:
         """The prediction of the transformer."""
         text = conditions["encoder_hidden_states"]
-        # A single text has no padding beyond what is read; of several, the shorter are padded.
+        # A single text has only the padding that the model reads; of several, some have more.
         lengths = conditions["lengths"] if sample.shape[0] > 1 else None
         return over_tokens(
             sample,

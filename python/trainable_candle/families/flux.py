@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainable_candle.train.trainer import Inputs
 
 _TOKENS: Final = {True: 512, False: 256}
-"""Tokens of a caption, by whether the model takes a scale of guidance: dev does, schnell not."""
+"""Tokens of a caption, by whether the model takes a guidance scale: dev does, schnell does not."""
 
 
 class FluxTexts:
@@ -106,16 +106,18 @@ class Flux(FlowFamily[FluxTexts]):
         """Check that the settings have no negative prompt, and no guidance scale for schnell.
 
         Raises:
-            ConfigError: they do.
+            ConfigError: they have.
         """
         if self.config.negative_prompt:
             raise ConfigError(
-                "--negative-prompt has no effect on Flux: it is not guided by a second prediction"
+                "--negative-prompt has no effect on Flux, which makes no second prediction for it"
             )
         if self.config.guidance is not None and not self.is_told_guidance:
-            raise ConfigError("--guidance has no effect on Flux schnell, which takes none")
+            raise ConfigError("--guidance has no effect on Flux schnell, which takes no scale")
         if self.config.train_guidance != 1 and not self.is_told_guidance:
-            raise ConfigError("--train-guidance has no effect on Flux schnell, which takes none")
+            raise ConfigError(
+                "--train-guidance has no effect on Flux schnell, which takes no scale"
+            )
 
     @property
     def distillation(self) -> str | None:

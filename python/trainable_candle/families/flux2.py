@@ -84,7 +84,7 @@ class Flux2(FlowFamily[Flux2Texts]):
 
     @cached_property
     def is_distilled(self) -> bool:
-        """Whether the model was distilled to a few steps, by the folder's index or else its name.
+        """Whether the model was distilled to a few steps: the folder's index says so, or its name.
 
         Raises:
             ConfigError: the folder's index is damaged.
@@ -126,7 +126,7 @@ class Flux2(FlowFamily[Flux2Texts]):
         found, read = len(LAYERS) * encoder["hidden_size"], config["joint_attention_dim"]
         if found != read:
             raise ConfigError(
-                f"text_encoder: it makes {found} values of a token, and the transformer reads "
+                f"text_encoder: it makes {found} features of a token, but the transformer reads "
                 f"{read}; FLUX.2-klein 4B goes with Qwen3 4B, and 9B with Qwen3 8B"
             )
 

@@ -35,8 +35,8 @@ def extract(
         tuned: a model of the same shape.
         layers: the names of the layers to compare.
         rank: the highest rank of a layer.
-        keep: the share of the squared norm to keep of the approximation of this rank, above 0 and
-            at most 1; a lower share may lower the rank.
+        keep: the share to keep of the squared norm of the approximation of rank `rank`, above 0 and
+            at most 1; a share below 1 may lower the rank.
         progress: called with the number of layers that are done and the number of all layers.
 
     Raises:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _OVERSAMPLED: Final = 16
 _ITERATIONS: Final = 4
 _WHOLE: Final = 4
-"""A matrix whose shorter side is at most this many ranks is decomposed as a whole."""
+"""A matrix whose shorter side is at most this many times the rank is decomposed as a whole."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def approximate(matrix: Matrix, rank: int, keep: float = 1.0, seed: int = 0) -> 
     Args:
         matrix: (out, in).
         rank: the highest rank, at least 1.
-        keep: as for `truncate`, a share of the approximation of this rank.
+        keep: as for `truncate`, relative to the approximation of this rank.
         seed: of the random range.
 
     Raises:

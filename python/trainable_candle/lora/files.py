@@ -84,7 +84,7 @@ class LoraFile:
         if others:
             raise WeightsFormatError(
                 f"{path}: {others[0]} is not a factor of a LoRA ({len(others)} such tensors); "
-                "DoRA, LoHa and LoKr cannot be joined or cut: merge them into a model"
+                "DoRA, LoHa and LoKr cannot be combined or resized: merge them into a model"
             )
         if not modules:
             raise WeightsFormatError(f"{path}: holds no LoRA")
@@ -99,7 +99,7 @@ class LoraFile:
         return LoraFile(modules, self.metadata)
 
     def write(self, path: Path, dtype: str = "f32", **facts: str) -> None:
-        """Write the file atomically, with each alpha equal to its rank: factors have the scale.
+        """Write the file atomically, with each alpha equal to its rank: factors include the scale.
 
         Args:
             path: the file.

@@ -93,8 +93,8 @@ def start_from_rounding(adapter: AdapterSet, base: Model, original: Model) -> No
         count += 1
     if not count:
         raise ConfigError(
-            "start_from_rounding: no layer lost anything: the base is not quantized, or its file "
-            "already was"
+            "start_from_rounding: no layer has a quantization error: the base is not quantized, or "
+            "its file already was"
         )
 
 

@@ -100,7 +100,7 @@ _INSTEAD = {
     "DataParallel": "see docs/many-gpus.md",
     "Upsample": "use functional.interpolate",
 }
-"""What to use instead of names of torch that this module does not have."""
+"""Advice on names that torch.nn has and this module does not."""
 
 
 def __getattr__(name: str) -> Any:

@@ -92,7 +92,7 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
         size = result.shape[dim]
         start, length = max(0, -before), size - max(0, -before) - max(0, -after)
         if length < 0:
-            raise ArgumentError(f"pad: cuts more than the {size} elements of dimension {dim}")
+            raise ArgumentError(f"pad: removes more than the {size} elements of dimension {dim}")
         result = result.narrow(dim, start, length)
         parts = [result]
         for amount, first in ((before, True), (after, False)):
@@ -125,7 +125,8 @@ def interpolate(
 
     Raises:
         TypeError: If the input is not a tensor.
-        ArgumentError: If neither or both sizes are given, or the mode is unknown.
+        ArgumentError: If not exactly one of `size` and `scale_factor` is given, or the mode is
+            unknown.
     """
     _require("interpolate", input)
     if mode != "nearest":
@@ -246,7 +247,7 @@ def binary_cross_entropy_with_logits(
 def kl_div(
     input: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
 ) -> Tensor:
-    """Kullback-Leibler divergence of target probabilities from `input`, which has logarithms.
+    """Kullback-Leibler divergence of `target` from the distribution whose logarithms are `input`.
 
     ```python
     loss = F.kl_div(F.log_softmax(x), F.softmax(tc.randn(3, 4)), reduction="sum")
@@ -256,7 +257,7 @@ def kl_div(
         input: Logarithms of probabilities.
         target: Probabilities, or with `log_target` their logarithms.
         reduction: "mean", "batchmean" (over the first dimension), "sum" or "none".
-        log_target: Whether `target` has logarithms.
+        log_target: Whether `target` holds logarithms.
 
     Raises:
         TypeError: If an operand is not a tensor.

@@ -23,14 +23,14 @@ class LoRAConv2d(Module):
         assert layer(tc.randn(1, 3, 6, 6)).shape == (1, 8, 4, 4)
 
     Args:
-        base: The layer; its groups are 1.
+        base: The convolution, with one group.
         rank: At least 1.
         alpha: The scale is alpha / rank.
         dropout: Probability of dropping an element of the adapter's input in training.
         rslora: Scale by alpha / sqrt(rank) instead.
 
     Raises:
-        ArgumentError: If the layer has groups, or a number is out of range.
+        ArgumentError: If the convolution has several groups, or a number is out of range.
     """
 
     def __init__(

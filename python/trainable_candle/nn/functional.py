@@ -178,7 +178,7 @@ _INSTEAD: Final = {
     "hardtanh": "use x.clamp(-1, 1)",
     "relu6": "use x.clamp(0, 6)",
 }
-"""What to use instead of names of torch that this module does not have."""
+"""Advice on names that torch.nn.functional has and this module does not."""
 
 
 def __getattr__(name: str) -> Any:

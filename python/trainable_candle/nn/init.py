@@ -221,7 +221,7 @@ def kaiming_normal_(
 def orthogonal_(tensor: Var, gain: float = 1.0, generator: Generator | None = None) -> Var:
     """Set a random matrix whose rows, or columns, are orthonormal up to `gain` (arXiv:1312.6120).
 
-    Columns are all dimensions after the first together.
+    All dimensions after the first together are the columns.
 
         tc.nn.init.orthogonal_(model[0].weight)
 

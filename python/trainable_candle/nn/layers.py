@@ -86,7 +86,7 @@ class Conv2d(Module):
     Args:
         in_channels: Channels of the input.
         out_channels: Channels of the result.
-        kernel_size: Height and width, or one number for both; likewise for the next three.
+        kernel_size: Height and width, or one number for both; so are stride, padding, dilation.
         stride: Step of the kernel.
         padding: Zeros on each side; "valid" for none, "same" for as many as preserve the size.
         dilation: Distance between the kernel's elements.
@@ -364,7 +364,7 @@ class ReLU(Module):
         del inplace  # the result is the same
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.relu(input)
 
 
@@ -380,7 +380,7 @@ class SiLU(Module):
         del inplace  # the result is the same
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.silu(input)
 
 
@@ -393,7 +393,7 @@ class Sigmoid(Module):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.sigmoid(input)
 
 
@@ -406,7 +406,7 @@ class Tanh(Module):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.tanh(input)
 
 
@@ -428,7 +428,7 @@ class GELU(Module):
         self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.gelu(input, self.approximate)
 
     def _facts(self) -> str:

@@ -35,9 +35,10 @@ class Linear(Module):
     Args:
         weight: (out_features, in_features), or the number of input features.
         shift: The bias, (out_features,), or the number of output features.
-        bias: The bias, if `shift` is not given; with numbers, whether there is one (default).
-        dtype: With numbers, a floating point dtype; default f32.
-        device: With numbers, the device.
+        bias: The bias, if `shift` is not given; if sizes are given, whether there is a bias
+            (default).
+        dtype: If sizes are given, a floating point dtype; default f32.
+        device: If sizes are given, the device.
 
     Raises:
         TypeError: If the weight and the bias are neither tensors nor numbers.
@@ -188,7 +189,8 @@ class LoRALinear(_AdaptedLinear):
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
-        ConfigError: If `qat` is combined with dropout, or the weight is not of whole groups.
+        ConfigError: If `qat` is combined with dropout, or in_features is not a multiple of the
+            format's group size.
     """
 
     _kind = "lora"
@@ -220,7 +222,8 @@ class DoRALinear(_AdaptedLinear):
         TypeError: If the weight or the bias is not a tensor.
         ShapeError: If the weight is not a matrix or the bias does not fit it.
         ArgumentError: If the rank is below 1, the dropout is not in [0, 1), or `qat` is unknown.
-        ConfigError: If `qat` is combined with dropout, or the weight is not of whole groups.
+        ConfigError: If `qat` is combined with dropout, or in_features is not a multiple of the
+            format's group size.
     """
 
     _kind = "dora"

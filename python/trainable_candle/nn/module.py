@@ -37,7 +37,7 @@ _INSTEAD: Final = {
     "float": 'use to("f32")',
     "double": 'use to("f64")',
 }
-"""What to use instead of names of torch that modules do not have."""
+"""Advice on attributes that torch's modules have and these do not."""
 
 
 class LoadResult(NamedTuple):
@@ -111,7 +111,7 @@ class Module:
             )
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Set an attribute to a tensor that is not trained; only `persistent` needs this method.
+        """Set an attribute to a tensor that `requires_grad_` never turns into a variable.
 
             class Scaled(tc.nn.Module):
                 def __init__(self):
@@ -125,10 +125,10 @@ class Module:
         Args:
             name: The attribute.
             tensor: The value.
-            persistent: Whether `state_dict` has it, as it has the tensors of other attributes.
+            persistent: Whether `state_dict` has the tensor, as it has those of other attributes.
 
         Raises:
-            ArgumentError: If the name is not valid for an attribute, or taken.
+            ArgumentError: If the name is not valid for an attribute, or is taken.
         """
         _check_buffer(name, tensor)
         if hasattr(self, name):
@@ -150,7 +150,7 @@ class Module:
         return self
 
     def _parts(self) -> Iterable[tuple[Any, Any]]:
-        """The attributes to search, by the parts that they contribute to names."""
+        """The attributes to search, with the part of a name that each gives."""
         return [(key, value) for key, value in vars(self).items() if not key.startswith("_")]
 
     def named_modules(self) -> Iterator[tuple[str, Module]]:
@@ -197,7 +197,7 @@ class Module:
         return named
 
     def parameters(self) -> list[Var]:
-        """Return the variables, in the order of their names."""
+        """Return the variables, in the order of `named_parameters`."""
         return list(self.named_parameters().values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -429,7 +429,7 @@ def _check_buffer(name: object, value: object) -> None:
         raise TypeError(f"register_buffer: found {kinds}, expected a name and a Tensor")
     if not name.isidentifier() or name.startswith("_"):
         raise ArgumentError(
-            f"register_buffer: the name is {name!r}, expected that of an attribute, without an "
+            f"register_buffer: the name is {name!r}, expected the name of an attribute, without an "
             "underscore in front"
         )
 

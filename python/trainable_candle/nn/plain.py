@@ -26,7 +26,7 @@ class LeakyReLU(Module):
         self.negative_slope = negative_slope
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.leaky_relu(input, self.negative_slope)
 
     def _facts(self) -> str:
@@ -46,7 +46,7 @@ class ELU(Module):
         self.alpha = alpha
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.elu(input, self.alpha)
 
     def _facts(self) -> str:
@@ -65,7 +65,7 @@ class Softplus(Module):
         self.beta = beta
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply it to each element."""
+        """Apply the function to each element."""
         return functional.softplus(input, self.beta)
 
     def _facts(self) -> str:
@@ -110,7 +110,7 @@ class MaxPool2d(_Pool2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (B, C, height, width) to smaller ones."""
+        """Map (B, C, height, width) to (B, C, height', width')."""
         return functional.max_pool2d(input, self.kernel_size, self.stride, self.padding)
 
 
@@ -123,5 +123,5 @@ class AvgPool2d(_Pool2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (B, C, height, width) to smaller ones."""
+        """Map (B, C, height, width) to (B, C, height', width')."""
         return functional.avg_pool2d(input, self.kernel_size, self.stride, self.padding)

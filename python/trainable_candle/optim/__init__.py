@@ -31,7 +31,7 @@ _INSTEAD: Final = {
     "SparseAdam": "use Adam; gradients are dense",
     "swa_utils": "VariableEMA averages variables",
 }
-"""What to use instead of names of torch that this module does not have."""
+"""Advice on names that torch.optim has and this module does not."""
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ class ChainableScheduler:
     """The base of torch's schedulers. Call `step` after the optimizer's, once per epoch or step.
 
     The constructor sets the learning rates of epoch 0. If an optimizer has several schedulers, each
-    changes the rates that the one before has set.
+    changes the rates that the scheduler before it set.
 
     ```python
     schedulers = tc.optim.lr_scheduler
@@ -55,7 +55,7 @@ class ChainableScheduler:
     """
 
     _is_closed = False
-    """Whether the rates of an epoch do not depend on those of the previous epoch."""
+    """Whether the rates of an epoch follow from its number, not from the previous rates."""
 
     @explained
     def __init__(self, optimizer: Optimizer, last_epoch: int = -1) -> None:
@@ -117,7 +117,7 @@ class ChainableScheduler:
 
 
 class _ByFunctions(ChainableScheduler):
-    """The base of schedulers that take a function, or one for each group."""
+    """The base of schedulers that take one function, or a function for each group."""
 
     @explained
     def __init__(self, optimizer: Optimizer, lr_lambda: Any, last_epoch: int = -1) -> None:
@@ -148,10 +148,10 @@ class LambdaLR(_ByFunctions):
 
     Args:
         optimizer: The optimizer.
-        lr_lambda: A function of the epoch, or one for each group.
+        lr_lambda: A function of the epoch, or a list with a function for each group.
 
     Raises:
-        ArgumentError: If it is neither.
+        ArgumentError: If `lr_lambda` is neither.
     """
 
     _is_closed = True
@@ -172,10 +172,10 @@ class MultiplicativeLR(_ByFunctions):
 
     Args:
         optimizer: The optimizer.
-        lr_lambda: A function of the epoch, or one for each group.
+        lr_lambda: A function of the epoch, or a list with a function for each group.
 
     Raises:
-        ArgumentError: If it is neither.
+        ArgumentError: If `lr_lambda` is neither.
     """
 
     def _next(self, lrs: list[float]) -> list[float]:

@@ -97,7 +97,8 @@ class SequentialLR(_Several):
         milestones: The epochs at which the second and later schedulers begin.
 
     Raises:
-        ArgumentError: If the numbers do not fit, or a scheduler is of another optimizer.
+        ArgumentError: If there is not one milestone fewer than schedulers, or a scheduler is of
+            another optimizer.
     """
 
     @explained
@@ -117,8 +118,8 @@ class SequentialLR(_Several):
 
     def _first(self, lrs: list[float]) -> list[float]:
         del lrs
-        # Undo what the other schedulers have set in their constructors; it applies from their
-        # milestones on.
+        # Undo the rates that the constructors of the later schedulers have set; these rates apply
+        # only from their milestones on.
         self._schedulers[0].restart()
         return self.optimizer.group_lrs
 
@@ -133,9 +134,9 @@ class SequentialLR(_Several):
 
 
 class OneCycleLR(ChainableScheduler):
-    """Rises from `max_lr / div_factor` to `max_lr`, then falls far below (arXiv:1708.07120).
+    """Rises to `max_lr`, then falls far below the initial rate (arXiv:1708.07120).
 
-    Unlike torch's, it does not change the momentum.
+    The initial rate is `max_lr / div_factor`. Unlike torch's, it does not change the momentum.
 
         scheduler = tc.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
         scheduler.step()
@@ -144,12 +145,12 @@ class OneCycleLR(ChainableScheduler):
         optimizer: The optimizer.
         max_lr: The highest learning rate.
         total_steps: Steps of the cycle.
-        epochs: Without `total_steps`, the number of epochs of `steps_per_epoch` steps.
+        epochs: Number of epochs; used with `steps_per_epoch` if `total_steps` is not given.
         steps_per_epoch: Steps of an epoch.
         pct_start: The fraction of the steps in which the rate rises, in (0, 1).
         anneal_strategy: "cos" or "linear".
         div_factor: The highest rate divided by the first.
-        final_div_factor: The first rate divided by the last.
+        final_div_factor: The first rate divided by the last rate.
         last_epoch: The last finished step; -1 for a new start.
 
     Raises:
@@ -222,7 +223,7 @@ class ReduceLROnPlateau:
     Args:
         optimizer: The optimizer.
         mode: "min" if a smaller value is better, or "max".
-        factor: Below 1.
+        factor: The factor, below 1.
         patience: Epochs without improvement that are allowed.
         threshold: The least improvement that counts.
         threshold_mode: "rel" if the threshold is a fraction of the best value, or "abs".

@@ -16,7 +16,7 @@ _INSTEAD = {
     "state": "state_dict() has the states of the variables",
     "defaults": "param_groups has the hyper-parameters",
 }
-"""What to use instead of names of torch that optimizers do not have."""
+"""Advice on attributes that torch's optimizers have and these do not."""
 
 
 class ParamGroup(MutableMapping[str, Any]):
@@ -40,7 +40,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return self._own[name] if name in self._own else self._known()[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Set the learning rate, or an entry of the user's.
+        """Set the learning rate, or an entry that the user adds.
 
         Raises:
             ArgumentError: If the name is a fixed hyper-parameter or `params`.
@@ -58,7 +58,7 @@ class ParamGroup(MutableMapping[str, Any]):
             self._own[name] = value
 
     def __delitem__(self, name: str) -> None:
-        """Remove an entry of the user's."""
+        """Remove an entry that the user added."""
         del self._own[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -116,7 +116,7 @@ def set_groups(optimizer: GroupedOptimizer, params: Any, settings: Mapping[str, 
 
 
 def listed(params: Any) -> Any:
-    """The parameters of an optimizer as lists, which can be read twice."""
+    """The `params` of an optimizer, with lists for iterators, which can be read only once."""
     if isinstance(params, Mapping) or not isinstance(params, Iterable):
         return params
     if isinstance(params, Tensor):

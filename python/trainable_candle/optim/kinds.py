@@ -8,7 +8,7 @@ from trainable_candle._core import Optimizer, optimizer_kinds
 from trainable_candle.optim.groups import GroupedOptimizer, listed, set_groups
 
 _ALWAYS = ("fused", "foreach")
-"""Arguments that are accepted for torch's sake and ignored: every step is fused anyway."""
+"""Arguments of torch that are accepted and ignored, because every step is fused."""
 
 
 def _class(name: str, doc: str, positional: int, defaults: dict[str, Any]) -> type[Optimizer]:

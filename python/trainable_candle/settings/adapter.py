@@ -15,10 +15,10 @@ ADAPTERS: Final = tuple(choices()["adapter"])
 FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
 DORA_AXES: Final = ("output", "input")
-"""DoRA has one magnitude for each output, as in the paper, or for each input."""
+"""Whether DoRA has a magnitude for each output, as in the paper, or for each input."""
 LOFTQ: Final = "loftq"
 INITS: Final = ("default", LOFTQ)
-"""How adapters start: without an effect, or with the quantization error of the base."""
+"""How adapters start: without an effect, or offsetting the quantization error of the base."""
 
 
 def _quantization_contradiction(config: Any) -> str | None:
@@ -31,7 +31,9 @@ def _qat_contradiction(config: Any) -> str | None:
     if config.qat is None:
         return None
     if config.lora_dropout:
-        return "--qat trains one rounded weight, which --lora-dropout has none of; leave one out"
+        return (
+            "--qat rounds weight + adapter, which does not exist with --lora-dropout; leave one out"
+        )
     base = config.base_format
     if base not in {None, config.qat}:
         return (
@@ -46,11 +48,13 @@ def _loftq_contradiction(config: Any) -> str | None:
     if config.init != LOFTQ:
         return None
     if config.adapter != "lora":
-        return f"--init loftq sets a product that is added, and --adapter is {config.adapter}"
+        return f"--init loftq works only with --adapter lora, and --adapter is {config.adapter}"
     if config.initial_adapter:
         return "--init loftq and --initial-adapter both say how the adapter starts; give one"
     if config.base_format is None:
-        return "--init loftq makes up for a quantized base; give --base-precision, nf4 for example"
+        return (
+            "--init loftq offsets the error of a quantized base; give --base-precision, such as nf4"
+        )
     return None
 
 
@@ -146,9 +150,11 @@ class Adapter(Group):
 
 
 def _scales_contradiction(config: Any) -> str | None:
-    """What `qat_learned_scales` cannot be used with."""
+    """Why `qat_learned_scales` contradicts another setting; None if it does not."""
     if config.qat_learned_scales and config.qat == "int4":
-        return "--qat-learned-scales is for formats of merge --to, and --qat int4 is none of them"
+        return (
+            "--qat-learned-scales needs a format that merge --to can write; int4 is not one of them"
+        )
     return None
 
 
@@ -169,7 +175,7 @@ class LearnedScales(Group):
 
 @dataclass(frozen=True)
 class TrainingAdapters(Group):
-    """The adapter over which distilled models are trained."""
+    """A fixed adapter that distilled models have during training, and not afterwards."""
 
     section: ClassVar[str] = sections.ADAPTER
 

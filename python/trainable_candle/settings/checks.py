@@ -34,7 +34,7 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
     """Check that all given settings belong to groups that the model takes.
 
     Raises:
-        ConfigError: a setting does not; the message names all of them.
+        ConfigError: a setting does not belong to one; the message names all such settings.
     """
     given = [flag(name) for name in config.changed() if group_of(name) not in groups]
     if given:
@@ -44,7 +44,7 @@ def check_groups(config: TrainConfig, groups: Collection[type[Group]]) -> None:
 
 
 def _check_effects(config: TrainConfig) -> None:
-    # A setting that turns something off which is None (open) by default needs no other setting.
+    # If the default is None (undecided), a false value turns something off, so it has an effect.
     changed = {
         name: value
         for name, value in config.changed().items()

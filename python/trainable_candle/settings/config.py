@@ -51,7 +51,7 @@ GROUPS: Final[tuple[type[Group], ...]] = (
 IMAGE_GROUPS: Final = tuple(
     group for group in GROUPS if group not in {Texts, LearnedScales, Writing}
 )
-"""Those that mean something to models of images."""
+"""The groups that apply to image models."""
 
 
 # In reverse order, because a dataclass takes the fields of its last base first.

@@ -14,9 +14,9 @@ CROPS: Final = ("center", "random")
 MASKS: Final = ("off", "file", "alpha")
 CACHES: Final = ("disk", "memory", "off")
 MOST_VIEWS: Final = 1000
-"""Crops, colours and orders of tags that an image may have: each is encoded and kept."""
+"""The most crops, colour variants or tag orders of an image; each is encoded and cached."""
 MOST_HUE: Final = 0.5
-"""Half of the circle: any hue."""
+"""Half of the colour circle, which reaches any hue."""
 YAML_SUFFIXES: Final = (".yaml", ".yml")
 """Endings of files that list the folders of a dataset."""
 

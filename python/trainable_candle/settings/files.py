@@ -42,7 +42,7 @@ class Files(Group):
     save_every: Annotated[
         int,
         Setting(
-            "every N steps; 0: at the end",
+            "save every N steps; 0: at end",
             low=0,
             free=True,
             synonyms=("save-every-n-steps", "checkpointing-steps", "save-steps"),
@@ -71,7 +71,8 @@ class Files(Group):
         Setting("project of Weights & Biases to log to", rare=True, free=True),
     ] = None
     resume: Annotated[
-        str | None, Setting("from a checkpoint folder, `latest` or `auto`", free=True, path=True)
+        str | None,
+        Setting("from a checkpoint folder, `latest` or `auto`", free=True, path=True),
     ] = None
 
     @property

@@ -132,7 +132,9 @@ class ResolutionShift(Group):
         Condition(
             ("resolution_shift",),
             lambda c: c.timestep_shift is None,
-            "the model's shift, without --timestep-shift",
+            "",
+            "--resolution-shift replaces the model's shift by one that depends on the size of an "
+            "image, and --timestep-shift replaces it by a constant; give one of the two",
         ),
     )
 

@@ -16,7 +16,7 @@ LATEST: Final = "latest"
 AUTO: Final = "auto"
 """The last checkpoint, or a new start without one: for schedulers that repeat one command."""
 PROMPTS: Final = (".txt",)
-"""Endings of files of prompts, which may be given in place of a prompt."""
+"""Endings of files of prompts; such a file may be given in place of a prompt."""
 
 
 def inward(name: str, value: Any, folder: Path) -> Any:

@@ -61,11 +61,11 @@ def completed(
     """The given values of settings, completed by those of a preset.
 
     Raises:
-        ConfigError: there is no such preset, or the values leave nothing to it.
+        ConfigError: there is no such preset, or the values give all settings of the preset.
     """
     if name not in presets:
         raise ConfigError(f"preset: `{name}` is not known{nearest(str(name), presets)}")
-    # Either of `steps` and `epochs` replaces both of the preset's.
+    # If `steps` or `epochs` is given, neither comes from the preset.
     taken = values.keys() | (_LENGTHS if _LENGTHS & values.keys() else set())
     missing = {key: value for key, value in presets[name].items() if key not in taken}
     if not missing:

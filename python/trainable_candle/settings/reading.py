@@ -31,7 +31,7 @@ def read_yaml(path: str | bytes | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not text in UTF-8: {error}") from error
     try:
         values = load_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that cannot be
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no such date or number
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
     if values is None:
         return {}

@@ -54,9 +54,9 @@ class Setting:
     words: Mapping[str, int] = field(default_factory=dict)
     """Words that stand for numbers, in lower case."""
     bare: str | None = None
-    """The value if the flag is given without one."""
+    """The value of a flag that is given without a value."""
     path: bool = False
-    """Whether it names files or folders, which a YAML file gives relative to itself."""
+    """Whether the value is a path; in a YAML file, paths are relative to the folder of the file."""
 
 
 class Condition(NamedTuple):
@@ -64,7 +64,7 @@ class Condition(NamedTuple):
 
     settings: tuple[str, ...]
     holds: Callable[[Any], bool]
-    """From the whole configuration to whether the condition holds."""
+    """Takes the whole configuration; returns whether the condition holds."""
     needed: str
     """The flags that make it hold."""
     complaint: str | None = None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OPTIMIZERS: Final = tuple(KINDS)
 SCHEDULERS: Final = tuple(SCHEDULES)
 OF_RUNS: Final[dict[str, dict[str, Any]]] = {"muon": {"match_rms_adamw": True}}
-"""Arguments of optimizers with other defaults in runs, whose learning rates are those of AdamW."""
+"""Arguments of optimizers that runs set, because learning rates of runs are chosen for AdamW."""
 
 
 def _long_warmup(config: Any) -> str | None:
@@ -108,7 +108,7 @@ class Training(Group):
     batch_size: Annotated[
         int,
         Setting(
-            "number, or auto: the fastest",
+            "samples per batch; auto: fastest",
             low=0,
             words={AUTO: 0},
             synonyms=("train-batch-size", "batch", "bs"),

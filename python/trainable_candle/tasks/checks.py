@@ -57,7 +57,7 @@ def check_targets(
         config: the settings.
         layers: the layers that targets choose from: shapes of weights by name.
         targets: the model's default targets.
-        others: layers that get adapters regardless of the targets, likewise.
+        others: layers that get adapters whatever the targets are: shapes of weights by name.
 
     Raises:
         ConfigError: a pattern matches no layer, or no layer is left.

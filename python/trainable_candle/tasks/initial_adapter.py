@@ -33,7 +33,7 @@ def check_initial_adapter(
         path: the file.
         modules: its modules, as `verify_adapter` finds them.
         found: the parts of the model that the file has adapters for.
-        expected: the parts that get adapters by the settings, the trained model first.
+        expected: the parts that get adapters according to the settings, the trained model first.
         layers: the layers of the trained model that get adapters.
 
     Raises:
@@ -75,10 +75,11 @@ def check_initial_adapter(
     }
     odd = sorted(found_layers ^ set(layers))
     if odd:
-        where = "in the file, not" if odd[0] in found_layers else "not in the file, but"
+        ours, theirs = "among the layers of the settings", "in the file"
+        places = (theirs, ours) if odd[0] in found_layers else (ours, theirs)
         raise ConfigError(
-            f"{start} is for other layers than --target-modules: {odd[0]} is {where} among these "
-            f"({len(odd)} such layers)"
+            f"{start} is for other layers than --target-modules: {odd[0]} is {places[0]}, not "
+            f"{places[1]} ({len(odd)} layers differ)"
         )
 
 

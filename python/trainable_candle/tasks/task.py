@@ -66,9 +66,9 @@ class Prepared(Protocol[BatchT]):
     def inputs(self, batch: BatchT) -> Inputs:
         """The inputs of `loss` for a batch, by name, on the model's device.
 
-        Random numbers are drawn on the host from streams for the run's seed and the samples'
-        numbers (`draws`), so a resumed run repeats them, and a run on a GPU has the same as one on
-        the CPU.
+        Random numbers are drawn on the host, and depend only on the run's seed and the number of
+        each sample (`draws`). So a resumed run repeats them, and they are equal on a GPU and on the
+        CPU.
         """
 
     def weight(self, batch: BatchT) -> float:
@@ -115,7 +115,7 @@ class Task(Protocol):
 
     @property
     def repeats(self) -> bool:
-        """Whether a pass does the same for all batches of a shape, as CUDA graphs require."""
+        """Whether a step does the same for all batches of a shape, as CUDA graphs require."""
 
     def check(self, report: Callable[[str], None]) -> None:
         """Check the settings against the headers of the weights; nothing else is read yet.
@@ -156,7 +156,7 @@ class Task(Protocol):
     def prepare(
         self, data: Split[Any], report: Callable[[str], None], group: Processes = ALONE
     ) -> Split[Prepared[Any]]:
-        """Turn data into the form that the model trains on, and free what only this needs.
+        """Turn data into the form that the model trains on, and free what training does not need.
 
         Args:
             data: the result of `read`.
@@ -170,18 +170,18 @@ class Task(Protocol):
         """
 
     def attach(self, fresh: bool = True) -> Adapters:
-        """Attach trainable adapters to the model and set its checkpointing, by the settings.
+        """Attach trainable adapters to the model and set its checkpointing, as the settings say.
 
         Args:
-            fresh: whether to initialise them by the settings; not needed if a checkpoint is loaded
-                afterwards.
+            fresh: whether to initialise them as the settings say; not needed if a checkpoint is
+                loaded afterwards.
 
         Raises:
             ConfigError: a target matches no layer.
         """
 
     def preview(self, path: Path) -> Path:
-        """Write a preview, by the settings, to `path` plus a suitable extension.
+        """Write the preview that the settings describe to `path` plus a suitable extension.
 
         The library's generator does not change.
 

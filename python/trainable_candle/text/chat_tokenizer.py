@@ -84,7 +84,7 @@ class ChatTokenizer:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """The tokenizer in the folder of a model, beside a file in it, or in a GGUF file.
+        """The tokenizer in the folder of a model, in the folder of a file, or in a GGUF file.
 
         Raises:
             MissingFileError: there is no `tokenizer.json`.
@@ -144,7 +144,7 @@ class ChatTokenizer:
 
     @cached_property
     def stops(self) -> frozenset[int]:
-        """Numbers of the tokens that end an answer by the configuration or by the template."""
+        """Numbers of the tokens that end an answer, from the configuration and the template."""
         ends = self._ends if self.end is None else self._ends | {self.end}
         try:
             asked = [{"role": "user", "content": "a"}]

@@ -47,7 +47,7 @@ def read(
     """The tokenizer, its special tokens by name, its chat template, and the tokens that end a text.
 
     Args:
-        path: of the file, for messages.
+        path: the path of the file, for messages.
         facts: the metadata of the file.
 
     Raises:
@@ -67,7 +67,9 @@ def read(
         tokenizer, named = _built(given)
     except Exception as error:
         # The library raises no narrower exception.
-        raise WeightsFormatError(f"tokenizer: {path} has one that is damaged: {error}") from error
+        raise WeightsFormatError(
+            f"tokenizer: the tokenizer in {path} is damaged: {error}"
+        ) from error
     ends = [given[key] for key in _ENDS if isinstance(given.get(key), int)]
     template = facts.get("tokenizer.chat_template")
     return tokenizer, named, template if isinstance(template, str) else None, ends

@@ -39,7 +39,7 @@ class PromptTokenizer:
         for token in _TOKENS:
             if tokenizer.token_to_id(token) is None:
                 raise WeightsFormatError(
-                    f"tokenizer: it has no token {token}; expected that of Qwen3"
+                    f"tokenizer: it has no token {token}; expected the tokenizer of Qwen3"
                 )
 
     @classmethod

@@ -144,7 +144,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     content: dict[str, Any] = parse_json(whole.read_text(encoding="utf-8"))
     model = content["model"]
     if not isinstance(model["vocab"], list):
-        raise WeightsFormatError(f"tokenizer: {whole} has no unigram model, which T5's is")
+        raise WeightsFormatError(f"tokenizer: {whole} has no unigram model, as T5 needs")
     pieces = [(str(piece), float(score)) for piece, score in model["vocab"]]
     charsmap = _charsmap(content.get("normalizer"))
     added = sorted(content.get("added_tokens") or [], key=lambda token: int(token["id"]))
@@ -154,7 +154,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         if number != token["id"]:
             raise WeightsFormatError(
                 f"tokenizer: {whole} gives the added token {token['content']!r} the number "
-                f"{token['id']}, where {number} is next"
+                f"{token['id']}, expected {number}"
             )
     return tokenizer
 

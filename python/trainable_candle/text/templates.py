@@ -33,7 +33,7 @@ CHATML: Final = (
 )
 """The template for tokenizers without one; `END` is `<|im_end|>` or else the end-of-text token."""
 DAY: Final = dt.datetime(2024, 7, 26, tzinfo=dt.timezone.utc)
-"""Today's date for templates; the default date in Llama 3.1's template."""
+"""The date that templates see as today; it is the default date in Llama 3.1's template."""
 _START, _END = "\ufdd0", "\ufdd1"
 """Marks around generated text; Unicode reserves these characters, so texts do not have them."""
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
@@ -102,7 +102,7 @@ class ChatTemplate:
                 **self._tokens,
             )
         except (TemplateError, TypeError, ArithmeticError, LookupError) as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+            raise ValueError(f"the chat template rejects the conversation: {error}") from error
         return _unmarked(marked, self.marks_answers)
 
 
@@ -128,11 +128,11 @@ def _unmarked(marked: str, marks: bool) -> Rendered:
     for part in rest:
         inside, end, outside = part.partition(_END)
         if not end or _END in outside:
-            raise ValueError("it holds the characters U+FDD0 or U+FDD1, which texts must not")
+            raise ValueError("a text has the reserved characters U+FDD0 or U+FDD1; remove them")
         spans.append((len(text), len(text) + len(inside)))
         text += inside + outside
     if _END in first:
-        raise ValueError("it holds the character U+FDD1, which texts must not")
+        raise ValueError("a text has the reserved character U+FDD1; remove it")
     return Rendered(text, tuple(spans))
 
 

@@ -30,7 +30,7 @@ class Adapters:
         self.sets = dict(sets)
 
     def named_parameters(self) -> dict[str, Var]:
-        """The trainable parameters; a component's name comes first if there are several."""
+        """The trainable parameters; if there are several components, names begin with theirs."""
         if len(self.sets) == 1:
             return next(iter(self.sets.values())).named_parameters()
         return {
@@ -40,8 +40,8 @@ class Adapters:
         }
 
     def groups(self, config: TrainConfig) -> list[tuple[list[Var], float]]:
-        """The parameters with their learning rates: those of text encoders have their own."""
-        # One size of step is found for all.
+        """The parameters by learning rate; text encoders have a learning rate of their own."""
+        # Prodigy finds one step size for all groups, so its rates are equal by default.
         share = 1 if config.finds_rate else 10
         of_text = config.text_encoder_learning_rate or config.rate / share
         groups: dict[float, list[Var]] = {}
@@ -105,7 +105,7 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
 
 
 def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig:
-    """The configuration of adapters in the settings; `targets` unless they name layers."""
+    """The configuration of the adapters; `targets` are the layers if the settings name none."""
     return tc.LoraConfig(
         r=config.rank,
         lora_alpha=float(config.rank) if config.alpha is None else config.alpha,

@@ -1,4 +1,4 @@
-"""Validation, previews and adapter files between steps, with the adapter as it will be used."""
+"""Validation, previews and adapter files between steps, without dropout and with averages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def evaluated(adapters: Adapters, average: Average | None) -> Iterator[None]:
     """A context without dropout and tape, in which averages replace the parameters.
 
     Args:
-        adapters: those in training.
+        adapters: the adapters that are trained.
         average: their average over the steps, if one is kept.
     """
     adapters.set_training(False)
@@ -57,7 +57,7 @@ class Validation(Callback):
 
     Args:
         loss: returns the mean over the validation data, with the same random numbers at every call.
-        every: steps between two measurements, or which steps have one.
+        every: steps between two measurements, or a function that selects the steps.
         evaluated: makes the context to measure in.
         adapter: takes a snapshot of the adapter at a step, for a file that is written later.
         facts: returns the values to log for a loss, by name; called in the same context.
@@ -137,7 +137,7 @@ class Previews(Callback):
 
     Args:
         preview: writes a preview; takes the file's path without its ending, and returns the path.
-        every: steps between two previews, or which steps have one.
+        every: steps between two previews, or a function that selects the steps.
         folder: the folder for the files `step-000250` and so on.
         evaluated: makes the context to draw in.
         report: gets a line for each preview.
@@ -173,7 +173,7 @@ class Previews(Callback):
                 written = self._preview(self._folder / f"step-{step:06d}")
             self._report(f"step {step}: preview {written}")
         except NonFiniteError as error:
-            # The training may recover; it checks loss and gradients itself.
+            # Do not stop the run: the trainer itself checks losses and gradients, and may go on.
             self._report(f"no preview of step {step}: {error}")
 
 

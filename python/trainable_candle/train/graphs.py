@@ -19,9 +19,9 @@ class PassGraphs:
     """Runs a function as CUDA graphs, one for each shape of its inputs (`tc.cuda.capture`).
 
     Args:
-        run: the function, such as a forward and backward pass: from tensors by name, and whether it
-            is the first of a step, to a tensor.
-        keep: how many graphs to keep, the last used ones; 0 records nothing.
+        run: the function, such as a forward and backward pass; takes tensors by name and whether
+            this is the first call of a step, and returns a tensor.
+        keep: how many of the most recently used graphs to keep; 0 records nothing.
     """
 
     def __init__(self, run: Callable[[Inputs, bool], Tensor], keep: int) -> None:

@@ -27,9 +27,9 @@ _BLOCK: Final = 2**20
 BASE: Final = "trainable_candle.base_precision"
 """The entry with the format of the base, if the base was quantized."""
 QAT: Final = "trainable_candle.qat"
-"""The entry with what the adapted weights were rounded to."""
+"""The entry with the format to which the adapted weights were rounded."""
 QAT_SCALES: Final = "trainable_candle.qat_scales"
-"""The entry that is there if their scales were learned."""
+"""The entry that says that the scales of this rounding were learned."""
 INIT: Final = "trainable_candle.init"
 """The entry with the initialisation of the adapter, if it is not the default."""
 

@@ -100,7 +100,7 @@ class Guided:
 
 @tc.no_grad()
 def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Tensor) -> Tensor:
-    """Sample from noise to the end.
+    """Run all steps of a sampler, from noise to the final sample.
 
     ```python
     sampler = tc.train.Sampler(tc.train.NoiseSchedule(), 10)
@@ -109,7 +109,7 @@ def sample(sampler: Sampler, model: Callable[[Tensor, float], Tensor], noise: Te
 
     Args:
         sampler: the sampler, which defines the steps.
-        model: from a sample and a timestep to a prediction; a `Guided`, for example.
+        model: takes a sample and a timestep, returns a prediction; a `Guided`, for example.
         noise: standard normal values.
 
     Returns:

@@ -20,7 +20,7 @@ class Saver:
     """Writes one checkpoint at a time in the background, complete or not at all.
 
     Training waits only for the copies to host memory. A checkpoint begins when the previous one is
-    written, so that host memory has the copies of only one.
+    written, so that host memory holds the copies of one checkpoint at a time.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Saver:
         Args:
             folder: the final folder of the checkpoint.
             snapshot: takes the copies.
-            more: writes other files to the folder that it is given, directly or by `submit`.
+            more: writes further files to the folder in its argument, directly or by `submit`.
             then: called when the checkpoint has its final name.
 
         Raises:

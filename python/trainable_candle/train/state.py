@@ -89,10 +89,10 @@ def find(output: Path, resume: str) -> Path | None:
 
 
 def refuse_later(output: Path, step: int) -> None:
-    """Check that `output` has no later checkpoints, which a run at `step` would mix with its own.
+    """Check that `output` has no checkpoints of later steps, which are those of another run.
 
     Raises:
-        ConfigError: `output` has checkpoints of later steps, which are of another run.
+        ConfigError: it has; the new run would mix its checkpoints with them.
     """
     later = [folder for folder in checkpoints(output) if step_of(folder) > step]
     if later:
@@ -104,7 +104,7 @@ def refuse_later(output: Path, step: int) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy on the CPU of everything in a checkpoint, which training does not change."""
+    """A copy of everything in a checkpoint, on the CPU, so that training does not change it."""
 
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -127,7 +127,7 @@ class Draft:
         folder: its final folder; an older checkpoint of the same name is replaced.
 
     Raises:
-        OSError: the folder for its files cannot be made.
+        OSError: the temporary folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -139,7 +139,7 @@ class Draft:
         self.path.mkdir(parents=True)
 
     def write(self, snapshot: Snapshot) -> None:
-        """Write the files of a snapshot; last `state.json`, which makes the folder a checkpoint.
+        """Write the files of a snapshot; the last, `state.json`, makes the folder a checkpoint.
 
         Raises:
             OSError: a file cannot be written.
@@ -221,7 +221,7 @@ def load(folder: Path, parameters: Mapping[str, Var], optimizer: Optimizer) -> R
         optimizer.load_state_dict(states)
     except Error as error:
         raise WeightsFormatError(
-            f"resume: the optimizer of {folder} is another: {error}; {_ADVICE}"
+            f"resume: {folder} has the state of another optimizer: {error}; {_ADVICE}"
         ) from error
     return state
 
@@ -273,7 +273,7 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def damaged(folder: Path, name: str, reason: object) -> WeightsFormatError:
-    """The error for a damaged file of a checkpoint, with the reason and where else to resume."""
+    """The error for a damaged file of a checkpoint; it says why, and where to resume instead."""
     is_named = _NAME.fullmatch(folder.name) is not None
     others = checkpoints(folder.parent) if is_named else []
     earlier = [other for other in others if step_of(other) < step_of(folder)]

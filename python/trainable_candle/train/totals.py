@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def peak_memory(device: str) -> str:
-    """The most memory that this process has held on a device."""
+    """The peak memory of this process on a device."""
     if device == "cpu":
         # `ru_maxrss` is in KiB on Linux.
         return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB of memory"

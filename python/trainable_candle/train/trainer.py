@@ -90,8 +90,8 @@ class Trainer(Generic[Batch]):
 
     A step averages the gradients of `gradient_accumulation` batches, clips them, and steps the
     optimizer and the schedule. With a `scaler` (f16) the loss is scaled, and steps with overflow
-    are skipped. On a GPU a whole step is queued, then the next batch is prepared, and only then
-    does the trainer wait for the loss and the norm.
+    are skipped. On a GPU, the trainer queues a whole step, prepares the next batch, and then waits
+    for the loss and the norm.
 
     ```python
     from trainable_candle.data import ShuffledBatches
@@ -102,34 +102,35 @@ class Trainer(Generic[Batch]):
     ```
 
     Args:
-        loss: from a batch, or from the result of `inputs` for it, to a single-element tensor.
+        loss: takes a batch, or the result of `inputs` for a batch; returns a single-element tensor.
         parameters: the trainable variables by name.
-        optimizer: over these variables.
+        optimizer: the optimizer of these variables.
         data: the source of batches.
-        inputs: from a batch to the tensors that `loss` takes in its place.
-        weigh: with `inputs`, from a batch to its weight, above 0. The loss of a step is the mean
-            with these weights, and each batch's share is one of the inputs. By default batches
+        inputs: takes a batch, returns the tensors by name that `loss` takes instead of the batch.
+        weigh: needs `inputs`; takes a batch, returns its weight, above 0. The loss of a step is the
+            mean with these weights, and each batch's share is one of the inputs. By default batches
             count equally.
-        cuda_graphs: with `inputs`, on a GPU, how many shapes of batches have their forward and
-            backward passes recorded as CUDA graphs (`tc.cuda.capture`); `loss` must do the same for
-            all batches of a shape. 0: none.
+        cuda_graphs: needs `inputs` and a GPU; for how many shapes of batches to record the forward
+            and backward passes as CUDA graphs (`tc.cuda.capture`). `loss` must do the same for all
+            batches of a shape. 0: none.
         steps: the total number of optimizer steps.
         scheduler: sets the learning rate; stepped after every optimizer step.
         gradient_accumulation: batches in a step, at least 1.
         max_grad_norm: clip the global norm to this; 0 does not clip.
-        scaler: for f16.
+        scaler: the loss scaler, for f16.
         output: folder for checkpoints; None keeps none.
-        save_every: steps between checkpoints, or which steps have one; 0 saves at the end only.
+        save_every: steps between checkpoints, or a function that selects the steps; 0 saves at the
+            end only.
         keep_checkpoints: how many to keep, at least 1.
         callbacks: called in order.
         settings: stored in checkpoints, for people and for comparison.
         group: the processes that train together. Each takes `gradient_accumulation` batches in a
             step, distributed by number; only rank 0 has an `output`.
-        seed: draws of `data`, `inputs` and `loss` from tc's generator come from streams of this
-            seed and the batch's number instead, so that they do not depend on earlier draws; by
-            default the current seed of that generator.
-        count: from a batch to the number of its images or tokens, for reports.
-        epoch: from a number of steps to the number of epochs, for reports.
+        seed: this seed and the number of a batch determine the random numbers that `data`,
+            `inputs` and `loss` draw for the batch from tc's generator, whatever was drawn before;
+            by default the current seed of that generator.
+        count: takes a batch, returns the number of its images or tokens, for reports.
+        epoch: takes a number of steps, returns the number of epochs, for reports.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Trainer(Generic[Batch]):
         self._asked = False
         """Whether this process has been asked to stop after the current step."""
         self._agreed = False
-        """Whether any process has been asked to, as all know after the step."""
+        """Whether any process has been asked to stop; after each step, all processes know it."""
 
     def train(self) -> bool:
         """Run to the last step.
@@ -317,15 +318,15 @@ class Trainer(Generic[Batch]):
                 _Given(number, inputs, equal, amount)
                 for number, (inputs, _, amount) in zip(numbers, made, strict=True)
             ]
-        # Several processes do not know each other's weights before the step; then `sum_up` divides
-        # the sums by the sum of all weights.
+        # With several processes, none knows the weights of the others before the step; `sum_up`
+        # then divides by the sum of all weights.
         alone = self.group.size == 1
         whole = math.fsum(weight for _, weight, _ in made) if alone else self._batches_in_step
         device = next(iter(self.parameters.values())).device
         given = []
         for number, (inputs, weight, amount) in zip(numbers, made, strict=True):
             share = np.array(weight / whole, np.float32)
-            # A tensor, because it differs in every step, and a CUDA graph reads inputs again.
+            # A tensor, because a replayed CUDA graph reads tensors anew, and would keep a number.
             named = {**inputs, _SHARE: tc.tensor(share, device=device)}
             given.append(_Given(number, named, weight / whole, amount))
         return given
@@ -346,7 +347,7 @@ class Trainer(Generic[Batch]):
         """Make the inputs of the next step."""
         if self._inputs is None:
             return
-        # On an error, the next step makes them again and raises it.
+        # If this fails, the next step makes the inputs again and raises the error.
         with suppress(Error, OSError):
             self._ready = self._make()
 

@@ -19,10 +19,10 @@ _ID: Final = "wandb-id.txt"
 
 
 class WandbLog(Callback):
-    """Logs the values of the other logs to a run in a project: `train/...` and `validation/...`.
+    """Logs the values of `JsonLog` to a run of a wandb project: `train/...` and `validation/...`.
 
-    A resumed training continues the same run. wandb itself decides whether it sends anything;
-    `WANDB_MODE=offline` in the environment prevents it.
+    Resumed training continues the same run. wandb sends the values to its server, unless its own
+    configuration forbids that; `WANDB_MODE=offline` in the environment does.
 
     Args:
         project: the name of the project.
@@ -54,7 +54,7 @@ class WandbLog(Callback):
         self._run: Any = None
 
     def on_train_begin(self, trainer: Trainer[Any]) -> None:
-        """Start a run, or continue that of a resumed training."""
+        """Start a run, or continue the run of the checkpoint."""
         path = self._folder / _ID
         known = path.read_text(encoding="utf-8").strip() if trainer.step and path.exists() else None
         self._run = self._wandb.init(

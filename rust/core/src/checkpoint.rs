@@ -78,8 +78,8 @@ type Function = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync>;
 /// Run `function` on `inputs`, keeping the inputs only; its inner values are recomputed in the backward pass.
 ///
 /// The function must compute the same when it is called again; random numbers are repeated (dropout draws the same
-/// mask). It is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors and layers are
-/// cheap).
+/// mask). The function is kept until the backward pass, so it must own what it uses (use `move`; clones of tensors and
+/// layers are cheap).
 ///
 /// # Errors
 /// Those of `function`.
@@ -91,7 +91,7 @@ where
     Ok(outputs.remove(0))
 }
 
-/// [`checkpoint`] with a [`Policy`], for functions of several results.
+/// [`checkpoint`] with a [`Policy`], for functions with several results.
 ///
 /// # Errors
 /// Those of `function`.
@@ -413,9 +413,9 @@ where
     }
 }
 
-/// Record the tensors that an operation reads, in its checkpointed function and in those around it: variables among
-/// them must not change before the recomputation. [`run`] records inputs; this is for masks, tables, frozen weights and
-/// compared values.
+/// Record the tensors that an operation reads, in its checkpointed function and in the functions around it. Variables
+/// among these tensors must not change before the recomputation. [`run`] records inputs; this is for masks, tables,
+/// frozen weights and compared values.
 pub(crate) fn reads(tensors: &[&Tensor]) {
     if !flags().recording() || tensors.iter().all(|tensor| tensor.version.is_none()) {
         return;

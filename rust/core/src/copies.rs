@@ -28,7 +28,8 @@ struct Entry {
 }
 
 impl Copies {
-    /// Place the copies in those of a flat buffer, of which the variable is the part that begins at element `start`.
+    /// Place the copies in the copies of a flat buffer; the variable is the part of this buffer that begins at element
+    /// `start`.
     pub(crate) fn lie_in(&mut self, buffer: Arc<FlatCopies>, start: usize) {
         self.part = Some((buffer, start));
     }

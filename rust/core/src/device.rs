@@ -87,7 +87,7 @@ pub fn set_memory_limit(device: &Device, limit: Option<u64>) -> Result<()> {
     crate::cuda::set_memory_limit(device, limit)
 }
 
-/// The maker's name of a CUDA device, such as `NVIDIA H200`.
+/// The name of a CUDA device's model, such as `NVIDIA H200`.
 ///
 /// # Errors
 /// As [`memory_stats`].
@@ -115,7 +115,7 @@ pub fn synchronize(device: &Device) -> Result<()> {
 /// Measure every launch on a CUDA device from now on, until [`finish_profile`].
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if a profile is being made.
+/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if another profile is in progress.
 pub fn start_profile(device: &Device) -> Result<()> {
     crate::cuda::profile::start(device)
 }
@@ -124,7 +124,7 @@ pub fn start_profile(device: &Device) -> Result<()> {
 /// graphs and copies are not measured.
 ///
 /// # Errors
-/// [`Error::Argument`] if no profile is being made, [`Error::Device`] if a kernel failed.
+/// [`Error::Argument`] if no profile is in progress, [`Error::Device`] if a kernel failed.
 pub fn finish_profile() -> Result<Vec<KernelTime>> {
     crate::cuda::profile::finish()
 }

@@ -18,7 +18,7 @@ pub enum Error {
         /// What was found, what was expected.
         message: String,
     },
-    /// A dtype the operation does not take, or operands that disagree.
+    /// A dtype that the operation does not take, or operands of different dtypes.
     #[error("{op}: {message}")]
     DType {
         /// The operation.
@@ -154,7 +154,7 @@ impl Error {
         Self::Autograd { op, message: message.into() }
     }
 
-    /// The same error with the name by which the caller knows the operation.
+    /// The same error, naming the operation that the caller used.
     #[cold]
     pub(crate) fn under(self, op: &'static str) -> Self {
         match self {

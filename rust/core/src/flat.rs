@@ -91,7 +91,7 @@ fn zeros(n: usize, dtype: DType, device: &Device) -> Result<Raw> {
 
 /// The gradients of variables, not copied.
 pub struct Gradients {
-    /// Gradients in flat buffers; adjacent ones as one vector.
+    /// Gradients in flat buffers; adjacent gradients are joined to one vector.
     pub vectors: Vec<Raw>,
     /// The variables with gradients outside of flat buffers.
     pub loose: Vec<Var>,
@@ -136,7 +136,7 @@ pub fn all_gradients(vars: &[Var]) -> Result<Vec<Raw>> {
     joined(vars.iter().filter_map(|var| var.leaf().vector()))
 }
 
-/// Clear the gradients of `vars`; adjacent ones in a flat buffer with one fill.
+/// Clear the gradients of `vars`; one fill clears all that are adjacent in a flat buffer.
 ///
 /// # Errors
 /// If a buffer cannot be written.

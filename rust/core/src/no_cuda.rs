@@ -106,7 +106,7 @@ pub(crate) mod profile {
     }
 
     pub fn finish() -> Result<Vec<KernelTime>> {
-        Err(Error::argument("profile", "no profile is being made"))
+        Err(Error::argument("profile", "no profile is in progress"))
     }
 }
 

@@ -22,14 +22,15 @@ const SMALLEST: usize = 1 << SMALLEST_LOG2;
 const SMALLEST_LOG2: u32 = 16;
 /// Larger blocks are not kept.
 const LARGEST: usize = 1 << 37;
-/// Larger blocks are kept only if their size is taken again and again, as a step's buffers are and weights are not.
+/// Larger blocks are kept only if blocks of this size are taken repeatedly: the buffers of a step are, weights are not.
 const LARGEST_AT_ONCE: usize = 1 << 27;
 /// Sizes are rounded up to one of four per octave.
 const STEPS: usize = 4;
 const CLASSES: usize = (LARGEST.ilog2() - SMALLEST_LOG2) as usize * STEPS + 1;
 /// The most blocks kept of each size.
 const KEPT: usize = 128;
-/// Up to this many bytes, freed blocks of any size are kept; beyond them, only sizes that are taken again and again.
+/// Up to this many bytes, freed blocks of any size are kept; beyond that, only blocks of sizes that are taken
+/// repeatedly.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The system's allocator with a store of freed blocks of 64 KiB and more.
@@ -38,8 +39,8 @@ const MOST_BYTES: usize = 256 << 20;
 /// freed are kept beyond that, as long as the bytes in use and in the store together are at most 256 MiB more than the
 /// maximum ever in use.
 ///
-/// It never waits: while another thread uses the same shelf, or if the process was forked during such use, blocks come
-/// from the system and go back to it.
+/// It never waits. While another thread uses the store's list of blocks of one size, or if the process was forked
+/// during such use, blocks of this size come from the system and go back to it.
 pub struct RecyclingAllocator {
     shelves: [Shelf; CLASSES],
     /// Bytes of the kept blocks.
@@ -85,7 +86,7 @@ impl RecyclingAllocator {
             self.bytes.fetch_sub(size, Ordering::Relaxed);
             return block;
         }
-        // Blocks on other shelves make room.
+        // Blocks of other sizes make room.
         self.shrink(most - used + MOST_BYTES);
         self.fetch(class)
     }

@@ -13,8 +13,8 @@ use crate::{Error, Result, compute};
 
 /// A trainable variable: a leaf of the tape with storage of its own.
 ///
-/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. Every [`Tensor`] computed from it
-/// before is then stale: its backward pass is an error, never a wrong gradient. Clones are the same variable.
+/// Its storage never moves: [`set`](Var::set) and the optimizers write in place. A [`Tensor`] computed from an earlier value
+/// is then stale: its backward pass returns an error instead of a wrong gradient. Clones are the same variable.
 #[derive(Clone)]
 pub struct Var(Tensor);
 
@@ -85,7 +85,7 @@ impl Var {
     }
 
     fn counter(&self) -> &Arc<Version> {
-        // `adopt` is the only constructor and always makes one.
+        // `adopt` is the only constructor and always sets a version.
         self.0.version.as_ref().expect("a variable has a version")
     }
 
@@ -101,8 +101,8 @@ impl Var {
         if self.0.device().is_cpu() { Ok(()) } else { self.leaf().copies().update(&self.0.raw, self.counter()) }
     }
 
-    /// The value in `dtype`: a copy that the variable keeps, and that is cast again only after the variable has changed. Its
-    /// storage stays the same.
+    /// A copy of the value in `dtype`. The variable keeps this copy, and casts the value to the same storage again only
+    /// after the value has changed.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if it does not fit, [`Error::DType`] if `dtype` is not floating point.
@@ -119,7 +119,7 @@ impl Var {
     /// Note that the value and its [`copy_storage`](Self::copy_storage) were changed in place.
     ///
     /// # Errors
-    /// Errors of writing another copy.
+    /// The errors of updating the variable's other copies.
     pub fn changed_with_copy(&self) -> Result<()> {
         self.counter().bump();
         self.leaf().copies().first_is_current(self.counter());
@@ -177,7 +177,7 @@ impl Var {
     /// returned keeps its values.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a copy does not fit; those of `change`.
+    /// [`Error::OutOfMemory`] if a copy does not fit; the errors of `change`.
     pub fn change_grad(&self, change: impl FnOnce(&Raw) -> Result<()>) -> Result<()> {
         self.leaf().change(change)
     }

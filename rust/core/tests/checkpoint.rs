@@ -74,7 +74,7 @@ fn all_policies_give_the_same_gradients_bit_for_bit() -> Result<()> {
 }
 
 #[test]
-fn a_replay_stops_at_the_last_value_that_was_saved() -> Result<()> {
+fn a_recomputation_stops_at_the_last_value_that_was_saved() -> Result<()> {
     let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
     let inner = block.clone();
     let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;
@@ -82,7 +82,7 @@ fn a_replay_stops_at_the_last_value_that_was_saved() -> Result<()> {
     y.backward_with(Some(&ones_like(&y)), false)?;
     assert_eq!(block.calls.load(Ordering::Relaxed), 2, "recomputed once");
     // The second layer saves its input; the sum after it is not needed.
-    assert_eq!(block.finished.load(Ordering::Relaxed), 1, "the replay ended early");
+    assert_eq!(block.finished.load(Ordering::Relaxed), 1, "the recomputation ended early");
     Ok(())
 }
 
@@ -136,7 +136,7 @@ fn checkpoints_nest_and_follow_one_another() -> Result<()> {
 }
 
 #[test]
-fn a_retained_graph_can_be_walked_twice() -> Result<()> {
+fn a_retained_graph_can_be_differentiated_twice() -> Result<()> {
     let (block, x) = (Block::new()?, Var::from_tensor(&ramp(&[5, 6], 0.0))?);
     let inner = block.clone();
     let y = checkpoint(move |xs| inner.forward(&xs[0]), &[&x])?;

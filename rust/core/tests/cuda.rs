@@ -233,8 +233,8 @@ fn whole(dims: &[usize], seed: usize, dtype: DType, device: &Device) -> Tensor {
     values.and_then(|values| values.to_dtype(dtype)?.to_device(device)).unwrap()
 }
 
-/// Products of one size run together. Products that add to one tensor must not, and transposed, strided, empty and f64
-/// ones run separately.
+/// Products of one size run together. Products that add to one tensor must not run together, and transposed, strided,
+/// empty and f64 products run separately.
 #[test]
 #[ignore = "needs a CUDA device"]
 fn many_products_at_once_are_those_of_the_cpu() {

@@ -96,7 +96,7 @@ fn attention_keeps_the_layout_of_split_heads() {
 }
 
 #[test]
-fn keys_may_repeat_and_lie_transposed() {
+fn keys_may_repeat_and_be_transposed() {
     // One head of keys for three of queries, stored (width, length).
     let inputs = [draw(&[3, 9, 4], 0, DType::F64), draw(&[1, 4, 6], 1, DType::F64), draw(&[3, 6, 4], 2, DType::F64)];
     let keys = |x: &Tensor| x.t()?.broadcast_as((3, 6, 4));

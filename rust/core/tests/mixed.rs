@@ -34,7 +34,7 @@ fn close(found: &Tensor, expected: &Tensor, tolerance: f64) {
 }
 
 #[test]
-fn a_copy_is_cast_anew_only_after_a_change_and_keeps_its_place() -> Result<()> {
+fn a_copy_is_cast_again_only_after_a_change_and_keeps_its_place() -> Result<()> {
     for flat in [false, true] {
         let start = [draw(&[3], 0), draw(&[4, 2], 1)];
         let buffer = FlatBuffer::new(&start)?;
@@ -57,7 +57,7 @@ fn a_copy_is_cast_anew_only_after_a_change_and_keeps_its_place() -> Result<()> {
 }
 
 #[test]
-fn a_copy_that_somebody_has_written_is_not_cast() -> Result<()> {
+fn a_copy_that_an_update_has_written_is_not_cast() -> Result<()> {
     let x = var(&[4], 0);
     assert!(x.copy_storage().is_none());
     x.compute_copy(DType::F16)?;

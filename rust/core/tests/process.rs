@@ -56,7 +56,7 @@ fn saved_bytes_count_each_storage_once_and_end_with_the_pass() -> Result<()> {
 }
 
 #[test]
-fn what_is_remade_is_not_saved_and_changes_no_gradient() -> Result<()> {
+fn recomputed_results_are_not_saved_and_change_no_gradient() -> Result<()> {
     let _alone = ALONE.lock();
     let scale = ramp(8, &[8]);
     type Function = fn(&Tensor, &Tensor) -> Result<Tensor>;
@@ -77,7 +77,7 @@ fn what_is_remade_is_not_saved_and_changes_no_gradient() -> Result<()> {
             };
             let y = checkpoint_with(policy, squares, &[&x])?.remove(0).sum_all()?;
             let kept = saved_bytes() - before;
-            // Twice: the node keeps what computes its result again.
+            // A second pass: the node has kept the values from which its result is recomputed.
             y.backward_with(None, true)?;
             y.backward()?;
             let grad = var.grad().expect("a gradient").to_vec::<f32>()?;
@@ -115,13 +115,13 @@ fn policies_keep_what_they_say() -> Result<()> {
         assert_eq!(saved_bytes(), before, "{policy:?}: a dropped graph frees what it kept");
     }
     // None: x, the first product (read by GELU), the scaled activation. Selective: x, the first product, and a number that
-    // stands in for the second one. Full: x.
+    // stands in for the second product. Full: x.
     assert_eq!(kept, [30 + 60 + 60, 30 + 60 + 1, 30]);
     Ok(())
 }
 
 #[test]
-fn dropout_replays_its_mask_and_leaves_the_stream_where_it_was() -> Result<()> {
+fn dropout_repeats_its_mask_and_leaves_the_generator_unchanged() -> Result<()> {
     let _alone = ALONE.lock();
     let x = Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?;
     rng::manual_seed(7);
@@ -138,7 +138,7 @@ fn dropout_replays_its_mask_and_leaves_the_stream_where_it_was() -> Result<()> {
 /// A checkpointed function with two dropouts; after each dropout another thread draws, in the first run and in the
 /// recomputation.
 #[test]
-fn a_replay_and_draws_of_other_threads_leave_each_other_alone() -> Result<()> {
+fn a_recomputation_and_draws_of_other_threads_are_independent() -> Result<()> {
     let _alone = ALONE.lock();
     let elsewhere = || std::thread::spawn(|| rng::uniform_vec(8)).join().unwrap();
     let (drawn, x) = (Arc::new(Mutex::new(Vec::new())), Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?);
@@ -155,9 +155,9 @@ fn a_replay_and_draws_of_other_threads_leave_each_other_alone() -> Result<()> {
     let after = rng::state();
     y.backward_with(Some(&Tensor::ones(1000, DType::F32, &CPU)?), false)?;
     let expected: Vec<f32> = y.to_vec::<f32>()?.into_iter().map(|v| 2.0 * v).collect();
-    assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected, "the replay draws the same masks");
+    assert_eq!(x.grad().unwrap().to_vec::<f32>()?, expected, "the recomputation draws the same masks");
     let (drawn, blocks) = (drawn.lock().unwrap().clone(), 2);
-    assert_eq!(drawn.len(), 4, "two in the first run, two in the replay");
+    assert_eq!(drawn.len(), 4, "two in the first run, two in the recomputation");
     for (index, values) in drawn.iter().enumerate() {
         assert!(!drawn[..index].contains(values), "draw {index} of the other thread repeats an earlier one");
     }
@@ -170,7 +170,7 @@ fn a_replay_and_draws_of_other_threads_leave_each_other_alone() -> Result<()> {
 }
 
 #[test]
-fn a_replay_that_draws_something_else_is_an_error() -> Result<()> {
+fn a_recomputation_that_draws_something_else_is_an_error() -> Result<()> {
     let _alone = ALONE.lock();
     let (calls, x) = (AtomicUsize::new(0), Var::from_tensor(&Tensor::ones(1000, DType::F32, &CPU)?)?);
     let function = move |xs: &[Tensor]| {

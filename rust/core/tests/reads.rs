@@ -38,10 +38,10 @@ const FUNCTIONS: [(&str, Function); 16] = [
     ("factor", |x, v| x.mul(v)),
     ("addend", |x, v| x.add(v)),
     ("mask", |x, v| scaled_dot_product_attention(x, x, x, Some(v), false, None)),
-    ("turned mask", |x, v| scaled_dot_product_attention(x, x, x, Some(&v.t()?), false, None)),
+    ("transposed mask", |x, v| scaled_dot_product_attention(x, x, x, Some(&v.t()?), false, None)),
     ("table of rope", |x, v| rope(x, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, false)),
     ("table of rms_norm_rope", |x, v| rms_norm_rope(x, None, &v.narrow(1, 0, 2)?, &v.narrow(1, 1, 2)?, true, 1e-5)),
-    ("scale of a norm that is made again", |x, v| {
+    ("scale of a norm that is recomputed", |x, v| {
         Ok(rms_norm(x, Some(&v.narrow(0, 0, 1)?.squeeze(0)?), 1e-5)?.remade())
     }),
     ("table of rotary_attention", |x, v| rotary(x, v, None)),
@@ -96,7 +96,7 @@ fn a_change_before_the_backward_is_an_error_or_has_no_effect() {
 }
 
 #[test]
-fn a_change_before_a_replay_is_an_error_or_has_no_effect() {
+fn a_change_before_a_recomputation_is_an_error_or_has_no_effect() {
     for policy in [Policy::Full, Policy::Selective] {
         for (name, function) in FUNCTIONS {
             let recomputed = move |x: &Tensor, v: &Tensor| -> Result<Tensor> {

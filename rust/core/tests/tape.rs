@@ -132,7 +132,7 @@ fn many_elements_need_a_gradient_argument() -> Result<()> {
 }
 
 #[test]
-fn make_var_copies_any_layout_and_cuts_the_graph() -> Result<()> {
+fn make_var_copies_any_layout_and_detaches_the_graph() -> Result<()> {
     let candle = Raw::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))?;
     let layouts = [
         candle.clone(),
@@ -188,7 +188,7 @@ fn flat_buffers_hold_values_and_gradients_in_one_piece() -> Result<()> {
 }
 
 #[test]
-fn sizes_that_cannot_be_are_errors() {
+fn impossible_sizes_are_errors() {
     assert!(matches!(Tensor::zeros((usize::MAX / 2, 8), DType::F32, &CPU), Err(Error::OutOfMemory { .. })));
     assert!(matches!(Tensor::zeros((1 << 22, 1 << 20), DType::F32, &CPU), Err(Error::OutOfMemory { .. })));
 }

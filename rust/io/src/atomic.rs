@@ -1,4 +1,4 @@
-//! Files that are either complete or absent.
+//! Writes files atomically.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -9,11 +9,11 @@ use trainable_candle_core::{Error, Result};
 /// Size of the write buffer; larger pieces are written directly.
 const BUFFER: usize = 1 << 20;
 
-/// Write a file by `write` under a temporary name beside `path`, sync it, and rename it: a crash leaves the old file or
-/// the complete new one.
+/// Call `write` on a temporary file beside `path`, sync it, and rename it to `path`. After a crash, `path` is the old
+/// file or the complete new one.
 ///
 /// # Errors
-/// [`Error::Io`] naming `path` if the folder is missing, read-only or full, and those of `write`.
+/// [`Error::Io`] that names `path`, if the folder is missing, read-only or full, or if `write` fails.
 pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<()> {
     let failed = |source| Error::io(path, source);
     let name = path.file_name().ok_or_else(|| failed(std::io::Error::other("the path names no file")))?;
@@ -29,7 +29,7 @@ pub fn write_atomically(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::
         sync_folder(path)
     })();
     if outcome.is_err() {
-        // Only the first error is reported.
+        // Report the first error, not a failure to remove the temporary file.
         let _ = std::fs::remove_file(&temporary);
     }
     outcome.map_err(failed)

@@ -1,14 +1,15 @@
 //! NF4 weights of bitsandbytes in folders that diffusers and transformers write.
 //!
 //! A weight X has two codes per byte, (n / 2, 1); its shape is in the JSON of `X.quant_state.bitsandbytes__nf4`. Beside
-//! it are
-//! `X.absmax` and `X.quant_map`, and with quantized scales `X.nested_absmax` and `X.nested_quant_map`. Follows `QuantState` in
+//! X there are `X.absmax` and `X.quant_map`, and, if the scales are quantized, `X.nested_absmax` and
+//! `X.nested_quant_map`. Follows `QuantState` in
 //! <https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/functional.py>.
 
 use serde_json::Value;
 use trainable_candle_core::DType;
 
-/// Endings of the key of a weight's state, after the weight's name: for NF4, and for FP4, which is not supported.
+/// Endings of the key of a weight's state, after the weight's name. The first is for NF4, the second for FP4, which is
+/// not supported.
 pub(crate) const STATE: &str = ".quant_state.bitsandbytes__nf4";
 pub(crate) const OTHER_STATE: &str = ".quant_state.bitsandbytes__fp4";
 /// Endings of the keys of a weight's parts, after the weight's name.
@@ -17,7 +18,7 @@ pub(crate) const CODE: &str = ".quant_map";
 pub(crate) const OUTER: &str = ".nested_absmax";
 pub(crate) const OUTER_CODE: &str = ".nested_quant_map";
 
-/// The metadata of a weight from its state.
+/// The metadata of a weight, parsed from its state.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct State {
     pub dims: [usize; 2],
@@ -28,7 +29,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// The state from its JSON, or a message about what is wrong with it.
+    /// Parse the state's JSON, or return a message about what is wrong with it.
     pub(crate) fn parse(json: &[u8]) -> Result<Self, String> {
         let found: Value = serde_json::from_slice(json).map_err(|error| format!("its state is damaged: {error}"))?;
         let text = |name: &str| found.get(name).and_then(Value::as_str).unwrap_or("missing");
@@ -70,7 +71,7 @@ mod tests {
     const GOOD: &str = r#"{"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [4, 6]"#;
 
     #[test]
-    fn states_are_read_and_others_named() {
+    fn supported_states_are_parsed_and_errors_name_the_others() {
         let parse = |end: &str| State::parse(format!("{GOOD}{end}}}").as_bytes());
         let plain = State { dims: [4, 6], dtype: DType::BF16, offset: None };
         assert_eq!(parse("").unwrap(), plain);

@@ -1,11 +1,11 @@
-//! Weights of eight bits, alone or with scales, as `ComfyUI`, compressed-tensors and bitsandbytes store them.
+//! Eight-bit weights, with or without scales, as `ComfyUI`, compressed-tensors and bitsandbytes store them.
 //!
 //! Scales are beside their weight. Older files of `ComfyUI` have `layer.scale_weight`, and an empty tensor `scaled_fp8`
-//! marks them; newer files have `layer.weight_scale`, and `layer.comfy_quant` names the format. There is one scale for
-//! the tensor or, in compressed-tensors, one for each row
+//! that marks the file; newer files have `layer.weight_scale`, and `layer.comfy_quant` with the name of the format.
+//! There is one scale for the tensor or, in compressed-tensors, one for each row
 //! (<https://github.com/comfyanonymous/ComfyUI/blob/a125cd84b054a57729b5eecab930ca9408719832/comfy/ops.py>).
-//! bitsandbytes has the largest magnitude of each row in `layer.SCB`, and 0 in `layer.weight_format` for weights in
-//! row-major order
+//! bitsandbytes stores the largest magnitude of each row in `layer.SCB`; 0 in `layer.weight_format` means row-major
+//! order
 //! (<https://github.com/bitsandbytes-foundation/bitsandbytes/blob/95f9af309d4d5793847169c39288dcd3fcbdf564/bitsandbytes/nn/modules.py>).
 
 use half::bf16;
@@ -15,12 +15,12 @@ use crate::tensor_writer::EightBits;
 
 /// Endings of the keys of a weight's scales, after the layer's name.
 const SCALES: [&str; 2] = ["scale_weight", "weight_scale"];
-/// Ending of the key of the largest magnitude of each row, whose code is [`LARGEST_INT8`].
+/// Ending of the key of the rows' largest magnitudes. An element with that magnitude has the code [`LARGEST_INT8`].
 const LARGEST: &str = "SCB";
 pub(crate) const LARGEST_INT8: f32 = 127.0;
 /// Endings of the keys of scales for the inputs of the layer, which do not change the weight.
 const INPUTS: [&str; 2] = ["scale_input", "input_scale"];
-/// Endings of the keys that name the format, which must be one that is supported.
+/// Endings of the keys that name the format.
 pub(crate) const COMFY: &str = "comfy_quant";
 pub(crate) const ORDER: &str = "weight_format";
 /// The tensor that marks an older file.
@@ -31,13 +31,13 @@ pub(crate) const MARK: &str = "scaled_fp8";
 pub(crate) enum Beside {
     /// The scales of its codes.
     Scales,
-    /// The scales times 127.
+    /// The largest magnitude of each row: its scale times 127.
     Largest,
     /// `ComfyUI`'s JSON with the format.
     Comfy,
     /// bitsandbytes' order of the elements.
     Order,
-    /// Something that does not affect its values.
+    /// Data that does not affect the weight's values.
     Nothing,
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn keys_beside(name: &str) -> Vec<(String, Beside)> {
         .collect()
 }
 
-/// `ComfyUI`'s name of the format of weights of such numbers with a scale and without rotation.
+/// `ComfyUI`'s name of the format of eight-bit weights with a scale and without rotation.
 pub const fn comfy_format(bits: EightBits) -> &'static str {
     match bits {
         EightBits::Int8 => "int8_tensorwise",
@@ -73,7 +73,7 @@ pub(crate) fn other_format(json: &[u8], bits: EightBits) -> Option<String> {
 
 /// The value of an e4m3 number: a sign bit, four bits of exponent with a bias of 7, three bits of fraction. There are
 /// no infinities, and the largest exponent with the largest fraction is NaN (Micikevicius et al. 2022,
-/// arXiv:2209.05433, table 1). Each is exact in bf16.
+/// arXiv:2209.05433, table 1). All values are exact in bf16.
 pub(crate) fn value(bits: u8) -> bf16 {
     let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
     let (exponent, fraction) = (i32::from(bits >> 3 & 0xf), f32::from(bits & 7));
@@ -89,7 +89,7 @@ mod tests {
     use super::value;
 
     #[test]
-    fn values_are_those_of_the_format() {
+    fn values_follow_the_format() {
         let found = |bits| value(bits).to_f32();
         let expected =
             [(0x00, 0.0), (0x01, 0.001_953_125), (0x38, 1.0), (0xb8, -1.0), (0x3c, 1.5), (0x7e, 448.0), (0xfe, -448.0)];

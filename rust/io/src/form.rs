@@ -102,12 +102,12 @@ impl Form {
         }
     }
 
-    /// Whether it moves only whole rows, so that it works for rows of any kind of elements.
+    /// Whether the form only moves whole rows, so that it also works for rows of quantized elements.
     pub const fn keeps_rows(self) -> bool {
         matches!(self, Self::Plain | Self::Rows { .. } | Self::Swapped | Self::Interleaved { .. })
     }
 
-    /// The tensor to write for all parameters under one key, each with its form.
+    /// Make the tensor to write under one key from its parameters, each with its form.
     ///
     /// # Errors
     /// [`Error::Argument`] without parameters; the errors of the copy.
@@ -133,8 +133,8 @@ impl Form {
     }
 }
 
-/// The tensor with its rows seen as three dimensions, `sizes` (for the rows of half a head), and the last two
-/// exchanged.
+/// Reshapes the rows of a tensor to the three dimensions that `sizes` returns (given the rows of half a head), and
+/// exchanges the last two of these.
 fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor> {
     let dims = tensor.dims();
     let heads = sizes(0)[0];
@@ -143,7 +143,7 @@ fn turned(tensor: &Tensor, sizes: impl Fn(usize) -> [usize; 3]) -> Result<Tensor
     tensor.reshape((heads, outer, inner, columns))?.transpose(1, 2)?.contiguous()?.reshape(dims)
 }
 
-/// The two halves of the rows, the second one first.
+/// The tensor with the two halves of its rows exchanged.
 ///
 /// # Errors
 /// Those of the copy.

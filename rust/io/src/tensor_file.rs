@@ -52,7 +52,8 @@ impl TensorFile {
         if brace != b'{' && looks_like_pickle(&length_bytes) {
             return Err(Error::weights(
                 &path,
-                "this is a pickle checkpoint, which can run code when opened and is refused; convert it to safetensors",
+                "this is a pickle checkpoint, which is not supported because opening it can run code; convert it to \
+                 safetensors",
             ));
         }
         let header_length = u64::from_le_bytes(length_bytes);
@@ -211,8 +212,8 @@ impl TensorFile {
     }
 }
 
-/// Whether a zip archive (`torch.save`) or a bare pickle starts so. Only for files that are not safetensors files,
-/// whose header length could have these bytes.
+/// Whether these are the first bytes of a zip archive (`torch.save`) or of a bare pickle. Call it only for files that
+/// are not safetensors files, because the header length of a safetensors file could have the same bytes.
 fn looks_like_pickle(start: &[u8; 8]) -> bool {
     start.starts_with(b"PK\x03\x04")
         || (start[0] == 0x80 && (2..=5).contains(&start[1]) && start[2..].iter().any(|&b| b != 0))

@@ -1,8 +1,8 @@
 //! Writes safetensors files.
 //!
-//! The safetensors crate writes text entries in random order and needs all bytes at once. Here equal contents give
-//! equal files, and tensors are turned into bytes one at a time. The format is the header's length in eight bytes, a
-//! JSON header with offsets, and the data (<https://github.com/huggingface/safetensors#format>).
+//! The safetensors crate writes text entries in random order and needs all bytes at once. This module writes equal
+//! files for equal contents, and converts one tensor at a time to bytes. The format is the header's length in eight
+//! bytes, a JSON header with offsets, and the data (<https://github.com/huggingface/safetensors#format>).
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -31,7 +31,7 @@ pub struct TensorEntry<'a> {
     pub values: Box<dyn FnOnce() -> Result<Tensor> + 'a>,
 }
 
-/// Kinds of eight-bit numbers for which tensors have no dtype.
+/// Kinds of eight-bit numbers that [`DType`] does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EightBits {
     /// Two's complement.
@@ -41,7 +41,7 @@ pub enum EightBits {
 }
 
 impl<'a> TensorEntry<'a> {
-    /// A tensor with its values.
+    /// The entry of a tensor whose values are known.
     pub fn of(name: impl Into<String>, tensor: &'a Tensor) -> Self {
         Self {
             name: name.into(),
@@ -87,8 +87,9 @@ pub fn save_entries(path: &Path, mut entries: Vec<TensorEntry<'_>>, metadata: &B
         for entry in entries {
             let values = (entry.values)().and_then(|tensor| {
                 let fits = tensor.dims() == entry.shape && tensor.dtype() == entry.dtype;
-                fits.then_some(tensor)
-                    .ok_or_else(|| Error::shape("save", format!("\"{}\" is not what the header says", entry.name)))
+                fits.then_some(tensor).ok_or_else(|| {
+                    Error::shape("save", format!("\"{}\" has another shape or dtype than its entry", entry.name))
+                })
             });
             match values {
                 Ok(tensor) => write_elements(file, tensor.raw(), &mut failure)?,
@@ -201,7 +202,7 @@ mod tests {
             );
         }
         assert_eq!(TensorFile::open(folder.join("a"))?.metadata().len(), 20);
-        // The reference implementation reads them, too.
+        // The reference implementation reads the files too.
         let parsed = safetensors::SafeTensors::deserialize(&files[0]).map_err(|e| Error::Config(e.to_string()))?;
         assert_eq!(parsed.len(), 5);
         std::fs::remove_dir_all(&folder).map_err(|e| Error::io(&folder, e))

@@ -1,4 +1,4 @@
-//! Reads weights by name from one file or several.
+//! Reads weights by name from one or several files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use crate::weight_file::WeightFile;
 /// Open files whose tensors are read one at a time, as if they were one file.
 pub struct WeightFiles {
     files: Vec<WeightFile>,
-    /// The index of the file of each name.
+    /// By tensor name, the index of the file that has the tensor.
     index: BTreeMap<String, usize>,
     /// The scales of each eight-bit weight (f32): one for all its codes, or one for each row.
     scales: BTreeMap<String, Tensor>,
@@ -36,7 +36,7 @@ impl WeightFiles {
     /// Open a file, or all shards of a model.
     ///
     /// # Errors
-    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have the same name.
+    /// As [`WeightFile::open`]; [`Error::WeightsFormat`] if two shards have a tensor of the same name.
     pub fn open(paths: &[PathBuf]) -> Result<Self> {
         let files = paths.iter().map(|path| WeightFile::open(path)).collect::<Result<Vec<_>>>()?;
         let mut index = BTreeMap::new();
@@ -101,7 +101,10 @@ impl WeightFiles {
             }
             Beside::Order => {
                 if bytes(file, key)? != [0] {
-                    let text = format!("\"{weight}\" does not lie row by row, which is not supported; save it again");
+                    let text = format!(
+                        "\"{weight}\" is not in row-major order, which is not supported; save it again \
+                         in row-major order"
+                    );
                     return Err(Error::weights(file.path(), text));
                 }
             }
@@ -110,7 +113,7 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Remove the parts of four-bit weights from the names in the same way.
+    /// Remove the keys of four-bit weights' parts from the names, because they are part of the weights' values.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index
@@ -169,7 +172,7 @@ impl WeightFiles {
     pub fn common_dtype(&self, prefix: &str) -> Option<DType> {
         let mut elements: Vec<(DType, usize)> = Vec::new();
         for name in self.names().filter(|name| name.starts_with(prefix)) {
-            // Eight-bit integers do not tell the dtype that they were quantized from.
+            // Eight-bit integers do not record the dtype that they were quantized from.
             if self.eight_bits(name).is_some_and(|(bits, _)| bits == EightBits::Int8) {
                 continue;
             }
@@ -204,7 +207,7 @@ impl WeightFiles {
             return self.files[file].read_as(name, dtype, device);
         }
         let Some((bits, codes, scales)) = self.read_eight_bits(name)? else {
-            return Err(Error::weights(self.path(), format!("\"{name}\" has scales and is not of eight bits")));
+            return Err(Error::weights(self.path(), format!("\"{name}\" has scales but is not an eight-bit weight")));
         };
         // A row of a convolution's weight is the part for one output channel.
         let rows = codes.dims().first().copied().unwrap_or(1);
@@ -221,12 +224,12 @@ impl WeightFiles {
     /// A four-bit weight as stored, on the CPU.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if a part is missing or its codes stand for values other than NF4's; as
+    /// [`Error::WeightsFormat`] if a part is missing or the codes represent other values than NF4's; the errors of
     /// [`Quantized::from_nf4`].
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {
-            return Err(error("there is no weight of four bits".to_owned()));
+            return Err(error("this is not a four-bit weight".to_owned()));
         };
         let (state, parts) = (packed.state.clone(), packed.parts.clone());
         let missing = |end: &str| error(format!("{name}{end} is missing"));
@@ -248,15 +251,15 @@ impl WeightFiles {
         if !is_known {
             return Err(Error::weights(
                 self.path(),
-                format!("\"{name}\": its codes represent other values than NF4's"),
+                format!("\"{name}\": its codes represent other values than NF4's codes do"),
             ));
         }
         let nested = outer.as_ref().map(|(scales, _)| scales).zip(state.offset);
         Quantized::from_nf4(state.dims, &codes, &scales, nested, state.dtype)
     }
 
-    /// The kind of an eight-bit weight, its codes (u8) in its shape, and its scales (f32): one for all, or one for each
-    /// row. `None` for other weights, and for integers without scales.
+    /// Read an eight-bit weight: the kind of its numbers, its codes (u8) in the weight's shape, and its scales (f32),
+    /// one for all codes or one for each row. `None` for other weights, and for integers without scales.
     ///
     /// # Errors
     /// [`Error::Io`] if reading fails.
@@ -296,7 +299,8 @@ impl WeightFiles {
     }
 }
 
-/// The matrix of codes (rows, columns) and scales, one for all or one for each row. It represents values of `dtype`.
+/// Make a quantized matrix of codes (rows, columns) and scales, one for all codes or one for each row. Its values have
+/// `dtype`.
 ///
 /// # Errors
 /// As [`Quantized::from_eight_bits`].

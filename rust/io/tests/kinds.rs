@@ -1,4 +1,5 @@
-//! Every kind of adapter on convolutions and linear layers against peft and LyCORIS (`tests/golden/peft/make_layers.py`).
+//! Compares every kind of adapter on convolutions and linear layers with peft and LyCORIS
+//! (`tests/golden/peft/make_layers.py`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -97,7 +98,7 @@ fn error(found: &Tensor, expected: &Tensor) -> f64 {
 }
 
 #[test]
-fn values_gradients_and_merged_weights_are_those_of_the_references() {
+fn values_gradients_and_merged_weights_equal_the_references() {
     let golden = Golden::load();
     for case in golden.scales.keys() {
         let get = |name: &str| &golden.tensors[&format!("{case}.{name}")];
@@ -109,7 +110,7 @@ fn values_gradients_and_merged_weights_are_those_of_the_references() {
         mse_loss(&y, &golden.tensors["target"], Reduction::Mean).unwrap().backward().unwrap();
         assert!(error(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
 
-        // As values of the variables, gradients get the layout of files.
+        // Setting the variables to their gradients lets `layers` convert the gradients to the layout of files.
         let gradients = golden.parts(case, "grad");
         for var in set.vars() {
             var.set(&var.grad().unwrap()).unwrap();
@@ -168,7 +169,7 @@ fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_ident
 }
 
 #[test]
-fn adapters_of_another_layer_are_refused() {
+fn adapters_of_another_layer_are_rejected() {
     let golden = Golden::load();
     let net = Net::load(&golden.tensors, DType::F32);
     for case in golden.scales.keys() {

@@ -1,4 +1,5 @@
-//! The contents of a checkpoint, from its headers and configurations alone, and the memory that fine-tuning it takes.
+//! Determines the contents of a checkpoint from headers and configurations alone, and the memory that fine-tuning
+//! takes.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,11 +27,11 @@ pub struct Facts {
     pub pipeline: Option<&'static Pipeline>,
     /// Its models by the names of their folders; a single model has an empty name.
     pub parts: BTreeMap<String, PartFacts>,
-    /// `epsilon` or `v_prediction`. A folder states it in its scheduler's configuration; one file marks the latter by a
-    /// tensor `v_pred`, as `ComfyUI` reads it.
+    /// `epsilon` or `v_prediction`. A folder states it in its scheduler's configuration. A checkpoint in one file has a
+    /// tensor `v_pred` if it is `v_prediction`, as in `ComfyUI`.
     pub prediction_type: Option<String>,
-    /// Whether the last timestep is noise alone. A folder states it in its scheduler's configuration, one file by a
-    /// tensor `ztsnr`.
+    /// Whether the last timestep is pure noise. A folder states it in its scheduler's configuration; a checkpoint in
+    /// one file has a tensor `ztsnr` if it is.
     pub zero_snr: bool,
 }
 
@@ -40,19 +41,19 @@ pub struct PartFacts {
     pub kind: &'static ModelKind,
     /// Its place in the pipeline, if it has one.
     pub place: Option<Place>,
-    /// The folder or file that it is in, its pipeline's or its own.
+    /// The pipeline's or the model's own folder or file that it is in.
     pub path: PathBuf,
     /// The dtype of most of its tensors.
     pub dtype: Option<DType>,
     /// The model without its weights.
     model: Arc<dyn Model>,
-    /// The formats of the parameters that its file has quantized in blocks.
+    /// The formats of the parameters that are quantized in blocks in its file.
     stored: BTreeMap<String, Format>,
 }
 
 impl Facts {
-    /// Height and width in pixels of the images that the denoiser was made for: from its configuration, else from the
-    /// family.
+    /// Height and width in pixels of the images that the denoiser was made for, from its configuration or, if that does
+    /// not state them, from the family.
     pub fn resolution(&self) -> Option<usize> {
         let is_denoiser = |part: &&PartFacts| part.place.is_some_and(|place| place.part.role == Role::Denoiser);
         let denoiser = self.parts.values().find(is_denoiser)?;
@@ -94,15 +95,15 @@ impl PartFacts {
         self.model.configuration()
     }
 
-    /// Check that a format can hold adapters of `kind` on `layers`. A model that belongs to no pipeline takes any
-    /// format.
+    /// Check that a format can hold adapters of `kind` on `layers`. For a model that belongs to no pipeline, every
+    /// format can.
     ///
     /// # Errors
-    /// As [`check_format`]; [`Error::Config`] if no adapter has the name.
+    /// As [`check_format`]; [`Error::Config`] if there is no such kind of adapter.
     pub fn check_format(&self, format: Option<AdapterFormat>, kind: &str, layers: &[&str]) -> Result<()> {
         let Some(place) = self.place else { return Ok(()) };
         let known = KINDS.iter().find(|known| known.name == kind);
-        let known = known.ok_or_else(|| Error::Config(format!("there is no adapter \"{kind}\"")))?;
+        let known = known.ok_or_else(|| Error::Config(format!("there is no kind of adapter \"{kind}\"")))?;
         check_format(format, &place.names(self.model.as_ref()), known.name, layers)
     }
 
@@ -116,8 +117,8 @@ impl PartFacts {
         pipelines::layer_shapes(self.model.as_ref())
     }
 
-    /// Bytes of its weights on a device, and of those that are streamed. Weights are in `dtype`; those of layers
-    /// are in `format` if it is given, else in the format of their file if that is quantized.
+    /// Bytes of the weights on a device, and bytes of the streamed weights. Weights are in `dtype`, but weights of
+    /// layers are in `format` if it is given, and otherwise in the format of their file if that is quantized.
     ///
     /// # Errors
     /// [`Error::Argument`] if no layer may be quantized; as [`Streaming::new`].
@@ -158,8 +159,8 @@ impl PartFacts {
         Ok((all - streamed.blocks - streamed.modulation + streamed.slots, streamed))
     }
 
-    /// About how many values the tape holds at its peak, for one sample of `size`: on the device, and in the memory of the
-    /// host, which [`Policy::Offloaded`] uses.
+    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and in
+    /// the memory of the host, which [`Policy::Offloaded`] uses.
     ///
     /// # Errors
     /// As [`Saved::values`].
@@ -172,12 +173,12 @@ impl PartFacts {
         Saved::forward_flops(self.model.as_ref(), size)
     }
 
-    /// Whether its layers can be held in a format that their file does not have yet.
+    /// Whether its layers can be quantized: the kind of model allows it, and its file is not already quantized.
     pub fn can_be_quantized(&self) -> bool {
         self.kind.check_quantizable("quantize").is_ok() && self.stored.is_empty()
     }
 
-    /// How many blocks can be streamed, and whether the modulation of all can.
+    /// The number of blocks that can be streamed, and whether the blocks' modulation can be streamed too.
     pub fn streamable(&self) -> (usize, bool) {
         let quantizable = &self.kind.quantizable;
         (Streaming::blocks(self.model.as_ref(), quantizable), !quantizable.modulation.is_empty())
@@ -241,9 +242,9 @@ fn parts_of(
                 })?;
                 found.insert(name.to_owned(), PartFacts { place: Some(place), ..facts });
             }
-            // There is only one place to look.
+            // For a single model there is no other place to look.
             Err(error) if name.is_empty() => return Err(error),
-            // A damaged folder is reported; no other model is looked for in its place.
+            // Report a damaged folder instead of looking for another model in its place.
             Err(error) if is_folder && is_there => return Err(error),
             Ok(_) | Err(_) => missing.push(name),
         }
@@ -258,8 +259,8 @@ fn parts_of(
     })
 }
 
-/// The parts of a pipeline that `paths` hold, one for each path. A path that fits several parts of one architecture is
-/// taken for the one whose published width it has, else for the first that is not taken.
+/// Assigns each of `paths` to a part of a pipeline. If several parts have a path's architecture, the part is the one
+/// whose published width the model has, else the first that has no path yet.
 fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<String, PartFacts>> {
     let mut found: BTreeMap<String, PartFacts> = BTreeMap::new();
     for path in paths {
@@ -284,7 +285,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
         let chosen = candidates.iter().position(is_published).unwrap_or(0);
         if candidates.is_empty() {
             let title = pipeline.title;
-            let message = format!("it holds no text encoder and no autoencoder of {title} that is not given already");
+            let message = format!("it holds no text encoder and no autoencoder of {title} that is still missing");
             return Err(failure.unwrap_or_else(|| Error::weights(path, message)));
         }
         let facts = candidates.swap_remove(chosen);
@@ -293,7 +294,7 @@ fn placed(paths: &[PathBuf], pipeline: &'static Pipeline) -> Result<BTreeMap<Str
     Ok(found)
 }
 
-/// Whether a checkpoint in one file may hold it beside other parts.
+/// Whether a checkpoint in one file may hold the part beside other parts.
 fn has_originals(place: Place) -> bool {
     place.part.sections.iter().any(|section| section.is_written())
 }
@@ -328,14 +329,14 @@ fn scheduled(path: &Path) -> Result<(Option<String>, bool)> {
     Ok((prediction, map.get("rescale_betas_zero_snr").and_then(Value::as_bool).unwrap_or(false)))
 }
 
-/// The facts that a file marks by tensors without values.
+/// The facts that a file states by tensors without values.
 fn marked(path: &Path) -> Result<(Option<String>, bool)> {
     let names = WeightFile::open(path)?.names();
     let there = |mark: &str| names.iter().any(|name| name == mark);
     Ok((Some(if there("v_pred") { "v_prediction" } else { "epsilon" }.to_owned()), there("ztsnr")))
 }
 
-/// The parts of a pipeline that an adapter file is for, whatever the style of its names; a name that tells no part
+/// The parts of a pipeline that an adapter file has adapters for, in any style of names. A name that identifies no part
 /// belongs to the denoiser.
 ///
 /// # Errors
@@ -361,7 +362,7 @@ pub struct Plan {
 /// The memory that `config` takes on `layers`, given by the shapes of their weights in files, with an optimizer.
 ///
 /// # Errors
-/// [`Error::Config`] if a value is out of range, or no optimizer or adapter has the name.
+/// [`Error::Config`] if a value is out of range, or if there is no such optimizer or kind of adapter.
 pub fn plan(config: &LoraConfig, layers: &BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<Plan> {
     let Some(optimizer) = OptimizerKind::find(optimizer) else {
         return Err(Error::Config(format!("there is no optimizer \"{optimizer}\"")));

@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 use trainable_candle_core::{Error, Result};
 
-/// The largest size a field may give: far above any sensible one, and low enough that no product overflows.
+/// The largest size that a field may have. It is far above any sensible size, and low enough that no product overflows.
 const LARGEST: u64 = 1 << 20;
 
-/// The fields of a configuration, each asked for by name. A field that is never read is an error, unless it is null or
-/// false: newer libraries write these for new features that a model does not use.
+/// The fields of a configuration, which callers ask for by name. A field that nobody reads is an error, unless it is
+/// null or false, which newer libraries write for new features that a model does not use.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
     map: &'a Map<String, Value>,
@@ -22,7 +22,7 @@ impl<'a> Fields<'a> {
         Self { owner, map, seen: BTreeSet::new() }
     }
 
-    /// A field that is there and not null.
+    /// A field that is present and not null.
     fn get(&mut self, name: &'static str) -> Option<&'a Value> {
         self.seen.insert(name);
         self.map.get(name).filter(|value| !value.is_null())
@@ -47,7 +47,7 @@ impl<'a> Fields<'a> {
         .ok_or_else(|| self.wrong(name, &format!("an integer from 1 to {LARGEST}")))
     }
 
-    /// A positive integer for each of `count` levels, given as one for all or as a list.
+    /// A positive integer for each of `count` levels. The field is one integer for all levels, or a list.
     pub fn sizes(&mut self, name: &'static str, count: usize, default: Option<usize>) -> Result<Vec<usize>> {
         let sizes = match self.get(name) {
             Some(Value::Array(list)) => list.iter().map(Self::as_size).collect::<Option<Vec<_>>>(),
@@ -59,7 +59,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, &format!("a positive integer, or a list of {count}, one for each level")))
     }
 
-    /// A list of positive integers, one at least.
+    /// A list of at least one positive integer.
     pub fn list(&mut self, name: &'static str) -> Result<Vec<usize>> {
         self.get(name)
             .and_then(Value::as_array)
@@ -68,7 +68,7 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.wrong(name, "a list of positive integers"))
     }
 
-    /// Numbers from 0 to below `count`, without repetition; none if the field is missing.
+    /// Different numbers from 0 to `count` - 1; none if the field is missing.
     pub fn indices(&mut self, name: &'static str, count: usize) -> Result<Vec<usize>> {
         let Some(value) = self.get(name) else { return Ok(Vec::new()) };
         let index = |value: &Value| value.as_u64().map(|n| n as usize).filter(|&n| n < count);
@@ -79,7 +79,7 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A list of `count` names, each replaced by what it names.
+    /// A list of `count` names, each replaced by its value in `known`.
     pub fn names<T: Copy>(&mut self, name: &'static str, count: usize, known: &[(&str, T)]) -> Result<Vec<T>> {
         let list = self.get(name).and_then(Value::as_array).filter(|list| list.len() == count);
         list.and_then(|list| {
@@ -124,12 +124,12 @@ impl<'a> Fields<'a> {
         Ok(Some(Fields::new(self.owner, map)))
     }
 
-    /// Whether a field is there and not null.
+    /// Whether a field is present and not null.
     pub fn is_given(&self, name: &str) -> bool {
         self.map.get(name).is_some_and(|value| !value.is_null())
     }
 
-    /// Whether a field is there and null.
+    /// Whether a field is present and null.
     pub fn is_null(&self, name: &str) -> bool {
         self.map.get(name).is_some_and(Value::is_null)
     }
@@ -161,7 +161,7 @@ impl<'a> Fields<'a> {
         Ok(())
     }
 
-    /// Fields that do not matter here.
+    /// Ignore fields that do not affect the model.
     pub fn ignore(&mut self, names: &[&'static str]) {
         self.seen.extend(names);
     }

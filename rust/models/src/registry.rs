@@ -1,4 +1,4 @@
-//! What all models have in common, and how one is loaded whatever kind it is.
+//! The interface of all models, and loading of models of any kind.
 
 use std::any::Any;
 use std::ops::Deref;
@@ -18,7 +18,7 @@ use crate::saved::{SampleSize, Saved};
 
 /// A model that can be loaded, saved and fine-tuned.
 pub trait Model: Module + Any + Send + Sync {
-    /// Its entry among the kinds of models.
+    /// Its entry in the registry of models.
     fn kind(&self) -> &'static ModelKind;
 
     /// Its `config.json`.
@@ -31,7 +31,8 @@ pub trait Model: Module + Any + Send + Sync {
     /// already.
     fn layout(&self, original: Option<Original>, files: Option<&WeightFiles>) -> Box<dyn Layout>;
 
-    /// Adds what the tape keeps of a forward pass of one sample to `saved`; nothing for a model that is not fine-tuned.
+    /// Adds to `saved` what the tape keeps of a forward pass of one sample. A model that is not fine-tuned adds
+    /// nothing.
     fn saved(&self, _size: SampleSize, _saved: &mut Saved) {}
 
     /// The class that its `config.json` names.
@@ -39,7 +40,7 @@ pub trait Model: Module + Any + Send + Sync {
         self.kind().class_names[0]
     }
 
-    /// Check that all of the model is there to be saved.
+    /// Check that the whole model was loaded, so that it can be saved.
     ///
     /// # Errors
     /// [`Error::Argument`] if only a part was loaded.
@@ -56,33 +57,33 @@ pub trait Model: Module + Any + Send + Sync {
 /// The result of making a model.
 pub type Made = Result<Arc<dyn Model>>;
 
-/// Makes a model of random weights, with the sizes in a `config.json` or of the published model, in a dtype, on a
-/// device; the format is that of its linear layers, if they are quantized, and the options say what is streamed from
-/// the memory of the host.
+/// Makes a model of random weights, in a dtype and on a device. Its sizes are those of a `config.json` or of the
+/// published model. The format is that of quantized linear layers, and the options say which blocks are streamed from
+/// host memory.
 pub type Random = fn(Option<&Path>, DType, &Device, (Option<Format>, StreamOptions)) -> Made;
 
-/// A kind of model: what files call it, and how it is made of them.
+/// A kind of model: its names in files, and how it is made from files.
 #[derive(Debug)]
 pub struct ModelKind {
     /// The name of its class in the library.
     pub name: &'static str,
     /// Its name in messages: `a UNet`.
     pub noun: &'static str,
-    /// What some of its keys begin with in a folder's files.
+    /// A prefix of some of its keys in a folder's files, by which they are recognised.
     pub mark: &'static str,
     /// The names in `config.json`, `_class_name` of diffusers or `architectures` of transformers.
     pub class_names: &'static [&'static str],
     /// The name of its weight file in a folder.
     pub weights_name: &'static str,
-    /// Load it, frozen, its weights converted to a dtype if one is given.
+    /// Loads a frozen model, with its weights converted to a dtype if one is given.
     pub load: fn(&Pretrained, Option<DType>, &Device) -> Made,
     /// A frozen model of random weights.
     pub random: Random,
     /// The linear layers that may be quantized.
     pub quantizable: Quantizable,
-    /// The `config.json` of files; reads no weight.
+    /// Returns the `config.json` of files without reading weights.
     pub config: fn(&Pretrained) -> Result<Map<String, Value>>,
-    /// A model of a configuration without weights: its layers and their shapes.
+    /// Makes a model without weights from a configuration; it has layers and shapes.
     pub shapes: fn(&Map<String, Value>) -> Made,
 }
 
@@ -116,7 +117,7 @@ impl ModelKind {
     /// Check that some of its layers may be quantized.
     ///
     /// # Errors
-    /// [`Error::Argument`] if not.
+    /// [`Error::Argument`] if no layer may be quantized.
     pub fn check_quantizable(&self, op: &'static str) -> Result<()> {
         if self.quantizable == Quantizable::NOTHING {
             return Err(Error::argument(op, format!("{} has no layers that may be quantized", self.noun)));
@@ -133,7 +134,7 @@ pub struct Loaded {
 }
 
 impl Loaded {
-    /// A model whose place no file states.
+    /// A model whose place in a pipeline no file states.
     pub fn new(model: Arc<dyn Model>) -> Self {
         let place = Place::by_configuration(model.kind(), &model.configuration());
         Self { model, place }
@@ -161,7 +162,7 @@ impl Deref for Loaded {
 /// The model at `path`: its files and its kind.
 ///
 /// # Errors
-/// [`Error::Config`] if its configuration is of no known model; as [`Pretrained::find`].
+/// [`Error::Config`] if its configuration belongs to no known model; as [`Pretrained::find`].
 pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrained)> {
     if let Some(kind) = choice.kind {
         return Ok((kind, Pretrained::find(path, kind, choice)?));
@@ -196,8 +197,8 @@ pub fn find(path: &Path, choice: &Choice) -> Result<(&'static ModelKind, Pretrai
 }
 
 /// Load the model at `path`, frozen; `choice` or the files name its kind. `path` is a model's folder, a weight file
-/// beside its `config.json`, a pipeline's folder, or an original checkpoint. Of the latter two, the model that is
-/// fine-tuned is loaded unless `choice` names another.
+/// beside its `config.json`, a pipeline's folder, or an original checkpoint. From a pipeline's folder or an original
+/// checkpoint, this loads the model that is fine-tuned, unless `choice` names another.
 ///
 /// # Errors
 /// As [`find`] and the kind's loader.

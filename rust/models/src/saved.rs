@@ -1,8 +1,9 @@
-//! How many values the tape keeps of a forward pass, computed from the layers alone: each block declares its share beside its forward.
+//! Estimates from a model's layers alone how many values the tape keeps of a forward pass. Each block declares its part
+//! beside its forward.
 //!
-//! A frozen layer keeps nothing. An adapter keeps its input and the product between its factors. A norm, a product or an activation
-//! keeps what its backward reads, if a gradient passes through it. Running the forward on weights without memory would count the
-//! same, but takes seconds for SDXL, because it reads every weight.
+//! A frozen layer keeps nothing. An adapter keeps its input and the product between its factors. A norm, a product or
+//! an activation keeps what its backward reads, if a gradient passes through it. A forward pass over weights that share
+//! one element would give the same count, but for SDXL it would take seconds.
 
 use std::collections::HashMap;
 
@@ -24,8 +25,8 @@ pub struct SampleSize {
     pub tokens: usize,
 }
 
-/// Values that the tape keeps for one sample, as blocks add them in the order of the forward pass. Nothing is kept before the first
-/// adapter, as no gradient goes there.
+/// Counts the values that the tape keeps for one sample. Blocks add theirs in the order of the forward pass. The tape
+/// keeps nothing before the first adapter, because no gradient is computed there.
 pub struct Saved {
     /// The ranks of the adapted layers.
     ranks: HashMap<*const (), usize>,
@@ -34,11 +35,11 @@ pub struct Saved {
     reached: bool,
     /// Values that are kept until the forward pass ends.
     held: usize,
-    /// The most values that the backward pass recomputes at a time.
+    /// The largest number of values that the backward pass recomputes at a time.
     again: usize,
     /// The current block.
     block: Block,
-    /// Values of the blocks that full checkpointing recomputes together.
+    /// Values of the current blocks that full checkpointing recomputes together.
     together: usize,
     /// Whether the input of those blocks is counted.
     is_entered: bool,
@@ -47,7 +48,7 @@ pub struct Saved {
     flops: Flops,
 }
 
-/// Floating-point operations of a forward pass. What adapters, norms and activations add is left out.
+/// Floating-point operations of a forward pass, without those of adapters, norms and activations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flops {
     /// Operations of linear layers and convolutions.
@@ -56,7 +57,7 @@ pub struct Flops {
     pub attention: usize,
 }
 
-/// What one block keeps.
+/// The values that one block keeps.
 #[derive(Default)]
 struct Block {
     kept: usize,
@@ -64,8 +65,8 @@ struct Block {
 }
 
 impl Saved {
-    /// About how many values the tape holds at its fullest, for one sample of `size`: on the device, and in the memory of
-    /// the host.
+    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and in
+    /// the memory of the host.
     ///
     /// # Errors
     /// As [`LoraConfig::select`].
@@ -82,7 +83,7 @@ impl Saved {
         Self::of(model, HashMap::new(), Policy::None, size).flops
     }
 
-    /// The sum of what all blocks of a model add.
+    /// The sum over all blocks of a model.
     fn of(model: &dyn Model, ranks: HashMap<*const (), usize>, policy: Policy, size: SampleSize) -> Self {
         let mut saved = Self {
             ranks,
@@ -100,7 +101,7 @@ impl Saved {
         saved
     }
 
-    /// Attention of `queries` tokens to `keys` others, over heads whose widths add up to `width`.
+    /// Count an attention of `queries` tokens to `keys` tokens, over heads whose widths add up to `width`.
     pub const fn attention(&mut self, queries: usize, keys: usize, width: usize) {
         self.flops.attention += 4 * queries * keys * width;
     }
@@ -110,7 +111,7 @@ impl Saved {
         self.flops.layers += 2 * weight.iter().product::<usize>() * positions;
     }
 
-    /// A part outside checkpoints.
+    /// Count a part of the model outside of checkpoints.
     pub fn outside(&mut self, add: impl FnOnce(&mut Self)) {
         add(self);
         let Block { kept, again } = std::mem::take(&mut self.block);
@@ -118,8 +119,8 @@ impl Saved {
         self.again = self.again.max(again);
     }
 
-    /// A block under one checkpoint. `enters` counts the values of inputs that only this block needs; with `goes_on`, full
-    /// checkpointing recomputes it together with the previous block.
+    /// Count a block under one checkpoint. `enters` is the number of values of inputs that only this block needs. With
+    /// `goes_on`, full checkpointing recomputes the block together with the previous one.
     pub fn block(&mut self, enters: usize, goes_on: bool, add: impl FnOnce(&mut Self)) {
         if !self.policy.recomputes_all() {
             return self.outside(add);
@@ -144,15 +145,15 @@ impl Saved {
         self.again = self.again.max(self.together);
     }
 
-    /// Values that backward reads if a gradient passes through.
+    /// Count values that the backward pass reads if a gradient passes through.
     pub fn keep(&mut self, values: usize) {
         if self.reached {
             self.block.kept += values;
         }
     }
 
-    /// As [`keep`](Self::keep) of what a norm, an activation or another cheap operation makes: selective checkpointing
-    /// recomputes it.
+    /// As [`keep`](Self::keep), for results of a norm, an activation or another cheap operation, which selective
+    /// checkpointing recomputes.
     pub fn keep_cheap(&mut self, values: usize) {
         if self.reached && self.policy == Policy::Selective {
             self.block.again += values;
@@ -161,7 +162,8 @@ impl Saved {
         }
     }
 
-    /// Results of a matrix product, which selective checkpointing keeps in any case, and the tape only if they are read.
+    /// Count results of a matrix product. Selective checkpointing always keeps them; otherwise the tape keeps them only
+    /// if the backward pass reads them.
     pub fn keep_product(&mut self, values: usize, is_read: bool) {
         if is_read || self.policy == Policy::Selective {
             self.keep(values);
@@ -173,12 +175,13 @@ impl Saved {
         self.ranks.contains_key(&key(Layer::Linear(layer)))
     }
 
-    /// A linear layer over `inputs` values at `positions` places.
+    /// Count a linear layer with `inputs` input values in total, at `positions` positions.
     pub fn linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Linear(layer)], (inputs, positions), false);
     }
 
-    /// A linear layer whose input comes from a norm or an activation, which selective checkpointing recomputes.
+    /// As [`linear`](Self::linear), for a layer whose input comes from a norm or an activation, which selective
+    /// checkpointing recomputes.
     pub fn cheap_linear(&mut self, layer: &Linear<Tensor>, (inputs, positions): (usize, usize)) {
         self.layers(&[Layer::Linear(layer)], (inputs, positions), true);
     }
@@ -193,7 +196,8 @@ impl Saved {
         self.layers(&[Layer::Conv(layer)], (inputs, positions), true);
     }
 
-    /// Layers that share an input which their backward computes again ([`Tensor::remade`]); inside of a full checkpoint it is kept.
+    /// Count layers that share an input that their backward computes again ([`Tensor::remade`]). Inside a full
+    /// checkpoint, that input is kept instead.
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
         if self.policy == Policy::None {
             self.layers(layers, (0, positions), false);
@@ -203,7 +207,7 @@ impl Saved {
         }
     }
 
-    /// Layers that share their input; if it is `cheap`, selective checkpointing recomputes it.
+    /// Count layers that share their input. If the input is `cheap`, selective checkpointing recomputes it.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
         let ranks: Vec<usize> = layers.iter().filter_map(|layer| self.ranks.get(&key(*layer)).copied()).collect();

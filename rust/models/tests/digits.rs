@@ -1,4 +1,5 @@
-//! The digits transformer against torch (`tests/golden/digits/make_torch.py`), its checkpoints, adapters and files.
+//! Compares the digits transformer with torch (`tests/golden/digits/make_torch.py`), and tests its checkpointing,
+//! adapters and files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -60,7 +61,7 @@ fn error(found: &Tensor, expected: &Tensor) -> f32 {
 }
 
 #[test]
-fn velocity_and_gradients_are_those_of_torch() {
+fn velocity_and_gradients_equal_torchs() {
     let case = Case::load();
     assert!(error(&case.run(&frozen()), &case.0["velocity"]) < 1e-5);
     let model = trainable();
@@ -69,7 +70,8 @@ fn velocity_and_gradients_are_those_of_torch() {
     assert_eq!(vars.len(), case.0.keys().filter(|name| name.starts_with("grad.")).count());
     for (name, var) in vars {
         let expected = &case.0[&format!("grad.{name}")];
-        // A key's bias shifts a whole row of scores, which the softmax cancels: its gradient is rounding error alone.
+        // A key's bias shifts a whole row of scores, which does not change the softmax, so its gradient is only
+        // rounding error.
         if !name.ends_with("to_k.bias") {
             assert!(error(&var.grad().unwrap(), expected) < 1e-4, "{name}");
         }
@@ -77,7 +79,7 @@ fn velocity_and_gradients_are_those_of_torch() {
 }
 
 #[test]
-fn checkpointed_equals_not_bit_for_bit() {
+fn checkpointing_does_not_change_a_bit() {
     let case = Case::load();
     let gradients = |policy| {
         let model = trainable();
@@ -93,7 +95,7 @@ fn checkpointed_equals_not_bit_for_bit() {
 }
 
 #[test]
-fn switched_off_adapter_leaves_the_base_bit_for_bit() {
+fn a_disabled_adapter_does_not_change_a_bit_of_the_base() {
     let (case, model) = (Case::load(), frozen());
     let base = values(&case.run(&model));
     let config = LoraConfig { target_modules: vec!["to_q".into(), "ff.net.2".into()], ..LoraConfig::default() };
@@ -118,7 +120,7 @@ fn only_adapters_get_gradients() {
 }
 
 #[test]
-fn saved_model_loads_as_it_was() {
+fn a_saved_model_loads_unchanged() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("saved_model");
     let case = Case::load();
     save_pretrained(&trainable(), &folder).unwrap();
@@ -168,7 +170,7 @@ fn wrong_configurations_and_files_are_named() {
     assert!(message(DigitsTransformer::fresh(wrong, &Device::Cpu)).contains("num_layers is 0"));
 
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("wrong_model");
-    // What an earlier run of this test left.
+    // Remove files of an earlier run of this test.
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
     let from = |config: &str| {

@@ -1,4 +1,4 @@
-//! The table of pipelines: what follows from each entry.
+//! Tests what follows from the entries of the table of pipelines.
 
 use std::path::{Path, PathBuf};
 
@@ -12,15 +12,15 @@ fn golden() -> PathBuf {
 }
 
 #[test]
-fn every_part_is_told_by_its_published_configuration() {
+fn published_configurations_identify_their_parts() {
     for place in PIPELINES.iter().flat_map(|pipeline| pipeline.places()) {
         let config = (place.part.published)();
         let found = Place::by_configuration(place.part.model, &config).unwrap();
         if found.part.subfolder.is_empty() && !place.part.subfolder.is_empty() {
-            // A text encoder that is a language model of its own.
+            // Such a text encoder is also a language model without a pipeline.
             continue;
         }
-        // Pipelines have parts in common.
+        // Several pipelines share parts, so only the configuration is compared.
         assert_eq!((found.part.published)(), config, "{} {}", place.pipeline.name, place.part.subfolder);
         assert_eq!((place.part.model.shapes)(&config).unwrap().configuration(), config);
     }
@@ -43,7 +43,7 @@ fn every_probe_is_a_key_of_its_part() {
 }
 
 #[test]
-fn parts_of_a_pipeline_have_names_of_their_own() {
+fn parts_of_a_pipeline_have_different_names() {
     for pipeline in PIPELINES {
         let outlines = pipeline.outlines(None).unwrap();
         let keys = |style| {
@@ -61,7 +61,7 @@ fn parts_of_a_pipeline_have_names_of_their_own() {
 
 /// A first encoder that projects, as Stable Diffusion 3's does, is recognised by its place.
 #[test]
-fn the_place_of_an_encoder_counts_before_its_sizes() {
+fn the_place_of_an_encoder_takes_precedence_over_its_sizes() {
     let root = Path::new(env!("CARGO_TARGET_TMPDIR")).join("projecting_pipeline");
     let folder = root.join("text_encoder");
     std::fs::create_dir_all(&folder).unwrap();

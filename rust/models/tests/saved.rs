@@ -1,4 +1,4 @@
-//! What blocks declare that the tape keeps, against what it does keep.
+//! Compares what blocks declare that the tape keeps with what the tape does keep.
 
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};

@@ -1,4 +1,4 @@
-//! SDXL's models without their files: names and shapes at full size.
+//! Tests of SDXL's models without their weights: names and shapes at full size.
 
 mod published;
 
@@ -47,13 +47,13 @@ fn autoencoder_and_encoders_at_full_size_have_the_published_numbers_of_parameter
 }
 
 #[test]
-fn every_original_name_is_another() {
+fn original_names_are_unique() {
     let config = UNetConfig::default();
     let names: Vec<String> = unet().named_tensors().into_iter().map(|(name, _)| name).collect();
     let original: std::collections::BTreeSet<String> =
         names.iter().map(|name| original_name(name, &config).unwrap_or_else(|| panic!("{name}"))).collect();
     assert_eq!(original.len(), names.len());
-    // Facts about the published checkpoint.
+    // Names in the published checkpoint.
     for (ours, theirs) in [
         ("down_blocks.1.attentions.0.proj_in.weight", "input_blocks.4.1.proj_in.weight"),
         ("down_blocks.1.resnets.0.conv_shortcut.weight", "input_blocks.4.0.skip_connection.weight"),
@@ -96,7 +96,7 @@ fn unsupported_fields_are_named() {
 }
 
 #[test]
-fn a_folder_of_nothing_says_what_was_looked_for() {
+fn the_error_for_an_empty_folder_says_what_was_looked_for() {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no_pipeline");
     std::fs::create_dir_all(&folder).unwrap();
     let files = Pretrained::find(&folder, CLIPTextModel::KIND, &Choice::default());

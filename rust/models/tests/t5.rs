@@ -1,4 +1,4 @@
-//! T5's encoder without its files: names and shapes at full size.
+//! Tests of T5's encoder without its weights: names and shapes at full size.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,7 +8,7 @@ use trainable_candle_models::t5::{FeedForward, T5Config, T5Encoder, bucket};
 use trainable_candle_models::{Architecture, Configuration, Model};
 use trainable_candle_nn::{Module, Source};
 
-/// A rule of `full_size.json`: the shape of a parameter, and how many blocks have it.
+/// A rule of `full_size.json`: the shape of a parameter, and the number of blocks that have it.
 type Rule = (Vec<usize>, usize);
 
 #[test]
@@ -55,7 +55,7 @@ fn unsupported_fields_are_named() {
     }
 }
 
-/// Values of transformers' `_relative_position_bucket`.
+/// The expected values are those of transformers' `_relative_position_bucket`.
 #[test]
 fn distances_have_transformers_buckets() {
     let config = T5Config::default();

@@ -1,4 +1,4 @@
-//! The transformers without their files: names and shapes at full size.
+//! Tests of the transformers without their weights: names and shapes at full size.
 
 mod published;
 
@@ -45,7 +45,7 @@ fn flux_at_full_size_has_the_published_names_and_shapes() {
     assert_eq!(flux(schnell), without_guidance);
 }
 
-/// `chroma.json` has what Flux does not; `make_diffusers.py` tells the rest.
+/// `chroma.json` has the parameters that Flux does not have; `make_diffusers.py` describes the others.
 #[test]
 fn chroma_at_full_size_has_the_published_names_and_shapes() {
     let model = ChromaTransformer::new(ChromaConfig::default(), &mut Source::shapes(DType::F16).root()).unwrap();

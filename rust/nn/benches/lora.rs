@@ -1,12 +1,12 @@
-//! A frozen linear layer with LoRA, forward and backward: this library's layer and, in turn, the same layer in candle's
-//! tensors with candle's own autograd.
+//! Times forward and backward of a frozen linear layer with LoRA: this library's layer against the same layer in
+//! candle's tensors with candle's own autograd.
 //!
 //! ```text
 //! cargo bench -p trainable-candle-nn --bench lora -- [cpu|cuda[:N]|rows] [FOLDER_OF_CUDA_LIBRARIES ...]
 //! ```
 //!
-//! `rows` shows how this library's cost on the CPU grows with the number of rows. For CUDA build with `--features cuda`; the
-//! executable runs where there is no cargo.
+//! `rows` shows how this library's cost on the CPU grows with the number of rows. For CUDA, build with
+//! `--features cuda`; the executable then also runs on machines without cargo.
 #![allow(clippy::print_stdout)]
 
 use std::path::PathBuf;
@@ -18,11 +18,11 @@ use trainable_candle_core::device::{self, name, parse};
 use trainable_candle_core::{DType, Device, Error, RecyclingAllocator, Result, Tensor, Var};
 use trainable_candle_nn::adapter::LoRALinear;
 
-/// As in the extension.
+/// The allocator that the Python extension uses too.
 #[global_allocator]
 static ALLOCATOR: RecyclingAllocator = RecyclingAllocator::new();
 
-/// dtype, rows, width, rank: those of `benches/lora_linear.py` and `benches/gpu_lora.py`.
+/// (dtype, rows, width, rank), as in `benches/lora_linear.py` and `benches/gpu_lora.py`.
 const ON_CPU: [(DType, usize, usize, usize); 4] =
     [(DType::F32, 512, 1024, 16), (DType::F32, 1024, 768, 16), (DType::F32, 2048, 640, 32), (DType::F32, 64, 256, 8)];
 const ON_CUDA: [(DType, usize, usize, usize); 7] = [
@@ -34,7 +34,7 @@ const ON_CUDA: [(DType, usize, usize, usize); 7] = [
     (DType::BF16, 4096, 3072, 16),
     (DType::BF16, 16384, 3072, 32),
 ];
-/// The numbers of rows that `rows` measures, and the width.
+/// The numbers of rows that `rows` measures.
 const ROWS: [usize; 5] = [4096, 16384, 65_536, 262_144, 1_048_576];
 const WIDTH: usize = 512;
 
@@ -72,7 +72,7 @@ fn rows() -> Result<()> {
     Ok(())
 }
 
-/// Waits for what was launched.
+/// Waits until the device has finished all launched work.
 fn synchronize(device: &Device) -> Result<()> {
     if device.is_cpu() { Ok(()) } else { device::synchronize(device) }
 }
@@ -99,7 +99,7 @@ fn ours(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -
 }
 
 fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device) -> Result<Step> {
-    // Not candle's generator: it needs symbols of cuRAND that the trampolines leave out.
+    // Candle's own generator needs cuRAND symbols for which the CUDA build has no trampolines.
     let random = |rows: usize, columns: usize| -> Result<Plain> {
         let values = random((rows, columns), DType::F32, &Device::Cpu)?.to_vec::<f32>()?;
         Ok(Plain::from_vec(values, (rows, columns), device)?.to_dtype(dtype)?)
@@ -111,14 +111,15 @@ fn candle(dtype: DType, rows: usize, width: usize, rank: usize, device: &Device)
     Ok(Box::new(move || {
         let hidden = x.as_tensor().matmul(&down.as_tensor().t()?)?.matmul(&up.as_tensor().t()?)?;
         let y = (x.as_tensor().matmul(&weight.t()?)? + (hidden * 0.5)?)?;
-        // Candle's backward starts from ones, so the gradient of the result is a factor in the sum.
+        // Candle's backward starts from ones. Multiplying by `grad` before the sum gives the result that gradient.
         let grads = (y * &grad)?.sum_all()?.backward()?;
         let all = [&x, &down, &up].iter().all(|var| grads.get(var.as_tensor()).is_some());
         if all { Ok(()) } else { Err(Error::argument("bench", "candle has lost a gradient")) }
     }))
 }
 
-/// The median of each side in ms, the sides taking turns for `seconds` or `least` rounds, whichever is longer.
+/// Runs the sides alternately, for `seconds` or `least` rounds, whichever is longer, and returns each side's median in
+/// ms.
 fn race(sides: &mut [&mut dyn FnMut() -> Result<()>], least: usize, seconds: f64, device: &Device) -> Result<Vec<f64>> {
     let mut times = vec![Vec::new(); sides.len()];
     for side in &mut *sides {

@@ -1,5 +1,6 @@
-//! Milliseconds per step of every optimizer over one variable, a flat buffer of adapter-sized variables, and the same
-//! variables each on its own: `cargo bench -p trainable-candle-nn --bench optim -- [MILLIONS_OF_ELEMENTS]`.
+//! Prints the milliseconds per step of each optimizer over one large variable, over a flat buffer of adapter-sized
+//! variables, and over the same variables with separate storage:
+//! `cargo bench -p trainable-candle-nn --bench optim -- [MILLIONS_OF_ELEMENTS]`.
 #![allow(clippy::print_stdout)]
 
 use std::time::Instant;

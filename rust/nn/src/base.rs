@@ -1,4 +1,4 @@
-//! [`Base`]: the frozen part of a layer as an adapter sees it, whatever the layer's kind.
+//! [`Base`]: the frozen part of a linear or convolutional layer, which an adapter computes with.
 
 use trainable_candle_core::ops::conv::{Conv2dOptions, conv2d};
 use trainable_candle_core::ops::linear::linear;
@@ -24,7 +24,7 @@ impl Operation {
             (Self::Conv2d(options), WeightRef::Plain(weight)) => conv2d(x, weight, bias, options),
             (Self::Conv2d(_), WeightRef::Quantized(_) | WeightRef::Streamed(_)) => Err(Error::argument(
                 "conv2d",
-                "the weight is quantized or streamed, which only those of linear layers are",
+                "the weight is quantized or streamed, which only weights of linear layers can be",
             )),
         }
     }

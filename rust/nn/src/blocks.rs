@@ -1,4 +1,4 @@
-//! [`Blocks`]: the repeated blocks of a model, and what they keep between forward and backward.
+//! [`Blocks`]: the repeated blocks of a model, and their policy of what to keep between forward and backward.
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
@@ -9,19 +9,19 @@ use trainable_candle_core::{Result, Tensor};
 use crate::streaming::Turn;
 use crate::{Module, Visitor};
 
-/// The number of stretches in which nested blocks are recomputed. The blocks of one stretch take less memory than the
-/// layers around the blocks.
+/// The number of stretches (runs of consecutive blocks) in which nested blocks are recomputed. What the blocks of one
+/// stretch keep takes less memory than what the layers around the blocks keep.
 const STRETCHES: usize = 3;
 
-/// Blocks of one kind, which run one after another, or each where the model calls it. They keep everything between forward and backward
-/// until [`Module::set_checkpointing`] gives them another policy; models know nothing of it.
+/// Blocks of one kind. They run one after another, or the model runs each separately. They keep everything between
+/// forward and backward until [`Module::set_checkpointing`] sets another policy, which the model's code does not see.
 pub struct Blocks<B> {
     blocks: Vec<Arc<B>>,
     nested: bool,
     kept: Kept,
 }
 
-/// What blocks keep, and which of them have their weights in the memory of the host.
+/// The checkpointing policy of blocks, and which of them have their weights in host memory.
 #[derive(Default)]
 pub struct Kept {
     policy: RwLock<Policy>,
@@ -35,7 +35,7 @@ struct Turns {
 }
 
 impl Kept {
-    /// For blocks that keep everything.
+    /// Blocks keep everything, and none is streamed.
     fn everything() -> Self {
         Self { policy: RwLock::new(Policy::None), turns: RwLock::default() }
     }
@@ -48,8 +48,8 @@ impl Kept {
         *self.policy.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Set which blocks, by number, have weights in the memory of the host: for their runs, and for what is computed
-    /// aside.
+    /// Set which blocks, by index, have weights in host memory: `runs` for the weights of a block's run, `asides` for
+    /// those that [`Blocks::aside`] computes with.
     pub(crate) fn stream(&self, runs: HashMap<usize, Turn>, asides: HashMap<usize, Turn>) {
         *self.turns.write().unwrap_or_else(PoisonError::into_inner) = Turns { runs, asides };
     }
@@ -75,9 +75,9 @@ impl<B> FromIterator<B> for Blocks<B> {
 }
 
 impl<B> Blocks<B> {
-    /// Mark the blocks as part of a network whose other layers keep more for the backward pass than several blocks.
-    /// Under [`Policy::Full`] they keep the inputs of a few stretches of blocks instead of each block's, which takes
-    /// less memory.
+    /// Mark the blocks as part of a network whose other layers keep more for the backward pass than several blocks do.
+    /// Under [`Policy::Full`] the tape then keeps the input of each of a few stretches of blocks instead of each
+    /// block's input, which takes less memory.
     #[must_use]
     pub fn nested(mut self) -> Self {
         self.nested = true;
@@ -89,7 +89,7 @@ impl<B> Blocks<B> {
         self.blocks.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no blocks.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
@@ -99,8 +99,9 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
-    /// The number of blocks that are recomputed together if everything is recomputed, at least 1; it is 1 if weights are
-    /// streamed, which come one block at a time, or inputs are offloaded, which then take no memory of the device.
+    /// The number of blocks that are recomputed together if everything is recomputed, at least 1. It is 1 if weights are
+    /// streamed, because they are copied one block at a time, or if inputs are offloaded, because these then take no
+    /// memory of the device.
     pub fn stretch(&self) -> usize {
         if self.nested && !self.kept.streams() && self.kept.policy() != Policy::Offloaded {
             self.blocks.len().div_ceil(STRETCHES).max(1)
@@ -125,7 +126,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(self.run_several(index, inputs, move |block, inputs| Ok(vec![forward(block, inputs)?]))?.remove(0))
     }
 
-    /// The results of block `index`, which has several, for `inputs`.
+    /// The results for `inputs` of block `index`, whose `forward` returns several tensors.
     ///
     /// # Errors
     /// Those of `forward`.
@@ -141,7 +142,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         self.checkpointed(turn, move |inputs: &[Tensor]| forward(&block, inputs), inputs)
     }
 
-    /// What a model computes with block `index` before it runs, outside of its checkpoint: its modulation.
+    /// Run `forward` on block `index` outside of the block's checkpoint, before the block runs. Models compute the
+    /// block's modulation so.
     ///
     /// # Errors
     /// Those of `forward`.
@@ -159,8 +161,8 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(forward(&self.blocks[index])?.map(|result| turn.reenter(result)))
     }
 
-    /// The results of `forward`, the run of a block; streamed weights are copied before it, and again in the backward
-    /// pass.
+    /// Run `forward` of a block under the policy. Streamed weights are copied to the device before it and again in the
+    /// backward pass.
     fn checkpointed<F>(&self, turn: Option<Turn>, forward: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
         F: Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
@@ -176,7 +178,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         Ok(results.into_iter().map(|result| turn.reenter(result)).collect())
     }
 
-    /// The result of all blocks, one after another: each takes the result of the one before (the first takes `x`), and `conditions`.
+    /// Run all blocks one after another. Each takes the previous block's result (the first takes `x`) and `conditions`.
     ///
     /// # Errors
     /// Those of `forward`.
@@ -201,7 +203,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
 }
 
 impl<B: Module> Blocks<B> {
-    /// Show the blocks as `<name>.0`, `<name>.1`, ...
+    /// Pass the blocks to `visitor` as `<name>.0`, `<name>.1`, ...
     pub(crate) fn visit<'a>(&'a self, name: &str, visitor: &mut Visitor<'a, '_>) -> Result<()> {
         visitor.kept(name, &self.kept, self.blocks.len())?;
         let mut blocks = self.blocks.iter().enumerate();
@@ -232,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_run_in_their_order_and_policies_change_no_gradient() {
+    fn blocks_run_in_order_and_policies_change_no_gradient() {
         let var = |value: f64| Var::from_tensor(&Tensor::full(value, 3, DType::F64, &Device::Cpu).unwrap()).unwrap();
         let model = Model((2..7).map(|i| Scale(var(f64::from(i)))).collect::<Blocks<_>>().nested());
         assert_eq!(model.named_tensors()[4].0, "scales.4.scale");

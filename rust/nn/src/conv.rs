@@ -9,9 +9,8 @@ use crate::slot::AdapterSlot;
 
 /// A two-dimensional convolution. `Conv2d<Tensor>` is frozen, `Conv2d<Var>` trainable.
 ///
-/// Images and weight are channels-last in memory, as the operation takes them
-/// ([`conv2d`](trainable_candle_core::ops::conv::conv2d)); files hold the weight as (out, in / groups, height, width),
-/// see [`weight_to_file`].
+/// Images and weight are channels-last in memory, as [`conv2d`](trainable_candle_core::ops::conv::conv2d) takes them.
+/// Files hold the weight as (out, in / groups, height, width), see [`weight_to_file`].
 pub struct Conv2d<T: AsRef<Tensor>> {
     /// (out_channels, kernel height, kernel width, in_channels / groups).
     pub weight: T,
@@ -39,7 +38,8 @@ pub fn weight_to_file(weight: &Tensor) -> Result<Tensor> {
 }
 
 impl Conv2d<Var> {
-    /// A trainable layer with torch's initial values: weight and bias uniform in ±1/√(in_channels / groups · height · width). f32.
+    /// A trainable f32 layer with torch's initial values: weight and bias uniform in ±1/√(in_channels / groups · height
+    /// · width).
     ///
     /// # Errors
     /// [`Error::Argument`] if `groups` is 0 or does not divide the channels, [`Error::OutOfMemory`] if the weight does not
@@ -103,12 +103,12 @@ impl<T: AsRef<Tensor>> Conv2d<T> {
         self.weight.as_ref().dims().first().copied().unwrap_or(0)
     }
 
-    /// The weight that the layer computes with: its own, or a merged one.
+    /// The weight that the layer computes with: its own, or the one that an adapter has merged.
     pub fn effective_weight(&self) -> Weight {
         self.adapter.effective_weight(self.weight.as_ref().into())
     }
 
-    /// The layer as adapters see it.
+    /// The frozen parameters and the operation, for adapters.
     pub fn base(&self) -> Base<'_> {
         Base {
             weight: self.weight.as_ref().into(),

@@ -7,7 +7,8 @@ use trainable_candle_core::{Error, Quantized, Result, Tensor, Var, Weight};
 
 use crate::{Layer, Linear, Visitor};
 
-/// Frozen linear layers of one input, computed as one product. Each has its name and its slot for an adapter.
+/// Linear layers that share one input. One matrix product computes frozen layers together; each keeps its name and its
+/// slot for an adapter.
 pub struct LinearGroup {
     names: Vec<&'static str>,
     members: Vec<Linear<Tensor>>,
@@ -16,7 +17,8 @@ pub struct LinearGroup {
     joined: Option<Joined>,
 }
 
-/// The parameters of all members; the members' own are views of these, or hold the same quantized rows.
+/// The parameters of all members, one after another. The members' parameters are views of these, or hold the same
+/// quantized rows.
 struct Joined {
     weight: Weight,
     bias: Option<Tensor>,
@@ -34,7 +36,8 @@ impl LinearGroup {
     /// A group of named layers. Parameters of frozen layers move to common storage; trainable layers keep their own.
     ///
     /// # Errors
-    /// [`Error::Shape`] if their inputs differ in size, [`Error::OutOfMemory`] if the common storage does not fit.
+    /// [`Error::Shape`] if the layers have different numbers of input features, [`Error::OutOfMemory`] if the common
+    /// storage does not fit.
     pub fn new(layers: Vec<(&'static str, Linear<Tensor>)>) -> Result<Self> {
         let (names, mut members): (Vec<_>, Vec<_>) = layers.into_iter().unzip();
         if let Some(other) = members.iter().find(|member| member.in_features() != members[0].in_features()) {
@@ -58,8 +61,8 @@ impl LinearGroup {
         Ok(Self { names, members, sizes, joined })
     }
 
-    /// Apply all members and their adapters to `x (..., in_features)`: in one product if the parameters share a storage and
-    /// all adapters are low-rank products.
+    /// Apply all members and their adapters to `x (..., in_features)`, in one matrix product if the parameters share a
+    /// storage and all adapters are low-rank products.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`], [`Error::Device`] if the input does not fit.
@@ -70,12 +73,13 @@ impl LinearGroup {
         }
     }
 
-    /// [`swiglu`](trainable_candle_core::ops::gated::swiglu) of the results of two members, features and gate, in one
-    /// operation: `x (..., in_features)` → `(..., out_features)`. The result is [`remade`](Tensor::remade) where that
-    /// is possible.
+    /// Apply two members, features and gate, and [`swiglu`](trainable_candle_core::ops::gated::swiglu) to
+    /// `x (..., in_features)`, in one operation: the result is `(..., out_features)`. Where possible, it is
+    /// [`remade`](Tensor::remade).
     ///
     /// # Errors
-    /// As [`forward`](Self::forward); [`Error::Shape`] if the members are not two of one size.
+    /// As [`forward`](Self::forward); [`Error::Shape`] if there are not two members with the same number of output
+    /// features.
     pub fn forward_swiglu(&self, x: &Tensor) -> Result<Tensor> {
         if let Some(result) = self.as_one(x, swiglu_linear_group)? {
             return Ok(result.remade());
@@ -87,7 +91,7 @@ impl LinearGroup {
         features.forward(x)?.mul(&gate.forward(x)?.silu()?)
     }
 
-    /// Apply one operation to all members; None if they cannot be computed as one.
+    /// Apply one operation to all members together; None if their parameters or adapters do not allow it.
     fn as_one(&self, x: &Tensor, op: impl Fn(&Tensor, Group<'_>) -> Result<Tensor>) -> Result<Option<Tensor>> {
         let Some(Joined { weight, bias }) = &self.joined else { return Ok(None) };
         let mut low_rank = Vec::with_capacity(self.members.len());
@@ -118,7 +122,8 @@ impl LinearGroup {
     }
 }
 
-/// Join the parameters of frozen layers. None if a layer is trainable or has only shapes, or they are not all of one kind.
+/// Join the parameters of frozen layers. None if a layer is trainable or has shapes alone, or if the layers' parameters
+/// are not of the same kind.
 fn join(members: &mut [Linear<Tensor>]) -> Result<Option<Joined>> {
     let Some(first) = members.first() else { return Ok(None) };
     let (dtype, has_bias) = (first.weight.dtype(), first.bias.is_some());

@@ -2,8 +2,8 @@
 
 use trainable_candle_core::{DType, Device, Result, Shape, Tensor};
 
-/// Uniform in ±√(1 / fan_in), as torch's `kaiming_uniform_(a=√5)`: torch's default for linear layers and the usual one for
-/// a LoRA's down matrix. `fan_in` is the product of all sizes but the first.
+/// Uniform in ±√(1 / fan_in), as torch's `kaiming_uniform_(a=√5)`, which torch's linear layers and the down matrices of
+/// most LoRAs start with. `fan_in` is the product of all dimensions but the first.
 ///
 /// # Errors
 /// As [`Tensor::rand`].
@@ -13,7 +13,7 @@ pub fn kaiming_uniform(shape: impl Into<Shape>, dtype: DType, device: &Device) -
     uniform_by_fan(fan_in, shape, dtype, device)
 }
 
-/// Uniform in ±√(1 / fan_in), for a bias beside a weight of that fan-in.
+/// Uniform in ±√(1 / fan_in), for the bias of a layer whose weight has that fan-in.
 ///
 /// # Errors
 /// As [`Tensor::rand`].

@@ -34,7 +34,7 @@ impl Parameter for Var {
 
 /// A linear layer. `Linear<Tensor>` is frozen, and its weight may be quantized; `Linear<Var>` is trainable.
 ///
-/// Adapters attach to the layer's slot, which is shared, so they need no access to its owner.
+/// Clones of a layer share its slot, so an adapter can be attached or removed without access to the layer's owner.
 pub struct Linear<T: Parameter> {
     /// (out_features, in_features).
     pub weight: T::Weight,
@@ -44,7 +44,7 @@ pub struct Linear<T: Parameter> {
 }
 
 impl Linear<Var> {
-    /// A trainable layer with torch's initial values: weight and bias uniform in ±1/√in_features. f32.
+    /// A trainable f32 layer with torch's initial values: weight and bias uniform in ±1/√in_features.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the weight does not fit.
@@ -107,12 +107,12 @@ impl<T: Parameter> Linear<T> {
         T::weight(&self.weight).dims().first().copied().unwrap_or(0)
     }
 
-    /// The weight that the layer computes with: its own, or a merged one.
+    /// The weight that the layer computes with: its own, or the one that an adapter has merged.
     pub fn effective_weight(&self) -> Weight {
         self.adapter.effective_weight(T::weight(&self.weight))
     }
 
-    /// The layer as adapters see it.
+    /// The frozen parameters and the operation, for adapters.
     pub fn base(&self) -> Base<'_> {
         Base {
             weight: T::weight(&self.weight),

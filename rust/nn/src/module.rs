@@ -19,7 +19,7 @@ pub enum Layer<'a> {
 }
 
 impl<'a> Layer<'a> {
-    /// The layer as adapters see it.
+    /// The layer's frozen parameters and operation, for adapters.
     pub fn base(self) -> Base<'a> {
         match self {
             Self::Linear(linear) => linear.base(),
@@ -39,7 +39,8 @@ impl<'a> Layer<'a> {
         }
     }
 
-    /// The weight that the layer computes with, in the layout of files: a convolution's is (out, in / groups, height, width).
+    /// The weight that the layer computes with, in the layout of files. The weight of a convolution is (out, in /
+    /// groups, height, width).
     fn file_weight(self) -> Result<Weight> {
         match self {
             Self::Linear(linear) => Ok(linear.effective_weight()),
@@ -51,7 +52,8 @@ impl<'a> Layer<'a> {
     }
 }
 
-/// Something with named parts. A model lists its parts once; loading, adapters and listings all use that.
+/// A model, or a part of one, with named layers and tensors. It lists them in [`visit`](Self::visit), which loading,
+/// adapters and listings all use.
 pub trait Module {
     /// Pass every part to `visitor`.
     ///
@@ -72,8 +74,8 @@ pub trait Module {
         layers
     }
 
-    /// Every parameter with its name (`blocks.0.attn.to_q.weight`) in the layout of files, without adapters
-    /// (a merged adapter is part of its layer's weight). Quantized ones are dequantized.
+    /// Every parameter with its name (`blocks.0.attn.to_q.weight`) in the layout of files, dequantized. Parameters of
+    /// adapters are not among them, but a merged adapter is part of its layer's weight.
     fn named_tensors(&self) -> Vec<(String, Tensor)> {
         let values = |(name, weight): (String, Weight)| match weight {
             Weight::Plain(tensor) => Some((name, tensor)),
@@ -85,10 +87,10 @@ pub trait Module {
         self.named_weights().into_iter().filter_map(values).collect()
     }
 
-    /// One of [`named_tensors`](Self::named_tensors), by its name; None if there is none.
+    /// The tensor of this name among [`named_tensors`](Self::named_tensors); None if there is none.
     ///
     /// # Errors
-    /// If a quantized one cannot be dequantized.
+    /// If a quantized weight cannot be dequantized.
     fn named_tensor(&self, name: &str) -> Result<Option<Tensor>> {
         let mut found: Option<Weight> = None;
         self.visit(&mut Visitor::new(&mut |part| {
@@ -108,7 +110,7 @@ pub trait Module {
         found.map(|weight| WeightRef::from(&weight).values(weight.dtype())).transpose()
     }
 
-    /// As [`named_tensors`](Self::named_tensors), but quantized ones stay quantized.
+    /// As [`named_tensors`](Self::named_tensors), but quantized weights stay quantized.
     fn named_weights(&self) -> Vec<(String, Weight)> {
         let mut tensors = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
@@ -126,8 +128,8 @@ pub trait Module {
         tensors
     }
 
-    /// Every trainable parameter with its name: none of a loaded model, all of a fresh one. The weight of a convolution is
-    /// channels-last, as in memory.
+    /// Every trainable parameter with its name. A loaded model has none; in a fresh model all parameters are trainable.
+    /// The weights of convolutions are channels-last, as in memory.
     fn named_vars(&self) -> Vec<(String, Var)> {
         let mut vars = Vec::new();
         let _ = self.visit(&mut Visitor::new(&mut |part| {
@@ -146,7 +148,8 @@ pub trait Module {
         vars
     }
 
-    /// Set what all [`Blocks`] keep between forward and backward from now on; by default they keep everything.
+    /// Set the policy by which all [`Blocks`] keep results between forward and backward from now on; the default keeps
+    /// everything.
     fn set_checkpointing(&self, policy: Policy) {
         let _ = self.visit(&mut Visitor::new(&mut |part| {
             if let Part::Blocks { kept, .. } = part {
@@ -157,15 +160,15 @@ pub trait Module {
     }
 }
 
-/// What a visitor receives.
+/// A named part of a model, as a visitor receives it.
 pub enum Part<'a> {
     /// A layer and its name.
     Layer(String, Layer<'a>),
-    /// Any other parameter and its name.
+    /// A parameter that belongs to no layer, and its name.
     Tensor(String, &'a Tensor),
-    /// Any other parameter that may be quantized, and its name.
+    /// A parameter that belongs to no layer and may be quantized, and its name.
     Matrix(String, &'a Weight),
-    /// The blocks whose parts follow.
+    /// Repeated blocks. The visitor receives their parts after this.
     Blocks {
         /// Their name without the number.
         name: String,
@@ -176,7 +179,7 @@ pub enum Part<'a> {
     },
 }
 
-/// Keeps the prefix of names while a module passes on its parts.
+/// Passes the parts of modules to a function, and keeps the prefix of their names.
 pub struct Visitor<'a, 'f> {
     path: String,
     see: &'f mut dyn FnMut(Part<'a>) -> Result<()>,

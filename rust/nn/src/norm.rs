@@ -67,7 +67,7 @@ pub struct GroupNorm {
     pub weight: Tensor,
     /// Shift, (channels).
     pub bias: Tensor,
-    /// The number of groups of channels, each normalised by itself.
+    /// The number of groups of channels; each group is normalised separately.
     pub groups: usize,
     /// Added to the variance.
     pub eps: f64,

@@ -1,24 +1,25 @@
-//! [`Quantization`]: which linear layers of a model are quantized while it is built.
+//! [`Quantization`]: which linear layers of a model are quantized while the model is built.
 
 use trainable_candle_core::quantized::Format;
 
-/// The layers of an architecture that may be quantized. Norms, first and last projections are outside of its blocks and keep their dtype,
-/// as convolutions do; so do embeddings that are not among `rows`.
+/// The layers of an architecture that may be quantized. Norms, convolutions, projections outside of the blocks (the
+/// first and the last), and embeddings that are not among `rows` keep their dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantizable {
-    /// What the names of layers in blocks begin with; if empty, nothing is quantized.
+    /// Prefixes of the names of layers in blocks; if there are none, nothing is quantized.
     pub blocks: &'static [&'static str],
-    /// Parts of the names of layers in blocks that keep their dtype all the same.
+    /// Layers in blocks whose names contain one of these keep their dtype.
     pub kept: &'static [&'static str],
-    /// Parts of the names of layers that make a block's modulation, which the model computes outside of the block's run.
+    /// Layers whose names contain one of these compute a block's modulation, which the model does outside of the
+    /// block's run.
     pub modulation: &'static [&'static str],
-    /// Matrices outside of blocks whose rows are picked, or which are too large to be dequantized whole: the embedding
-    /// and the head of a language model. They take a format that is quantized by rows.
+    /// Matrices outside of blocks whose rows are looked up, or which are too large to be dequantized as a whole: the
+    /// embedding and the head of a language model. They are quantized in a format by rows.
     pub rows: &'static [&'static str],
 }
 
 impl Quantizable {
-    /// No layer.
+    /// Quantizes no layer.
     pub const NOTHING: Self = Self { blocks: &[], kept: &[], modulation: &[], rows: &[] };
 
     /// Whether the layer `name` may be quantized.
@@ -26,7 +27,7 @@ impl Quantizable {
         self.blocks.iter().any(|block| name.starts_with(block)) && !self.kept.iter().any(|kept| name.contains(kept))
     }
 
-    /// Whether the layer `name` makes a block's modulation.
+    /// Whether the layer `name` computes a block's modulation.
     pub fn is_modulation(&self, name: &str) -> bool {
         self.modulation.iter().any(|part| name.contains(part))
     }
@@ -35,15 +36,15 @@ impl Quantizable {
 /// How a model is quantized while it is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantization {
-    /// The format of its layers. None: as files have them, some quantized.
+    /// The format of its layers. With None, layers keep the form in which files store them, which may be quantized.
     pub format: Option<Format>,
-    /// Which layers.
+    /// The layers that are quantized.
     pub layers: Quantizable,
 }
 
 impl Quantization {
-    /// None if the matrix `name` is not to be quantized; otherwise its format, where an inner None means that of its
-    /// file.
+    /// The format of the matrix `name`; None if it is not to be quantized. An inner None means the form in which the
+    /// file stores it.
     pub fn of(&self, name: &str) -> Option<Option<Format>> {
         if self.layers.rows.contains(&name) {
             return Some(self.format.map(by_rows));
@@ -52,7 +53,7 @@ impl Quantization {
     }
 }
 
-/// The format of matrices whose rows are picked, if others have `format`.
+/// The format of matrices in `rows`, if other layers have `format`.
 const fn by_rows(format: Format) -> Format {
     match format {
         Format::Int8 | Format::Fp8 | Format::Nf4 => Format::Int8,

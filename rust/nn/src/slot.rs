@@ -8,7 +8,7 @@ use trainable_candle_core::{Result, Tensor, Weight, WeightRef};
 use crate::adapter::{Adapter, Beside, Product};
 use crate::base::Base;
 
-/// Holds a layer's adapter. Shared, so that a set of adapters can be removed again.
+/// Holds a layer's adapter. Clones share their contents, so that an adapter set can remove its adapters later.
 #[derive(Clone)]
 pub(crate) struct AdapterSlot(HostState<Occupant>);
 
@@ -17,7 +17,7 @@ pub(crate) struct AdapterSlot(HostState<Occupant>);
 struct Occupant {
     adapter: Option<Arc<dyn Adapter>>,
     product: Option<Arc<Product>>,
-    /// Computes both together. Made once, because CUDA graphs depend on this object.
+    /// An adapter that computes both together. It is made once, because CUDA graphs depend on this object.
     both: Option<Arc<dyn Adapter>>,
     is_off: bool,
 }
@@ -60,7 +60,7 @@ impl AdapterSlot {
         self.0.read().adapter.is_some()
     }
 
-    /// Put `adapter` into the slot, or empty it; a product beside it stays.
+    /// Put `adapter` into the slot, or remove the slot's adapter if None. A frozen product beside it does not change.
     pub(crate) fn set(&self, adapter: Option<Arc<dyn Adapter>>) {
         self.0.change(|occupant| {
             occupant.adapter = adapter;
@@ -68,7 +68,7 @@ impl AdapterSlot {
         });
     }
 
-    /// Put a frozen product beside whatever is attached, or take it off.
+    /// Add a frozen product, or remove it if None. An attached adapter does not change.
     pub(crate) fn set_beside(&self, product: Option<Arc<Product>>) {
         self.0.change(|occupant| {
             occupant.product = product;
@@ -77,12 +77,12 @@ impl AdapterSlot {
         });
     }
 
-    /// Turn the product beside the adapter on or off.
+    /// Enable or disable the frozen product.
     pub(crate) fn enable_beside(&self, enabled: bool) {
         self.0.change(|occupant| occupant.is_off = !enabled);
     }
 
-    /// Whether there is a product beside the adapter.
+    /// Whether there is a frozen product.
     pub(crate) fn has_beside(&self) -> bool {
         self.0.read().product.is_some()
     }
@@ -95,7 +95,7 @@ impl AdapterSlot {
         }
     }
 
-    /// The weight that the layer computes with: its own, or a merged one.
+    /// The weight that the layer computes with: its own, or the one that an adapter has merged.
     pub(crate) fn effective_weight(&self, own: WeightRef<'_>) -> Weight {
         let replaced = self.get().and_then(|adapter| adapter.replaces_weight());
         replaced.map_or_else(|| own.to_owned(), Weight::from)

@@ -30,8 +30,8 @@ pub trait Stored {
     /// [`Error::Io`] if reading fails, [`Error::OutOfMemory`] if they do not fit.
     fn read(&mut self, name: &str) -> Result<Tensor>;
 
-    /// The weight of a linear layer that may be quantized: in a format if one is given, otherwise as it is stored if that is a quantized
-    /// form that the whole layer is in.
+    /// The weight of a linear layer that may be quantized. It has `format` if that is given; otherwise it stays
+    /// quantized if the whole layer is stored in one quantized form.
     ///
     /// # Errors
     /// As [`read`](Self::read); as [`Quantized::new`].
@@ -48,7 +48,7 @@ pub trait Stored {
         on_cpu(self.read_weight(name, format)?)
     }
 
-    /// The stored parameters of the model that are not in `taken`, by the names in the store.
+    /// The stored parameters of the model that are not in `taken`, under the names in the store.
     fn unexpected(&self, taken: &BTreeSet<String>) -> Vec<String>;
 }
 
@@ -58,11 +58,11 @@ enum Kind {
         taken: BTreeSet<String>,
         missing: Vec<String>,
     },
-    /// Drawn from the library's generator as variables.
+    /// Draws variables from the library's generator.
     Fresh {
         device: Device,
     },
-    /// Drawn from the library's generator as constants.
+    /// Draws frozen tensors from the library's generator.
     Random {
         dtype: DType,
         device: Device,
@@ -113,7 +113,8 @@ impl Source {
         Self::of(Kind::Random { dtype, device: device.clone() })
     }
 
-    /// Provide zeros that take no memory: names, shapes and a dtype, enough to list a model and to estimate its memory.
+    /// Provide zeros that take no memory. Their names, shapes and dtype suffice to list a model and to estimate its
+    /// memory.
     pub const fn shapes(dtype: DType) -> Self {
         Self::of(Kind::Shapes { dtype })
     }
@@ -129,8 +130,8 @@ impl Source {
         Self { quantization, ..self }
     }
 
-    /// Leave the weights that are streamed on the CPU, for [`Streaming::start`]; None streams nothing. Trainable
-    /// parameters and bare shapes do not change.
+    /// Keep streamed weights on the CPU, for [`Streaming::start`]; None streams nothing. Trainable parameters and bare
+    /// shapes do not change.
     #[must_use]
     pub fn streamed(self, streaming: Option<Arc<Streaming>>) -> Self {
         Self { streaming, ..self }
@@ -141,7 +142,7 @@ impl Source {
         Weights::root(self)
     }
 
-    /// Check, after the model is built, that no parameter was missing and none is left over.
+    /// Check, after the model is built, that no parameter was missing and that no stored parameter is unused.
     ///
     /// # Errors
     /// [`Error::Config`] naming the missing and the unexpected parameters.
@@ -210,10 +211,11 @@ impl Source {
                     if missing.len() == MOST_MISSING {
                         let some = listed(missing);
                         return Err(Error::Config(format!(
-                            "the weights do not fit the model: missing {some} at least; are they another model's?"
+                            "the weights do not fit the model: missing at least {some}; are these the weights of \
+                             another model?"
                         )));
                     }
-                    // Never read: `finish` fails.
+                    // Nothing reads these zeros, because `finish` will return an error.
                     without_memory(&packing.shape(shape), DType::F32)
                 }
             },
@@ -233,7 +235,7 @@ fn on_cpu(weight: Weight) -> Result<Weight> {
     }
 }
 
-/// A stored parameter must have the shape that the model asks for.
+/// Check that a stored parameter has the shape that the model asks for.
 fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
     if found == expected.dims() {
         return Ok(());
@@ -244,7 +246,7 @@ fn check_shape(name: &str, found: &[usize], expected: &Shape) -> Result<()> {
     )))
 }
 
-/// How many missing parameters are collected: a wrong configuration may ask for millions.
+/// The number of missing parameters after which building stops, because a wrong configuration may ask for millions.
 const MOST_MISSING: usize = 512;
 
 /// Zeros of a shape that share one element.

@@ -9,8 +9,8 @@ use crate::{Conv2d, GroupNorm, LayerNorm, Linear, LinearGroup, RmsNorm, Source};
 
 /// Gives a model its parameters by name: stored (frozen) or fresh (trainable).
 ///
-/// Descending by [`pp`](Weights::pp) is cheap. The source records the parameters that were taken, so that errors can
-/// name the rest.
+/// Calls of [`pp`](Weights::pp) are cheap. The source records which parameters were taken, so that errors can name the
+/// others.
 pub struct Weights<'a> {
     source: &'a mut Source,
     prefix: String,
@@ -25,13 +25,13 @@ impl<'a> Weights<'a> {
 /// The initial values of a fresh parameter.
 #[derive(Clone, Copy, Debug)]
 pub enum Init {
-    /// Uniform in ±1/√fan_in, the fan-in being the product of all sizes but the first.
+    /// Uniform in ±1/√fan_in, where fan_in is the product of all dimensions but the first.
     Kaiming,
     /// Uniform in ±1/√fan_in for a given fan-in (biases).
     Fan(usize),
     /// Normal of mean 0 and this standard deviation.
     Normal(f64),
-    /// This value everywhere.
+    /// The same value for all elements.
     Constant(f64),
 }
 
@@ -55,7 +55,7 @@ impl Weights<'_> {
         self.source.get(name, &shape.into(), init, Packing::Plain)
     }
 
-    /// The matrix `name.weight` of `shape`, quantized if the quantization has the name.
+    /// The matrix `name.weight` of `shape`, quantized if the [`Quantization`](crate::Quantization) includes `name`.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -78,7 +78,8 @@ impl Weights<'_> {
         self.linear_init(name, in_features, out_features, bias, Init::Kaiming)
     }
 
-    /// A linear layer whose weight starts by `init`; its bias by torch's rule, or at zero if the weight starts constant or normal.
+    /// A linear layer whose weight starts as `init` says. Its bias starts as in torch, or at zero if `init` is constant
+    /// or normal.
     ///
     /// # Errors
     /// As [`get`](Weights::get).
@@ -97,7 +98,8 @@ impl Weights<'_> {
         Ok(Linear::from_weight(weight, bias))
     }
 
-    /// Linear layers of one input: each with its name and its output features, starting as [`linear_init`](Weights::linear_init) says.
+    /// Linear layers that share an input, given by their names and output features. Their initial values are those of
+    /// [`linear_init`](Weights::linear_init).
     ///
     /// # Errors
     /// As [`get`](Weights::get).

@@ -1,4 +1,4 @@
-//! Convolutions as layers: their names and shapes in files, what they compute, and that they carry adapters.
+//! Tests of convolutional layers: names and shapes in files, results, and adapters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ impl Module for One {
     }
 }
 
-/// Parameters as a file has them.
+/// Parameters in the layout of a file.
 struct InFile(BTreeMap<String, Tensor>);
 
 impl Stored for InFile {
@@ -48,7 +48,7 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 #[test]
-fn files_hold_weights_as_torch_does() {
+fn weights_in_files_have_torchs_layout() {
     let (weight, bias) = (random(&[6, 2, 3, 2]), random(&[6]));
     let tensors =
         BTreeMap::from([("conv.weight".to_string(), weight.clone()), ("conv.bias".to_string(), bias.clone())]);
@@ -94,7 +94,7 @@ fn wrong_sizes_are_named() {
 }
 
 #[test]
-fn an_adapter_comes_and_goes_without_a_trace() {
+fn a_removed_adapter_leaves_the_layer_unchanged() {
     let options = Conv2dOptions { groups: 1, ..OPTIONS };
     let weight = random(&[6, 3, 2, 4]);
     let model = One(Conv2d::from_parameters(weight, Some(random(&[6])), options).unwrap());
@@ -124,7 +124,7 @@ fn an_adapter_comes_and_goes_without_a_trace() {
 }
 
 #[test]
-fn low_rank_adapters_refuse_groups() {
+fn low_rank_adapters_reject_groups() {
     let model = One(Conv2d::from_parameters(random(&[6, 3, 2, 2]), None, OPTIONS).unwrap());
     let config = LoraConfig { r: 2, target_modules: vec!["all-conv".into()], ..LoraConfig::default() };
     let error = AdapterSet::attach(config, &model.named_layers()).err().unwrap().to_string();

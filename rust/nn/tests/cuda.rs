@@ -1,4 +1,4 @@
-//! Optimizers on a CUDA device against the CPU's, bit for bit. Needs a GPU:
+//! Compares optimizers on a CUDA device with the CPU, bit for bit. Needs a GPU:
 //! `cargo test -p trainable-candle-nn --features cuda --test cuda -- --ignored`.
 #![cfg(feature = "cuda")]
 
@@ -13,7 +13,7 @@ use trainable_candle_nn::optim::{
 
 const STEPS: usize = 5;
 
-/// Sizes on both sides of blocks and pieces, some below the size of 8-bit states, one empty.
+/// Sizes below and above those of blocks and pieces. Some are too small for 8-bit states, and one is empty.
 const SIZES: [usize; 7] = [1, 300, 4099, 0, 1024, 20_000, 4096];
 
 fn gpu() -> Device {
@@ -51,7 +51,7 @@ fn groups<C: Clone>(vars: &[Var], config: C, change: impl Fn(&mut C)) -> Vec<Par
     vec![ParamGroup { params: first.to_vec(), config }, ParamGroup { params: rest.to_vec(), config: second }]
 }
 
-/// Every optimizer whose CUDA form has the bits of the CPU's, in every form.
+/// Every optimizer that computes bitwise the same on CUDA devices and the CPU, with each combination of its options.
 fn optimizers(vars: &[Var]) -> Vec<Box<dyn Optimizer>> {
     let sgd = SGDConfig { lr: 0.01, weight_decay: 0.1, maximize: true, ..SGDConfig::default() };
     let momentum = SGDConfig { momentum: 0.9, dampening: 0.2, maximize: false, ..sgd.clone() };
@@ -104,7 +104,7 @@ fn assert_same_states(what: &str, found: &StateDict, expected: &StateDict) {
     }
 }
 
-/// Runs `train` over every optimizer, dtype and layout on both devices, and compares all that is left.
+/// Runs `train` with every optimizer, dtype and layout on both devices, and compares variables and states afterwards.
 fn compare(train: impl Fn(&mut dyn Optimizer)) {
     let device = gpu();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -126,7 +126,7 @@ fn compare(train: impl Fn(&mut dyn Optimizer)) {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn steps_are_those_of_the_cpu() {
+fn steps_equal_those_of_the_cpu() {
     compare(|opt| {
         for step in 0..STEPS {
             opt.zero_grad().unwrap();
@@ -141,7 +141,7 @@ fn steps_are_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn clipped_steps_and_steps_that_norms_forbid_are_those_of_the_cpu() {
+fn clipped_steps_and_steps_skipped_by_norms_equal_those_of_the_cpu() {
     compare(|opt| {
         for step in 0..STEPS {
             opt.zero_grad().unwrap();
@@ -154,7 +154,7 @@ fn clipped_steps_and_steps_that_norms_forbid_are_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn scaled_steps_are_those_of_the_cpu() {
+fn scaled_steps_equal_those_of_the_cpu() {
     for unscale in [false, true] {
         compare(|opt| {
             let config = GradScalerConfig { init_scale: 4.0, growth_interval: 2, ..GradScalerConfig::default() };
@@ -184,7 +184,7 @@ fn scaled_steps_are_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn norms_are_those_of_the_cpu() {
+fn norms_equal_those_of_the_cpu() {
     let device = gpu();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for norm_type in [NormType::L2, NormType::Inf] {
@@ -208,7 +208,7 @@ fn norms_are_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn runs_go_on_on_the_other_device() {
+fn runs_continue_on_the_other_device() {
     let gpu = gpu();
     for dtype in [DType::F32, DType::BF16] {
         for number in 0..optimizers(&variables(dtype, Layout::Flat, &Device::Cpu)).len() {
@@ -278,7 +278,7 @@ fn a_step_with_a_store_clears_the_gradients_it_has_used() -> Result<()> {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn averages_are_those_of_the_cpu() -> Result<()> {
+fn averages_equal_those_of_the_cpu() -> Result<()> {
     let mut results = Vec::new();
     for device in [Device::Cpu, gpu()] {
         let start: Vec<Tensor> = SIZES.iter().enumerate().map(|(i, &n)| tensor(n, i, DType::F32, &device)).collect();
@@ -315,7 +315,7 @@ fn averages_are_those_of_the_cpu() -> Result<()> {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn variables_that_no_kernel_takes_are_an_error() {
+fn variables_without_a_kernel_are_an_error() {
     let device = gpu();
     let vars = variables(DType::F32, Layout::Loose, &device);
     let wide = Var::zeros(3, DType::F64, &device).unwrap();

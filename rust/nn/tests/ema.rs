@@ -1,4 +1,4 @@
-//! The moving average of an adapter's parameters against its definition in f64.
+//! Compares the moving average of an adapter's parameters with its definition in f64.
 
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Tensor};
 use trainable_candle_nn::optim::{Adam, EMA, EMAConfig, Optimizer, StateDict};
@@ -70,7 +70,7 @@ fn swapping_shows_the_averages_and_restores_the_bits() {
 }
 
 #[test]
-fn a_run_that_resumes_or_swaps_has_the_bits_of_one_that_does_not() {
+fn resuming_or_swapping_does_not_change_a_run() {
     let start: Vec<Tensor> = buffer().vars().iter().map(|var| var.detach()).collect();
     let run = |interrupted: bool| {
         let mut buffer = FlatBuffer::new(&start).unwrap();
@@ -101,7 +101,7 @@ fn a_run_that_resumes_or_swaps_has_the_bits_of_one_that_does_not() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_and_changes_nothing() {
+fn states_that_do_not_fit_are_rejected_and_change_nothing() {
     let buffer = buffer();
     for decay in [1.0, -0.1, f64::NAN] {
         assert!(EMA::new(&buffer, EMAConfig { decay, warmup: true }).is_err());

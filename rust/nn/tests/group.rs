@@ -1,4 +1,5 @@
-//! Linear layers that share their input: common storage, adapters on any of them, the layers by themselves.
+//! Tests of linear layers that share their input: common storage, adapters on any of them, and equality with separate
+//! layers.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -9,7 +10,7 @@ use trainable_candle_nn::{Linear, LinearGroup, Module, Projected, Visitor};
 
 const NAMES: [&str; 3] = ["to_q", "to_k", "to_v"];
 
-/// The process has one generator, and tests run at the same time.
+/// Tests lock this to use the process's only generator, because they run at the same time.
 static GENERATOR: Mutex<()> = Mutex::new(());
 
 struct Projections(LinearGroup);
@@ -44,7 +45,7 @@ fn config(targets: &[&str]) -> LoraConfig {
     LoraConfig { r: 2, target_modules: targets.iter().map(ToString::to_string).collect(), ..LoraConfig::default() }
 }
 
-/// An adapter that changes something.
+/// Attach an adapter whose product is not zero.
 fn adapt(module: &impl Module, config: LoraConfig) -> AdapterSet {
     let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     let set = AdapterSet::attach(config, &module.named_layers()).unwrap();
@@ -60,7 +61,7 @@ fn x() -> Var {
     Var::from_tensor(&Tensor::from_vec(values, (5, 8), &Device::Cpu).unwrap()).unwrap()
 }
 
-/// The results one after the other, and whether they came from one product.
+/// The results concatenated, and whether one product computed them.
 fn joined(projected: Projected) -> (Tensor, bool) {
     match projected {
         Projected::Joined(all) => (all, true),
@@ -75,7 +76,7 @@ fn assert_close(found: &Tensor, expected: &Tensor) {
     }
 }
 
-/// The layers as a module without a group.
+/// A module with the same layers outside of a group.
 struct Apart(Vec<(&'static str, Linear<Tensor>)>);
 
 impl Module for Apart {
@@ -92,7 +93,7 @@ impl Apart {
 }
 
 #[test]
-fn frozen_parameters_lie_together_and_keep_names_and_values() {
+fn frozen_parameters_share_a_storage_and_keep_names_and_values() {
     let (group, apart) = (group(false), Apart(layers(false)));
     let (tensors, expected) = (group.named_tensors(), apart.named_tensors());
     assert_eq!(tensors.len(), 6);
@@ -109,7 +110,7 @@ fn frozen_parameters_lie_together_and_keep_names_and_values() {
 }
 
 #[test]
-fn a_group_computes_what_its_layers_do_with_adapters_on_any_of_them() {
+fn a_group_equals_its_separate_layers_with_adapters_on_any_of_them() {
     for targets in [&[][..], &["to_q", "to_k", "to_v"], &["to_k"], &["to_q", "to_v"]] {
         let (group, apart) = (group(false), Apart(layers(false)));
         let sets = (!targets.is_empty()).then(|| (adapt(&group, config(targets)), adapt(&apart, config(targets))));
@@ -131,7 +132,7 @@ fn a_group_computes_what_its_layers_do_with_adapters_on_any_of_them() {
 }
 
 #[test]
-fn what_is_no_product_of_low_rank_goes_layer_by_layer() {
+fn adapters_that_are_no_low_rank_products_run_layer_by_layer() {
     let dora = LoraConfig { use_dora: true, ..config(&["to_k"]) };
     let dropout = LoraConfig { lora_dropout: 0.5, ..config(&["to_k"]) };
     for settings in [dora, dropout] {
@@ -153,7 +154,7 @@ fn what_is_no_product_of_low_rank_goes_layer_by_layer() {
 }
 
 #[test]
-fn layers_of_different_inputs_are_refused() {
+fn layers_with_different_inputs_are_rejected() {
     let mut layers = layers(false);
     layers[1].1 = Linear::from_weight(Tensor::zeros((4, 7), DType::F32, &Device::Cpu).unwrap(), None);
     let error = LinearGroup::new(layers).err().unwrap().to_string();

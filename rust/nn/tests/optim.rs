@@ -1,4 +1,4 @@
-//! What all optimizers have in common: groups, states, dtypes, flat buffers, threads, errors.
+//! Tests of the common behaviour of all optimizers: groups, states, dtypes, flat buffers, threads, errors.
 
 use trainable_candle_core::cpu::pool::set_num_threads;
 use trainable_candle_core::{DType, Device, Error, FlatBuffer, Result, Tensor, Var};
@@ -6,7 +6,7 @@ use trainable_candle_nn::optim::{
     Adam, Adam8bit, AdamConfig, AdamW, KINDS, NormType, Optimizer, ParamGroup, SGD, SGDConfig, Value, clip_grad_norm_,
 };
 
-/// Values that differ from seed to seed, the same on every machine.
+/// Values that depend on the seed and are the same on every machine.
 fn wave(n: usize, seed: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 7919 + seed * 104_729) % 10_007) as f32 / 5003.0 - 1.0).collect()
 }
@@ -126,7 +126,7 @@ fn a_variable_that_is_set_replaces_its_master_values() -> Result<()> {
 }
 
 #[test]
-fn variables_without_a_gradient_stay_and_count_no_step() -> Result<()> {
+fn variables_without_a_gradient_do_not_change_and_count_no_step() -> Result<()> {
     for flat in [false, true] {
         let start = [tensor(3, 0, DType::F32), tensor(5, 1, DType::F32), tensor(7, 2, DType::F32)];
         let params = if flat {
@@ -197,10 +197,10 @@ fn a_step_makes_tensors_saved_before_it_stale() -> Result<()> {
 }
 
 #[test]
-fn eight_bit_optimizers_skip_gradients_that_are_not_finite() -> Result<()> {
+fn eight_bit_optimizers_skip_non_finite_gradients() -> Result<()> {
     for (index, kind) in KINDS.iter().enumerate().filter(|(_, kind)| kind.name.ends_with("8bit")) {
         let (x, clean) = (var(5000, 0), var(5000, 0));
-        // The square of the last one overflows; Lion does not square.
+        // 1e30 overflows when squared; Lion computes no squares, so it gets a NaN.
         let large = if kind.name == "Lion8bit" { f32::NAN } else { 1e30 };
         let mut grad = wave(5000, 1);
         clean.set_grad(&Tensor::from_vec(grad.clone(), 5000, &Device::Cpu)?)?;
@@ -219,7 +219,7 @@ fn eight_bit_optimizers_skip_gradients_that_are_not_finite() -> Result<()> {
 }
 
 #[test]
-fn clipping_leaves_gradients_that_were_read_and_can_refuse() -> Result<()> {
+fn clipping_does_not_change_gradients_read_before_it_and_can_raise() -> Result<()> {
     let x = var(4, 0);
     x.set_grad(&Tensor::full(3.0, 4, DType::F32, &Device::Cpu)?)?;
     let before = x.grad().unwrap();
@@ -241,7 +241,7 @@ fn clipping_leaves_gradients_that_were_read_and_can_refuse() -> Result<()> {
 }
 
 #[test]
-fn empty_variables_are_left_alone() -> Result<()> {
+fn empty_variables_do_not_change() -> Result<()> {
     let empty = Var::zeros((0, 3), DType::F32, &Device::Cpu)?;
     empty.set_grad(&Tensor::zeros((0, 3), DType::F32, &Device::Cpu)?)?;
     for mut opt in all(std::slice::from_ref(&empty)) {

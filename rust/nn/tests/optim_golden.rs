@@ -1,4 +1,5 @@
-//! Optimizers, clipping and schedules against torch, bitsandbytes, prodigyopt and transformers (tests/golden/optim).
+//! Compares optimizers, clipping and schedules with results of torch, bitsandbytes, prodigyopt and transformers
+//! (tests/golden/optim).
 
 use std::path::Path;
 
@@ -182,11 +183,11 @@ fn prodigy_follows_prodigyopt() {
             },
         ),
     ];
-    // In f32 two roundings of the estimate, which enters `s` squared.
+    // The f32 tolerance allows two roundings of the estimate, whose square enters `s`.
     for (dtype, suffix, tolerance) in [(DType::F32, "", 2e-6), (DType::F64, ".f64", 1e-13)] {
         for (name, config) in &cases {
             let vars = ["p0", "p1"].map(|p| golden.var(p, dtype));
-            // The second group differs in what may differ.
+            // The second group has another weight decay, which groups may.
             let second = ProdigyConfig { weight_decay: 0.0, ..config.clone() };
             let mut opt = Prodigy::with_groups(vec![
                 ParamGroup { params: vec![vars[0].clone()], config: config.clone() },
@@ -219,8 +220,9 @@ fn prodigy_follows_prodigyopt() {
     }
 }
 
-/// bitsandbytes computes bias corrections with CUDA's `__powf`, which is off by some 5e-5 for 0.999; that much of each
-/// update, which is at most `lr`, its values may differ. The states do not depend on it: they are equal bit for bit.
+/// Compares six steps of an optimizer with bitsandbytes. bitsandbytes computes bias corrections with CUDA's `__powf`,
+/// which has a relative error of some 5e-5 for 0.999. So each update, of at most `lr`, may differ by 5e-5 of its size.
+/// The states do not depend on `__powf` and are equal bit for bit.
 fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -> Box<dyn Optimizer>) {
     let golden = Golden::open("bitsandbytes.safetensors");
     let mut opt = make(vec![golden.var(&format!("p0.{n}"), DType::F32)]);
@@ -230,7 +232,7 @@ fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -
         opt.step_all().unwrap();
         if [1, 6].contains(&step) {
             let error = difference(&opt.vars()[0], &golden.tensor(&format!("{name}.p{step}.{n}")));
-            // Half a unit in the last place of values up to 4, each step.
+            // 1.2e-7 is half a unit in the last place of values up to 4, for each step.
             let allowed = f64::from(step) * (5e-5 * lr + 1.2e-7);
             assert!(error <= allowed, "{name}: values differ by {error:e} after step {step}, {allowed:e} allowed");
         }
@@ -245,7 +247,7 @@ fn follows_bitsandbytes(name: &str, n: usize, lr: f64, make: impl Fn(Vec<Var>) -
 
 #[test]
 fn eight_bit_optimizers_follow_bitsandbytes() {
-    // 5000 elements: 19 blocks and a part of one.
+    // 5000 elements are 19 whole blocks and a part of one.
     follows_bitsandbytes("adamw8bit", 5000, 0.01, |p| Box::new(AdamW8bit::new(p, 0.01, 0.1).unwrap()));
     follows_bitsandbytes("adam8bit", 5000, 0.01, |p| Box::new(Adam8bit::new(p, 0.01, 0.0).unwrap()));
     follows_bitsandbytes("lion8bit", 5000, 0.001, |p| Box::new(Lion8bit::new(p, 0.001, 0.1).unwrap()));
@@ -271,7 +273,7 @@ fn lion_follows_lion32bit() {
 }
 
 #[test]
-fn flat_buffers_quantise_each_variable_by_itself() {
+fn flat_buffers_quantise_each_variable_separately() {
     let golden = Golden::open("bitsandbytes.safetensors");
     let starts = [golden.tensor("p0.5000"), golden.tensor("p0.1000"), golden.tensor("p0.5000")];
     let flat = FlatBuffer::new(&starts).unwrap();

@@ -1,4 +1,4 @@
-//! Saving and loading the states of optimizers, and the loss scaler.
+//! Tests of saving and loading the states of optimizers, and of the loss scaler.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
 use trainable_candle_nn::optim::{
@@ -77,7 +77,7 @@ fn a_state_dict_is_a_snapshot() {
 }
 
 #[test]
-fn state_bytes_are_those_of_the_states() {
+fn state_bytes_count_states_and_master_values() {
     let blocks = 6000usize.div_ceil(256);
     let expected =
         [4 * 6040, 3 * 4 * 6040, 2 * (6000 + 4 * blocks) + 2 * 4 * 40, 6000 + 4 * blocks + 4 * 40, 4 * 4 * 6040];
@@ -91,7 +91,7 @@ fn state_bytes_are_those_of_the_states() {
 }
 
 #[test]
-fn states_that_do_not_fit_are_refused_and_nothing_changes() -> Result<()> {
+fn states_that_do_not_fit_are_rejected_and_change_nothing() -> Result<()> {
     let mut source = AdamW::new(params(DType::F32), 0.01, 0.1)?;
     train(&mut source, 0..2);
     let good = source.state_dict()?;
@@ -156,7 +156,7 @@ fn the_scaler_grows_backs_off_and_skips() -> Result<()> {
 }
 
 #[test]
-fn the_scaler_refuses_calls_out_of_order() -> Result<()> {
+fn the_scaler_rejects_calls_out_of_order() -> Result<()> {
     let mut scaler = GradScaler::new(GradScalerConfig::default())?;
     assert!(scaler.update().is_err());
     let mut opt = with_grad(65536.0)?;

@@ -15,17 +15,17 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
-/// A trainable change to one frozen linear layer.
+/// A trainable adapter of one frozen linear layer.
 ///
 /// Args:
 ///     kind: "lora" or "dora".
 ///     weight: the layer's frozen weight, (out_features, in_features).
 ///     bias: the layer's frozen bias, (out_features,).
 ///     rank: rank of the low-rank product, at least 1.
-///     alpha: the factor in front of it is alpha / rank.
+///     alpha: numerator of the factor of that product, alpha / rank.
 ///     dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-///     rslora: make that factor alpha / sqrt(rank).
-///     qat: round the adapted weight in every forward pass as `nn.functional.fake_quantize` does.
+///     rslora: use the factor alpha / sqrt(rank) instead.
+///     qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 ///
 /// Raises:
 ///     ArgumentError: if the kind is unknown, or a number is out of range.
@@ -41,7 +41,7 @@ pub struct Adapter {
 impl Adapter {
     #[new]
     #[pyo3(signature = (kind, weight, bias, rank, alpha, dropout=Argument::of(0.0), rslora=false, qat=None))]
-    #[allow(clippy::too_many_arguments)] // one for each property of a layer
+    #[allow(clippy::too_many_arguments)] // each is a property of a layer
     fn new(
         py: Python<'_>,
         kind: &str,
@@ -108,7 +108,7 @@ impl Adapter {
         compute(py, work, || self.inner.forward(&input.0, &base)).map(Tensor)
     }
 
-    /// The weight of a plain layer that computes the same.
+    /// The weight with which a plain linear layer computes the same.
     fn merged_weight(&self, py: Python<'_>, weight: &Tensor) -> Result<Tensor> {
         let base = Base { weight: (&weight.0).into(), bias: None, operation: Operation::Linear };
         compute(py, weight.0.elem_count(), || self.inner.merged_weight(&base)).map(Tensor)

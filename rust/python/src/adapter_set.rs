@@ -73,7 +73,7 @@ impl AdapterSet {
         LoraConfig(self.set.config().clone())
     }
 
-    /// Turn the adapters on or off; while they are off, the model computes exactly the base's results.
+    /// Enable or disable the adapters. While they are disabled, the model computes exactly the base's results.
     fn set_enabled(&self, enabled: bool) {
         self.set.set_enabled(enabled);
     }
@@ -83,18 +83,18 @@ impl AdapterSet {
         self.set.set_training(training);
     }
 
-    /// Write the adapters to a safetensors file, complete or not at all.
+    /// Write the adapters to a safetensors file. If writing fails, no incomplete file remains.
     ///
     /// Args:
     ///     path: the file.
-    ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the one that most tools load, "kohya" for SDXL,
-    ///         "peft" for a model that no other tool knows.
-    ///     metadata: text entries for the file's header, in addition to those that tools look for.
+    ///     format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
+    ///         for SDXL, or "peft" for a model that no other tool knows.
+    ///     metadata: text entries for the file's header, in addition to those for other tools.
     ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
     ///
     /// Returns:
-    ///     The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
-    ///     trained.
+    ///     The names of layers whose adapter has no effect because a factor is zero everywhere; empty if all adapters
+    ///     were trained.
     ///
     /// Raises:
     ///     FileError: if the file cannot be written.
@@ -119,7 +119,7 @@ impl AdapterSet {
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError, ShapeError: if it does not fit; nothing is changed then.
+    ///     ConfigError, ShapeError: if it does not fit. Nothing has changed then.
     fn load(&self, py: Python<'_>, path: FilePath) -> Result<()> {
         let path = path.get("load")?;
         detached(py, || {
@@ -147,7 +147,7 @@ fn options(
     })
 }
 
-/// Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+/// Write the adapters of several models, such as a UNet and its text encoders, to one safetensors file.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")
@@ -159,7 +159,7 @@ fn options(
 ///     path: the file.
 ///     adapters: the adapters of each model.
 ///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-///     metadata: text entries for the file's header, in addition to those that tools look for.
+///     metadata: text entries for the file's header, in addition to those for other tools.
 ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 ///
 /// Returns:
@@ -183,7 +183,7 @@ pub fn save_adapters(
     Ok(file.idle())
 }
 
-/// Copy to the CPU what `save_adapters` would write, so that it can be written while training continues.
+/// Copy everything that `save_adapters` would write to the CPU, so that it can be written while training continues.
 ///
 /// ```python
 /// unet = tc.models.load("sdxl")
@@ -196,7 +196,7 @@ pub fn save_adapters(
 ///     path: the file.
 ///     adapters: the adapters of each model.
 ///     format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-///     metadata: text entries for the file's header, in addition to those that tools look for.
+///     metadata: text entries for the file's header, in addition to those for other tools.
 ///     dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 ///
 /// Raises:
@@ -240,7 +240,7 @@ fn prepared(
 /// unet = tc.models.load("sdxl")
 /// adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
 /// file = tc.prepare_adapters("lora.safetensors", [adapter])
-/// assert file.idle  # layers that have learnt nothing yet
+/// assert file.idle  # untrained layers
 /// file.write()
 /// ```
 #[pyclass(frozen, module = "trainable_candle")]
@@ -248,7 +248,7 @@ pub struct AdapterFile(io::AdapterFile);
 
 #[pymethods]
 impl AdapterFile {
-    /// Write the file, complete or not at all.
+    /// Write the file. If writing fails, no incomplete file remains.
     ///
     /// Raises:
     ///     FileError: if the file cannot be written.
@@ -267,7 +267,7 @@ impl AdapterFile {
     }
 }
 
-/// The adapters of a model: none, or one set.
+/// The adapter set of a model, if it has one.
 #[derive(Default)]
 pub struct Attached(std::sync::Mutex<Option<Arc<adapter::AdapterSet>>>);
 
@@ -286,7 +286,7 @@ impl Attached {
     ) -> Result<Py<AdapterSet>> {
         self.refuse_second(op)?;
         let set = Arc::new(detached(py, make)?);
-        // Another thread may have attached one meanwhile.
+        // Another thread may have attached a set in the meantime.
         if let Err(error) = self.refuse_second(op) {
             set.set_enabled(false);
             return Err(error);
@@ -299,11 +299,11 @@ impl Attached {
         if self.lock().is_none() {
             return Ok(());
         }
-        let cure = "call remove_adapter() first; one configuration can name all layers that are to have one";
+        let cure = "call remove_adapter() first, or name all layers in one configuration";
         Err(tc::Error::Config(format!("{op}: the model has an adapter already; {cure}")).into())
     }
 
-    /// The set; an error of the operation `op` if there is none.
+    /// The set; an error that names the operation `op` if there is none.
     pub fn get(&self, op: &'static str) -> Result<Arc<adapter::AdapterSet>> {
         let missing =
             || tc::Error::argument(op, "the model has no adapter; call add_adapter() or load_adapter() first");

@@ -1,5 +1,5 @@
-//! Numbers and dicts as a user passed them; the functions that take them name the operation and the parameter in
-//! errors.
+//! Numbers and dicts as a user passed them. [`Argument::get`] converts them and names the operation and the parameter
+//! in errors.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +32,7 @@ expected!(
     Option<f64>: "a number or None",
     (f64, f64): "two numbers",
     (f64, f64, f64): "three numbers",
-    (Option<f64>, f64): "two numbers, the first perhaps None",
+    (Option<f64>, f64): "two numbers, of which the first may be None",
     Vec<f64>: "a list of numbers",
     BTreeMap<String, f64>: "a dict of names and numbers",
     Option<BTreeMap<String, f64>>: "a dict of names and numbers, or None",
@@ -43,7 +43,7 @@ expected!(
 pub struct Argument<T>(std::result::Result<T, Wrong>);
 
 enum Wrong {
-    /// Another type.
+    /// A value of another type.
     Type(String),
     /// An integer too large for a float, or a container with one.
     TooLarge(String),
@@ -86,7 +86,7 @@ impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Argument<T> {
                     format!("{} with a number", found(&object))
                 });
             }
-            // Only the conversion of a dict knows which entry is wrong.
+            // For a dict, only the error of the conversion says which entry is wrong.
             let dict = object.is_instance_of::<PyDict>();
             Wrong::Type(if dict { format!("a dict ({})", error.value(py)) } else { found(&object) })
         })))

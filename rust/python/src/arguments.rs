@@ -1,7 +1,7 @@
 //! Whole numbers and names as a user passed them.
 //!
-//! Extraction of an argument knows neither the function nor the parameter, but an error must name both. So these types accept any
-//! object, and the function asks for the value with its own name and that of the parameter.
+//! PyO3 extracts an argument without the names of the function and the parameter, but an error must name both. So these
+//! types accept any object, and the function then reads the value with its own name and the parameter's name.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// The longest text of a user that a message quotes.
+/// The largest length at which a message quotes a text that a user passed.
 const LONGEST: usize = 40;
 
 /// Describe an object in an error: a number, None or a short text by its value, anything else by its type.
@@ -115,7 +115,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Integer {
         if let Ok(value) = object.extract::<i64>() {
             return Ok(Self(Value::Number(i128::from(value))));
         }
-        // A float has no `__index__`; a tensor may have a value for it or not.
+        // Floats have no `__index__`; that of a tensor may raise.
         let Ok(integer) = object.py().import("operator")?.call_method1("index", (object,)) else {
             return Ok(Self(Value::Other(found(&object))));
         };
@@ -161,7 +161,7 @@ impl Integers {
         }
     }
 
-    /// Read `*arguments`: some integers, or one sequence of them.
+    /// Read `*arguments`: integers, or one sequence of integers.
     fn from_arguments(arguments: &Bound<'_, PyTuple>) -> PyResult<Self> {
         if arguments.len() == 1 { Self::read(&arguments.get_item(0)?) } else { Self::read(arguments) }
     }
@@ -232,7 +232,7 @@ impl Shape {
         Integers::from_arguments(arguments).map(Self)
     }
 
-    /// The numbers unchecked; they may be negative.
+    /// The numbers without a check; they may be negative.
     pub fn numbers(&self, op: &'static str) -> Result<Vec<i64>> {
         self.0.get(op, "shape", Integer::signed)
     }
@@ -388,7 +388,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for FilePath {
     );
 
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        // Decodes bytes as the file system does.
+        // Decodes bytes with the encoding of file names.
         let path = object.py().import("os")?.call_method1("fsdecode", (object,)).and_then(|path| path.extract());
         Ok(Self(path.map_err(|_| found(&object))))
     }

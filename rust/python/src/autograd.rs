@@ -20,18 +20,19 @@ use crate::types::{Anything, ELLIPSIS};
 
 #[pymethods]
 impl Tensor {
-    /// Differentiate with respect to every variable that this depends on, and add the gradients to their `.grad`.
+    /// Differentiate with respect to every variable that this tensor depends on, and add the gradients to the
+    /// variables' `.grad`.
     ///
-    /// Frees saved tensors as it proceeds, unless `retain_graph`.
+    /// The backward pass frees saved tensors on its way, unless `retain_graph` is True.
     ///
     /// Args:
     ///     gradient: the gradient of this tensor, in its shape; not needed for a single element.
     ///     retain_graph: whether the graph can be differentiated again.
     ///
     /// Raises:
-    ///     ShapeError: if there is more than one element and no gradient, or its shape differs.
-    ///     AutogradError: if nothing depends on a variable, the graph was differentiated before, or a variable was changed
-    ///         in place since it was used.
+    ///     ShapeError: if there is more than one element and no gradient, or the gradient has another shape.
+    ///     AutogradError: if this tensor depends on no variable, if the graph was differentiated before, or if a
+    ///         variable was changed in place since it was used.
     #[pyo3(signature = (gradient=None, retain_graph=false))]
     fn backward(&self, py: Python<'_>, gradient: Option<&Self>, retain_graph: bool) -> Result<()> {
         detached(py, || self.0.backward_with(gradient.map(|g| &g.0), retain_graph)).map(|_| ())
@@ -64,7 +65,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
     }
 }
 
-/// The gradients of `loss` with respect to `inputs`; no `.grad` changes.
+/// Compute the gradients of `loss` with respect to `inputs`, without changing any `.grad`.
 ///
 /// ```python
 /// x = tc.Var([3.0])
@@ -79,10 +80,10 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Tensors {
 ///     retain_graph: whether the graph can be differentiated again.
 ///
 /// Returns:
-///     One gradient for each input, None for those that the loss does not depend on.
+///     One gradient for each input; None for an input on which the loss does not depend.
 ///
 /// Raises:
-///     AutogradError: as `backward`, and if an input needs no gradient.
+///     AutogradError: as `backward`, and if an input does not require a gradient.
 ///     ShapeError: as `backward`.
 #[pyfunction]
 #[pyo3(signature = (loss, inputs, gradient=None, retain_graph=false))]
@@ -110,7 +111,7 @@ pub fn is_grad_enabled() -> bool {
     tc::tape::is_grad_enabled()
 }
 
-/// Switch recording on this thread; returns the previous state.
+/// Enable or disable recording on this thread; returns the previous state.
 #[pyfunction]
 pub fn set_grad_enabled(enabled: bool) -> bool {
     tc::tape::set_grad_enabled(enabled)
@@ -182,10 +183,11 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
     }
 }
 
-/// Run `function(*tensors)`, saving little for the backward pass, which recomputes the rest.
+/// Run `function(*tensors)` and save only a part of its intermediate results. The backward pass calls the function
+/// again for the others.
 ///
-/// The function must compute the same when it is called again; random numbers are the same, so that dropout has the
-/// same mask. Variables that it captures get their gradients.
+/// The function must compute the same when it is called again. The second call gets the same random numbers, so that
+/// dropout has the same mask. Variables that the function captures get their gradients.
 ///
 /// ```python
 /// layer = tc.nn.Linear(4, 4)
@@ -196,12 +198,12 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 /// Args:
 ///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
 ///     tensors: its arguments; capture anything else in the function.
-///     policy: "full" saves only the tensors, "selective" also the results of matrix products and attention, so that
-///         only cheap operations are recomputed, "none" saves everything. "offloaded" is "full" with large tensors in the
-///         memory of the host until the backward pass.
+///     policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
+///         that only cheap operations are recomputed. "none" saves everything. "offloaded" is "full" with large tensors
+///         in the memory of the host until the backward pass.
 ///
 /// Returns:
-///     What the function returns.
+///     The result of the function.
 ///
 /// Raises:
 ///     ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
@@ -253,7 +255,7 @@ pub fn checkpoint<'py>(
 ///
 /// Args:
 ///     function: takes the inputs, returns a Tensor of any shape.
-///     inputs: an f64 tensor or several.
+///     inputs: one or several f64 tensors.
 ///     eps: step of the differences.
 ///     atol: absolute tolerance.
 ///     rtol: relative tolerance.
@@ -262,7 +264,7 @@ pub fn checkpoint<'py>(
 ///     True.
 ///
 /// Raises:
-///     AutogradError: if an entry exceeds the tolerance; names the worst.
+///     AutogradError: if the difference of an entry exceeds the tolerance. The message names the worst entry.
 ///     DTypeError: if an input is not f64.
 ///     The exceptions of the function.
 #[pyfunction]

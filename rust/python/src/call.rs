@@ -1,4 +1,4 @@
-//! How a binding calls the library: panics become errors, and long work runs without the GIL.
+//! Functions through which bindings call the library. They convert panics to errors and run long work without the GIL.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,7 +8,7 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// The number of elements from which work releases the GIL, which takes about 50 ns.
+/// Work over at least this many elements releases the GIL. Releasing it takes about 50 ns.
 const RELEASE_FROM: usize = 8192;
 
 /// Run `work` over about `elements` elements; large work releases the GIL.
@@ -31,7 +31,7 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> tc::Result<T> + 
 /// Run `work` that is short (a view, a small tensor) or needs the GIL.
 #[inline]
 pub fn quick<T>(work: impl FnOnce() -> tc::Result<T>) -> Result<T> {
-    // A panic leaves no state half-changed: values are immutable, and poisoned locks stay usable.
+    // A panic leaves no state partly changed, because values are immutable; poisoned locks remain usable.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => result.map_err(Error::Core),
         Err(payload) => Err(Error::Panic(message(&*payload))),

@@ -13,10 +13,12 @@ use crate::device;
 use crate::error::{Error, Result, from_callback};
 use crate::tensor::Tensor;
 
-/// The Python function during a call. Between calls only [`CapturedFunction`] holds it, so that Python's collector finds cycles.
+/// Holds the Python function during a call. Between calls only [`CapturedFunction`] holds it, so that Python's garbage
+/// collector finds cycles.
 type Slot = Arc<Mutex<Option<Py<PyAny>>>>;
 
-/// A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
+/// A function of tensors that returns a list of tensors. After its first calls, it is recorded as a CUDA graph, which
+/// later calls replay.
 #[pyclass(module = "trainable_candle._core")]
 pub struct CapturedFunction {
     function: Option<Py<PyAny>>,
@@ -37,7 +39,7 @@ fn call(slot: &Slot, inputs: &[tc::Tensor]) -> tc::Result<Vec<tc::Tensor>> {
             let tensors = returned.extract::<Vec<PyRef<'_, Tensor>>>()?;
             let tensors = tensors.iter().map(|tensor| tensor.0.clone()).collect();
             if tc::capture::is_capturing() {
-                // Frees tensors that the function has left in unreachable cycles.
+                // This frees tensors that the function has left in unreachable cycles.
                 drop(returned);
                 py.import("gc")?.call_method0("collect")?;
             }
@@ -73,8 +75,8 @@ impl CapturedFunction {
     /// The results of the function for `inputs`.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError: if an input differs from the one that the function was captured with.
-    ///     DeviceError: if the function does something that a graph cannot, such as reading a value.
+    ///     ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
+    ///     DeviceError: if the function does something that graphs do not support, such as reading a value.
     fn __call__(&self, py: Python<'_>, inputs: Vec<PyRef<'_, Tensor>>) -> Result<Vec<Tensor>> {
         let inputs: Vec<tc::Tensor> = inputs.iter().map(|tensor| tensor.0.clone()).collect();
         let function = self.function.as_ref().map(|function| function.clone_ref(py));
@@ -83,7 +85,7 @@ impl CapturedFunction {
                 Ok(captured) => captured,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => {
-                    return Err(tc::Error::device("capture", "the captured function is called while it runs"));
+                    return Err(tc::Error::device("capture", "the captured function was called again while it runs"));
                 }
             };
             let set = |function| *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = function;

@@ -41,12 +41,12 @@ pub fn parse(text: &str) -> Result<tc::Device> {
     Ok(device::parse(text, || Python::attach(library_folders))?)
 }
 
-/// The places of NVIDIA's libraries from pip, in every folder that Python imports from.
+/// The folders of NVIDIA's pip packages, in every folder that Python imports from.
 fn library_folders(py: Python<'_>) -> Vec<PathBuf> {
     pip_folders(py, "nvidia/cu13/lib")
 }
 
-/// The folder `below` of packages from pip, in every folder that Python imports from, if it exists there.
+/// The subfolder `below` of every folder that Python imports from, where it exists.
 pub fn pip_folders(py: Python<'_>, below: &str) -> Vec<PathBuf> {
     let entries = || py.import("sys")?.getattr("path")?.cast_into::<PyList>().map_err(PyErr::from);
     let folder = |entry: Bound<'_, PyAny>| Some(PathBuf::from(entry.extract::<String>().ok()?).join(below));
@@ -75,14 +75,15 @@ pub fn cuda_device_count(py: Python<'_>) -> Result<usize> {
 /// Wait until all work queued on a CUDA device is done.
 ///
 /// Raises:
-///     DeviceError, CudaUnavailableError: if it is not a CUDA device or a kernel failed.
+///     DeviceError, CudaUnavailableError: if `device` is not a CUDA device or a kernel failed.
 #[pyfunction]
 pub fn cuda_synchronize(py: Python<'_>, device: DeviceArg) -> Result<()> {
     detached(py, || device::synchronize(&device.0))
 }
 
-/// Memory statistics of a CUDA device: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
-/// allocations, of mappings of device memory, of retries; bytes free on the device, and in total.
+/// Memory statistics of a CUDA device, in this order: bytes allocated and their peak; bytes reserved and their peak;
+/// bytes reserved by captured graphs; the numbers of allocations, of mappings of device memory and of retries; bytes
+/// free on the device and in total.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -103,7 +104,7 @@ pub fn cuda_memory_stats(device: DeviceArg) -> Result<Vec<u64>> {
     ])
 }
 
-/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None: no limit.
+/// Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None removes the limit.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device.
@@ -121,7 +122,7 @@ pub fn cuda_device_name(device: DeviceArg) -> Result<String> {
     Ok(device::device_name(&device.0)?)
 }
 
-/// Release the cached memory of a CUDA device; returns its bytes.
+/// Release the cached memory of a CUDA device; returns the number of bytes released.
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -134,7 +135,7 @@ pub fn cuda_empty_cache(py: Python<'_>, device: DeviceArg) -> Result<u64> {
 ///
 /// Raises:
 ///     DeviceError, CudaUnavailableError: if it is not a CUDA device.
-///     ArgumentError: if launches are being measured.
+///     ArgumentError: if launches are already being measured.
 #[pyfunction]
 pub fn cuda_start_profile(device: DeviceArg) -> Result<()> {
     Ok(device::start_profile(&device.0)?)

@@ -1,4 +1,4 @@
-//! Sums over processes: NCCL's communicator, and gradients as vectors.
+//! Sums over processes with NCCL, and gradients as vectors.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::var::Var;
 
 const OP: &str = "all_reduce";
 
-/// Run `work` with the folders that NCCL is looked for in.
+/// Run `work` with the folders in which to look for NCCL.
 fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Result<T> + Send) -> Result<T> {
     let folders: Vec<PathBuf> = pip_folders(py, "nvidia/nccl/lib");
     let folders: Vec<&Path> = folders.iter().map(PathBuf::as_path).collect();
@@ -26,42 +26,43 @@ fn with_folders<T: Send>(py: Python<'_>, work: impl FnOnce(&[&Path]) -> tc::Resu
 }
 
 fn seconds(name: &'static str, value: f64) -> Result<Duration> {
-    let wrong = |_| tc::Error::argument(OP, format!("found {name} {value}, expected seconds from 0"));
+    let wrong =
+        |_| tc::Error::argument(OP, format!("found {name} {value}, expected a number of seconds of at least 0"));
     Ok(Duration::try_from_secs_f64(value).map_err(wrong)?)
 }
 
 /// Return the version of NCCL, such as 23007 for 2.30.7.
 ///
 /// Raises:
-///     CudaUnavailableError: if it cannot be used.
+///     CudaUnavailableError: if NCCL cannot be used.
 #[pyfunction]
 pub fn nccl_version(py: Python<'_>) -> Result<i32> {
     with_folders(py, communicator::version)
 }
 
-/// Return 128 bytes by which processes find each other; the calling process must become rank 0.
+/// Return 128 bytes by which the processes of a group find each other. The calling process must be rank 0.
 ///
 /// Raises:
 ///     CudaUnavailableError: if NCCL cannot be used.
-///     DeviceError: if it finds no network interface to listen on.
+///     DeviceError: if NCCL finds no network interface to listen on.
 #[pyfunction]
 pub fn nccl_unique_id(py: Python<'_>) -> Result<[u8; 128]> {
     with_folders(py, communicator::unique_id)
 }
 
-/// This process's part in a group of processes with one GPU each.
+/// This process's membership in a group of processes with one GPU each.
 ///
 /// Args:
 ///     device: the GPU of this process.
-///     rank: which of the processes this is, from 0.
-///     size: how many there are.
-///     unique_id: what rank 0 got from `nccl_unique_id`.
-///     seconds: how long to wait for the others.
+///     rank: the number of this process, from 0.
+///     size: the number of processes.
+///     unique_id: the bytes that rank 0 got from `nccl_unique_id`.
+///     seconds: how long to wait for the other processes.
 ///
 /// Raises:
 ///     CudaUnavailableError: if NCCL cannot be used.
 ///     ArgumentError: if a number is out of range.
-///     DeviceError: if NCCL fails, or not all have joined in time.
+///     DeviceError: if NCCL fails, or not all processes have joined in time.
 #[pyclass(frozen, module = "trainable_candle._core")]
 pub struct NcclCommunicator(Communicator);
 
@@ -80,19 +81,19 @@ impl NcclCommunicator {
         with_folders(py, |folders| Communicator::new(&device.0, rank, size, unique_id, limit, folders)).map(Self)
     }
 
-    /// Which of the processes this is.
+    /// The number of this process.
     #[getter]
     fn rank(&self) -> usize {
         self.0.rank()
     }
 
-    /// How many processes there are.
+    /// The number of processes.
     #[getter]
     fn size(&self) -> usize {
         self.0.size()
     }
 
-    /// Return the sum of a tensor over all processes. Only queues the work.
+    /// Return the sum of a tensor over all processes. This only queues the work.
     ///
     /// Raises:
     ///     DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
@@ -105,7 +106,7 @@ impl NcclCommunicator {
         .map(Tensor)
     }
 
-    /// Give a variable the values that it has on process `root`. Only queues the work.
+    /// Set a variable to its values on process `root`. This only queues the work.
     ///
     /// Raises:
     ///     ArgumentError: if there is no such process.
@@ -118,12 +119,12 @@ impl NcclCommunicator {
         })
     }
 
-    /// Add up the gradients of all processes in place, and a tensor. Only queues the work.
+    /// Sum the gradients of all processes in place, and a tensor of each process. This only queues the work.
     ///
     /// Args:
-    ///     parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
-    ///     tail: the tensor, with numbers that belong to the step.
-    ///     narrow: send the gradients as bf16, half of the bytes, each sum rounded.
+    ///     parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
+    ///     tail: the tensor, which holds numbers about the step.
+    ///     narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
     ///
     /// Returns:
     ///     The sum of the tails.
@@ -162,20 +163,21 @@ impl NcclCommunicator {
     /// Wait until all work queued on the GPU is done.
     ///
     /// Raises:
-    ///     DeviceError: if that takes longer than `seconds`, `stop` was called, or NCCL fails. The communicator is dead then.
+    ///     DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL fails. The
+    ///         communicator cannot be used afterwards.
     fn wait(&self, py: Python<'_>, seconds: f64) -> Result<()> {
         let limit = self::seconds("seconds", seconds)?;
         detached(py, || self.0.wait(limit))
     }
 
-    /// End the current or the next `wait` with an error; called from another thread.
+    /// End the current or the next `wait` with an error. Call it from another thread.
     fn stop(&self) {
         self.0.stop();
     }
 }
 
-/// Return the gradients of variables as vectors, one for all that are adjacent in a flat buffer. Missing gradients are
-/// zeros.
+/// Return the gradients of variables as vectors. Gradients that are adjacent in a flat buffer are one vector. Missing
+/// gradients are zeros.
 ///
 /// Raises:
 ///     OutOfMemoryError: if the vectors do not fit.
@@ -188,11 +190,11 @@ pub fn gradient_vectors(py: Python<'_>, parameters: Variables) -> Result<Vec<Ten
     Ok(vectors.into_iter().map(Tensor).collect())
 }
 
-/// Overwrite the gradients of variables by vectors of the sizes that `gradient_vectors` gives.
+/// Overwrite the gradients of variables with vectors of the sizes that `gradient_vectors` returns.
 ///
 /// Raises:
 ///     ArgumentError: if there are more or fewer vectors.
-///     ShapeError, DTypeError, DeviceError: if a vector differs from its gradients.
+///     ShapeError, DTypeError, DeviceError: if a vector has another size, dtype or device than its gradients.
 #[pyfunction]
 pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<PyRef<'_, Tensor>>) -> Result<()> {
     let vectors: Vec<tc::Tensor> = vectors.iter().map(|vector| vector.0.clone()).collect();

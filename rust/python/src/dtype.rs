@@ -9,7 +9,7 @@ use trainable_candle_core as tc;
 
 use crate::error::{Error, Result};
 
-/// Every supported dtype: our name, and the names that torch and numpy give it.
+/// Every supported dtype, with its name in this library and its names in torch and numpy.
 const NAMES: [(Kind, &str, &[&str]); 7] = [
     (Kind::F32, "f32", &["float32", "float"]),
     (Kind::F16, "f16", &["float16", "half"]),
@@ -30,7 +30,7 @@ fn unknown(found: &str) -> Error {
     tc::Error::dtype(
         "dtype",
         format!(
-            "unknown dtype {found}; expected one of {}, or torch's names of them",
+            "unknown dtype {found}; expected one of {}, or torch's name of one of these",
             NAMES.map(|(_, name, _)| name).join(", ")
         ),
     )
@@ -39,8 +39,8 @@ fn unknown(found: &str) -> Error {
 
 /// The type of a tensor's elements.
 ///
-/// Equal to its name in either spelling: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`.
-/// A name works wherever a dtype is expected.
+/// A dtype equals its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name works
+/// wherever a dtype is expected.
 ///
 /// ```python
 /// dtype = tc.zeros(2).dtype
@@ -86,7 +86,7 @@ impl DType {
         self.0.size_in_bytes()
     }
 
-    /// Whether gradients can flow through values of this dtype.
+    /// Whether this dtype is floating point; only such values can have gradients.
     #[getter]
     fn is_floating_point(&self) -> bool {
         tc::raw::is_float(self.0)
@@ -155,7 +155,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for DTypeArg {
     }
 }
 
-/// numpy's dtypes and scalar types by name, torch's dtypes by their text.
+/// Recognise numpy's dtypes and scalar types by their names, and torch's dtypes by their text.
 fn foreign(object: &Bound<'_, PyAny>) -> Result<Kind> {
     let name = match object.getattr_opt("name")? {
         Some(name) => name,

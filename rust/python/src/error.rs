@@ -1,4 +1,4 @@
-//! Errors across the boundary: one map from the core's error to the Python hierarchy, and back for callbacks.
+//! Converts the core's errors to Python's exceptions, and exceptions of callbacks to errors.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -15,7 +15,7 @@ pub enum Error {
     Core(tc::Error),
     /// Python code or the interpreter raised.
     Python(PyErr),
-    /// The library panicked: a bug, reported with its message.
+    /// The library panicked, which is a bug; the message of the panic.
     Panic(String),
 }
 
@@ -75,7 +75,7 @@ fn raise(error: tc::Error) -> PyErr {
             Ok(exception) => *exception,
             Err(other) => py::Error::new_err(other.to_string()),
         },
-        // Candle's own errors, and variants that a newer core adds.
+        // These are candle's own errors, and variants that newer versions of the core add.
         _ => py::Error::new_err(text),
     }
 }
@@ -83,7 +83,7 @@ fn raise(error: tc::Error) -> PyErr {
 /// `OSError`'s three arguments, so that `errno`, `strerror` and `filename` are set.
 fn raise_io(path: &std::path::Path, source: &std::io::Error) -> PyErr {
     let reason = source.to_string();
-    // The text of an operating system error ends with its number, which is an argument of its own here.
+    // The text of an operating system error ends with its number, which `OSError` takes as a separate argument.
     let reason = reason.split(" (os error").next().unwrap_or_default().to_owned();
     let arguments = (source.raw_os_error(), reason, path.as_os_str().to_owned());
     if source.kind() == std::io::ErrorKind::NotFound {
@@ -99,7 +99,7 @@ pub fn check_signals() -> tc::Result<()> {
     Python::attach(|py| py.check_signals().map_err(from_callback))
 }
 
-/// The core's view of an exception that a callback raised: it travels through the library unchanged.
+/// Wrap an exception that a callback raised, so that it passes through the library unchanged.
 pub fn from_callback(error: PyErr) -> tc::Error {
     tc::Error::External(Box::new(error))
 }

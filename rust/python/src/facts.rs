@@ -1,4 +1,4 @@
-//! What a checkpoint is, and what the library has to choose from.
+//! The contents of checkpoints, and the names that options accept.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ use crate::dtype::{DType, DTypeArg};
 use crate::error::Result;
 use crate::lora_config::LoraConfig;
 
-/// What a checkpoint is, as its headers and configurations say.
+/// The contents of a checkpoint, according to its headers and configurations.
 ///
 /// ```python
 /// facts = tc.inspect("sdxl")
@@ -34,17 +34,17 @@ use crate::lora_config::LoraConfig;
 /// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct CheckpointFacts {
-    /// The family of the models, as the command line calls it; None for a model of no family.
+    /// The family of the models, by its name on the command line; None for a model that belongs to no family.
     model: Option<&'static str>,
-    /// The models by the names of their folders; a model without a pipeline has an empty name.
+    /// The models by the names of their folders. A model without a pipeline has an empty name.
     parts: BTreeMap<String, Py<PartFacts>>,
-    /// Height and width in pixels of the images that the model was made for, if it makes some.
+    /// Height and width in pixels of the images that the model was made for, if it generates images.
     resolution: Option<usize>,
     /// Pixels per latent along one side of an image, if there is an autoencoder.
     factor: Option<usize>,
-    /// "epsilon" or "v_prediction", if the files say it.
+    /// "epsilon" or "v_prediction", if the files state it.
     prediction_type: Option<String>,
-    /// Whether the files say that the last timestep is noise alone.
+    /// Whether the files state that the last timestep is pure noise.
     zero_snr: bool,
 }
 
@@ -76,11 +76,11 @@ impl PartFacts {
     ///
     /// Args:
     ///     format: "diffusers", "kohya", "comfyui" or "peft".
-    ///     adapter: the kind, "lora".
-    ///     layers: the names of the layers that get one.
+    ///     adapter: the kind, such as "lora".
+    ///     layers: the names of the layers that get an adapter.
     ///
     /// Raises:
-    ///     ArgumentError: if it cannot; names a format that can.
+    ///     ArgumentError: if the format cannot hold them. The message names a format that can.
     ///     ConfigError: if there is no such kind.
     fn check_format(&self, format: &str, adapter: &str, layers: Vec<String>) -> Result<()> {
         let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
@@ -93,7 +93,7 @@ impl PartFacts {
         self.0.dtype.map(DType::new)
     }
 
-    /// The folder or file that it is in: the pipeline's, or one of its own.
+    /// The pipeline's or the model's own folder or file that it is in.
     #[getter]
     fn path(&self) -> PathBuf {
         self.0.path.clone()
@@ -111,7 +111,7 @@ impl PartFacts {
         self.0.layers()
     }
 
-    /// How many numbers it consists of.
+    /// The number of elements of all its parameters.
     #[getter]
     fn elements(&self) -> usize {
         self.0.tensors().values().map(|dims| dims.iter().product::<usize>()).sum()
@@ -120,13 +120,14 @@ impl PartFacts {
     /// Bytes of its weights.
     ///
     /// Args:
-    ///     dtype: of the weights.
+    ///     dtype: the dtype of the weights.
     ///     quantize: the format of linear layers in blocks, as in `from_pretrained`.
-    ///     stream_blocks: as in `from_pretrained`; only what is on the device is counted.
-    ///     stream_modulation: likewise.
+    ///     stream_blocks: as in `from_pretrained`; only weights on the device are counted.
+    ///     stream_modulation: as in `from_pretrained`; only weights on the device are counted.
     ///
     /// Raises:
-    ///     ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or fewer blocks.
+    ///     ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
+    ///         fewer blocks than `stream_blocks`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn weight_bytes(
         &self,
@@ -138,8 +139,8 @@ impl PartFacts {
         Ok(self.bytes("weight_bytes", dtype, quantize, (stream_blocks, stream_modulation))?.0)
     }
 
-    /// Bytes of the weights that are in the memory of the host: (of blocks, of their modulation). The arguments are those of
-    /// `weight_bytes`.
+    /// Bytes of the weights in host memory, as a pair: those of blocks, and those of the blocks' modulation. The
+    /// arguments are those of `weight_bytes`.
     #[pyo3(signature = (dtype, quantize=None, *, stream_blocks=Integer::of(0), stream_modulation=false))]
     fn streamed_bytes(
         &self,
@@ -152,30 +153,32 @@ impl PartFacts {
         Ok((streamed.blocks, streamed.modulation))
     }
 
-    /// Whether `from_pretrained` can quantize it; False also if its file has quantized layers, which stay as they are.
+    /// Whether `from_pretrained` can quantize the model. False also if layers are quantized in its file, because they
+    /// keep their format.
     #[getter]
     fn can_be_quantized(&self) -> bool {
         self.0.can_be_quantized()
     }
 
-    /// How many of its blocks `stream_blocks` can keep in the memory of the host.
+    /// The number of blocks that `stream_blocks` can keep in host memory.
     #[getter]
     fn blocks(&self) -> usize {
         self.0.streamable().0
     }
 
-    /// Whether `stream_modulation` can keep weights in the memory of the host.
+    /// Whether `stream_modulation` can keep weights in host memory.
     #[getter]
     fn has_modulation(&self) -> bool {
         self.0.streamable().1
     }
 
-    /// Floating-point operations of a forward pass over one sample, without adapters: (of its layers, of its attention).
+    /// Floating-point operations of a forward pass over one sample, without adapters, as a pair: those of layers, and
+    /// those of attention.
     ///
     /// Args:
-    ///     height: of the latents or the image that the model sees.
-    ///     width: likewise.
-    ///     tokens: of the text.
+    ///     height: the height of the latents or the image that is the model's input.
+    ///     width: the width of the same.
+    ///     tokens: the number of tokens of the text.
     #[pyo3(signature = (*, height=Integer::of(0), width=Integer::of(0), tokens=Integer::of(0)))]
     fn forward_flops(
         &self,
@@ -189,14 +192,14 @@ impl PartFacts {
         Ok((flops.layers, flops.attention))
     }
 
-    /// About how many values are kept between forward and backward at the peak, for one sample.
+    /// The approximate number of values that are kept between forward and backward at the peak, for one sample.
     ///
     /// Args:
-    ///     config: which layers get adapters, and of what rank.
+    ///     config: the layers that get adapters, and the ranks.
     ///     policy: "none", "full", "selective" or "offloaded" checkpointing.
-    ///     height: of the latents or the image that the model sees.
-    ///     width: likewise.
-    ///     tokens: of the text.
+    ///     height: the height of the latents or the image that is the model's input.
+    ///     width: the width of the same.
+    ///     tokens: the number of tokens of the text.
     ///
     /// Returns:
     ///     The values on the device, and those in the memory of the host ("offloaded" alone).
@@ -221,7 +224,7 @@ impl PartFacts {
 }
 
 impl PartFacts {
-    /// Bytes on the device, and what is streamed.
+    /// Bytes on the device, and bytes that are streamed.
     fn bytes(
         &self,
         op: &'static str,
@@ -243,16 +246,16 @@ fn sample_size(op: &'static str, [height, width, tokens]: [Integer; 3]) -> Resul
     })
 }
 
-/// What a checkpoint is, determined from its headers and configurations; no weight is read.
+/// Determine the contents of a checkpoint from its headers and configurations, without reading weights.
 ///
 /// ```python
 /// assert tc.inspect("sdxl").resolution == 128  # the built-in one
 /// ```
 ///
 /// Args:
-///     path: a pipeline's folder, an original checkpoint in one file, or a model alone.
-///     model: a family, "sdxl", all of whose models must be there.
-///     others: folders and files of single models, text encoders and autoencoders, which replace those of `path`.
+///     path: a pipeline's folder, an original checkpoint in one file, or a single model.
+///     model: a family, such as "sdxl", all of whose models must exist.
+///     others: folders and files of single text encoders and autoencoders, which replace those of `path`.
 ///
 /// Raises:
 ///     MissingFileError: if nothing is at `path`.
@@ -278,7 +281,7 @@ pub fn inspect(py: Python<'_>, path: FilePath, model: Option<&str>, others: Vec<
     })
 }
 
-/// The metadata of a GGUF file about its model, under the names of the format; None for a file of another kind.
+/// The metadata of a GGUF file about its model, under the format's names; None for other files.
 ///
 /// Raises:
 ///     MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
@@ -289,11 +292,11 @@ pub fn gguf_facts(py: Python<'_>, path: FilePath) -> Result<Option<Json>> {
     Ok(file.gguf().map(|file| Json(file.facts().clone().into())))
 }
 
-/// The parts of a family that an adapter file is for, by the names of their folders in a pipeline.
+/// The parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
 ///
 /// Args:
 ///     path: the file, or peft's folder.
-///     model: the family, "sdxl".
+///     model: the family, such as "sdxl".
 ///
 /// Raises:
 ///     MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
@@ -313,8 +316,8 @@ pub fn pipeline_parts(model: &str) -> Result<Vec<&'static str>> {
     Ok(Pipeline::find(model)?.parts.iter().map(|part| part.subfolder).collect())
 }
 
-/// The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". Those of "optimizer" are
-/// names of classes in small letters.
+/// The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of "optimizer"
+/// are class names in lower case.
 #[pyfunction]
 pub fn choices() -> BTreeMap<&'static str, Vec<String>> {
     BTreeMap::from([

@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 
-/// Write tensors to a safetensors file, complete or not at all.
+/// Write tensors to a safetensors file. If writing fails, no incomplete file remains.
 ///
 /// ```python
 /// tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
@@ -25,13 +25,13 @@ use crate::tensor::Tensor;
 ///     tensors: tensors by name.
 ///     path: the file.
 ///     metadata: text entries for the file's header.
-///     codes: by the name of a u8 tensor that holds codes, as a QuantizedTensor has them: the numbers that they mean, "int8" or
-///         "fp8" (e4m3).
+///     codes: for each u8 tensor that holds the codes of a QuantizedTensor, by name, the kind of numbers that the codes
+///         represent: "int8" or "fp8" (e4m3).
 ///
 /// Raises:
 ///     FileError: if the file cannot be written.
-///     ArgumentError: if `codes` names no tensor, or other numbers.
-///     DTypeError: if such a tensor is not u8, or safetensors files cannot hold a dtype.
+///     ArgumentError: if `codes` has the name of no tensor, or another kind of numbers.
+///     DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
 #[pyfunction]
 #[pyo3(signature = (tensors, path, metadata=Argument::of(None), codes=Argument::of(None)))]
 pub fn save_file(
@@ -52,7 +52,7 @@ pub fn save_file(
         .into_iter()
         .map(|(name, format)| {
             if !tensors.contains_key(&name) {
-                return Err(tc::Error::argument(OP, format!("codes names \"{name}\", which is none of the tensors")));
+                return Err(tc::Error::argument(OP, format!("codes names \"{name}\", which is not among the tensors")));
             }
             match format.as_str() {
                 "int8" => Ok((name, io::EightBits::Int8)),
@@ -91,7 +91,8 @@ pub fn load_file<'py>(py: Python<'py>, path: FilePath, device: &str) -> Result<N
     NamedTensors::new(py, detached(py, || io::load_tensors(&path, &device))?)
 }
 
-/// Copy tensors to the CPU, unaffected by later changes, to write them while training continues.
+/// Copy tensors to the CPU, to write them while training continues. Later changes of variables do not affect the
+/// copies.
 ///
 /// ```python
 /// v = tc.Var([1.0])

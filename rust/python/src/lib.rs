@@ -1,6 +1,7 @@
-//! Python bindings of trainable-candle: the extension module `trainable_candle._core`.
+//! Python bindings of trainable-candle: the extension module `trainable_candle._core`, which has no arithmetic of its
+//! own.
 //!
-//! One file per area of the library, no arithmetic. Exports are flat; the Python package structures them.
+//! Each area of the library has a file. All exports are in one flat module; the Python package structures them.
 
 mod adapter;
 mod adapter_set;

@@ -12,11 +12,11 @@ use crate::arguments::{Integer, Names};
 use crate::call::detached;
 use crate::error::Result;
 
-/// Which layers get an adapter, and of what kind and size. The names are peft's.
+/// The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
 ///
-/// A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-/// whole name; "all-linear" means every linear layer, "all-conv" every convolution, "all-attention" the
-/// projections of attention.
+/// An entry that selects layers is the whole name of a layer, the end of its name after a dot ("to_q", "to_out.0"), or
+/// a regular expression for the whole name. "all-linear" selects every linear layer, "all-conv" every convolution, and
+/// "all-attention" the projections of attention.
 ///
 /// ```python
 /// config = tc.LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_v"], rank_pattern={"to_v": 4})
@@ -27,20 +27,21 @@ use crate::error::Result;
 ///     r: rank, at least 1.
 ///     lora_alpha: numerator of the scale, lora_alpha / r.
 ///     target_modules: the layers that get an adapter.
-///     exclude_modules: layers to leave out.
+///     exclude_modules: layers that get no adapter although `target_modules` selects them.
 ///     lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
-///     use_dora: weight-decomposed adapters (DoRA) instead of LoRA.
-///     use_rslora: scale by lora_alpha / sqrt(r).
-///     rank_pattern: other ranks for layers by name.
-///     alpha_pattern: other alphas for layers by name.
+///     use_dora: whether adapters are weight-decomposed (DoRA) instead of LoRA.
+///     use_rslora: whether the scale is lora_alpha / sqrt(r).
+///     rank_pattern: ranks that differ from `r`, by name of layers.
+///     alpha_pattern: alphas that differ from `lora_alpha`, by name of layers.
 ///     adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
-///     wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
-///     decompose_both: LoKr: whether the smaller factor may be low-rank, too.
-///     decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
-///     qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
-///         does, to "int8", "int4", "fp8" or "nf4".
-///     qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale per token.
-///     qat_learned_scales: learn a factor on each scale of the weights, which starts at 1.
+///     wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
+///     decompose_both: whether LoKr's smaller factor may be low-rank, too.
+///     decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
+///     qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
+///         the adapted weights of linear layers, as `nn.functional.fake_quantize` does.
+///     qat_activations: whether the inputs of these layers are rounded too, with a scale per token; needs `qat` "int8"
+///         or "fp8".
+///     qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
 ///
 /// Raises:
 ///     ConfigError: if a value is out of range.
@@ -105,7 +106,7 @@ impl LoraConfig {
     /// The layers that get an adapter, with their ranks.
     ///
     /// Args:
-    ///     layers: the shapes of layers' weights as files have them, (out, in) or (out, in, height, width), by name.
+    ///     layers: the shapes of the layers' weights in files, (out, in) or (out, in, height, width), by name.
     ///
     /// Raises:
     ///     ConfigError: if a pattern is not a regular expression.
@@ -113,15 +114,16 @@ impl LoraConfig {
         detached(py, || self.0.select(layers.iter().map(|(name, dims)| (name.as_str(), dims.len() == 4))))
     }
 
-    /// What the adapters take: how many numbers their parameters consist of, and the bytes of an optimizer's states.
+    /// The memory that the adapters need: the number of elements of their parameters, and the bytes of an optimizer's
+    /// states.
     ///
     /// Args:
     ///     layers: as for `select`.
-    ///     optimizer: the name of one in small letters, "adamw8bit".
+    ///     optimizer: the name of an optimizer in lower case, such as "adamw8bit".
     ///
     /// Raises:
     ///     ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
-    ///     ShapeError: if a shape is no layer's.
+    ///     ShapeError: if a shape cannot be that of a layer's weight.
     fn plan(&self, py: Python<'_>, layers: BTreeMap<String, Vec<usize>>, optimizer: &str) -> Result<(usize, usize)> {
         let plan = detached(py, || facts::plan(&self.0, &layers, optimizer))?;
         Ok((plan.parameters, plan.state_bytes))
@@ -145,7 +147,7 @@ impl LoraConfig {
         self.0.target_modules.clone()
     }
 
-    /// The layers that are left out.
+    /// Layers that get no adapter although `target_modules` selects them.
     #[getter]
     fn exclude_modules(&self) -> Vec<String> {
         self.0.exclude_modules.clone()
@@ -187,37 +189,37 @@ impl LoraConfig {
         self.0.decompose_both
     }
 
-    /// The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
+    /// The size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
     #[getter]
     fn decompose_factor(&self) -> i64 {
         self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
     }
 
-    /// The grid that adapted weights are rounded to while training, if any.
+    /// The format to which adapted weights are rounded in quantization-aware training, if any.
     #[getter]
     fn qat(&self) -> Option<&'static str> {
         self.0.qat.map(tc::ops::fake_quantize::Grid::name)
     }
 
-    /// Whether the inputs of these layers are rounded too.
+    /// Whether the inputs of layers whose weights are rounded are rounded too.
     #[getter]
     const fn qat_activations(&self) -> bool {
         self.0.qat_activations
     }
 
-    /// Whether a factor on each scale of the weights is learned.
+    /// Whether each scale of the weights is multiplied by a learned factor.
     #[getter]
     const fn qat_learned_scales(&self) -> bool {
         self.0.qat_learned_scales
     }
 
-    /// Other ranks for layers by name.
+    /// Ranks that differ from `r`, by name of layers.
     #[getter]
     fn rank_pattern(&self) -> BTreeMap<String, usize> {
         self.0.rank_pattern.clone()
     }
 
-    /// Other alphas for layers by name.
+    /// Alphas that differ from `lora_alpha`, by name of layers.
     #[getter]
     fn alpha_pattern(&self) -> BTreeMap<String, f64> {
         self.0.alpha_pattern.clone()

@@ -56,7 +56,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
     compute(py, input.0.elem_count(), || loss::l1_loss(&input.0, &target.0, reduction)).map(Tensor)
 }
 
-/// The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
+/// The Huber loss (Huber 1964): half the squared difference if that difference is at most `delta`, linear beyond.
 ///
 /// ```python
 /// loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -68,7 +68,7 @@ pub fn l1_loss(py: Python<'_>, input: &Tensor, target: &Tensor, reduction: &str)
 ///     input: any shape.
 ///     target: the same shape.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///     delta: where the loss becomes linear, above 0.
+///     delta: the difference from which the loss is linear, above 0.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -87,7 +87,7 @@ pub fn huber_loss(
     compute(py, input.0.elem_count(), || loss::huber_loss(&input.0, &target.0, delta, reduction)).map(Tensor)
 }
 
-/// The Huber loss divided by its threshold, torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083).
+/// torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083): the Huber loss divided by its threshold.
 ///
 /// ```python
 /// loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -99,7 +99,7 @@ pub fn huber_loss(
 ///     input: any shape.
 ///     target: the same shape.
 ///     reduction: "mean", "sum", or "none" for the losses of the elements.
-///     beta: where the loss becomes linear, from 0 up; 0 makes it the absolute error.
+///     beta: the difference from which the loss is linear, at least 0; with 0 the loss is the absolute error.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -128,8 +128,8 @@ pub fn smooth_l1_loss(
 ///     input: (..., classes) logits.
 ///     target: (...) class ids, i64 or u32.
 ///     ignore_index: rows with this target are ignored.
-///     reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
-///     label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
+///     reduction: "mean" (over the rows that are not ignored), "sum", or "none" for the losses of the rows.
+///     label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -154,8 +154,8 @@ pub fn cross_entropy(
     .map(Tensor)
 }
 
-/// The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
-/// matrix of all logits never exists, and the gradients are computed with the loss.
+/// The sum of the cross-entropies of `input @ weight.T` and class ids, a scalar in f32 (f64 for f64). It is computed
+/// some rows at a time, without a matrix of all logits, and its gradients are computed together with it.
 ///
 /// ```python
 /// states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
@@ -167,7 +167,7 @@ pub fn cross_entropy(
 ///     input: (N, D) states.
 ///     weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
 ///     target: (N) class ids, i64 or u32; rows with -100 are ignored.
-///     weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
+///     weights: (N) f32 factors of the losses of rows, which get no gradient. Default: all 1.
 ///
 /// Raises:
 ///     ShapeError, DTypeError: if the operands do not fit.
@@ -187,8 +187,8 @@ pub fn linear_cross_entropy(
         .map(Tensor)
 }
 
-/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a
-/// time, and recomputed in the backward pass.
+/// The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64). They are computed some
+/// rows at a time, and again in the backward pass.
 ///
 /// ```python
 /// states, head = tc.randn(3, 8), tc.randn(100, 8)

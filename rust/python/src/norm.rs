@@ -1,4 +1,4 @@
-//! The norms of `trainable_candle.nn.functional`. Argument names and layouts are torch's, where torch has them.
+//! The norms of `trainable_candle.nn.functional`. If torch has the function, argument names and layouts are torch's.
 
 use pyo3::prelude::*;
 use tc::ops::norm as norms;
@@ -33,7 +33,7 @@ fn trailing(op: &'static str, input: &tc::Tensor, normalized_shape: &Shape) -> R
 ///
 /// Args:
 ///     input: (..., *normalized_shape).
-///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
+///     normalized_shape: the sizes of the trailing dimensions, or the size of the last dimension.
 ///     weight: scale, of shape `normalized_shape`.
 ///     bias: shift, of shape `normalized_shape`.
 ///     eps: added to the variance.
@@ -56,7 +56,8 @@ pub fn layer_norm(
     compute(py, input.0.elem_count(), || norms::layer_norm(&input.0, dims, inner(weight), inner(bias), eps)).map(Tensor)
 }
 
-/// input + residual, and `layer_norm` of that sum: the step between two layers of a transformer block, one kernel on CUDA.
+/// Compute input + residual, and `layer_norm` of that sum, which transformer blocks need between two layers. On CUDA it
+/// is one kernel.
 ///
 /// ```python
 /// total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
@@ -65,13 +66,14 @@ pub fn layer_norm(
 /// Args:
 ///     input: (..., *normalized_shape).
 ///     residual: of the input's shape and dtype.
-///     normalized_shape: the sizes of the trailing dimensions, or the last one's.
+///     normalized_shape: the sizes of the trailing dimensions, or the size of the last dimension.
 ///     weight: scale, of shape `normalized_shape`.
 ///     bias: shift, of shape `normalized_shape`.
 ///     eps: added to the variance.
 ///
 /// Returns:
-///     The sum and its norm, both of the input's shape and dtype. The norm is that of the sum as rounded to the dtype.
+///     The sum and its norm, both of the input's shape and dtype. The norm is computed from the sum after rounding to
+///     the dtype.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -93,8 +95,8 @@ pub fn add_layer_norm(
     compute(py, input.0.elem_count(), apply).map(|(sum, y)| (Tensor(sum), Tensor(y)))
 }
 
-/// Layer normalisation of the last dimension, times 1 + scale, plus shift, both given for each example: adaLN of diffusion
-/// transformers (Peebles & Xie 2022, arXiv:2212.09748).
+/// Layer normalisation of the last dimension, times 1 + scale, plus shift. Each example has its own scale and shift, as
+/// in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
 ///
 /// ```python
 /// y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
@@ -108,7 +110,7 @@ pub fn add_layer_norm(
 ///     eps: added to the variance.
 ///
 /// Returns:
-///     The input's shape and dtype.
+///     A tensor of the input's shape and dtype.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -175,7 +177,7 @@ pub fn rms_norm(
 ///     weight: scale, (C,).
 ///     bias: shift, (C,).
 ///     eps: added to the variance.
-///     channels_last: whether the input is (B, ..., C), which saves copies.
+///     channels_last: whether the layout of input and result is (B, ..., C). This layout needs no copies.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -197,7 +199,7 @@ pub fn group_norm(
     compute(py, input.0.elem_count(), || with_channels_last(&input.0, channels_last, apply)).map(Tensor)
 }
 
-/// SiLU of `group_norm`, in one operation that does not save the norm's result.
+/// SiLU of `group_norm`, in one operation. The tape does not save the norm's result.
 ///
 /// ```python
 /// assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
@@ -209,7 +211,7 @@ pub fn group_norm(
 ///     weight: scale, (C,).
 ///     bias: shift, (C,).
 ///     eps: added to the variance.
-///     channels_last: whether the input is (B, ..., C), which saves copies.
+///     channels_last: whether the layout of input and result is (B, ..., C). This layout needs no copies.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -248,7 +250,7 @@ pub fn group_norm_silu(
 ///     eps: added to the mean square.
 ///
 /// Returns:
-///     The shape and dtype of `x`; nothing in between is rounded to that dtype.
+///     A tensor of the shape and dtype of `x`. Intermediate results are not rounded to that dtype.
 ///
 /// Raises:
 ///     ShapeError, DTypeError, DeviceError: if the operands do not fit.

@@ -14,7 +14,8 @@ use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 use crate::types::Sizes;
 
-/// A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
+/// A frozen matrix in eight or four bits, stored as codes and scales. `quantize` makes one, and `nn.functional.linear`
+/// takes it as a weight.
 ///
 /// ```python
 /// weight = tc.quantize(tc.randn(64, 128), "int8")
@@ -26,12 +27,12 @@ pub struct QuantizedTensor(pub tc::Quantized);
 
 #[pymethods]
 impl QuantizedTensor {
-    /// A matrix of blocks of ggml, as GGUF files have them.
+    /// Make a matrix from blocks of ggml, as stored in GGUF files.
     ///
     /// Args:
     ///     blocks: u8, (rows, bytes of a row).
     ///     format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
-    ///     dtype: of the values that it represents.
+    ///     dtype: the dtype of the values that the matrix represents.
     ///
     /// Raises:
     ///     ArgumentError: if the format is unknown.
@@ -50,7 +51,7 @@ impl QuantizedTensor {
         Sizes(self.0.dims())
     }
 
-    /// The dtype of the values that it represents.
+    /// The dtype of the values that the matrix represents.
     #[getter]
     fn dtype(&self) -> DType {
         DType::new(self.0.dtype())
@@ -82,7 +83,7 @@ impl QuantizedTensor {
     /// The values: code times scale in f32, rounded once.
     ///
     /// Args:
-    ///     dtype: of the result; by default that of the matrix.
+    ///     dtype: the dtype of the result; default: the dtype of the matrix.
     ///
     /// Raises:
     ///     DTypeError: if the dtype is not floating point.
@@ -93,17 +94,17 @@ impl QuantizedTensor {
     }
 
     /// The tensors of the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". Blocks of
-    /// ggml have "codes" alone, which contain their scales.
+    /// ggml only have "codes", which contain the scales.
     fn tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
-        // Joined matrices are not made in Python.
+        // Matrices that are made in Python are not joined.
         for (name, tensor) in self.0.tensors()?.into_iter().flatten() {
             dict.set_item(name, Bound::new(py, Tensor(tensor))?)?;
         }
         Ok(NamedTensors(dict))
     }
 
-    /// The same on another device.
+    /// The same matrix on another device.
     ///
     /// Raises:
     ///     DeviceError: if the device is unknown.
@@ -129,14 +130,14 @@ impl QuantizedTensor {
 ///
 /// Args:
 ///     tensor: floating point, (out_features, in_features).
-///     format: "int8", integers with a scale per row; "fp8", e4m3 numbers with a scale per row; "nf4", four bits as bitsandbytes stores them:
-///         blocks of 64 elements, whose scales are quantized in blocks of 256; "q8_0" and "q4_0", blocks of 32 elements of a row
-///         with a scale each, as GGUF files have them.
+///     format: "int8" for integers with a scale per row; "fp8" for e4m3 numbers with a scale per row; "nf4" for four
+///         bits as in bitsandbytes, in blocks of 64 elements whose scales are quantized in blocks of 256; "q8_0" or
+///         "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
 ///
 /// Raises:
 ///     ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks.
 ///     DTypeError: if it is not floating point.
-///     ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
+///     ArgumentError: if the format is unknown, or if the tensor requires a gradient or has non-finite values.
 #[pyfunction]
 pub fn quantize(py: Python<'_>, tensor: &Tensor, format: &str) -> Result<QuantizedTensor> {
     let format = format.parse()?;
@@ -157,7 +158,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for WeightArg<'py> {
         if let Ok(quantized) = object.cast::<QuantizedTensor>() {
             return Ok(Self::Quantized(quantized.to_owned().borrow()));
         }
-        // A wrong argument raises the error of a wrong tensor.
+        // Any other argument raises the error for an argument that is not a tensor.
         Ok(Self::Plain(object.cast::<Tensor>()?.to_owned().borrow()))
     }
 }

@@ -61,7 +61,7 @@ pub fn set_rng_state(state: (Integer, Integer)) -> Result<()> {
 ///
 /// Args:
 ///     seed: the seed of the run, 0 to 2**64 - 1.
-///     purpose: the name of what the random numbers are for.
+///     purpose: the name of the random numbers' purpose.
 ///     number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 ///
 /// Raises:
@@ -94,7 +94,7 @@ pub fn draw_from<'py>(py: Python<'py>, seed: Integer, function: Function) -> PyR
 ///     shape: the shape of the values of one sample.
 ///     samples: the indices of the samples in the run.
 ///     seed: the seed of the run.
-///     purpose: the name of what the random numbers are for.
+///     purpose: the name of the random numbers' purpose.
 ///
 /// Returns:
 ///     (B, *shape), f32: one entry for each of the B samples.

@@ -7,8 +7,8 @@ use trainable_candle_core::compute::MatmulPrecision;
 use crate::arguments::Integer;
 use crate::error::Result;
 
-/// Bytes that the live tape saves for backward passes: saved activations and the inputs of checkpoints, each storage
-/// counted once; parameters are not counted.
+/// Bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. Each storage counts
+/// once; parameters do not count.
 ///
 /// ```python
 /// x = tc.Var(tc.ones(1000))
@@ -74,7 +74,7 @@ pub fn get_float32_matmul_precision() -> &'static str {
     }
 }
 
-/// Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
+/// Choose how products of f32 matrices are computed on CUDA devices, as torch's function of the same name does.
 ///
 /// ```python
 /// tc.set_float32_matmul_precision("high")
@@ -83,11 +83,11 @@ pub fn get_float32_matmul_precision() -> &'static str {
 /// ```
 ///
 /// Args:
-///     precision: "highest" for f32, the default; "high" for TF32, whose factors have a mantissa of 10 bits: several
-///         times as fast on tensor cores. It affects neither other dtypes nor the CPU.
+///     precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores but
+///         rounds factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
 ///
 /// Raises:
-///     ArgumentError: if it is another value.
+///     ArgumentError: if the precision is another value.
 #[pyfunction]
 pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     let precision = match precision {
@@ -102,23 +102,25 @@ pub fn set_float32_matmul_precision(precision: &str) -> Result<()> {
     Ok(())
 }
 
-/// Whether linear layers over int8 or fp8 multiply codes: see `set_w8a8`.
+/// Whether linear layers with int8 or fp8 weights multiply codes; see `set_w8a8`.
 #[pyfunction]
 pub fn get_w8a8() -> bool {
     tc::compute::uses_w8a8()
 }
 
-/// Choose whether linear layers over int8 or fp8 weights multiply codes, on GPUs several times as fast as values.
+/// Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. On GPUs this is several
+/// times as fast.
 ///
-/// Activations and gradients are rounded to the format of the weight right before a product, each row with a scale of
-/// its largest magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does. Scales of a weight that
-/// vary along the sum are multiplied into the gradient before that. Sums of int8 are exact, those of fp8 in f32. Layers
-/// over other formats, and those whose sides are not multiples of 16, multiply values. GPUs need compute capability 7.5
-/// for int8 and 8.9 for fp8; older ones multiply values.
+/// Right before a product, activations and gradients are rounded to the format of the weight. Each row has a scale, its
+/// largest magnitude / 127 (int8) or / 448 (fp8), as in torchao's dynamic quantization. If a product sums over the rows
+/// of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of int8 products are
+/// exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of features are not
+/// multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for fp8; older GPUs
+/// multiply values.
 ///
 /// Args:
-///     enabled: whether they do, from now on. The default is that they multiply the values that codes represent. Captured graphs
-///         keep what they were recorded with.
+///     enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
+///         Captured graphs keep the choice with which they were recorded.
 #[pyfunction]
 pub fn set_w8a8(enabled: bool) {
     tc::compute::set_w8a8(enabled);

@@ -1,4 +1,4 @@
-//! The frozen adapter over which a distilled model is trained.
+//! Frozen training adapters of distilled models.
 
 use pyo3::prelude::*;
 use trainable_candle_models::Loaded;
@@ -18,12 +18,12 @@ use crate::error::Result;
 #[pyclass(frozen, module = "trainable_candle")]
 pub struct TrainingAdapter {
     inner: adapter::TrainingAdapter,
-    // Keeps the model alive whose layers it is on.
+    // Keeps the model alive, because the adapter is on the model's layers.
     _model: Loaded,
 }
 
 impl TrainingAdapter {
-    /// The object of an adapter of `model`.
+    /// The Python object of a training adapter on `model`.
     pub const fn new(inner: adapter::TrainingAdapter, model: Loaded) -> Self {
         Self { inner, _model: model }
     }
@@ -31,7 +31,8 @@ impl TrainingAdapter {
 
 #[pymethods]
 impl TrainingAdapter {
-    /// Let the model compute with it, or exactly as if it were not there.
+    /// Set whether the model computes with the adapter. While it is disabled, the model computes exactly what it would
+    /// without it.
     fn set_enabled(&self, enabled: bool) -> Result<()> {
         quick(|| {
             self.inner.set_enabled(enabled);
@@ -39,7 +40,7 @@ impl TrainingAdapter {
         })
     }
 
-    /// Remove it from the model.
+    /// Remove the adapter from the model.
     fn remove(&self) -> Result<()> {
         quick(|| {
             self.inner.remove();
@@ -47,12 +48,12 @@ impl TrainingAdapter {
         })
     }
 
-    /// How many numbers it consists of.
+    /// The number of elements of all its factors.
     fn numel(&self) -> usize {
         self.inner.elements()
     }
 
-    /// How many layers have it.
+    /// The number of layers that have it.
     fn __len__(&self) -> usize {
         self.inner.len()
     }

@@ -9,10 +9,10 @@ use crate::dtype::DTypeArg;
 use crate::error::Result;
 use crate::tensor::{Tensor, from_data};
 
-/// A trainable variable: a tensor with its own storage that can be set and accumulates a gradient.
+/// A trainable variable: a tensor with its own storage, whose values can be set and which accumulates a gradient.
 ///
-/// A `Var` is accepted wherever a `Tensor` is. Tensors computed from it before a change are stale: a backward pass
-/// through them is an error, never a wrong gradient.
+/// A `Var` is a `Tensor`. After a change of its values, tensors that were computed from it before are stale: a backward
+/// pass through them raises an error instead of computing a wrong gradient.
 ///
 /// ```python
 /// v = tc.Var([1.0, 2.0, 3.0])
@@ -22,7 +22,7 @@ use crate::tensor::{Tensor, from_data};
 /// ```
 ///
 /// Args:
-///     data: a tensor (any strides; its values are copied and its graph is detached) or anything `tensor` takes.
+///     data: a tensor, whose values are copied and detached from the graph, or anything that `tensor` takes.
 ///     dtype: a floating point dtype; default: the data's.
 ///     device: the device; default: the data's.
 ///
@@ -56,11 +56,11 @@ impl Var {
         Ok(Self::initializer(quick(|| tc::Var::from_tensor(&tensor))?))
     }
 
-    /// The accumulated gradient, or None. Assigning replaces it; None clears it.
+    /// The accumulated gradient, or None. Assigning a tensor replaces the gradient; assigning None clears it.
     ///
     /// Raises:
     ///     ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
-    ///     OutOfMemoryError: if there is no memory to copy a gradient out of an adapter's flat buffer.
+    ///     OutOfMemoryError: if a copy of a gradient in an adapter's flat buffer does not fit.
     #[getter]
     fn grad(&self) -> Result<Option<Tensor>> {
         Ok(quick(|| self.0.try_grad())?.map(Tensor))
@@ -87,7 +87,7 @@ impl Var {
 
 #[pymethods]
 impl Tensor {
-    /// A variable with a contiguous copy of the values, detached from the graph.
+    /// Make a variable with a contiguous copy of the values, detached from the graph.
     ///
     /// Raises:
     ///     DTypeError: if the values are not floating point.

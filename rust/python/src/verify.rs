@@ -10,7 +10,7 @@ use crate::arguments::FilePath;
 use crate::call::detached;
 use crate::error::Result;
 
-/// One layer's adapter in a file; a module that holds the adapters of several layers is listed once for each.
+/// One layer's adapter in a file. A module with the adapters of several layers is listed once for each layer.
 ///
 /// ```python
 /// report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
@@ -21,23 +21,23 @@ use crate::error::Result;
 pub struct AdapterModule {
     /// Its name in the file.
     module: String,
-    /// The layer that it is for; None if the model has none.
+    /// The layer that it is for; None if the model has no such layer.
     layer: Option<String>,
     /// The kind of adapter; None if it is not an adapter.
     kind: Option<&'static str>,
-    /// Its rank, 0 if nothing is decomposed.
+    /// Its rank; 0 if it has no low-rank factors.
     rank: usize,
     /// The numerator of the scale; None if the file does not have it beside the parameters.
     alpha: Option<f64>,
     /// The factor that tools apply.
     scale: f64,
-    /// Whether a factor is zero everywhere, so that it has no effect.
+    /// Whether a factor is zero everywhere, so that the adapter has no effect.
     zero: bool,
-    /// What is wrong with its shapes or values.
+    /// A message about wrong shapes or values, if there are any.
     fault: Option<String>,
-    /// Tools that leave it out, and why.
+    /// Tools that ignore it, with the reason.
     ignored_by: BTreeMap<&'static str, &'static str>,
-    /// Tools that apply it, but not as it was trained, and why.
+    /// Tools that apply it, but not as it was trained, with the reason.
     changed_by: BTreeMap<&'static str, &'static str>,
 }
 
@@ -49,7 +49,7 @@ pub struct AdapterModule {
 /// ```
 #[pyclass(frozen, get_all, module = "trainable_candle")]
 pub struct AdapterReport {
-    /// The programs that the report is about.
+    /// The tools that the report covers.
     tools: Vec<&'static str>,
     /// Every module, by name.
     modules: Vec<Py<AdapterModule>>,
@@ -61,7 +61,7 @@ pub struct AdapterReport {
     good: bool,
 }
 
-/// Match an adapter file against a model's layers as ComfyUI, diffusers and other programs do.
+/// Match an adapter file with a model's layers as ComfyUI, diffusers and other tools do.
 ///
 /// ```python
 /// report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
@@ -70,7 +70,7 @@ pub struct AdapterReport {
 ///
 /// Args:
 ///     path: the file.
-///     model: the family, "sdxl", "sd3" or "flux".
+///     model: the family, such as "sdxl", "sd3" or "flux".
 ///     weights: the model's files, if its sizes differ from the published ones; only their headers are read.
 ///
 /// Raises:

@@ -1,12 +1,12 @@
-//! Train a small network, then a LoRA on it for a task that it was not trained for, without Python.
+//! Train a small network, then train a LoRA on it for another task, without Python.
 //!
 //! ```text
 //! cargo run --release --package trainable-candle --example train_network
 //! cargo run --release --package trainable-candle --features cuda --example train_network -- cuda
 //! ```
 //!
-//! The network learns the sine of a number; then its adapters alone learn the cosine.
-#![allow(clippy::print_stdout)] // it prints the progress of training
+//! The network learns the sine of a number. Then only its adapters are trained, and learn the cosine.
+#![allow(clippy::print_stdout)] // prints the progress of training
 
 use trainable_candle::core::{device, rng};
 use trainable_candle::prelude::*;
@@ -15,7 +15,7 @@ const HIDDEN: usize = 64;
 const BATCH: usize = 256;
 const STEPS: usize = 500;
 
-/// Two layers, whose parameters are variables in training and frozen tensors afterwards.
+/// Two layers. Their parameters are variables during training, and frozen tensors afterwards.
 struct Network<T: Parameter> {
     hidden: Linear<T>,
     out: Linear<T>,
@@ -90,13 +90,13 @@ fn main() -> Result<()> {
 
     let x = Tensor::new(&[[0f32], [1.0]], &device)?;
     let apart = network.forward(&x)?;
-    adapter.merge()?; // the layers compute with one weight each from here on
+    adapter.merge()?; // from here on, each layer computes with one merged weight
     let merged = network.forward(&x)?;
     let difference = mse_loss(&apart, &merged)?.item()?;
     println!("merged, the squared difference is {difference:.1e}");
     assert!(sine < 0.01 && cosine < 0.01 && difference < 1e-6, "losses of {sine} and {cosine}");
 
-    adapter.set_enabled(false); // the network as it was
+    adapter.set_enabled(false); // the network computes as before the adapters
     assert!(mse_loss(&network.forward(&x)?, &x.sin()?)?.item()? < 0.05);
     Ok(())
 }

@@ -4,7 +4,8 @@
 //! cargo run --release --example train_sdxl_lora -- UNET CACHE OUTPUT [STEPS [DEVICE]]
 //! ```
 //!
-//! `UNET` is the folder or file of a checkpoint, `OUTPUT` the adapter to write, `CACHE` a safetensors file of examples of one size:
+//! `UNET` is the folder or file of a checkpoint, `OUTPUT` is the adapter to write, and `CACHE` is a safetensors file of
+//! examples of one size:
 //!
 //! | tensor | shape |
 //! |---|---|
@@ -13,10 +14,11 @@
 //! | `text_embeds` | (N, 1280), the pooled text |
 //! | `time_ids` | (N, 6), original height and width, top and left of the crop, height and width |
 //!
-//! `DEVICE` is `cpu`, where the UNet computes in f32, or in a build with `--features cuda` also `cuda`, where it computes in bf16.
+//! `DEVICE` is `cpu`, on which the UNet computes in f32. A build with `--features cuda` also has `cuda`, on which the
+//! UNet computes in bf16.
 //!
-//! Without arguments a tiny UNet with random weights learns a tiny random cache: a test of a few seconds.
-#![allow(clippy::print_stdout)] // it prints the progress of training
+//! Without arguments, a tiny UNet with random weights learns a tiny random cache, as a test of a few seconds.
+#![allow(clippy::print_stdout)] // prints the progress of training
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -33,7 +35,7 @@ use trainable_candle::{AdamW, DType, Device, Error, LoraConfig, Optimizer, Resul
 
 const BATCH: usize = 2;
 
-/// What a run needs.
+/// The inputs and the output of a run.
 struct Run {
     unet: PathBuf,
     cache: PathBuf,
@@ -42,7 +44,7 @@ struct Run {
     learning_rate: f64,
 }
 
-/// Examples; the first dimension of each tensor is their number.
+/// Examples. The size of the first dimension of each tensor is the number of examples.
 struct Examples {
     latents: Tensor,
     encoder_hidden_states: Tensor,
@@ -65,7 +67,10 @@ impl Examples {
         let count = examples.len();
         if count == 0 || examples.all().iter().any(|tensor| tensor.dims().first() != Some(&count)) {
             let shapes: Vec<&[usize]> = examples.all().iter().map(|tensor| tensor.dims()).collect();
-            return Err(Error::weights(path, format!("shapes {shapes:?} do not begin with one number of examples")));
+            return Err(Error::weights(
+                path,
+                format!("the tensors have shapes {shapes:?}, expected the same number of examples in each"),
+            ));
         }
         Ok(examples)
     }
@@ -98,7 +103,7 @@ impl Examples {
     }
 }
 
-/// The mean loss over all examples, each with a fixed noise and timestep.
+/// The mean loss over all examples. Each example always has the same noise and timestep.
 fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples) -> Result<f64> {
     let _no_grad = no_grad();
     let mut sum = 0.0;
@@ -111,7 +116,7 @@ fn validate(unet: &SDXLUNet, objective: &DiffusionObjective, examples: &Examples
     Ok(sum / examples.len() as f64)
 }
 
-/// Train and save an adapter; return the validation losses before and after.
+/// Train and save an adapter; return the validation losses before and after training.
 fn train(run: &Run, device: &Device) -> Result<(f64, f64)> {
     rng::manual_seed(0);
     let files = Pretrained::find(&run.unet, SDXLUNet::KIND, &Choice::default())?;

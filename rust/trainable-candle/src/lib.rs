@@ -1,12 +1,12 @@
 //! Fine-tune large models with LoRA and DoRA, without PyTorch.
 //!
-//! This crate is the whole library under one name: tensors and the autograd tape
-//! ([`core`]), layers, adapters and optimizers ([`nn`]), files ([`io`]), models ([`models`]), objectives and samplers ([`train`]).
-//! [`prelude`] has what most programs need. The feature `cuda` adds NVIDIA GPUs: a build with it takes CUDA's
-//! compiler, a run takes the libraries that [`core::device::cuda`] finds.
+//! This crate is the whole library under one name: tensors and the autograd tape ([`core`]), layers, adapters and
+//! optimizers ([`nn`]), files ([`io`]), models ([`models`]), objectives and samplers ([`train`]). [`prelude`] has what
+//! most programs need. The feature `cuda` adds NVIDIA GPUs: a build with this feature needs CUDA's compiler, and a
+//! program needs the libraries that [`core::device::cuda`] finds at run time.
 //!
-//! The folder `examples` has two complete programs: `train_network`, a small network and then LoRA on it, and `train_sdxl_lora`,
-//! SDXL's UNet from cached latents.
+//! The folder `examples` has two complete programs: `train_network` trains a small network and then a LoRA on it, and
+//! `train_sdxl_lora` trains a LoRA of SDXL's UNet from cached latents.
 //!
 //! # Gradients
 //!
@@ -17,7 +17,7 @@
 //! let y = (&x * &x)?;
 //! let grads = y.backward()?;
 //! assert_eq!(grads.get(&x).unwrap().item()?, 4.0); // y = x², dy/dx = 4 at 2
-//! assert_eq!(x.grad().unwrap().item()?, 4.0); // collected on the variable, too
+//! assert_eq!(x.grad().unwrap().item()?, 4.0); // the variable has its gradient, too
 //! # Ok::<(), trainable_candle::Error>(())
 //! ```
 //!
@@ -119,7 +119,7 @@ pub use trainable_candle_nn::optim::Optimizer;
 pub use trainable_candle_nn::optim::kinds::*;
 pub use trainable_candle_train as train;
 
-/// What most programs need.
+/// The names that most programs need.
 ///
 /// ```
 /// use trainable_candle::prelude::*;
@@ -140,7 +140,8 @@ pub mod prelude {
     };
 }
 
-/// The mean of the squared differences of `input` and `target`, which have the same shape; a single element.
+/// The mean of the squared differences of `input` and `target`, as a tensor of one element. Both must have the same
+/// shape.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::DType`] if they do not fit.

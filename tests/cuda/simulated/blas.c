@@ -17,7 +17,7 @@ int cublasDestroy_v2(struct handle *handle) {
 }
 int cublasSetStream_v2(struct handle *handle, CUstream stream) {
     handle->stream = stream;
-    handle->workspace = NULL; // as the real one
+    handle->workspace = NULL; // as in the real library
     return SUCCESS;
 }
 int cublasGetStream_v2(struct handle *handle, CUstream *stream) {

@@ -1,4 +1,4 @@
-// What cuBLAS and cuBLASLt share: matrices by columns, and the memory that they take.
+// Shared by cuBLAS and cuBLASLt: column-major matrices, and the memory that they occupy.
 #pragma once
 
 #include "simulated.h"

@@ -2,7 +2,7 @@
 //
 // The table of kernels has a line for each function of each image: the CRC-32 of the module's bytes, the architecture (sm_90a, or
 // compute_120 for PTX), the function's name, registers, threads of its launch bounds (0: none), static shared memory, and the sizes of
-// its parameters with commas between (- for none). Without a table every name is taken for a function.
+// its parameters with commas between (- for none). Without a table, modules have functions of any name.
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -28,7 +28,7 @@ struct CUfunc_st {
     CUmodule module;
     char name[200];
     const struct kernel *kernel;
-    unsigned dynamic; // shared memory that it may ask for
+    unsigned dynamic; // bytes of dynamic shared memory that a launch may ask for
 };
 
 static struct kernel *kernels;
@@ -186,8 +186,8 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
     return CUDA_SUCCESS;
 }
 
-// The parameters as text. A parameter of eight bytes that lies where device addresses do must be one: what the system maps lies near
-// the end of the host's 47 bits. Seeds and offsets lie below, floating-point numbers above.
+// Write the parameters as text. An eight-byte number in the range of device addresses must be an allocated address. The range is near the
+// end of the host's 47-bit address space: seeds and offsets are below it, floating-point numbers above.
 static CUresult check_parameters(const struct kernel *kernel, void **parameters, char *text, size_t room) {
     size_t used = 0;
     for (unsigned i = 0; kernel && i < kernel->parameters; i++) {
@@ -263,7 +263,7 @@ static unsigned element_bytes(CUtensorMapDataType type) {
     }
 }
 
-// What both kinds of tensor map ask for. `strides` are in bytes, of all dimensions but the first.
+// Requirements of both kinds of tensor map: the one that is not met, or NULL. `strides` are in bytes, of all dimensions but the first.
 static const char *bad_tensor(unsigned bytes, unsigned rank, const void *address, const cuuint64_t *sizes, const cuuint64_t *strides,
                               const cuuint32_t *steps) {
     if (rank < 1 || rank > 5) return "rank";

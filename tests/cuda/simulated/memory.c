@@ -21,7 +21,7 @@ struct ranges {
     size_t count, capacity;
 };
 static struct ranges device_ranges, pinned_ranges, reservations;
-// Between these lie all addresses of devices so far.
+// The lowest and the highest device address so far.
 static uintptr_t lowest = UINTPTR_MAX, highest;
 // Bytes that were allocated outside the pool.
 static size_t taken[MAX_DEVICES];
@@ -76,7 +76,7 @@ static bool covers(const struct ranges *ranges, uintptr_t address, size_t bytes)
         if (!range || range->kind == CLOSED) return false;
         size_t rest = range->start + range->bytes - address;
         if (rest >= bytes) return true;
-        if (range->kind != MAPPED) return false; // allocations that happen to touch are two all the same
+        if (range->kind != MAPPED) return false; // adjacent allocations stay separate
         address += rest;
         bytes -= rest;
     }
@@ -104,7 +104,7 @@ static uintptr_t map(size_t bytes, int protection) {
     return start == MAP_FAILED ? 0 : (uintptr_t)start;
 }
 
-// Bytes of the device that nobody has, counting what the pool keeps as taken.
+// Whether the device has so many free bytes; bytes that the pool keeps are not free.
 static bool fits(int device, size_t bytes) { return bytes <= simulated_total_memory() - reserved(device); }
 
 static CUresult allocate(CUdeviceptr *address, size_t bytes, bool pooled) {
@@ -225,7 +225,7 @@ CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep) {
     return CUDA_SUCCESS;
 }
 
-// Mapped memory lies in one file of memory, each chunk at a place of its own. It is given back when its handle is released and nothing
+// All mapped memory is in one memory file, where each chunk has its own place. A chunk is freed when its handle is released and no range
 // maps it.
 struct chunk {
     size_t offset, bytes;

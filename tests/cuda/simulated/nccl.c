@@ -1,8 +1,8 @@
-// NCCL: processes meet in shared memory named by the unique id. Sums are not computed; that all ranks make the same calls in the same
-// order is checked, and a call that differs fails on the ranks that make it.
+// NCCL: processes meet in shared memory named by the unique id. Sums are not computed. All ranks must make the same calls in the same
+// order; a call that differs fails on the ranks that make it.
 //
-// Environment: SIMULATED_NCCL_VERSION; SIMULATED_NCCL_FAIL, "init" or the number of a call, from 1, whose outcome is an error that
-// ncclCommGetAsyncError tells.
+// Environment: SIMULATED_NCCL_VERSION; SIMULATED_NCCL_FAIL, "init" or the number of a call, from 1, for which ncclCommGetAsyncError then
+// returns an error.
 #include "simulated.h"
 
 #include <fcntl.h>
@@ -126,7 +126,7 @@ int ncclCommGetAsyncError(struct comm *comm, int *state) {
     return SUCCESS;
 }
 
-// The first rank that makes a call says what it is.
+// The first rank that makes a call sets its properties; calls of other ranks must have the same.
 static bool agrees(struct call *call, unsigned kind, unsigned type, unsigned root, unsigned long count) {
     unsigned none = 0;
     if (atomic_compare_exchange_strong(&call->kind, &none, 99)) {

@@ -1,4 +1,4 @@
-// cuRAND: what candle calls when it makes a device.
+// cuRAND: the functions that candle calls when it creates a device.
 #include <stdlib.h>
 
 int curandCreateGenerator(void **generator, int type) {

@@ -1,9 +1,9 @@
 // A CUDA driver and libraries for machines without a GPU. Device memory is host memory, so copies and fills are real; kernels and
 // matrix products do not compute. Every call that does work is checked as the real driver would, and written to a log.
 //
-// Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (as in 9.0; with commas
-// between, of each device in turn, the last for all that follow), _MEMORY (bytes of each device), _KERNELS (a table of the kernels that
-// modules have), _LOG (the file of the log).
+// Environment: SIMULATED_CUDA_INIT (status of cuInit), _VERSION (of the driver), _DEVICES (how many), _CAPABILITY (such as 9.0, or a
+// list with commas, one for each device, the last for all that follow), _MEMORY (bytes of each device), _KERNELS (a table of the kernels
+// of modules), _LOG (the file of the log).
 #pragma once
 
 #include <pthread.h>
@@ -52,7 +52,7 @@ struct CUstream_st {
     pthread_t thread;
     cuuint64_t capture;
     CUgraph graph;
-    // A stream that an event has taken into the capture of another, and whether that one has not waited for its work since.
+    // Whether an event took the stream into another stream's capture, and whether that stream has not waited for its work since.
     bool joined, ahead;
 };
 
@@ -70,9 +70,9 @@ HIDDEN unsigned simulated_most_shared(int device);
 HIDDEN CUresult simulated_ready(bool context);
 HIDDEN CUresult simulated_fail(const char *call, CUresult status, const char *why);
 
-// Device addresses are not host addresses: code that follows one on the host crashes.
+// Device addresses are not host addresses: code on the host that dereferences one crashes.
 HIDDEN bool simulated_is_device(CUdeviceptr address);
-// Whether a number lies among the addresses that allocations have, or had.
+// Whether a number is in the range of the addresses that allocations have, or had.
 HIDDEN bool simulated_looks_like_device(CUdeviceptr value);
 HIDDEN unsigned char *simulated_host(CUdeviceptr address);
 // Whether all of a range of device memory is allocated.
@@ -82,9 +82,9 @@ HIDDEN bool simulated_pinned(const void *address, size_t bytes);
 HIDDEN CUdeviceptr simulated_allocate(size_t bytes, int device);
 HIDDEN bool simulated_release(CUdeviceptr address);
 
-// Whether a call that may wait for the device is allowed while streams are captured. If not, it ends their captures.
+// Whether a call that may wait for the device is allowed while streams are captured. If not, the call ends these captures.
 HIDDEN CUresult simulated_unsafe(const char *call);
-// Whether a stream can take work. `launch` if the work belongs to the current context.
+// Whether a stream can take work.
 HIDDEN CUresult simulated_stream(const char *call, CUstream stream);
 // Do work of a stream now, or put it into the stream's graph.
 HIDDEN void simulated_queue(CUstream stream, struct CUgraphNode_st node);

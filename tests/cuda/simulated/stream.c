@@ -12,7 +12,7 @@ static CUstream streams[MAX_STREAMS];
 static cuuint64_t captures;
 static _Thread_local CUstreamCaptureMode exchanged = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-// The default streams have names instead of objects.
+// The default streams are constants instead of objects.
 static bool named(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY; }
 
 static bool active(CUstream stream) { return !named(stream) && stream->status != CU_STREAM_CAPTURE_STATUS_NONE; }

@@ -1,7 +1,7 @@
 // Copies and fills.
 #include "simulated.h"
 
-// `host` names the side that is memory of the host, if one is.
+// `host` is the address on the host's side, or NULL if both sides are on devices.
 static CUresult transfer(const char *call, CUstream stream, struct CUgraphNode_st node, const void *host) {
     TRY(simulated_stream(call, stream));
     bool pageable = host && !simulated_pinned(host, node.bytes);
@@ -63,7 +63,7 @@ CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream
     LOCKED(fill("cuMemsetD32Async", to, value, 4, count, stream));
 }
 
-// These wait for the device.
+// Copies that wait for the device.
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) {
     pthread_mutex_lock(&simulated_lock);
     CUresult status = simulated_synchronize("cuMemcpyHtoD", NULL);

@@ -14,10 +14,10 @@ from trainable_candle.tasks.latent import SampleOptions
 from trainable_candle.train.trainer import Inputs
 
 
-def test_files_of_chroma_and_of_flux_are_told_apart(
+def test_files_of_chroma_and_of_flux_are_distinguished(
     chroma_base: Path, flux_base: Path, tmp_path: Path
 ) -> None:
-    """Under original names, and under diffusers'."""
+    """Files with the original names, and files with diffusers' names."""
     classes = {"flux": tc.models.FluxTransformer, "chroma": tc.models.ChromaTransformer}
     for base, other, title in ((chroma_base, "flux", "Chroma"), (flux_base, "chroma", "Flux")):
         original = tmp_path / f"{other}.safetensors"
@@ -34,7 +34,7 @@ def test_files_of_chroma_and_of_flux_are_told_apart(
 
 
 def test_captions_of_a_batch_do_not_see_each_other(chroma_base: Path) -> None:
-    """Each has its words and one token of padding, independent of the others' lengths."""
+    """Each caption has its words and one token of padding, whatever the lengths of the others."""
     family = families.load("chroma", chroma_base, "f32", "cpu").family
     captions = ["", "a red blur of many words", "a blur"]
     together = family.features(captions)
@@ -66,7 +66,7 @@ def test_drawing_needs_no_mask(chroma_base: Path, monkeypatch: pytest.MonkeyPatc
     assert found == [negative, positive] * 2
 
 
-def test_flash_is_told_by_its_name(chroma_base: Path, tmp_path: Path) -> None:
+def test_chroma_flash_is_recognised_by_its_name(chroma_base: Path, tmp_path: Path) -> None:
     for name, is_distilled in (("Chroma1-Flash", True), ("Chroma1-HD", False)):
         shutil.copytree(chroma_base, tmp_path / name)
         notes = Chroma(tmp_path / name, "f32", "cpu").notes()

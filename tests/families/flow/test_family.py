@@ -59,7 +59,7 @@ def test_a_run_from_images_to_an_adapter(
     assert (task.draw(["a blur"], SampleOptions(steps=2, size=(32, 16))) != before).any()
 
 
-def test_a_model_that_says_no_size_takes_its_familys(name: str, base: Path) -> None:
+def test_a_model_without_a_size_takes_that_of_its_family(name: str, base: Path) -> None:
     found = tc.inspect(base)
     assert found.resolution == (1024 if name != "sd3" else found.resolution)
     assert found.resolution
@@ -92,7 +92,7 @@ def test_a_merged_model_draws_as_with_the_adapter(
             assert tc.inspect(output, name).parts.keys() == tc.inspect(base, name).parts.keys()
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(
+def test_an_interrupted_run_continues_bit_for_bit(
     configure: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     settings = {"steps": 4, "batch_size": 2, "caption_dropout": 0.5, "ema_decay": 0.5}
@@ -128,12 +128,12 @@ def test_other_formats_hold_the_same_adapter(
         np.testing.assert_allclose(sets[1][key].numpy(), var.numpy(), rtol=1e-6, err_msg=key)
 
 
-def test_formats_that_cannot_hold_the_adapters_are_refused_before_training(
+def test_formats_that_cannot_hold_the_adapters_are_rejected_before_training(
     name: str, configure: Callable[..., TrainConfig]
 ) -> None:
     formats = families.find(name).formats
     if "kohya" in formats:
-        with pytest.raises(ConfigError, match=r"not such a product.* format .comfyui"):
+        with pytest.raises(ConfigError, match=r"apply to all rows.* format .comfyui"):
             train_adapter(configure(format="kohya", adapter="lokr"))
         with pytest.raises(ConfigError, match="layers in it that have no adapter"):
             train_adapter(configure(format="kohya", adapter="dora", target_modules=["to_q"]))
@@ -142,7 +142,7 @@ def test_formats_that_cannot_hold_the_adapters_are_refused_before_training(
         train_adapter(configure(adapter="loha"))
 
 
-def test_settings_of_other_models_are_refused(
+def test_settings_of_other_models_are_rejected(
     name: str, configure: Callable[..., TrainConfig]
 ) -> None:
     for setting in ({"clip_skip": 1}, {"train_text_encoder": True}, {"noise_offset": 0.1}):

@@ -1,4 +1,4 @@
-"""What is particular to FLUX.2-klein: padding that is read, statistics, distilled models."""
+"""What is particular to FLUX.2-klein: padding that is read, statistics of latents, distillation."""
 
 import json
 import shutil
@@ -84,7 +84,7 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
     weights, vae = tmp_path / "flux-2-klein-base-4b.safetensors", tmp_path / "ae.safetensors"
     for part, path in (("transformer", weights), ("vae", vae)):
         tc.models.save_checkpoint(path, {part: tc.models.load(flux2_base / part)})
-        # The configuration has what shapes do not show: widths of the axes, groups of channels.
+        # Shapes do not show the widths of the axes and the groups of channels; configurations do.
         (tmp_path / part).mkdir()
         shutil.copy(flux2_base / part / "config.json", tmp_path / part)
     config = TrainConfig(text_encoder=[str(flux2_base / "text_encoder")], vae=str(vae))
@@ -96,7 +96,7 @@ def test_original_files_with_parts_of_their_own(flux2_base: Path, tmp_path: Path
 
 def test_parts_of_another_size_are_named(flux2_base: Path, tmp_path: Path) -> None:
     for field, value, message in (
-        ("joint_attention_dim", 60, "makes 48 values of a token, and the transformer reads 60"),
+        ("joint_attention_dim", 60, "makes 48 features of a token, but the transformer reads 60"),
         ("guidance_embeds", True, "is FLUX.2-dev"),
     ):
         folder = tmp_path / field

@@ -1,4 +1,4 @@
-"""`merge --to fp8` and `int8` of image models: files as ComfyUI has them, and their loss."""
+"""`merge --to fp8` and `int8` of image models: files in ComfyUI's format, and their loss."""
 
 import json
 import struct
@@ -57,7 +57,7 @@ def merged(given: list[str], output: Path, *flags: str) -> int:
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-def test_the_file_is_one_of_comfyui(
+def test_the_file_has_comfyuis_format(
     files: tuple[str, Path, Path, TrainConfig],  # noqa: F811
     tmp_path: Path,
     to: str,
@@ -82,7 +82,7 @@ def test_the_file_is_one_of_comfyui(
         np.testing.assert_allclose(scale, largest / LARGEST[to], rtol=1e-6)
         codes = found[key][1]
         steps = e4m3(codes) if to == "fp8" else codes.astype(np.float64)
-        # Half a unit in the last place: of three fraction bits, or of an integer.
+        # Half a unit in the last place: of a number with three fraction bits, or of an integer.
         within = np.maximum(np.abs(values) / 16, scale * 2**-10) if to == "fp8" else scale / 2
         assert (np.abs(steps * scale - values) <= within * (1 + 1e-5)).all(), key
         assert json.loads(found[f"{layer}comfy_quant"][1].tobytes()) == {"format": format}
@@ -92,7 +92,7 @@ def test_the_file_is_one_of_comfyui(
     for key in expected.keys() - set(quantized):
         np.testing.assert_array_equal(found[key][1], expected[key][1], key)
 
-    # Loading the file in that format uses its codes.
+    # A model loaded in the format of the file uses the codes of the file.
     read: dict[str, Any] = {"dtype": "f32", "subfolder": "transformer"}
     model, stored = (tc.models.load(written, **read, **more) for more in ({}, {"quantize": to}))
     values = stored.named_tensors()
@@ -102,7 +102,7 @@ def test_the_file_is_one_of_comfyui(
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-def test_the_loss_before_and_after_is_told(
+def test_the_losses_before_and_after_rounding_are_reported(
     files: tuple[str, Path, Path, TrainConfig],  # noqa: F811
     tmp_path: Path,
     sdxl_folder: Path,
@@ -122,7 +122,7 @@ def test_the_loss_before_and_after_is_told(
 
 
 @pytest.mark.parametrize("flags", [["--to", "fp8"], ["--to", "nf4"]])
-def test_what_cannot_be_written_is_named(
+def test_impossible_outputs_are_named(
     flux_base: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = make_adapter(flux_base / "transformer", tmp_path / "adapter.safetensors")
@@ -136,13 +136,17 @@ def test_what_cannot_be_written_is_named(
 @pytest.mark.parametrize(
     ("settings", "flags", "told"),
     [
-        ({"base_precision": "nf4"}, [], "trained over a base in nf4; here the base is in its own"),
+        (
+            {"base_precision": "nf4"},
+            [],
+            "trained over a base in nf4, but here the base is in its own",
+        ),
         ({"base_precision": "nf4"}, ["--base-precision", "nf4"], ""),
-        ({"qat": "int8", "base_precision": "same"}, [], "merge --to int8 writes them so"),
+        ({"qat": "int8", "base_precision": "same"}, [], "use merge --to int8"),
         ({"qat": "int8", "base_precision": "same"}, ["--to", "int8"], ""),
     ],
 )
-def test_a_note_tells_what_an_adapter_was_trained_with(
+def test_a_note_says_what_an_adapter_was_trained_with(
     flux_base: Path,
     sdxl_folder: Path,
     tmp_path: Path,

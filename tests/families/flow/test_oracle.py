@@ -19,11 +19,11 @@ diffusers = pytest.importorskip("diffusers")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-# diffusers itself uses what it deprecates.
+# diffusers uses a class that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-# The numbers of rows and columns of latents differ, and one is odd in tokens.
+# Height and width of the latents differ, and one of them is an odd number of tokens.
 SIZE, STEPS, SEED = (40, 24), 4, 3
 PROMPT, NEGATIVE = "a red blur", "noise"
 
@@ -51,7 +51,7 @@ def ours(name: str, base: Path, guidance: float, negative: str) -> np.ndarray:
     return task.draw([PROMPT], options).astype(np.float64) / 255
 
 
-# What Qwen3's template makes of a user's turn.
+# The part of Qwen3's template that renders a user's turn.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
@@ -139,7 +139,7 @@ def chroma(base: Path, folder: Path) -> "diffusers.ChromaPipeline":
 
 
 def test_chroma_reads_text_and_one_token_of_padding(chroma_base: Path, tmp_path: Path) -> None:
-    """Captions of no words, of some, and one that is truncated and has no padding."""
+    """Captions without words, with some words, and with so many that they are truncated."""
     pipeline = chroma(chroma_base, tmp_path / "t5")
     captions = ["", PROMPT, "a blur " * 400]
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_chroma(chroma_base: Path, tmp_path: Path, guidance: float) -> None:
 
 
 def test_every_block_of_chroma_has_its_rows_of_the_modulation(tmp_path: Path) -> None:
-    """With more blocks of two streams than the golden model's one."""
+    """The model has more blocks of two streams than the golden model, which has one."""
     torch.manual_seed(0)
     config = json.loads((GOLDEN / "chroma" / "transformer" / "config.json").read_text())
     sizes = {"num_layers": 3, "num_single_layers": 2}
@@ -219,7 +219,7 @@ def klein(base: Path, *, is_distilled: bool) -> "diffusers.Flux2KleinPipeline":
 
 
 def test_flux2_reads_text_with_its_padding(flux2_base: Path) -> None:
-    """Words, the padding after them, which is read too, and a caption that is truncated."""
+    """Captions with padding, which the model reads too, and a caption that is truncated."""
     pipeline = klein(flux2_base, is_distilled=False)
     captions = ["", PROMPT, "a blur " * 100]
     with torch.no_grad():

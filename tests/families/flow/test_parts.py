@@ -29,7 +29,7 @@ def write(base: Path, part: str, path: Path) -> Path:
 
 @pytest.fixture(params=["sd3", "flux", "chroma"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path, TrainConfig]:
-    """A family, its pipeline, the transformer as original file, and the files of the others."""
+    """A family, its pipeline, the transformer's original file, and settings with other files."""
     name = request.param
     base = request.getfixturevalue(f"{name}_base")
     weights = tmp_path / "transformer.safetensors"
@@ -38,14 +38,14 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Pa
     vae = tmp_path / "ae.safetensors"
     tc.models.save_checkpoint(vae, {"vae": tc.models.load(base, subfolder="vae")})
     encoders = [str(write(base, part, tmp_path / f"{part}.safetensors")) for part in ENCODERS[name]]
-    # Their order does not matter where their kinds differ.
+    # The order of encoders of different kinds does not matter.
     for tokenizer in base.glob("tokenizer*"):
         shutil.copytree(tokenizer, tmp_path / tokenizer.name)
     config = TrainConfig(text_encoder=[encoders[-1], *encoders[:-1]], vae=str(vae))
     return name, base, weights, config
 
 
-def test_parts_are_told_by_their_keys(files: tuple[str, Path, Path, TrainConfig]) -> None:
+def test_parts_are_recognised_by_their_keys(files: tuple[str, Path, Path, TrainConfig]) -> None:
     name, base, weights, config = files
     found = tc.inspect(weights, name, [*config.text_encoder, config.vae])
     expected = tc.inspect(base, name)
@@ -104,7 +104,7 @@ def test_latents_and_velocities_are_those_of_the_pipeline(
         one.draw(["a"], options)
 
 
-def test_what_is_missing_or_no_part_is_named(
+def test_missing_parts_and_wrong_files_are_named(
     files: tuple[str, Path, Path, TrainConfig], tmp_path: Path
 ) -> None:
     name, _, weights, config = files
@@ -113,5 +113,5 @@ def test_what_is_missing_or_no_part_is_named(
     with pytest.raises(MissingFileError, match="--vae"):
         families.load(name, weights, "f32", "cpu", config.with_(vae=str(tmp_path / "none")))
     twice = config.with_(text_encoder=[config.text_encoder[0]] * 2)
-    with pytest.raises(WeightsFormatError, match="that is not given already"):
+    with pytest.raises(WeightsFormatError, match="that is still missing"):
         families.load(name, weights, "f32", "cpu", twice)

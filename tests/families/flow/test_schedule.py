@@ -31,19 +31,19 @@ def test_flux2_is_shifted_by_the_size_and_the_steps() -> None:
     """The values of diffusers' `compute_empirical_mu`."""
     shifts = [Flux2.schedule.drawing(steps, 4096) for steps in (50, 4)]
     np.testing.assert_allclose(np.log(shifts), [2.02335, 2.29118], atol=1e-5)
-    # Above 4300 tokens, steps do not count.
+    # Above 4300 tokens, the number of steps does not matter.
     assert Flux2.schedule.drawing(4, 4301) == Flux2.schedule.drawing(50, 4301)
     assert Flux2.schedule.in_training(4096) == pytest.approx(Flux.schedule.at(4096))
 
 
 def test_training_may_shift_by_the_size() -> None:
-    """As in drawing, or by arXiv:2403.03206, equation 23: the root of the ratio of pixels."""
+    """The shift of drawing, or of arXiv:2403.03206, equation 23: the root of a ratio of pixels."""
     assert Flux.schedule.in_training(1024) == pytest.approx(Flux.schedule.at(1024))
     assert SD3.schedule.in_training(4096) == 3.0
     assert SD3.schedule.in_training(1024) == pytest.approx(1.5)
 
 
-def test_the_weights_say_it(tmp_path: Path) -> None:
+def test_the_scheduler_of_the_weights_sets_the_shift(tmp_path: Path) -> None:
     folder = tmp_path / "scheduler"
     folder.mkdir()
     path = folder / "scheduler_config.json"

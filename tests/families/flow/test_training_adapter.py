@@ -1,4 +1,4 @@
-"""Distilled models are trained over an adapter that is taken out for use."""
+"""Distilled models are trained over a training adapter, which is removed for inference."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ def losses(output: Path) -> list[str]:
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "lokr"])
 @pytest.mark.parametrize("name", ["flux", "chroma", "zimage", "flux2"])
-def test_it_counts_in_training_alone(
+def test_a_training_adapter_counts_in_training_alone(
     name: str, adapter: str, made: Callable[..., TrainConfig], request: pytest.FixtureRequest
 ) -> None:
     base = request.getfixturevalue(f"{name}_base")
@@ -49,7 +49,7 @@ def test_it_counts_in_training_alone(
     plain = train_adapter(made(name, base, "plain", **given))
     run = train_adapter(made(name, base, "run", **given, training_adapter=str(over)))
     assert losses(run.output)[0] != losses(plain.output)[0]
-    # Until the first step both draw as the base does.
+    # Before the first step both runs draw as the base does.
     previews = [min((r.output / "samples").glob("*.png")).read_bytes() for r in (plain, run)]
     assert previews[0] == previews[1]
     # The run's model draws like one that loads its file without the training adapter.
@@ -61,7 +61,9 @@ def test_it_counts_in_training_alone(
     assert any("the training adapter adapter.safetensors" in remark for remark in remarks)
 
 
-def test_a_resumed_run_is_over_it_too(zimage_base: Path, made: Callable[..., TrainConfig]) -> None:
+def test_a_resumed_run_is_over_the_training_adapter_too(
+    zimage_base: Path, made: Callable[..., TrainConfig]
+) -> None:
     over = train_adapter(made("zimage", zimage_base, "over")).adapter_path
     settings = {"training_adapter": str(over), "steps": 4, "save_every": 2}
     whole = train_adapter(made("zimage", zimage_base, "whole", **settings))
@@ -113,7 +115,7 @@ def test_the_product_is_added_and_taken_out_exactly(
     np.testing.assert_array_equal(model(**inputs).to("f32").numpy(), alone)
     if kind == "dora" or dtype == "bf16":
         return
-    # In f32, the result is that of merging the training adapter before loading the other.
+    # In f32, merging the training adapter before loading the other gives the same result.
     merged = tc.models.load(folder, dtype="f32")
     merged.load_adapter(over)
     merged.merge_adapter()
@@ -123,7 +125,7 @@ def test_the_product_is_added_and_taken_out_exactly(
     np.testing.assert_allclose(other(**inputs).numpy(), both, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_no_such_adapter_is_refused(
+def test_files_that_are_no_training_adapter_are_rejected(
     zimage_base: Path, flux_base: Path, made: Callable[..., TrainConfig], tmp_path: Path
 ) -> None:
     settings = {"rank": 2, "steps": 1}
@@ -138,7 +140,7 @@ def test_what_is_no_such_adapter_is_refused(
             train_adapter(made("zimage", zimage_base, "out", training_adapter=str(path)))
 
 
-def test_a_training_adapter_stills_the_warning(tmp_path: Path) -> None:
+def test_a_training_adapter_silences_the_warning(tmp_path: Path) -> None:
     for name, given, expected in (
         ("turbo", None, ["undoes its distillation to a few steps; train the base"]),
         ("turbo", "a", []),

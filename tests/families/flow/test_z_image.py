@@ -41,7 +41,7 @@ def test_features_end_with_the_caption(zimage_base: Path) -> None:
     )
 
 
-def test_captions_of_a_batch_do_not_touch_each_other(zimage_base: Path) -> None:
+def test_captions_of_a_batch_do_not_see_each_other(zimage_base: Path) -> None:
     family = families.load("zimage", zimage_base, "f32", "cpu").family
     sample, times = tc.randn((2, 16, 12, 8)), tc.tensor([200.0, 700.0])
     whole = family.predict(sample, times, family.features(CAPTIONS))
@@ -70,7 +70,7 @@ def test_the_tokenizer_is_found_beside_the_text_encoder(zimage_base: Path, tmp_p
     np.testing.assert_array_equal(task.draw(["a"], options), whole.draw(["a"], options))
 
 
-def test_training_a_distilled_model_is_warned_of(zimage_base: Path, tmp_path: Path) -> None:
+def test_training_a_distilled_model_gives_a_warning(zimage_base: Path, tmp_path: Path) -> None:
     def notes(name: str) -> list[str]:
         (tmp_path / name).symlink_to(tmp_path / "models" / name)
         shutil.copytree(zimage_base, tmp_path / "models" / name)
@@ -83,7 +83,9 @@ def test_training_a_distilled_model_is_warned_of(zimage_base: Path, tmp_path: Pa
 def test_files_without_the_template_are_named(zimage_base: Path, tmp_path: Path) -> None:
     text = (zimage_base / "tokenizer" / "tokenizer.json").read_text()
     (tmp_path / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|other|>"))
-    with pytest.raises(WeightsFormatError, match=r"no token <\|im_end\|>; expected that of Qwen3"):
+    with pytest.raises(
+        WeightsFormatError, match=r"no token <\|im_end\|>; expected the tokenizer of Qwen3"
+    ):
         PromptTokenizer.from_pretrained(tmp_path, thinks=True)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(WeightsFormatError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""What does not suit the model is rejected before images are read or anything is encoded."""
+"""Settings that do not suit the model are rejected before images are read or encoded."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,14 +51,14 @@ def check(sdxl_base: Path) -> Check:
     ],
     ids=str,
 )
-def test_what_does_not_suit_is_refused(
+def test_settings_that_do_not_suit_are_rejected(
     check: Check, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ConfigError, ArgumentError, FileNotFoundError), match=message):
         check(**settings)
 
 
-def test_patterns_are_those_of_adapters(check: Check) -> None:
+def test_layers_may_be_given_as_patterns(check: Check) -> None:
     check(target_modules=["to_(q|k)"], exclude_modules=["attn1.to_(q|k)"])
 
 
@@ -68,17 +68,20 @@ def test_layers_of_text_encoders_may_be_left_out(check: Check) -> None:
         check(exclude_modules=["fc1"])
 
 
-def test_a_share_of_nothing_is_no_gamma() -> None:
+def test_a_min_snr_gamma_of_zero_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"min_snr_gamma is 0\.0, expected above 0"):
         TrainConfig(min_snr_gamma=0.0)
 
 
-def test_what_other_tools_leave_out_is_said(check: Check) -> None:
+def test_what_other_tools_ignore_is_reported(check: Check) -> None:
     assert check() == []
-    assert "diffusers leaves DoRA's magnitude out; --format" in check(adapter="dora")[0]
+    assert (
+        "diffusers ignores DoRA's magnitude; for diffusers, give --format"
+        in check(adapter="dora")[0]
+    )
     assert check(adapter="dora", format="diffusers") == []
     (said,) = check(adapter="dora", dora_axis="input")
-    assert said.endswith("diffusers leaves DoRA's magnitude out; ComfyUI applies all")
+    assert said.endswith("diffusers ignores DoRA's magnitude; ComfyUI applies them completely")
     assert "diffusers loads LoRA only" in check(adapter="loha")[0]
 
 
@@ -118,7 +121,7 @@ EVERY = ("unet", "text_encoder", "text_encoder_2")
     ],
     ids=str,
 )
-def test_an_adapter_to_start_from_that_suits(
+def test_an_initial_adapter_that_fits(
     check: Check, save: Save, saved: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     path = save(**saved)
@@ -139,12 +142,16 @@ def test_an_adapter_to_start_from_that_suits(
             "text_encoder and text_encoder_2, which would be dropped: give --tr",
         ),
         ({}, {"train_text_encoder": True}, "no adapters on text_encoder and text_encoder_2: leave"),
-        ({}, {"target_modules": ["to_q"]}, "is not in the file, but among these"),
-        ({}, {"target_modules": ["attn2.to_q"]}, "to_k is in the file, not among these"),
+        ({}, {"target_modules": ["to_q"]}, "is among the layers of the settings, not in the file"),
+        (
+            {},
+            {"target_modules": ["attn2.to_q"]},
+            "to_k is in the file, not among the layers of the settings",
+        ),
     ],
     ids=str,
 )
-def test_an_adapter_to_start_from_that_does_not_suit(
+def test_an_initial_adapter_that_does_not_fit(
     check: Check, save: Save, saved: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     given = {"rank": 4, "alpha": 2.0, "target_modules": TARGETS, **settings}
@@ -152,7 +159,7 @@ def test_an_adapter_to_start_from_that_does_not_suit(
         check(initial_adapter=str(save(**saved)), **given)
 
 
-def test_an_adapter_of_another_model_is_no_start(check: Check, tmp_path: Path) -> None:
+def test_an_initial_adapter_of_another_model_is_rejected(check: Check, tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     tc.save_file({"lora_unet_x_to_q.lora_down.weight": tc.ones((2, 4))}, path)
     with pytest.raises(
@@ -173,7 +180,7 @@ def test_an_adapter_of_another_model_is_no_start(check: Check, tmp_path: Path) -
     ],
     ids=str,
 )
-def test_what_has_no_effect_on_the_pictures_is_refused(
+def test_settings_without_effect_on_the_images_are_rejected(
     sdxl_base: Path, sdxl_folder: Path, settings: dict[str, Any], message: str
 ) -> None:
     config = TrainConfig(model="sdxl", dataset=str(sdxl_folder), resolution=64, **settings)

@@ -1,4 +1,4 @@
-"""The estimate against what the tape, the optimizer and the models really hold."""
+"""The estimate of memory against the bytes that the tape, the optimizer and the models hold."""
 
 import math
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_activations_are_what_the_tape_holds_within_a_seventh(
         loss.backward()
     estimated = items(sdxl_base, config)["unet activations"]
     if checkpointing == "full":
-        # Backward recomputes one block at a time, which the estimate adds.
+        # The backward pass recomputes one block at a time. The estimate includes that block.
         assert max(held) < estimated < 5 * max(held)
     else:
         assert estimated == pytest.approx(max(held), rel=1 / 7)
@@ -102,7 +102,7 @@ def weight_bytes(model: tc.models.Model) -> int:
     return sum(tensor.nbytes for tensor in model.named_tensors().values())
 
 
-def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
+def test_batches_for_encoding_fill_half_of_the_free_memory(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     facts = facts_of(sdxl_base, "sdxl")
@@ -122,7 +122,7 @@ def test_as_many_pictures_are_encoded_at_once_as_half_of_what_is_free_holds(
     assert encode_area(facts, config.with_(device="cpu"), math.inf) == 0
 
 
-def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
+def test_the_estimate_depends_on_the_images_that_are_encoded_at_once(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")
@@ -138,7 +138,7 @@ def test_the_estimate_knows_how_many_pictures_are_encoded_at_once(
         )
         return found
 
-    # All eight images fit at once, or only one.
+    # With the first limit all eight images are encoded at once, with the second one by one.
     assert activations(80 * 2**30) > 6 * activations(0)
     assert (
         activations(0)
@@ -154,7 +154,7 @@ def test_a_single_file_is_estimated_like_its_folder(
         assert items(sdxl_file, config, phase) == items(sdxl_base, config, phase)
 
 
-def test_on_a_gpu_what_stays_in_host_memory_is_left_out(
+def test_the_estimate_of_a_gpu_leaves_host_memory_out(
     sdxl_base: Path, configure: Callable[..., TrainConfig]
 ) -> None:
     config = configure(device="cuda", precision="bf16")

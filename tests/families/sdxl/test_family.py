@@ -1,4 +1,4 @@
-"""Losses and drawn images, against the same computations written out."""
+"""Losses and drawn images against the same computations written out."""
 
 import shutil
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_the_loss_is_that_of_epsilon_prediction(
     batch = split.train.batches(2).batch(0)
     loss = split.train.loss(split.train.inputs(batch)).item()
 
-    # The same from the parts: encoders, posterior, schedule, UNet.
+    # Compute the same loss from the parts: encoders, posterior, schedule, UNet.
     encoders = TextEncoders.load(SDXL(sdxl_base, "f32", "cpu"))
     vae = tc.models.AutoencoderKL.from_pretrained(sdxl_base, dtype="f32")
     dataset = task.read(lambda _: None).train
@@ -119,7 +119,7 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
     assert tc.get_rng_state() == state
     assert (first.shape, first.dtype) == ((1, 48, 32, 3), np.uint8)
     np.testing.assert_array_equal(draw(), first)
-    # The second image has the seed that follows.
+    # The second image has the next seed.
     np.testing.assert_array_equal(draw("a dog", "a cat", seed=2)[1:], first)
     changes: list[dict[str, Any]] = [
         {"seed": 4},
@@ -134,7 +134,7 @@ def test_samples_depend_on_seed_prompt_and_every_option(sdxl_base: Path) -> None
     assert not np.array_equal(draw("a dog"), first)
 
 
-def test_guidance_one_is_the_prompt_alone(sdxl_base: Path) -> None:
+def test_guidance_of_one_uses_the_prompt_alone(sdxl_base: Path) -> None:
     task = SDXL(sdxl_base, "f32", "cpu").task()
     found = task.draw(["x"], SampleOptions(steps=2, guidance=1.0, size=(32, 32), seed=1))
     schedule = tc.train.NoiseSchedule()
@@ -172,13 +172,13 @@ def test_encoders_are_not_loaded_for_what_is_cached(
         assert found[name].tolist() == tensor.tolist(), name
 
 
-def test_sizes_that_do_not_suit_are_refused(sdxl_base: Path) -> None:
+def test_sizes_that_do_not_suit_are_rejected(sdxl_base: Path) -> None:
     task = SDXL(sdxl_base, "f32", "cpu").task()
     with pytest.raises(ConfigError, match="the size is 33x32 px, expected multiples of 2"):
         task.draw(["x"], SampleOptions(size=(33, 32)))
 
 
-def test_what_is_no_sdxl_model_is_refused(
+def test_files_that_are_no_sdxl_model_are_rejected(
     sdxl_base: Path, digits_base: Path, sdxl_file: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(MissingFileError, match="there is no file or folder"):
@@ -222,7 +222,7 @@ def test_a_part_of_a_pipeline_is_recognised(sdxl_base: Path) -> None:
         facts(sdxl_base / "unet")
 
 
-def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_other_blocks_is_rejected_without_configurations(tmp_path: Path) -> None:
     base = SDXL.default_weights()
     assert base is not None
     path = tmp_path / "merged.safetensors"
@@ -232,7 +232,7 @@ def test_a_file_whose_blocks_are_others_is_refused(tmp_path: Path) -> None:
     tc.save_file(tensors, path)
     with pytest.raises(WeightsFormatError, match="give the folder of its pipeline"):
         facts(path)
-    # Unless its header says what it is.
+    # A file with the configurations in its header is accepted.
     configs = {
         f"trainable_candle.config.{name}": (base / name / "config.json").read_text()
         for name in SDXL.parts
@@ -254,14 +254,14 @@ def test_a_tokenizer_that_does_not_fit_is_named(
         TextEncoders.load(SDXL(tmp_path / "base", "f32", "cpu"))
 
 
-def test_a_picture_of_no_numbers_is_an_error(sdxl_base: Path) -> None:
+def test_a_non_finite_image_is_an_error(sdxl_base: Path) -> None:
     task = SDXL(sdxl_base, "f32", "cpu").task()
     adapter = task.family.model.add_adapter(
         tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=["to_q"])
     )
     for var in adapter.parameters():
         var.set(tc.full(var.shape, float("nan")))
-    with pytest.raises(NonFiniteError, match="sample: the image has values that are not finite"):
+    with pytest.raises(NonFiniteError, match="sample: the image has non-finite values"):
         task.draw(["x"], SampleOptions(steps=1, size=(32, 32)))
 
 
@@ -295,7 +295,7 @@ def test_time_ids_are_those_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize("clip_skip", [0, 1])
-def test_no_gradient_leads_to_the_layers_that_are_left_out(
+def test_layers_that_clip_skip_leaves_out_get_no_adapter(
     sdxl_base: Path, configure: Callable[..., TrainConfig], clip_skip: int
 ) -> None:
     config = configure(train_text_encoder=True, clip_skip=clip_skip, adapter="dora")

@@ -1,4 +1,4 @@
-"""The names of caches: what their entries depend on changes them, and nothing else does."""
+"""The identities of caches change with everything that entries depend on, and with nothing else."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def test_a_tokenizer_that_is_missing_is_the_shipped_one(sdxl_base: Path, tmp_pat
 
 
 @pytest.mark.parametrize("identity", [latents_identity, text_identity])
-def test_of_one_file_the_configurations_beside_it_count(
+def test_configurations_beside_a_single_file_count(
     sdxl_file: Path, tmp_path: Path, identity: Callable[[Path], Mapping[str, str]]
 ) -> None:
     shutil.copytree(sdxl_file.parent, tmp_path / "base")

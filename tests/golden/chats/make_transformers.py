@@ -2,8 +2,8 @@
 
     python make_transformers.py
 
-Needs transformers 5.23 and jinja2. Templates are in the styles of published ones. The masks of
-those without `{% generation %}` come from a copy that has the tag around content and end of turn.
+Needs transformers 5.23 and jinja2. Templates are in the styles of published ones. If a
+template lacks `{% generation %}`, its masks come from a copy with that tag around each answer.
 """
 
 import datetime as dt

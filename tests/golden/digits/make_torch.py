@@ -1,4 +1,4 @@
-"""Make the files beside this one: a small digits transformer, an input, and what torch makes of it.
+"""Make the files beside this one: a small digits transformer, an input, and torch's results.
 
 Run with torch and safetensors installed: python make_torch.py
 """

@@ -1,4 +1,4 @@
-"""What transformers writes greedily after prompts, with the tiny models of this folder.
+"""Tokens that transformers generates greedily with the tiny models of this folder.
 
 Run with torch 2.11.0 and transformers 5.23.0. Writes `continued.json`.
 """

@@ -94,7 +94,7 @@ def main() -> None:
                 )
                 parameter.copy_(parameter.bfloat16())
             for row, length in enumerate(mask.sum(1).tolist()):
-                # By itself, in a model that has seen no longer row, which "dynamic" remembers.
+                # Each row by itself, in a fresh model: "dynamic" remembers the longest row so far.
                 tensors[f"{name}|logits.{row}"] = copy.deepcopy(model)(
                     ids[row : row + 1, :length]
                 ).logits[0]

@@ -4,7 +4,7 @@
     python make_averaged.py averaged.safetensors
 
 `CASE.pN` is parameter N after the last gradients; `CASE.evalN` is what schedulefree's `eval` makes
-of it. Torch rounds Muon's products to bf16: here its function computes them in f64.
+of it. Torch rounds Muon's products to bf16; this script makes torch's function compute them in f64.
 """
 
 import inspect
@@ -44,7 +44,7 @@ SCHEDULE_FREE = {
 
 
 def trained(optimizer, params, tensors):
-    """Steps over the gradients."""
+    """Take a step for each gradient."""
     for step in range(STEPS):
         for i, param in params.items():
             param.grad = tensors[f"grad{i}.{step}"].reshape(param.shape).clone()
@@ -61,7 +61,7 @@ def main(path: str) -> None:
         for i, shape in enumerate(SHAPES):
             tensors[f"grad{i}.{step}"] = torch.randn(shape, dtype=torch.float64)
     for case, arguments in MUON.items():
-        # Torch's takes matrices alone.
+        # Torch's Muon takes only matrices.
         shapes = {i: shape for i, shape in enumerate(SHAPES) if len(shape) > 1}
         start = {i: tensors[f"p{i}"].reshape(s[0], -1).clone() for i, s in shapes.items()}
         params = {i: torch.nn.Parameter(p) for i, p in start.items()}

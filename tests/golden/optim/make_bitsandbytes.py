@@ -3,8 +3,8 @@
     pip install bitsandbytes==0.50.2 torch==2.11.0 safetensors
     python make_bitsandbytes.py bitsandbytes.safetensors
 
-Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` are the values after the first and
-the last step of a parameter of N elements, `NAME.STATE.N` the states after the last. The smaller
+Needs a GPU: the CUDA kernels are the reference. `NAME.pSTEP.N` are the values of a parameter of N
+elements after the first and the last step, `NAME.STATE.N` its states after the last. The smaller
 parameter is below `min_8bit_size`, so its states are f32. The stored file comes from the same calls
 with other random numbers.
 """

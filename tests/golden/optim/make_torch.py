@@ -3,7 +3,7 @@
     pip install torch==2.11.0 transformers==5.23.0 safetensors
     python make_torch.py torch.safetensors
 
-All on the CPU. `NAME.p` and the states `NAME.STATE` are those after the last gradient, `grad.I`.
+All runs are on the CPU. `NAME.p` and `NAME.STATE` are the values after the last gradient `grad.I`.
 """
 
 import sys
@@ -35,7 +35,7 @@ CASES = {
         },
     ),
 }
-# Shapes that Adafactor treats in other ways: a vector, two matrices.
+# Adafactor treats a vector and a stack of matrices differently from one matrix.
 ADAFACTOR_SHAPES = {"vector": (1073,), "matrices": (2, 16, 30)}
 SCHEDULES = {
     "constant": (optimization.get_constant_schedule_with_warmup, {"num_warmup_steps": 10}),

@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def per_input(base: Net, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """DoRA with one magnitude for each input, the norm a constant in the backward."""
+    """DoRA with one magnitude for each input; the norm is a constant in the backward pass."""
     found, weights, trained = {}, {}, {}
     for name in TARGETS:
         layer = getattr(base, name)

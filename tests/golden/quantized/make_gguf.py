@@ -1,7 +1,7 @@
 """Blocks of ggml's formats and their values, by gguf-py 0.19 (pip install gguf).
 
-Writes gguf.npz: `X.blocks`, random bytes with scales of every size, and `X.values` in f32; of the
-formats that are made, `X.made`, the blocks of `weights`.
+Writes gguf.npz: for each format X, `X.blocks`, random bytes with scales of every size, and their
+`X.values` in f32; for formats that the library also writes, `X.made`, the blocks of `weights`.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-# Where a block has its f16 scales.
+# Byte offsets of the f16 scales in a block.
 SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),

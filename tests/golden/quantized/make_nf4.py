@@ -1,10 +1,10 @@
-"""What bitsandbytes makes of small matrices.
+"""The codes and scales of small matrices by bitsandbytes.
 
     pip install torch==2.11.0 bitsandbytes==0.50.2
     python tests/golden/quantized/make_nf4.py
 
-Codes of scales are the nearest of the map: those of the CPU's library are off by one at some
-borders, where its table has too few entries; the CUDA kernels and its fallback in torch are exact.
+Each scale gets the nearest code of the map. bitsandbytes' library for CPUs is off by one at some
+borders, because its table has too few entries; its CUDA kernels and its torch fallback are exact.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def matrix(rows: int, columns: int) -> torch.Tensor:
-    """Values that tests make again: no generator of another library is needed."""
+    """Values from a formula, so that tests can compute them without another library's generator."""
     i = torch.arange(rows * columns, dtype=torch.float64)
     values = (torch.sin(i * 0.7) + torch.sin(i * i * 0.013) * torch.sin(i * 0.0031) ** 5) * 0.05
     return values.float().reshape(rows, columns)
@@ -26,7 +26,7 @@ def matrix(rows: int, columns: int) -> torch.Tensor:
 def main() -> None:
     """Write `nf4.npz`."""
     found = {}
-    # Blocks over the ends of rows, a last block that is short, an odd number of elements.
+    # Blocks that cross ends of rows, a short last block, an odd number of elements.
     for name, rows, columns in [("whole", 96, 256), ("ragged", 37, 91)]:
         for dtype in (torch.float32, torch.bfloat16):
             x = matrix(rows, columns).to(dtype)

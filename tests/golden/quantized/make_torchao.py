@@ -1,11 +1,11 @@
-"""What torchao makes of a small matrix in quantization-aware training.
+"""Rounded values and gradients of a small matrix by torchao's quantization-aware training.
 
     pip install torch==2.11.0 torchao==0.18.0
     python tests/golden/quantized/make_torchao.py
 
-Writes torchao.npz: of `matrix` and each format the fake quantized `values` and the `gradient` of
-their sum, scales held fixed. Integers are symmetric: int8 with codes from -127 to 127 and a scale a
-row, int4 as `IntxFakeQuantizeConfig(torch.int4, group_size=32)` has it.
+Writes torchao.npz: for each format, the fake quantized `values` of `matrix`, and the `gradient` of
+their sum with fixed scales. Integers are symmetric: int8 has codes from -127 to 127 and one scale
+for each row, int4 is that of `IntxFakeQuantizeConfig(torch.int4, group_size=32)`.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ def main() -> None:
         found[f"{name}.values"] = y.detach().numpy()
         if name != "fp8":
             y.sum().backward()
-            # Divided by the scale and multiplied again.
+            # Nearly integers: torchao divides by the scale and multiplies again.
             found[f"{name}.gradient"] = x.grad.numpy().round().astype(np.int8)
             assert np.abs(x.grad.numpy() - found[f"{name}.gradient"]).max() < 1e-6
     np.savez_compressed(HERE / "torchao.npz", **found)

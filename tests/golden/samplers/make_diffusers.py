@@ -3,8 +3,8 @@
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
 
-In f64: the schedulers ask torch and numpy for `float32`, which is `float64` while they run. In f32
-they subtract numbers of 10,000 whose difference is 50. Noise and conditions are f32.
+The schedulers compute in f64: `float32` of torch and numpy is `float64` while they run. In f32 they
+would subtract numbers near 10,000 that differ by 50. Noise and conditions are f32.
 """
 
 import json

@@ -3,7 +3,7 @@
 pip install torch==2.11.0 diffusers==0.42.1 safetensors
 python make_diffusers.py diffusers.safetensors
 
-In f64, as f32 loses digits in 1 - alpha where alpha is near 1: diffusers builds its tables in
+Tables are f64, since f32 loses digits in 1 - alpha where alpha is near 1: diffusers builds them in
 `torch.float32`, which is `torch.float64` here. Latents and noise are f32.
 """
 

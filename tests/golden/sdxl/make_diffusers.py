@@ -1,15 +1,14 @@
-"""Make the files beside this one: a tiny SDXL with random weights, inputs, and what diffusers,
-transformers and peft make of them.
+"""Make the files beside this one: a tiny SDXL with random weights, inputs, and the results of
+diffusers, transformers and peft.
 
 Run with torch 2.11, diffusers 0.42.1, transformers 5.23, peft 0.21 and safetensors installed:
 python make_diffusers.py
 
-`original_names.json.gz` says where the tensors of a model of these numbers of layers are in an
-original checkpoint: key -> folder, parameter, and the form ("plain", "transposed", "pointwise", or
-which third of its rows), as found by comparing a model with what diffusers'
-convert_diffusers_to_original_sdxl.py made of it. `unet_shapes.json`: the names and shapes of SDXL's
-UNet, of diffusers' model on the meta device, as `folded` of transformers/make_diffusers.py writes
-them.
+`original_names.json.gz` maps each key of an original checkpoint to a folder, a parameter and a form
+("plain", "transposed", "pointwise", or a third of its rows), for models with these numbers of
+layers. It was found by comparing a model with the output of diffusers'
+convert_diffusers_to_original_sdxl.py. `unet_shapes.json` has the names and shapes of diffusers'
+model of SDXL's UNet, in the format of `folded` in transformers/make_diffusers.py.
 """
 
 import copy
@@ -33,7 +32,7 @@ VOCABULARY, POOLED, CONTEXT = 200, 12, 20
 
 
 def randomized(model: Module) -> Module:
-    """Every parameter matters, and is a bf16 value, so that files of bf16 hold it."""
+    """Give every parameter values that have an effect, and that bf16 files hold exactly."""
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             if parameter.ndim >= 2:
@@ -67,7 +66,7 @@ def adapter_case(
     targets: list[str],
     **options: bool,
 ) -> None:
-    """A peft adapter: its start, the gradients of one step, the losses of four."""
+    """A peft adapter: its initial values, the gradients of one step, the losses of four steps."""
     model.requires_grad_(False)
     config = LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
     model = inject_adapter_in_model(config, model).train()
@@ -104,7 +103,7 @@ def adapter_case(
 
 
 def unet() -> None:
-    """The UNet, with an odd size that the way up must meet, and adapters on it."""
+    """The UNet on latents of an odd size, which up-sampling must restore, and adapters on it."""
     sizes = {
         "block_out_channels": (8, 8, 24),
         "norm_num_groups": 4,
@@ -181,7 +180,7 @@ def autoencoder() -> None:
 
 
 def text_encoders() -> None:
-    """Both encoders; the first with the id that old files give for the end of a text."""
+    """Both encoders; the first has the id of a text's end that old files have."""
     ids = torch.randint(3, VOCABULARY - 2, (3, 17))
     ids[0, 5:], ids[1, 9:], ids[2, -1] = VOCABULARY - 1, VOCABULARY - 1, VOCABULARY - 1
     common = {
@@ -219,7 +218,7 @@ def text_encoders() -> None:
         store(model, name)
         if name == "text_encoder_2":
             ids = ids.clone()
-            # One text ends twice, one not at all.
+            # One text has two ends, another has none.
             ids[ids == 7], ids[0, 4], ids[0, 8], ids[2, 11] = 8, 7, 7, 7
         output = model(ids, output_hidden_states=True)
         pooled = output.text_embeds if name == "text_encoder_2" else output.pooler_output

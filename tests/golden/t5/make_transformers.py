@@ -1,9 +1,9 @@
-"""Tiny T5 encoders with random weights and what transformers makes of token ids.
+"""Tiny T5 encoders with random weights, and transformers' results for token ids.
 
     python make_transformers.py FOLDER
 
-Needs torch 2.11 and transformers 5.23. Weights are bf16 numbers. `large` comes from weights under
-which f16 overflows: in the stream, in the gated product and in the results of `wo`.
+Needs torch 2.11 and transformers 5.23. Weights are bf16 numbers. `large` comes from weights that
+make f16 overflow: in the residual stream, in the gated product and in the results of `wo`.
 `full_size.json` has the names and shapes of T5 1.1 XXL's encoder: `*` means the number of a
 block, followed by how many blocks have the name.
 """
@@ -70,7 +70,7 @@ def main():
     mask = torch.ones_like(ids)
     mask[0, 20:] = 0
     mask[1, :3] = 0
-    # Distances beyond the furthest that the table tells apart.
+    # Distances beyond the largest that the table distinguishes.
     long = torch.randint(2, TOKENS, (1, 150))
     for name, sizes in SIZES.items():
         model = random_model(config(FORM[name], **sizes))

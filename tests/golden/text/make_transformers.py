@@ -2,8 +2,8 @@
 
     python make_transformers.py MERGES.txt.gz | gzip -9n > transformers.json.gz
 
-MERGES is bpe_simple_vocab_16e6.txt.gz as OpenAI publishes it; the vocabulary is built here the way
-CLIP's own code does.
+MERGES is bpe_simple_vocab_16e6.txt.gz as OpenAI publishes it; this script builds the vocabulary
+like CLIP's own code.
 """
 
 import gzip

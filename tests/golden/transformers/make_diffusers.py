@@ -1,4 +1,4 @@
-"""Tiny models of SD3.5, Flux, Chroma, FLUX.2 and Z-Image, and what diffusers and peft make of them.
+"""Tiny models of SD3.5, Flux, Chroma, FLUX.2 and Z-Image, and results of diffusers and peft.
 
     python make_diffusers.py FOLDER
 
@@ -74,7 +74,7 @@ MODULATION = ["norm1.linear", "norm1_context.linear"]
 
 
 def randomize(model):
-    """Every parameter other than its usual start, so that a missing one shows."""
+    """Give every parameter unusual initial values, so that a missing parameter shows."""
     with torch.no_grad():
         for name, value in model.named_parameters():
             if value.ndim >= 2:
@@ -156,7 +156,7 @@ def texts(length):
 
 
 def positions(height, width, length, axes):
-    """Of the tokens of an image and of a text, for rotary embedding."""
+    """Positions of the tokens of an image and of a text, for rotary embedding."""
     image = torch.zeros(height, width, axes)
     image[..., 1] += torch.arange(height)[:, None]
     image[..., 2] += torch.arange(width)
@@ -167,7 +167,7 @@ def positions(height, width, length, axes):
 
 
 def sd3_model():
-    """Its table of positions is computed, and stored as bf16 too."""
+    """The model's table of positions is computed, but stored in bf16 like the weights."""
     model = SD3Transformer2DModel(**SD3)
     model.pos_embed.pos_embed.copy_(model.pos_embed.pos_embed.bfloat16())
     return model
@@ -198,8 +198,8 @@ def flux():
 
 
 def chroma():
-    """Texts of which 7 and 3 tokens are read, as `ChromaPipeline` masks them (there with numbers
-    that attention adds to its scores, where the original code has a mask of booleans)."""
+    """Texts of 7 and 3 tokens and their padding, with the mask of booleans of the original code.
+    `ChromaPipeline` makes a mask of numbers, which attention adds to its scores."""
     height, width, length = 3, 2, 7
     x = torch.randn(2, height * width, 64).requires_grad_()
     inputs = {"hidden_states": x} | texts(length) | positions(height, width, length, 3)
@@ -218,7 +218,7 @@ def chroma():
 
 
 def z_image():
-    """24 tokens of an image, of which 32 are made; captions of which one is longer than 32."""
+    """24 tokens of an image, which are padded to 32; one caption is longer than 32 tokens."""
     lengths = torch.tensor([37, 19])
     x = torch.randn(2, 16, 12, 8).requires_grad_()
     text, times = torch.randn(2, 37, 40), torch.tensor([0.113, 0.871])
@@ -230,7 +230,7 @@ def z_image():
 
     inputs = {"hidden_states": x, "encoder_hidden_states": text, "timestep": times,
               "lengths": lengths.float()}  # fmt: skip
-    # The last layer has an activation under the name of the blocks' linear layers.
+    # In the last layer, `adaLN_modulation.0` is an activation, not a linear layer.
     modulation = [f"{block}.adaLN_modulation.0" for block in ("layers.1", "noise_refiner.0")]
     linear = [*ATTENTION, "w1", "w2", "w3", "cap_embedder.1", *modulation]
     family("zimage", lambda: ZImageTransformer2DModel(**Z_IMAGE), inputs, call, linear, ATTENTION)
@@ -251,7 +251,7 @@ def flux2():
 
 
 def autoencoder():
-    """FLUX.2's, whose statistics of latents are not the usual 0 and 1."""
+    """The autoencoder of FLUX.2, with statistics of latents other than the initial 0 and 1."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2,
              "up_block_types": ("UpDecoderBlock2D",) * 2}  # fmt: skip
     sizes = {"block_out_channels": (8, 16), "norm_num_groups": 8, "layers_per_block": 1,
@@ -302,7 +302,7 @@ def full_size():
         }
     folder = OUTPUT / "full_size"
     folder.mkdir(exist_ok=True)
-    # Chroma has what Flux has but for its modulation: what it has beside.
+    # Chroma has Flux's parameters without the modulation: store only those that Flux lacks.
     flux = models["flux_dev"].state_dict()
     with torch.device("meta"):
         chroma = ChromaTransformer2DModel().state_dict()

@@ -1,9 +1,9 @@
-"""How ComfyUI applies an adapter file, by the facts of its key map and formulas.
+"""ComfyUI's way to apply an adapter file, written from its key map and formulas.
 
-The models have the original names there, with queries, keys and values in one matrix. ComfyUI's
-map of names (`lora.py`) has them under `diffusion_model.` and, with underscores, `lora_unet_`; and
-diffusers' under `transformer.`, each for a slice of rows. Its `weight_adapter` has the formulas.
-The facts are those of ComfyUI at ec93dcac; nothing here knows the library's own tables.
+ComfyUI's models have the original names, with queries, keys and values in one matrix. Its map of
+names (`lora.py`) lists these under `diffusion_model.` and, with underscores, under `lora_unet_`; it
+lists diffusers' names under `transformer.`, each for a slice of rows. Its `weight_adapter` has the
+formulas. The facts are those of ComfyUI at ec93dcac; the library's own tables are not used here.
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def without_modulation(flux: dict[str, Slice], layers: int) -> dict[str, Slice]:
 
 
 def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
-    """As `flux_slices`, for SD3.5, whose first `dual` blocks have two attentions."""
+    """Like `flux_slices`, for SD3.5, whose first `dual` blocks have two attentions."""
     found = {
         "context_embedder": Slice("context_embedder"),
         "proj_out": Slice("final_layer.linear"),
@@ -116,7 +116,7 @@ def sd3_slices(blocks: int, dual: int) -> dict[str, Slice]:
 
 
 def flux2_slices(blocks: int, singles: int) -> dict[str, Slice]:
-    """As `flux_slices`, for FLUX.2, whose single blocks have the original matrices."""
+    """Like `flux_slices`, for FLUX.2, whose single blocks have the original matrices."""
     found = {
         "x_embedder": Slice("img_in"),
         "context_embedder": Slice("txt_in"),
@@ -143,7 +143,7 @@ def flux2_slices(blocks: int, singles: int) -> dict[str, Slice]:
 
 
 def z_image_slices(layers: int, refiners: int) -> dict[str, Slice]:
-    """As `flux_slices`, for Z-Image."""
+    """Like `flux_slices`, for Z-Image."""
     found = {
         "all_x_embedder.2-1": Slice("x_embedder"),
         "all_final_layer.2-1.linear": Slice("final_layer.linear"),
@@ -184,7 +184,7 @@ def applied(
     """The original matrices after ComfyUI has loaded a file at strength 1.
 
     Raises:
-        KeyError: it knows no such key, which it logs and leaves out.
+        KeyError: ComfyUI does not know a key; it would log the key and ignore it.
     """
     modules: dict[str, Slice] = {}
     for layer, place in slices.items():

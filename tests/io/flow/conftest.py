@@ -23,7 +23,7 @@ COMMON = (*UNPOOLED, "pooled_projections")
 RANK, ALPHA = 4, 6.0
 EVERYWHERE: dict[str, Any] = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["all-linear"]}
 KINDS: dict[str, dict[str, Any]] = {
-    # As the families do by default: Flux's single blocks without the middle of their MLP.
+    # The families' default: in Flux's single blocks, all layers but the middle of the MLP.
     "attention": EVERYWHERE | {"target_modules": ["to_q", "to_k", "to_v", "to_out.0"]},
     "lora": EVERYWHERE,
     "rslora": EVERYWHERE | {"use_rslora": True},
@@ -43,7 +43,7 @@ class Family(NamedTuple):
     kind: type[Model]
     inputs: tuple[str, ...]
     layer: str = "transformer_blocks.0.attn.to_q"
-    """One of its layers."""
+    """A layer of the transformer."""
     native: tuple[str, ...] = ()
     """Layers that ComfyUI knows by their original names only."""
 

@@ -60,7 +60,7 @@ def test_comfyui_merges_the_same(
 
 
 @pytest.mark.parametrize("kind", ["dora"])
-def test_what_comfyui_leaves_out_is_said(
+def test_what_comfyui_ignores_is_reported(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "adapter.safetensors"
@@ -68,17 +68,17 @@ def test_what_comfyui_leaves_out_is_said(
     report = tc.verify_adapter(path, family.name, family.pipeline(tmp_path / "base"))
     assert not report.good
     reasons = {m.changed_by.get("ComfyUI") for m in report.modules}
-    assert reasons == {"it knows DoRA's magnitude as dora_scale only"}
+    assert reasons == {"it only knows DoRA's magnitude as dora_scale"}
     assert not any("diffusers" in {**m.changed_by, **m.ignored_by} for m in report.modules)
 
 
-def test_layers_that_comfyui_knows_by_other_names_are_said(
+def test_layers_that_comfyui_knows_by_other_names_are_reported(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
     if not family.native:
         return
     path, base = tmp_path / "adapter.safetensors", family.pipeline(tmp_path / "base")
-    for form, ignored in (("diffusers", {"it knows no such key"}), ("comfyui", {None})):
+    for form, ignored in (("diffusers", {"it does not know this key"}), ("comfyui", {None})):
         adapter = attach(family.load(), "lora", target_modules=list(family.native))
         adapter.save(path, format=form)
         report = tc.verify_adapter(path, family.name, base)

@@ -12,19 +12,19 @@ from .conftest import FAMILIES, KINDS, RANK, Family, merged
 
 CANNOT = {
     # Queries, keys, values and the middle of the MLP are one matrix under these names.
-    ("kohya", "lokr"): "it is not such a product of two factors; save with format \"comfyui\"",
-    ("kohya", "dora_input"): "one magnitude for each input there",
+    ("kohya", "lokr"): "apply to all rows of the matrix; save with format \"comfyui\"",
+    ("kohya", "dora_input"): "it has one magnitude for each input, which",
     ("kohya", "dora_attention"): "would change the layers in it that have no adapter",
     ("diffusers", "loha"): 'save with format "comfyui"',
     ("diffusers", "lokr"): 'save with format "comfyui"',
-    ("diffusers", "dora_input"): "no DoRA with a magnitude for each input",
-    ("peft", "dora_input"): "no DoRA with a magnitude for each input",
+    ("diffusers", "dora_input"): "does not support DoRA with a magnitude for each input",
+    ("peft", "dora_input"): "does not support DoRA with a magnitude for each input",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("format", ["diffusers", "comfyui", "kohya", "peft"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_come_back_as_they_were(
+def test_saved_adapters_load_unchanged(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str, format: str
 ) -> None:
     path = tmp_path / "adapter.safetensors"
@@ -62,7 +62,7 @@ def test_the_default_form_has_the_scale_in_its_factors(
     tensors = tc.load_file(tmp_path / "adapter.safetensors")
     layer = family.layer
     up = adapter.named_parameters()[f"{layer}.lora_B.weight"].numpy()
-    # The scale is 6 over the root of 4.
+    # The scale is 6 divided by the root of 4.
     found = tensors[f"transformer.{layer}.lora_B.weight"].numpy()
     np.testing.assert_allclose(found, 3 * up, rtol=1e-6)
     assert not any(name.endswith(".alpha") for name in tensors)
@@ -75,7 +75,7 @@ def test_the_default_form_has_the_scale_in_its_factors(
 
 
 def save_arrays(path: Path, arrays: dict[str, np.ndarray]) -> Path:
-    """A file as another tool would have written it."""
+    """Write a file as another tool would."""
     tc.save_file({name: tc.tensor(np.ascontiguousarray(a)) for name, a in arrays.items()}, path)
     return path
 
@@ -84,7 +84,7 @@ def drawn(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape) + sum(shape)).normal(0, 0.1, shape).astype(np.float32)
 
 
-# Names of one layer as other tools write them, in kohya's files with an alpha.
+# Names of one layer as other tools write them; kohya's files also have an alpha.
 BLOCK, FLAT = "transformer_blocks.1.attn.to_out.0", "transformer_blocks_1_attn_to_out_0"
 PEFT, KOHYA = ("lora_A", "lora_B"), ("lora_down", "lora_up")
 TO_OUT = {
@@ -125,7 +125,7 @@ def test_names_of_other_tools_are_read(tmp_path: Path, name: str, tool: str) -> 
 
 
 def test_verify_says_who_reads_musubis_files_of_z_image(tmp_path: Path) -> None:
-    """diffusers reads all of it, ComfyUI only the layers that have the same names there."""
+    """diffusers reads the whole file, ComfyUI only layers whose original names are the same."""
     arrays = {}
     for layer, rows, columns in (("attention_to_q", 64, 64), ("feed_forward_w2", 64, 170)):
         module = f"lora_unet_layers_0_{layer}"
@@ -169,7 +169,7 @@ MODULE = {
 def test_a_matrix_of_several_layers_is_split(
     family: Family, tmp_path: Path, style: str, kind: str
 ) -> None:
-    """As sd-scripts and LyCORIS train it: the layers share their factors."""
+    """sd-scripts and LyCORIS train such an adapter: its layers share their factors."""
     model = family.load()
     base = {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
     names = [f"{layer}.weight" for layer in LAYERS[family.name]]
@@ -221,11 +221,11 @@ def test_a_matrix_of_several_layers_is_split(
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("lokr_w1", (4, 8), "is of 3 layers together"),
+        ("lokr_w1", (4, 8), "is one parameter of 3 layers together"),
         ("lora_up.weight", (191, 3), "expected rows in 3 equal shares"),
     ],
 )
-def test_what_cannot_be_split_is_refused(
+def test_adapters_that_cannot_be_split_are_rejected(
     tmp_path: Path, name: str, shape: tuple[int, int], message: str
 ) -> None:
     module = "lora_unet_joint_blocks_0_x_block_attn_qkv"

@@ -14,7 +14,7 @@ from .conftest import FAMILIES, Family
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
-# diffusers itself uses what it deprecates.
+# diffusers uses a class that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 LINEAR1 = [r"single_transformer_blocks\.\d+\.(attn\.to_.|proj_mlp)"]
@@ -55,7 +55,7 @@ def prediction(family: Family, model: Any) -> np.ndarray:
             given["attention_mask"] = torch.cat([read, image], dim=1)
         if family.name != "zimage":
             return model(**given).sample.numpy()
-        # One by one, and each without the padding of its text.
+        # Predict each sample alone, without the padding of its text.
         lengths = given["lengths"].long().tolist()
         texts = [t[:n] for t, n in zip(given["encoder_hidden_states"], lengths, strict=True)]
         images = [image[:, None] for image in given["hidden_states"]]
@@ -94,7 +94,7 @@ def test_peft_computes_the_same(
 def test_diffusers_reads_kohyas_names_of_flux(
     attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
-    """diffusers' converter expects the published width of `linear1`, which is left out here."""
+    """diffusers' converter expects the published width of `linear1`, so the test leaves it out."""
     family = FAMILIES["flux"]
     model = family.load()
     base = family.predict(model)
@@ -129,7 +129,7 @@ STYLES = ("default", "alpha", "OneTrainer", "peft", "bare", "comfyui", "kohya", 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("style", STYLES)
-def test_what_verify_says_of_diffusers_is_so(
+def test_verify_is_right_about_diffusers(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, style: str, kind: str
 ) -> None:
     path = tmp_path / "adapter.safetensors"

@@ -1,8 +1,8 @@
 // The backward pass with the matrix instructions and the copy engine of compute capability 9.0. A block has a tile of 128 keys, 64
 // for each of its two groups of four warps, and goes over tiles of queries; one thread copies what the groups multiply.
 //
-// The gradients of a tile's queries are sums over all tiles of keys. The blocks add to them, in f32 in memory, in an order that only
-// the sizes decide: the order in which blocks would reach the tile if all steps took equally long, so waits are short. As blocks wait
+// The gradients of a tile's queries are sums over all tiles of keys. The blocks add to them, in f32 in memory, in an order that depends
+// on the sizes alone: the order in which blocks would reach the tile if all steps took equally long, so waits are short. As blocks wait
 // for each other, all must run at the same time: one on each multiprocessor, in one stream.
 #pragma once
 
@@ -27,8 +27,8 @@ template <int M> struct Order {
         return place < schedule.steps ? place : place - schedule.steps;
     }
 
-    // How many tiles of keys are added to the gradients of a tile of queries before `task`'s, which comes to it at `time`. All lanes of
-    // the warp take part and get the result.
+    // How many tiles of keys add to the gradients of a tile of queries before the tile of `task`, which reaches these queries at
+    // `time`. All lanes of the warp take part and get the result.
     __device__ __forceinline__ uint32_t turn(const Task &task, uint32_t queries, uint32_t time) const {
         uint32_t before = 0;
         for (uint32_t tile = threadIdx.x % WARP; tile < tiles; tile += WARP) {
@@ -49,7 +49,7 @@ template <typename T, int D, int M> struct HopperBackward {
     static constexpr int K = 0, V = K + KEY_BYTES, Q = V + KEY_BYTES, DO = Q + QUERY_STAGES * QUERY_BYTES,
                          DS = DO + GRADIENT_STAGES * QUERY_BYTES, DQ = DS + 2 * SCORE_BYTES, STATISTICS = DQ + GROUPS * SUM_BYTES,
                          BARRIERS = STATISTICS + QUERY_STAGES * STATISTICS_BYTES;
-    // Barriers: data has arrived; it may be overwritten.
+    // Barriers. FULL: data has arrived; EMPTY: it may be overwritten.
     static constexpr int K_FULL = BARRIERS, V_FULL = K_FULL + 8, Q_FULL = V_FULL + 8, DO_FULL = Q_FULL + QUERY_STAGES * 8,
                          KV_EMPTY = DO_FULL + GRADIENT_STAGES * 8, Q_EMPTY = KV_EMPTY + 8, DO_EMPTY = Q_EMPTY + QUERY_STAGES * 8,
                          DS_FULL = DO_EMPTY + GRADIENT_STAGES * 8, DQ_FULL = DS_FULL + 2 * 8, DQ_EMPTY = DQ_FULL + ADDERS * 8,
@@ -290,7 +290,7 @@ template <typename T, int D, int M> struct HopperBackward {
                                         later(right, k * 16 * ROW_BYTES));
     }
 
-    // Leaves the gradients of queries for an adder: eight columns of all rows, then the next eight.
+    // Writes the gradients of queries to shared memory for an adder: eight columns of all rows, then the next eight.
     __device__ __forceinline__ void leave_sums(int group, const float (&sums)[32], uint32_t full) const {
         const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP % 4;
         const uint32_t to = shared + DQ + group * SUM_BYTES + (warp * 16 + lane / 4) * 32 + lane % 4 * 8;

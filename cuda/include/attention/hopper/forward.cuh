@@ -9,7 +9,7 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// The base of the weights is raised only if a maximum exceeds it by more than this, in powers of two: most tiles raise nothing.
+// The base of the weights is raised only if a maximum exceeds it by more than this, in powers of two: most tiles do not raise it.
 constexpr float HEADROOM = 8.0f;
 
 // The state of the softmax of a thread's two rows: the base, which includes the factor scale / ln 2, and the thread's share of the sums.
@@ -54,7 +54,7 @@ template <typename T, int D, int KEYS, int GROUPS, typename Source> struct Hoppe
     static constexpr int Q_BYTES = GROUPS * GROUP_BYTES, K = 2 * Q_BYTES, V = K + 2 * TILE_BYTES, O = V + 2 * TILE_BYTES,
                          BARRIERS = O + Q_BYTES, ITEMS = BARRIERS + 12 * 8,
                          SHARED = ITEMS + (Source::IS_QUEUE ? 2 * QUEUED_BYTES : 0);
-    // Barriers of the two tiles of each kind: data has arrived; it may be overwritten.
+    // Barriers of the two tiles of each kind. FULL: data has arrived; EMPTY: it may be overwritten.
     static constexpr int Q_FULL = BARRIERS, K_FULL = Q_FULL + 16, V_FULL = K_FULL + 16, Q_EMPTY = V_FULL + 16,
                          K_EMPTY = Q_EMPTY + 16, V_EMPTY = K_EMPTY + 16;
     // Named barriers: of the groups' turns, and of each group alone.

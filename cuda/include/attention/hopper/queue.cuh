@@ -1,5 +1,5 @@
-// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. Only the
-// spans, in device memory, tell how many tiles of keys a tile sees, so the host cannot divide the work evenly in advance. Results do not
+// The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. How many
+// tiles of keys a tile sees depends on the spans in device memory, so the host cannot divide the work evenly in advance. Results do not
 // depend on which block takes a tile.
 #pragma once
 
@@ -44,7 +44,7 @@ struct Queue {
             is_first = false;
             span = {0, 0, 0, 0, 0, false};
             if (index >= items) {
-                // Every block ends with one vain attempt; the last of these resets the counter.
+                // Every block ends with one attempt that finds no item; the last of these attempts resets the counter.
                 if (index == items + gridDim.x - 1) *queue.taken = 0;
                 return false;
             }
@@ -57,7 +57,7 @@ struct Queue {
         }
     };
 
-    // Among the 64 queries from `first` on: the first keys that the thread's two rows see, and the last query's.
+    // Among the 64 queries from `first` on: the first keys that the thread's two rows see, and the first key that the last query sees.
     struct Sight {
         uint32_t first, last_begin, begin[2];
 

@@ -189,8 +189,8 @@ def _example(
     read = form.read(row.values)
     if isinstance(read, Preference) and not options.preferences:
         raise RowError(
-            "`chosen` and `rejected` are answers to compare, which --objective dpo does; name the "
-            "chosen one `completion` to learn it alone"
+            "`chosen` and `rejected` are answers to compare; give --objective dpo, or rename "
+            "`chosen` to `completion` to learn only that answer"
         )
     if options.preferences and not isinstance(read, Preference):
         raise RowError("has no `chosen` and `rejected`, which --objective dpo compares")

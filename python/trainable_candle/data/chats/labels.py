@@ -29,7 +29,7 @@ class Tokens:
 
     ids: npt.NDArray[np.int64]
     learnt: npt.NDArray[np.bool_]
-    """Which tokens the model learns to predict; never the first, which has none before it."""
+    """Which tokens the model learns to predict; never the first, before which there is none."""
     stops: tuple[int, ...]
     """The places of tokens that end an answer and stop generation; all of them are learnt."""
     answers: int
@@ -77,7 +77,7 @@ class Pair:
         return self.chosen.answers + self.rejected.answers
 
     def truncated(self, length: int) -> Pair:
-        """The first tokens of both, at most `length` together; the longer one is cut first."""
+        """The first tokens of both, at most `length` together; the longer is truncated first."""
         half = length // 2
         chosen = max(half, length - len(self.rejected))
         rejected = max(half, length - min(len(self.chosen), chosen))
@@ -165,13 +165,13 @@ def _answers(
         answered = tokenizer.template.render(example.messages[: turn + 1], example.tools).text
         if not answered.startswith(asked):
             raise RowError(
-                f"the chat template begins the answer of message {turn} in another way than its "
-                "prompt for one, and has no {% generation %} that would mark the answer"
+                f"the chat template begins the answer in message {turn} differently from its "
+                "generation prompt, and has no {% generation %} that marks the answer"
             )
         if not whole.startswith(answered):
             raise RowError(
-                f"the chat template changes message {turn} when others follow, so that answers "
-                "before the last cannot be distinguished; give --train-on last-answer, or a "
+                f"the chat template changes message {turn} when others follow, so answers before "
+                "the last cannot be found in the text; give --train-on last-answer, or a "
                 "template with {% generation %} around answers"
             )
         spans.append((len(asked), len(answered)))

@@ -48,7 +48,7 @@ class Packed:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Items in bins by best fit decreasing: each goes where it leaves the least room.
+    """Items in bins by best fit decreasing: each goes to the bin where it leaves the least room.
 
     Items of one length keep their order. The lengths in the bins do not depend on that order.
 
@@ -78,16 +78,16 @@ class PackedRows:
     """Batches of packed rows by number, epoch after epoch.
 
     Each epoch packs all examples anew: examples of equal length change places, and the rows have
-    another order. It depends only on the seed and the epoch's number. Rows that do not fill the
-    last batch of an epoch come first in the next.
+    another order. The result depends only on the seed and the epoch's number. Rows that do not fill
+    the last batch of an epoch come first in the next.
 
     Args:
         examples: at least one, none longer than a row.
         sequence_length: tokens of a row.
         batch_size: rows in a batch.
         seed: of the order.
-        shapes: how many different numbers of tokens batches may have, for CUDA graphs: padding
-            fills a batch up to the next of these numbers. 0: any.
+        shapes: the most different numbers of tokens that batches have, for CUDA graphs: padding
+            fills a batch up to the next of these numbers. 0: no padding.
     """
 
     def __init__(

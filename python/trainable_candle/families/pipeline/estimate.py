@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 _ENCODER_IMAGES: Final = 6
 """Full-size feature maps of the first level that the autoencoder holds at once."""
 _GUIDED: Final = 2
-"""Predictions at once, with guidance."""
+"""Predictions that guidance makes at once."""
 _ENCODE_AREA: Final = 4 * 1024**2
-"""Pixels that a GPU encodes at once, at most."""
+"""The most pixels that a GPU encodes at once."""
 _TEXT_PARTS: Final = 16
-"""Rows of tokens that a GPU encodes at once, at most."""
+"""The most rows of tokens that a GPU encodes at once."""
 
 
 class Sizes(Protocol):
@@ -59,7 +59,7 @@ class Sizes(Protocol):
         """The most values that the encoders hold while they encode a caption."""
 
     def predicting_values(self, latents: int) -> int:
-        """The number of values that predicting an image of this many latents holds, no tape."""
+        """Values that predicting an image of this many latents holds without a tape."""
 
     def text_adapter(self, part: str, config: TrainConfig) -> LoraConfig:
         """The adapters of the text encoder `part`."""
@@ -146,8 +146,8 @@ def encode_area(facts: Facts, config: TrainConfig, limit: float) -> int:
     """How many pixels are encoded at once; always at least one image.
 
     On a GPU, as many as fit in half of the memory that the models leave free, up to four images of
-    1024x1024. The result is 0 on the CPU, where images are encoded one by one: more would not be
-    faster, and so an entry does not depend on the others in its batch.
+    1024x1024. The result is 0 on the CPU, where images are encoded one by one: batches would not be
+    faster, and a cache entry would depend on the other images of its batch.
 
     Args:
         facts: of the checkpoint.

@@ -72,7 +72,7 @@ class Facts:
 
     @property
     def factor(self) -> int:
-        """The width and height of a latent, px."""
+        """Pixels of an image per element of its latents, in width and in height."""
         return self.checkpoint.factor or 1
 
     @property

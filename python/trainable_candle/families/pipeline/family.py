@@ -112,7 +112,7 @@ class PipelineFamily(LatentFamily, Generic[E]):
 
     @abstractmethod
     def predicting_values(self, latents: int) -> int:
-        """The number of values that predicting an image of this many latents holds, no tape."""
+        """Values that predicting an image of this many latents holds without a tape."""
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:
         """Estimate from the configuration of the denoiser and the headers of the files."""
@@ -203,11 +203,11 @@ class PipelineFamily(LatentFamily, Generic[E]):
         return _core.adapted_parts(path, self.name)
 
     def save_merged(self, models: Mapping[str, Model], output: Path) -> None:
-        """Write a `.safetensors` file, or a folder if the checkpoint is one, as `output` says.
+        """Write a `.safetensors` file if `output` names one, else a folder.
 
         Raises:
             ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
-                `output` is not named as one.
+                `output` does not end in `.safetensors`.
             OSError: it cannot be written.
         """
         saving.save_merged(self.weights, self.parts, models, output)

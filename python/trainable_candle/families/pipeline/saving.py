@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def save_merged(
     weights: Path, parts: Sequence[str], models: Mapping[str, Model], output: Path
 ) -> None:
-    """Write a `.safetensors` file, or a folder if the checkpoint is one, as `output` says.
+    """Write a `.safetensors` file if `output` names one, else a folder.
 
     Args:
         weights: the checkpoint, from which everything but `models` is taken.
@@ -29,7 +29,7 @@ def save_merged(
 
     Raises:
         ConfigError: `output` exists and is not an empty folder, or the checkpoint is a file and
-            `output` is not named as one.
+            `output` does not end in `.safetensors`.
         OSError: it cannot be written.
     """
     if output.suffix == ".safetensors":

@@ -23,7 +23,7 @@ class Coder(Protocol):
 
     @property
     def factor(self) -> int:
-        """The width and height of a latent, px."""
+        """Pixels of an image per element of its latents, in width and in height."""
 
     @property
     def channels(self) -> int:
@@ -45,7 +45,7 @@ class Coder(Protocol):
         Args:
             kept: the result of `encode`.
             normal: returns standard normal numbers in the shape of `kept["mean"]`, with which
-                latents are drawn if they are a distribution; None means its mean.
+                latents are drawn if they are a distribution; None takes its mean.
         """
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class KLCoder:
     Args:
         source: the arguments of `AutoencoderKL.from_pretrained`.
         config: of the autoencoder.
-        factor: the width and height of a latent, px.
+        factor: pixels of an image per element of its latents, in width and in height.
         device: the device that it computes on.
         identity: returns the identity of its weights and its configuration.
     """
@@ -117,7 +117,7 @@ class KLCoder:
 
     @staticmethod
     def drawn(kept: Mapping[str, Tensor], normal: Callable[[], Tensor] | None) -> Tensor:
-        """Latents from the distributions `kept`, as the autoencoder has them."""
+        """Latents from the distributions `kept`, neither shifted nor scaled."""
         mean = kept["mean"]
         return mean if normal is None else mean + (kept["logvar"] * 0.5).exp() * normal()
 

@@ -87,7 +87,7 @@ def draw(
     graphs = _graphs(family)
     shape = (family.coder.channels, height // factor, width // factor)
     guidance = family.guidance if options.guidance is None else options.guidance
-    # A model that follows the scale by itself makes one prediction.
+    # Such a model is called once, without a negative prompt.
     scale = 1.0 if family.distilled_guidance else guidance
     images = []
     for start in range(0, len(prompts), family.at_once):
@@ -122,7 +122,7 @@ def require_multiple(size: tuple[int, int], factor: int) -> None:
     """Check that images of a width and height can be drawn.
 
     Raises:
-        ConfigError: the size is not a multiple of what the models need.
+        ConfigError: a side is not a multiple of `factor`.
     """
     width, height = size
     if width % factor or height % factor:
@@ -185,8 +185,8 @@ def to_pixels(image: Tensor) -> npt.NDArray[np.uint8]:
     values = image.permute(0, 2, 3, 1).to("f32").numpy()
     if not np.isfinite(values).all():
         raise NonFiniteError(
-            "sample: the image has values that are not finite numbers; the adapter may be broken "
-            "(`trainable-candle verify` tells), or f16 too narrow for the model"
+            "sample: the image has non-finite values; the adapter may be broken (check it with "
+            "`trainable-candle verify`), or the range of f16 may be too small for the model"
         )
     pixels: npt.NDArray[np.uint8] = np.clip(np.rint((values + 1.0) * 127.5), 0, 255).astype(
         np.uint8

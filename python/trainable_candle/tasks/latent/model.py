@@ -175,7 +175,7 @@ class LatentModel(ABC):
         """The trained model's linear layers and convolutions: shapes of weights by name."""
 
     def text_layers(self) -> Mapping[str, Mapping[str, Shape]]:
-        """The layers of the text encoders that can be trained, likewise, by part."""
+        """As `layers`, for each text encoder that can be trained, by part."""
         return {}
 
     @abstractmethod
@@ -260,7 +260,7 @@ class LatentModel(ABC):
 
     @property
     def distilled_guidance(self) -> bool:
-        """Whether the model takes the guidance scale as input, or needs none: one prediction."""
+        """Whether the model takes the guidance scale as input, or no scale, and is called once."""
         return False
 
     def conditions(

@@ -40,7 +40,7 @@ class Objective(Protocol):
         """
 
     def validation_noise(self, latents: Tensor, examples: Sequence[int]) -> dict[str, Tensor]:
-        """As `noise`, but an example has the same noise and level at every call in any run."""
+        """As `noise`, but an example has the same noise and level at every call of every run."""
 
     def loss(self, prediction: Tensor, inputs: Inputs) -> Tensor:
         """The loss of a prediction: one element, f32.
@@ -129,8 +129,8 @@ class FlowObjective:
     Args:
         config: the settings of noise levels and loss.
         timesteps: the default distribution of levels.
-        shift: the default shift of levels: a number, or a function from the height and width of
-            latents to one.
+        shift: the default shift of levels: a number, or a function that returns it for the height
+            and width of latents.
 
     Raises:
         ArgumentError: a setting is outside its range.
@@ -145,7 +145,7 @@ class FlowObjective:
     ) -> None:
         self._timesteps = config.timesteps or timesteps
         self._shift = shift if config.timestep_shift is None else config.timestep_shift
-        # Wrong settings raise here, whatever the shift.
+        # Check the settings now, even if the shift is a function.
         self._flow = FlowMatching(self._timesteps, 1.0 if callable(self._shift) else self._shift)
         self._loss = config.loss
         self._delta = config.huber_delta

@@ -1,4 +1,4 @@
-"""A data set prepared for training: latents to noise, and the features of their captions."""
+"""A data set prepared for training: latents of images, and features of their captions."""
 
 from __future__ import annotations
 

@@ -102,18 +102,16 @@ class LatentTask:
             )
         if config.adapter == "dora" and form == family.formats[0] == "diffusers":
             report(
-                "note: of files under diffusers' names ComfyUI leaves DoRA's magnitude out; "
-                "--format comfyui is for it"
+                "note: ComfyUI ignores DoRA's magnitude in files with diffusers' names; "
+                "for ComfyUI, give --format comfyui"
             )
         if config.adapter != "lora" and form == "kohya":
-            leaves = (
-                "leaves DoRA's magnitude out" if config.adapter == "dora" else "loads LoRA only"
-            )
+            ignores = "ignores DoRA's magnitude" if config.adapter == "dora" else "loads LoRA only"
             fits = config.adapter == "dora" and config.dora_axis == "output"
-            instead = "; --format diffusers is for it" if fits else ""
+            instead = "; for diffusers, give --format diffusers" if fits else ""
             report(
-                f"note: of files under kohya's names diffusers {leaves}{instead}; "
-                "ComfyUI applies all"
+                f"note: in files with kohya's names, diffusers {ignores}{instead}; "
+                "ComfyUI applies them completely"
             )
 
     @cached_property
@@ -170,7 +168,7 @@ class LatentTask:
         """
         family, config = self.family, self.family.config
         self._side = data.train.options.resolution
-        # Ask before the text encoders are loaded, for the same free memory as in the estimate.
+        # Before the text encoders are loaded, so that as much memory is free as in the estimate.
         area = family.encode_area()
         # Only rank 0 draws previews; without them no encoder is loaded if all features are cached.
         drawn = self.prompts if group.rank == 0 else []
@@ -179,7 +177,7 @@ class LatentTask:
         parts = [data.train] if data.validation is None else [data.train, data.validation]
         latents = [self._latents(part, area, report, group) for part in parts]
         if config.cache == "off":
-            # Load it now rather than in the first step.
+            # Load the coder now rather than in the first step.
             family.coder.load()
         elif not drawn:
             family.coder.drop()

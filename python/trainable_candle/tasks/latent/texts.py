@@ -25,10 +25,10 @@ class Texts:
     """Maps captions to text features."""
 
     inputs: Callable[[Sequence[str]], Mapping[str, Tensor]]
-    """From captions to the inputs of a step: features, or tokens for `features`."""
+    """Takes captions; returns the inputs of a step: features, or tokens for `features`."""
     features: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] | None = None
-    """From tokens and the size of the batch to features, within the step; None if `inputs` are
-    features already."""
+    """Takes tokens and the size of the batch; returns features, within the step. None if `inputs`
+    returns features."""
 
 
 def prepare_texts(

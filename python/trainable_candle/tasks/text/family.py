@@ -20,12 +20,12 @@ class CausalModel(Protocol):
     def packed_loss(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """The sum of the cross-entropies of a packed row's targets, without -100, in f32."""
+        """The sum of the cross-entropies of a packed row, in f32; targets of -100 do not count."""
 
     def log_probs(
         self, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
-        """The logarithm of the probability of each target, without -100, (N,) in f32."""
+        """The logarithm of the probability of each target, (N,) in f32; 0 where it is -100."""
 
     @property
     def generate(self) -> Callable[..., list[list[int]]]:

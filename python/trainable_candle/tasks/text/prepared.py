@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 SHAPES: Final = 4
-"""The most different numbers of tokens that batches have in a run with CUDA graphs."""
+"""In a run with CUDA graphs, the batches have at most this many different sizes in tokens."""
 
 
 class Packing:

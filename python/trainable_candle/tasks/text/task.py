@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PEFT: Final = "peft"
 """The folder that `PeftModel.from_pretrained` loads."""
 ROW: Final = 2048
-"""The default number of tokens of a row, if the model's context is as long."""
+"""The default number of tokens of a row, if the model's context is not shorter."""
 
 
 class TextTask:
@@ -82,7 +82,7 @@ class TextTask:
         if self.sequence_length > family.context:
             raise ConfigError(
                 f"--sequence-length is {self.sequence_length}, and the model was made for "
-                f"{family.context} positions; give at most those"
+                f"{family.context} positions; give at most that many"
             )
         for prompt in config.sample_prompts:
             self.prompt_tokens([{"role": "user", "content": prompt}])

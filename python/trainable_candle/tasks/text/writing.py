@@ -50,8 +50,8 @@ def streamed(
 ) -> Iterator[str]:
     """The text of tokens as they arrive, up to one of the texts in `stop`.
 
-    A character of several tokens is held back until its last token, and a possible beginning of a
-    stop text until it is decided. A piece is what a token adds to the text of the tokens before it,
+    A character of several tokens is held back until its last token, and text that may begin a stop
+    text until further tokens decide. Each piece is decoded together with the piece before it,
     because SentencePiece tokenizers drop a space at the beginning of the text that they decode.
     """
     pieces = _pieces(tokens, tokenizer)
@@ -73,7 +73,7 @@ def streamed(
 
 def _pieces(tokens: Iterable[int], tokenizer: ChatTokenizer) -> Iterator[str]:
     ids: list[int] = []
-    # Tokens from `start` to `end` are the last piece, with which the next piece is decoded.
+    # Tokens from `start` to `end` are the previous piece.
     start = end = 0
     for token in tokens:
         ids.append(token)

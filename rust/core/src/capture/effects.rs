@@ -8,7 +8,7 @@ use crate::{Error, Result};
 /// Identifies the storage of a gradient.
 pub(crate) type Place = usize;
 
-/// A gradient, as far as captures know it.
+/// The operations of a gradient that captures use.
 pub(super) trait Slot: Send + Sync {
     /// Accumulate the gradient in fixed storage from now on; returns false if it already does.
     fn settle(&self) -> Result<bool>;
@@ -52,7 +52,7 @@ pub(crate) struct Effects {
     gradients: Vec<Arc<dyn Slot>>,
     /// For each of `gradients`, whether it had a value afterwards.
     filled: Vec<bool>,
-    /// Gradients that were read before the run had changed them, with their places then, if they had values.
+    /// Gradients that the run read before it changed them, each with its place at that time if it had a value.
     observed: Vec<(Arc<dyn Slot>, Option<Place>)>,
     /// Changes of variables, one for each variable.
     versions: Vec<Box<dyn Repeat>>,
@@ -61,11 +61,11 @@ pub(crate) struct Effects {
     before: Vec<Before>,
     after: Vec<After>,
     depends: Vec<Dependency>,
-    /// By state, what undoes the changes if the recording fails.
+    /// For each changed state, the function that restores it if the recording fails.
     undo: Vec<(usize, Undo)>,
     /// The states that each call changes for good.
     advanced: Vec<usize>,
-    /// Whether the random generator was set, which replays would not repeat.
+    /// Whether the run has set the random generator; replays would not repeat that.
     pub(crate) has_seeded: bool,
 }
 
@@ -85,8 +85,8 @@ pub fn is_running() -> bool {
 }
 
 /// Do `work` before every later call of the captured function that runs on this thread, outside of its graph, because
-/// values that the graph reads may have changed since. If the eager run before a recording asks for it, `work` is also
-/// done before the call that records. Does nothing outside of captured functions.
+/// values that the graph reads may have changed since. If the eager run before a recording calls this function, `work`
+/// is also done before the call that records. Does nothing outside of captured functions.
 pub fn before_replay(work: impl Fn() -> Result<()> + Send + Sync + 'static) {
     if PHASE.get() != Phase::Off {
         EFFECTS.with_borrow_mut(|effects| effects.before.push(Box::new(work)));
@@ -111,7 +111,7 @@ pub(super) fn refuse_change(what: &'static str) -> Result<()> {
     }
     Err(Error::device(
         "capture",
-        format!("the function changes {what}, which replays would not; change it between calls"),
+        format!("the function changes {what}, but replays would not; change it between calls"),
     ))
 }
 
@@ -185,8 +185,8 @@ impl Run {
     pub(crate) fn finish(self) -> Effects {
         let mut effects = EFFECTS.take();
         effects.filled = effects.gradients.iter().map(|gradient| gradient.is_filled()).collect();
-        // If the function has changed a variable after deriving a value from it, the value is out of date, after
-        // replays too.
+        // If the function has changed a variable after deriving a value from it, the derived value is out of date, and
+        // stays so after replays.
         effects.followers.retain(|follower| follower.is_last());
         effects
     }
@@ -212,7 +212,7 @@ pub(super) fn note_gradient(gradient: impl FnOnce() -> Arc<dyn Slot>) {
     });
 }
 
-/// Record that work depends on whether there is a gradient, and where.
+/// Record that work depends on whether there is a gradient, and on its place.
 pub(super) fn note_read(gradient: impl FnOnce() -> Arc<dyn Slot>, place: impl FnOnce() -> Option<Place>) {
     if !is_capturing() {
         return;
@@ -276,7 +276,8 @@ impl Effects {
         self.gradients.len()
     }
 
-    /// Restore which gradients have values, after a replay, or after a failed capture, which has changed no values.
+    /// Restore the record of which gradients have values: after a replay, or after a failed capture, which has changed
+    /// no values.
     pub(crate) fn restore_gradients(&self) {
         for (gradient, &filled) in self.gradients.iter().zip(&self.filled) {
             gradient.set_filled(filled);
@@ -371,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_is_refused_while_capturing() {
+    fn reading_is_rejected_while_capturing() {
         let run = Run::begin(true).unwrap();
         let message = refuse("item").unwrap_err().to_string();
         assert!(message.starts_with("item: values are not known inside a captured function"), "{message}");

@@ -6,7 +6,8 @@ use super::effects::refuse_change;
 use crate::Result;
 
 /// A value that the host reads, or copies to a device, when it queues work. A replay of a CUDA graph would not repeat a
-/// change of it, so [`get_mut`](Self::get_mut), the only way to change it, checks that nothing is being recorded:
+/// change of the value, so [`get_mut`](Self::get_mut), the only way to change it, returns an error while a function is
+/// recorded:
 ///
 /// ```
 /// # use trainable_candle_core::capture::Fixed;
@@ -57,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_recording_refuses_a_change() {
+    fn only_a_recording_rejects_a_change() {
         let mut rate = Fixed::new("the rate", 1.0);
         for recording in [false, true] {
             let run = Run::begin(recording).unwrap();

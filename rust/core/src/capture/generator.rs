@@ -2,8 +2,8 @@
 
 use super::effects::note_seed;
 
-/// The position of a random generator. Draws advance it, which replays repeat; setting it is recorded, because replays
-/// cannot repeat that.
+/// The position of a random generator. Draws advance the position, and replays repeat this. Setting the position is
+/// recorded, because replays cannot repeat it.
 pub(crate) struct Generator<S>(S);
 
 impl<S: Copy> Generator<S> {

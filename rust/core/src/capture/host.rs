@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn setting_is_refused_while_recording_alone() {
+    fn setting_is_rejected_only_while_recording() {
         let rate = HostState::new("the rate", 1.0);
         for (recording, works) in [(false, true), (true, false)] {
             let run = Run::begin(recording).unwrap();
@@ -188,7 +188,7 @@ mod tests {
             assert_eq!(result.is_ok(), works);
             if let Err(error) = result {
                 let message = error.to_string();
-                assert!(message.starts_with("capture: the function changes the rate, which"), "{message}");
+                assert!(message.starts_with("capture: the function changes the rate, but"), "{message}");
             }
             drop(run);
         }

@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::effects::{Place, Slot, note_gradient, note_read};
 use crate::Result;
 
-/// The state of a gradient, as far as captures know it.
+/// The operations of a gradient that captures use.
 pub(crate) trait Settle: Send + 'static {
-    /// Accumulate the gradient in a fixed buffer from now on, starting with its value; returns false if it does
-    /// already.
+    /// Accumulate the gradient in a fixed buffer from now on, starting with its present value; returns false if it
+    /// already accumulates in one.
     fn settle(&mut self) -> Result<bool>;
 
     /// The storage of the gradient, if there is one.
@@ -51,7 +51,7 @@ impl<T: Settle> GradientSlot<T> {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    /// Access for queueing work that depends on whether there is a gradient, and where.
+    /// Access for queueing work that depends on whether there is a gradient, and on its place.
     pub(crate) fn read(&self) -> impl Deref<Target = T> {
         let state = lock(&self.0);
         note_read(|| self.0.clone(), || state.place());

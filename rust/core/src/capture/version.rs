@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::effects::{Repeat, note_follower, note_version};
 
 /// Counts the in-place changes of a variable's storage, so that a backward pass can detect that a saved value was
-/// overwritten. Replays of a graph that changes the variable count, too.
+/// overwritten. Each replay of a graph that changes the variable counts as a change, too.
 #[derive(Debug, Default)]
 pub(crate) struct Version(AtomicU64);
 
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn replays_count_versions_and_followers_on() {
+    fn replays_advance_versions_and_followers() {
         let (version, [ahead, behind]) = (Arc::new(Version::default()), [Follower::default(), Follower::default()]);
         let run = Run::begin(true).unwrap();
         behind.follow(&version);

@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_done_is_an_error() {
+    fn invalid_changes_are_errors() {
         let x = sequence(6, &[2, 3], DType::F32);
         let message = accumulate(&x, &sequence(3, &[3], DType::F32)).unwrap_err().to_string();
         assert_eq!(message, "accumulate: found shape [3], expected [2, 3]");

@@ -23,7 +23,7 @@ static NUM_THREADS: AtomicUsize = AtomicUsize::new(0);
 static POOL: RwLock<Option<Threads>> = RwLock::new(None);
 
 /// A pool and the process that has its threads. A forked process inherits the pool without the threads, so work given
-/// to it would never be done.
+/// to that pool would never be done.
 struct Threads {
     pool: Arc<rayon::ThreadPool>,
     process: u32,
@@ -40,7 +40,8 @@ impl Threads {
         (self.process == std::process::id()).then(|| Arc::clone(&self.pool))
     }
 
-    /// Ends the threads, unless they are another process's, which cannot be reached and may have left locks held.
+    /// Ends the threads if they run in this process. Threads of another process cannot be reached, and may have left
+    /// locks held.
     fn end(self) {
         if self.here().is_none() {
             std::mem::forget(self);
@@ -48,7 +49,7 @@ impl Threads {
     }
 }
 
-/// The most threads of a pool, so that a mistyped number does not bring the machine down.
+/// The maximum number of threads of a pool, so that a mistyped number does not exhaust the machine.
 const MOST_THREADS: usize = 1024;
 
 /// The number of threads over which CPU work is spread.
@@ -129,9 +130,9 @@ pub fn par_ranges(len: usize, grain: usize, f: impl Fn(Range<usize>) + Sync) {
 
 /// Pieces of work that threads take one by one.
 ///
-/// The caller waits for the pieces that other threads have taken, but not for the threads themselves: if they wake too
-/// late, it does all the work and returns, so spreading small work costs little more than waking threads. Rayon's
-/// scopes would wait for the threads, which takes longer than many operations.
+/// The caller waits for the pieces that other threads have taken, but not for the threads themselves: if the threads
+/// wake too late, the caller does all the work and returns. Spreading small work thus costs little more than waking
+/// threads. Rayon's scopes would wait for the threads, which takes longer than many operations.
 struct Job {
     /// Valid until the last piece is done.
     piece: *const (dyn Fn(usize) + Sync),
@@ -176,7 +177,7 @@ impl Job {
         self.work();
         let mut spins = 0u32;
         while self.done.load(Ordering::Acquire) < self.pieces {
-            // Others need microseconds for their last pieces; after that, spinning would only slow them down.
+            // Other threads need microseconds for their last pieces; after that, spinning would only slow them down.
             if spins < 10_000 {
                 spins += 1;
                 std::hint::spin_loop();

@@ -77,7 +77,7 @@ pub fn argmax(x: &Raw, dim: usize, keepdim: bool) -> Result<Raw> {
     }))
 }
 
-/// The sums of the elements up to each one along `dim`.
+/// The cumulative sums along `dim`: result i is the sum of the elements 0 to i.
 ///
 /// # Errors
 /// As [`sum`].

@@ -19,9 +19,9 @@ use crate::{Error, Raw, Result, capture, interrupt};
 
 const OP: &str = "nccl";
 
-/// How long a wait keeps the processor busy before it sleeps in between.
+/// How long a wait polls without sleeping.
 const SPIN: Duration = Duration::from_millis(1);
-/// How long it then sleeps at a time.
+/// How long a wait then sleeps between polls.
 const NAP: Duration = Duration::from_micros(50);
 /// How often a wait asks the embedding program whether to continue.
 const ASK: Duration = Duration::from_millis(100);
@@ -29,7 +29,7 @@ const ASK: Duration = Duration::from_millis(100);
 /// A communicator of NCCL, and whether it can be used.
 struct State {
     comm: Comm,
-    /// Whether it has not been aborted.
+    /// False after an abort.
     is_alive: bool,
 }
 
@@ -46,7 +46,7 @@ pub struct Communicator {
     stop: AtomicBool,
 }
 
-/// The identifier by which the processes find each other. Rank 0 makes it, and the others must receive it.
+/// The identifier by which the processes find each other. Rank 0 makes it, and the other ranks must receive it.
 ///
 /// # Errors
 /// [`Error::CudaUnavailable`] if NCCL cannot be used, [`Error::Device`] if it cannot listen.
@@ -103,7 +103,7 @@ impl Communicator {
     ) -> Result<Self> {
         let numbers = i32::try_from(rank).ok().zip(i32::try_from(size).ok()).filter(|_| rank < size);
         let Some((rank_number, size_number)) = numbers else {
-            return Err(Error::argument(OP, format!("found rank {rank} of {size}, expected one from 0 to {size} - 1")));
+            return Err(Error::argument(OP, format!("found rank {rank} of {size}, expected 0 to {size} - 1")));
         };
         let nccl = load(folders)?;
         let gpu = Gpu::of_device(OP, device)?;
@@ -257,7 +257,7 @@ impl Communicator {
             }
         };
         state.is_alive = false;
-        // SAFETY: it is not used again; the lock keeps other threads out.
+        // SAFETY: the communicator is not used again; the lock keeps other threads out.
         unsafe { self.nccl.abort(state.comm) };
         Err(outcome)
     }

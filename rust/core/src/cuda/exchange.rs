@@ -62,7 +62,7 @@ pub unsafe fn ready_for(device: &Device, consumer: usize) -> Result<()> {
     unsafe { order(gpu.stream().cu_stream(), consumer as CUstream) }.map_err(|error| driver_error(OP, error))
 }
 
-/// Tensors returned during a capture, which cannot wait for a stream.
+/// Tensors that other libraries released during a capture: a capture cannot wait for a stream.
 static RETURNED: Mutex<Vec<(Raw, Option<usize>)>> = Mutex::new(Vec::new());
 
 /// Release a tensor that another library no longer uses: our stream waits for the work that the library has queued.
@@ -103,7 +103,7 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the copy does not fit, [`Error::Shape`](crate::Error::Shape) if
-/// its strides make too many dimensions, and as [`address`].
+/// `strides` leave too many dimensions that cannot be merged, and as [`address`].
 pub unsafe fn copy(device: &Device, address: u64, dims: &[usize], strides: &[usize], dtype: DType) -> Result<Raw> {
     let gpu = Gpu::of_device(OP, device)?;
     capture::refuse(OP)?;

@@ -112,7 +112,7 @@ fn queue(call: &Call, gpu: &Gpu, [a, b, y]: [Address; 3], bias: Option<Address>)
     let [a_layout, b_layout, y_layout] = call.layouts.each_ref().map(|layout| layout.0);
     let (workspace, workspace_size) = gpu.workspace();
     let is_integer = call.arithmetic == Arithmetic::Int8;
-    // The factors 1 and 0.
+    // The factors alpha = 1 and beta = 0.
     let (floats, integers) = ([1f32, 0.0], [1i32, 0]);
     let scalar = |i: usize| -> *const c_void {
         if is_integer { std::ptr::from_ref(&integers[i]).cast() } else { std::ptr::from_ref(&floats[i]).cast() }

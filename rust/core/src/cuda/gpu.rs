@@ -117,7 +117,7 @@ impl Gpu {
         })))
     }
 
-    /// The device of a tensor, which must be on one.
+    /// The GPU of a tensor, which must be on a CUDA device.
     ///
     /// # Errors
     /// [`Error::Device`] if the tensor is not on a CUDA device. At the first use of a device, [`Error::OutOfMemory`] if
@@ -168,7 +168,7 @@ impl Gpu {
         &self.blas
     }
 
-    /// The calls of cuBLASLt that were found so far.
+    /// The calls of cuBLASLt that were chosen so far.
     pub(super) const fn product_calls(&self) -> &ProductCalls {
         &self.product_calls
     }

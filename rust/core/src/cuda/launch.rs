@@ -19,7 +19,7 @@ use super::profile::measured;
 use super::recorder;
 use crate::{Error, Raw, Result};
 
-/// The dynamic shared memory that a function may use without asking.
+/// The bytes of dynamic shared memory that a kernel may use without a request to the driver.
 const COMMON_SHARED_MEMORY: u32 = 48 << 10;
 
 /// A kernel for some dtypes, loaded, which takes the arguments `A`.
@@ -57,7 +57,8 @@ impl Shape {
         Self { grid: [blocks as u32, 1, 1], block: [256, 1, 1], shared: 0 }
     }
 
-    /// A team of threads for each row of `len` elements, which it holds in registers, as `include/rows.cuh` requires.
+    /// A team of threads for each row of `len` elements; the team holds the row in registers, as `include/rows.cuh`
+    /// requires.
     pub fn rows(rows: usize, len: usize, dtype: DType) -> Self {
         Self::teams(rows, len, 4, dtype)
     }
@@ -182,7 +183,7 @@ pub fn address(op: &'static str, tensor: &Raw) -> Result<Address> {
     Ok(address)
 }
 
-/// The kernels' name for the elements of a dtype.
+/// The kind of element by which signatures of kernels denote a dtype.
 pub const fn element(dtype: DType) -> Element {
     match dtype {
         DType::U8 => Element::U8,
@@ -332,7 +333,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_of_another_dtype_is_refused() {
+    fn memory_of_another_dtype_is_rejected() {
         let f16 = SOFTMAX_FORWARD.variants.iter().find(|variant| variant.dtypes == ["f16"]).expect("a variant for f16");
         let check = |elements: [Element; 2]| check("softmax", "softmax_forward_f16", f16.pointers, &elements);
         assert!(check([Element::F16, Element::F16]).is_ok());

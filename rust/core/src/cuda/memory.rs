@@ -103,7 +103,7 @@ pub fn set_memory_limit(device: &Device, limit: Option<u64>) -> Result<()> {
     Ok(())
 }
 
-/// The maker's name of the device, such as `NVIDIA H200`.
+/// The name of the device's model, such as `NVIDIA H200`.
 ///
 /// # Errors
 /// As [`memory_stats`].

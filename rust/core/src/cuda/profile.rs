@@ -21,11 +21,11 @@ use crate::{Error, Result, capture};
 const OP: &str = "profile";
 /// Launches in a batch: few enough that a stream accepts them and their events without blocking the host.
 const BATCH: usize = 128;
-/// The longest that the GPU pauses for the host. Queueing a batch takes less; a thread that waits for the GPU waits no
-/// longer than this.
+/// The longest that the GPU pauses for the host. Queueing a batch takes less time. A thread that waits for the GPU
+/// during a pause waits no longer than this.
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
-/// Whether a profile is being made; checked at each launch.
+/// Whether a profile is in progress; checked at each launch.
 static IS_ON: AtomicBool = AtomicBool::new(false);
 static PROFILE: Mutex<Option<Profile>> = Mutex::new(None);
 
@@ -106,12 +106,12 @@ fn profile() -> MutexGuard<'static, Option<Profile>> {
 /// Measure all launches on a device from now on, until [`finish`].
 ///
 /// # Errors
-/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if a profile is being made.
+/// [`Error::Device`] if it is not a CUDA device, [`Error::Argument`] if another profile is in progress.
 pub fn start(device: &Device) -> Result<()> {
     let gpu = Gpu::of_device(OP, device)?;
     let mut profile = profile();
     if profile.is_some() {
-        return Err(Error::argument(OP, "a profile is being made; one ends before the next begins"));
+        return Err(Error::argument(OP, "a profile is in progress; finish it before the next one starts"));
     }
     let begin = || Ok(Profile { gpu, gate: Gate::close(gpu)?, launches: Vec::new() });
     *profile = Some(begin().map_err(|error| driver_error(OP, error))?);
@@ -122,11 +122,11 @@ pub fn start(device: &Device) -> Result<()> {
 /// Wait for the device; returns the times of all kernels by name, the longest first.
 ///
 /// # Errors
-/// [`Error::Argument`] if no profile is being made, [`Error::Device`] if a kernel failed.
+/// [`Error::Argument`] if no profile is in progress, [`Error::Device`] if a kernel failed.
 pub fn finish() -> Result<Vec<KernelTime>> {
     IS_ON.store(false, Ordering::Relaxed);
     let Some(profile) = profile().take() else {
-        return Err(Error::argument(OP, "no profile is being made"));
+        return Err(Error::argument(OP, "no profile is in progress"));
     };
     profile.times().map_err(|error| driver_error(OP, error))
 }
@@ -152,7 +152,7 @@ impl Profile {
     }
 }
 
-/// Queue a launch of this name, measured if a profile is being made and no graph is recorded.
+/// Queue a launch of this name, measured if a profile is in progress and no graph is recorded.
 ///
 /// # Errors
 /// Those of `queue`, [`Error::Device`] if the driver reports an error.

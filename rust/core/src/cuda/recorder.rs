@@ -43,7 +43,7 @@ static CAPTURER: AtomicU64 = AtomicU64::new(0);
 pub fn claim(op: &'static str) -> Result<()> {
     match CAPTURER.compare_exchange(0, THREAD.with(|id| *id), Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => Ok(()),
-        Err(_) => Err(Error::device(op, "another thread captures a function; wait until it has")),
+        Err(_) => Err(Error::device(op, "another thread captures a function; wait until its capture ends")),
     }
 }
 
@@ -79,7 +79,7 @@ pub fn check_thread(op: &'static str) -> Result<()> {
     if capturer == 0 || capturer == THREAD.with(|id| *id) {
         return Ok(());
     }
-    Err(Error::device(op, "another thread captures a function on CUDA, and until it has, no other may use the device"))
+    Err(Error::device(op, "another thread captures a function on CUDA; wait until its capture ends"))
 }
 
 /// Whether any thread captures a function.

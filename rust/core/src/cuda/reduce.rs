@@ -1,4 +1,4 @@
-//! Reductions and running sums.
+//! Reductions and cumulative sums.
 
 use candle_core::DType;
 use trainable_candle_cuda::kernels::reduce::{

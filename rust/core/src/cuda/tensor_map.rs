@@ -18,11 +18,11 @@ use crate::Result;
 /// How the copy engine traverses the pixels of an image; pairs are (height, width).
 #[derive(Clone, Copy)]
 pub struct Windows {
-    /// The first place.
+    /// The first position.
     pub lower: [i64; 2],
-    /// The offset of the last place from the image's end.
+    /// The offset of the last position from the end of the image.
     pub upper: [i64; 2],
-    /// Pixels from one place to the next.
+    /// Distance between positions, in pixels.
     pub stride: [u32; 2],
 }
 

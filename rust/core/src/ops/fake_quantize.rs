@@ -1,10 +1,11 @@
-//! Fake quantization: values are rounded to the grid of a format in eight or four bits, gradients pass as if they were
-//! not.
+//! Fake quantization: the forward pass rounds values to the grid of a format in eight or four bits; the backward pass treats the
+//! rounding as the identity.
 //!
-//! The derivative of rounding is taken for 1 where a value is within the range of the codes, else for 0: the straight-through
-//! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants
-//! in the backward pass, unless factors on them are learned: those have LSQ's gradient (Esser et al. 2020, arXiv:1902.08153,
-//! equation 3) as torchao's `range_learning` has it, without LSQ's factor on it, which the steps of Adam do not depend on.
+//! The derivative of rounding counts as 1 where a value is within the range of the codes, and as 0 elsewhere: the straight-through
+//! estimator (Bengio et al. 2013, arXiv:1308.3432) with the clipping of Jacob et al. 2018, arXiv:1712.05877. Scales are constants in the
+//! backward pass. Learned factors on the scales have the gradient of LSQ (Esser et al. 2020, arXiv:1902.08153, equation 3), as in
+//! torchao's `range_learning`. LSQ also multiplies this gradient by a constant; it is left out here, because the steps of Adam do not
+//! depend on it.
 
 use std::str::FromStr;
 
@@ -54,7 +55,7 @@ impl Grid {
         }
     }
 
-    /// The format that a matrix on this grid is stored in; none has int4.
+    /// The format that stores a matrix on this grid; no format stores `Int4`.
     pub const fn format(self) -> Option<Format> {
         match self {
             Self::Int8 => Some(Format::Int8),
@@ -67,7 +68,7 @@ impl Grid {
     /// Check that a matrix of these sizes consists of whole groups.
     ///
     /// # Errors
-    /// [`Error::Shape`] if it is not a matrix, or does not.
+    /// [`Error::Shape`] if these are not the sizes of a matrix of whole groups.
     pub fn check(self, dims: &[usize]) -> Result<()> {
         let &[rows, columns] = dims else {
             let text = format!("found shape {dims:?}, expected a matrix (out_features, in_features)");
@@ -110,7 +111,8 @@ impl Grid {
         }
     }
 
-    /// Whether each value is in the range of the codes (u8): no further beyond the last than half the step before it.
+    /// Whether each value is within the range of the codes (as u8): it exceeds the last code by at most half of the step before that
+    /// code.
     fn inside(self, x: &Tensor, scale: &Tensor) -> Result<Tensor> {
         let [low, high] = match self {
             Self::Int4 => {
@@ -177,8 +179,8 @@ impl Int4 {
     const LOW: f64 = -8.0;
     const HIGH: f64 = 7.0;
 
-    /// The code before it is clipped. torchao multiplies by the rounded reciprocal; that decides to which side the
-    /// largest magnitude, 7.5 scales, is rounded.
+    /// The code before it is clipped. torchao multiplies by the rounded reciprocal of the scale, which decides whether the largest
+    /// magnitude, 7.5 scales, is rounded up or down.
     #[inline(always)]
     fn code<R: Real>(x: R, scale: R) -> R {
         round_to_even(x * (R::ONE / scale))
@@ -214,7 +216,7 @@ impl Binary for E4m3 {
     #[inline(always)]
     fn apply<R: Real>(&self, x: R, scale: R) -> R {
         let x = clamped(x / scale, -LARGEST_E4M3, LARGEST_E4M3);
-        // The distance between neighbouring e4m3 numbers: of the subnormal ones, or of the exponent of x.
+        // The distance between neighbouring e4m3 numbers: of subnormal numbers, or of numbers with the exponent of x.
         let (mut step, mut power) = (0.001_953_125, 0.015_625);
         let magnitude = x.abs();
         let mut unit = R::from_f64(step);
@@ -262,7 +264,7 @@ fn clamped<R: Real>(x: R, low: f64, high: f64) -> R {
     if x > high { high } else { x }
 }
 
-/// The backward pass where codes can be out of range: the gradient there is 0.
+/// The backward pass for grids where values can be out of the range of the codes; such values get the gradient 0.
 struct Clipped {
     x: Saved,
     scale: Saved,
@@ -275,7 +277,7 @@ impl Backward for Clipped {
     }
 }
 
-/// The backward pass where every code is in range.
+/// The backward pass for grids whose codes cover every value.
 struct Straight;
 
 impl Backward for Straight {
@@ -285,8 +287,8 @@ impl Backward for Straight {
     }
 }
 
-/// Factors on the scales have a gradient, too: per unit of its scale a value changes by what rounding added to it, or by its code
-/// where that is the first or the last for values out of range.
+/// The backward pass with learned factors on the scales. The derivative of a rounded value by its factor is, divided by the factor: the
+/// difference that rounding made, for values within the range; the rounded value, for values out of range.
 struct Learned {
     x: Saved,
     scale: Saved,
@@ -325,8 +327,8 @@ pub fn fake_quantize(x: &Tensor, grid: Grid) -> Result<Tensor> {
     })
 }
 
-/// As [`fake_quantize`] with each scale times one of `factors` (scales), which have a gradient. [`Grid::scales`] is their number, and
-/// their order that of their groups in the rows of the matrix.
+/// As [`fake_quantize`] with each scale multiplied by its element of the vector `factors`, which has a gradient. There are
+/// [`Grid::scales`] factors, in the order of the groups in the row-major matrix.
 ///
 /// # Errors
 /// As [`fake_quantize`]; [`Error::Shape`] if there is another number of factors.
@@ -353,7 +355,7 @@ pub fn fake_quantize_by(x: &Tensor, factors: &Tensor, grid: Grid) -> Result<Tens
     })
 }
 
-/// What `round` makes of groups (groups, elements) and their scales (groups, 1), in the shape and the dtype of `x`.
+/// The result of `round` for the groups of `x` (groups, elements) and their scales (groups, 1), in the shape and the dtype of `x`.
 fn rounded(x: &Tensor, grid: Grid, round: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>) -> Result<Tensor> {
     if !is_float(x.dtype()) {
         let text = format!("expected a floating point tensor, found {}; convert it with to()", x.dtype().as_str());
@@ -405,7 +407,8 @@ pub static ENTRIES: &[Entry] = &[
     Entry {
         info: &FAKE_QUANTIZE_BY,
         cases: || {
-            // Factors of 1.5 and more, so that no value is out of range. Their gradient is taken away again: 0 is left if it is right.
+            // Factors of 1.5 and more, so that no value is out of range. The case subtracts the expected gradient of the factors: 0 is
+            // left if theirs is right.
             let passed = |grid: Grid| {
                 move |x: &[Tensor]| {
                     let factors = x[1].exp()?.add_scalar(1.5)?;

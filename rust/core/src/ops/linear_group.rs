@@ -1,5 +1,4 @@
-//! Linear maps of one input as a single map: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …]. Each may have a low-rank product of its
-//! own.
+//! Linear maps of one input as a single map: y = x [W₁; W₂; …]ᵀ + [b₁, b₂, …]. Each map may have a low-rank product of its own.
 //!
 //! The rows of the frozen weights are stacked, so that the base is one matrix product forward and one backward. The
 //! low-rank products s (x Aᵀ) Bᵀ (LoRA, arXiv:2106.09685) of the maps, and their dtypes, are as in
@@ -71,7 +70,8 @@ impl LinearGroup<'_> {
         }
         let dtypes = || self.adapted().flat_map(|low_rank| [low_rank.down.dtype(), low_rank.up.dtype()]);
         if let (Some(first), Some(other)) = (dtypes().next(), dtypes().find(|&dtype| Some(dtype) != dtypes().next())) {
-            let message = format!("found factors of dtypes {} and {}, expected one", first.as_str(), other.as_str());
+            let message =
+                format!("found factors of dtypes {} and {}, expected one dtype", first.as_str(), other.as_str());
             return Err(Error::dtype(op, message));
         }
         Ok(())

@@ -6,7 +6,7 @@
 //!
 //! The base W, b is frozen: it never gets a gradient, and nothing is saved for it.
 //!
-//! x and W may be f16 or bf16 and the trained tensors f32: products then use copies of these in the dtype of x, and the
+//! x and W may be f16 or bf16 and the trained tensors f32: products then use copies of the trained tensors in the dtype of x, and the
 //! gradients of A and B are summed and stored in f32.
 
 use candle_core::DType;
@@ -291,7 +291,8 @@ pub fn adapted_row_norm<'a>(
     Tensor::constant(squares).sqrt()
 }
 
-/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ, and the result before scaling for the magnitude.
+/// DoRA: `x (..., in)` → `(..., out)` with `magnitude (out)`. Saves x, x Aᵀ and, for the gradient of the magnitude, the result before
+/// scaling.
 ///
 /// # Errors
 /// As [`lora_linear`].

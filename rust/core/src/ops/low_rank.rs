@@ -169,8 +169,7 @@ impl<'a> LowRanks<'a> {
         all.map(|(place, ([_, up], [_, operand]))| place.last_product(keep(saver, up, operand))).collect()
     }
 
-    /// Saves those of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`) that the backward pass
-    /// reads.
+    /// Of `x`, the frozen `weight` (Σ out, in), the factors and x Aᵀ (`hidden`), saves those that the backward pass reads.
     pub fn save(
         &self,
         saver: &mut Saver<'_>,
@@ -201,7 +200,7 @@ impl<'a> LowRanks<'a> {
     }
 }
 
-/// The backward pass of a frozen linear map with low-rank products: the inputs of the node are x, then A and B of each.
+/// The backward pass of a frozen linear map with low-rank products: the inputs of the node are x, then A and B of each product.
 pub(super) struct LowRankBackward {
     x: Option<Saved>,
     /// x Aᵀ of all adapters, (rows, Σ rank).

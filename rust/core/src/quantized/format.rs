@@ -54,7 +54,7 @@ impl FromStr for Format {
         let known = || Self::ALL.into_iter().find(|format| format.name() == name);
         known().ok_or_else(|| {
             if Ggml::ALL.into_iter().any(|format| format.name() == name) {
-                let text = format!("\"{name}\" is read from GGUF files and cannot be made; use q8_0 or nf4");
+                let text = format!("\"{name}\" can only be read from GGUF files; quantize to q8_0 or nf4");
                 return Error::argument("quantize", text);
             }
             let known: Vec<&str> = Self::ALL.iter().map(|format| format.name()).collect();

@@ -1,4 +1,4 @@
-//! Frozen matrices in eight or four bits: bases of adapters where memory is short.
+//! Frozen matrices quantized to eight or four bits, as bases of adapters where memory is short.
 //!
 //! A [`Quantized`] is not a [`Tensor`]: it has codes and scales, and only operations that take a [`WeightRef`] accept
 //! it. They dequantize it right before a product, into memory that is freed after the product.
@@ -63,8 +63,8 @@ enum Scales {
     Fp8(Raw),
     /// For NF4: one per block of [`nf4::BLOCK`] elements.
     Nf4(Raw),
-    /// For NF4: the code of each block's scale in the dynamic map, one scale per [`nf4::NESTED`] codes, and the number
-    /// added to all.
+    /// For NF4 whose scales are quantized: the code of each block's scale in the dynamic map, one f32 scale per
+    /// [`nf4::NESTED`] of these codes, and the offset that is added to every block's scale.
     Nested { codes: Raw, scales: Raw, offset: f32 },
     /// For ggml's formats, whose blocks contain the scales.
     Ggml(Ggml),
@@ -131,7 +131,7 @@ impl Quantized {
         }
         if let Format::Ggml(format) = format {
             if !format.is_made() {
-                let text = format!("{} is read from GGUF files and cannot be made; use q8_0", format.name());
+                let text = format!("{} can only be read from GGUF files; quantize to q8_0", format.name());
                 return Err(Error::argument(OP, text));
             }
             row_bytes(format, columns)?;
@@ -168,7 +168,7 @@ impl Quantized {
         };
         if codes.dtype() != DType::U8 || scales.dtype() != DType::F32 || !is_float(dtype) {
             let found = [codes.dtype(), scales.dtype(), dtype].map(|dtype| dtype.as_str());
-            return Err(Error::dtype(OP, format!("found {found:?}, expected codes of u8, scales of f32 and a float")));
+            return Err(Error::dtype(OP, format!("found {found:?}, expected u8 codes, f32 scales and a float dtype")));
         }
         if scales.elem_count() != rows && (format == Format::Int8 || scales.elem_count() != 1) {
             let (found, one) = (scales.dims(), if format == Format::Int8 { "" } else { "1 or " });
@@ -190,8 +190,9 @@ impl Quantized {
     }
 
     /// The NF4 matrix (rows, columns) of a file of bitsandbytes: two codes per byte, and a scale for each block of 64.
-    /// `scales` has the scales (f32); or, with `nested`, their codes (u8) in the dynamic map, and `nested` has one
-    /// scale (f32) for 256 of these codes and the number added to all. The matrix represents values of `dtype`.
+    /// Without `nested`, `scales` holds the blocks' scales (f32). With `nested`, `scales` holds their codes (u8) in the
+    /// dynamic map, and `nested` holds one scale (f32) for each 256 of these codes and the offset that is added to every
+    /// block's scale. The matrix represents values of `dtype`.
     ///
     /// # Errors
     /// [`Error::Shape`] if the parts do not have the sizes of such a matrix, [`Error::DType`] if they have other dtypes.
@@ -247,7 +248,7 @@ impl Quantized {
         let columns = bytes / format.block_bytes() * format.block();
         if blocks.dtype() != DType::U8 || !is_float(dtype) {
             let found = [blocks.dtype(), dtype].map(|dtype| dtype.as_str());
-            return Err(Error::dtype(OP, format!("found {found:?}, expected blocks of u8 and a float")));
+            return Err(Error::dtype(OP, format!("found {found:?}, expected u8 blocks and a float dtype")));
         }
         let codes = crate::compute::contiguous(&blocks.raw)?;
         let part = Part { rows, codes, scales: Scales::Ggml(format) };
@@ -263,7 +264,7 @@ impl Quantized {
         let columns = first.dims[1];
         if let Some(other) = matrices.iter().find(|other| other.dims[1] != columns) {
             let found = [columns, other.dims[1]];
-            return Err(Error::shape(OP, format!("found matrices of {found:?} columns, expected equal ones")));
+            return Err(Error::shape(OP, format!("found matrices of {found:?} columns, expected as many in each")));
         }
         if matrices.iter().any(|other| !other.device().same_device(first.device())) {
             return Err(Error::device(OP, "the matrices are on different devices; move one with to()"));
@@ -305,7 +306,8 @@ impl Quantized {
         self.parts.iter().map(|part| size(&part.codes) + part.scales.storages().map(size).sum::<usize>()).sum()
     }
 
-    /// Its tensors, part by part: `codes` and `scales`, and of NF4 with quantized scales also `scale_codes` and `offset`.
+    /// Its tensors, part by part: `codes` and `scales`; a part of NF4 with quantized scales also has `scale_codes` and
+    /// `offset`.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the offset does not fit on the device.
@@ -383,7 +385,7 @@ impl std::fmt::Debug for Quantized {
 /// Bytes of a row of `columns`.
 ///
 /// # Errors
-/// [`Error::Shape`] if these are not whole blocks.
+/// [`Error::Shape`] if the row does not divide into blocks.
 fn row_bytes(format: Ggml, columns: usize) -> Result<usize> {
     format.row_bytes(columns).ok_or_else(|| {
         let (name, block) = (format.name(), format.block());
@@ -393,6 +395,6 @@ fn row_bytes(format: Ggml, columns: usize) -> Result<usize> {
 
 /// The f32 numbers in the bytes of an f32 tensor.
 fn floats(bytes: &[u8]) -> &[f32] {
-    // SAFETY: any bits are an f32; `align_to` splits off what is not aligned, of which an f32 tensor has none.
+    // SAFETY: every bit pattern is an f32. An f32 tensor is aligned, so `align_to` splits nothing off.
     unsafe { bytes.align_to::<f32>() }.1
 }

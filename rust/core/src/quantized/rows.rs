@@ -70,11 +70,12 @@ fn round_to_even(x: f32) -> f32 {
 fn to_e4m3(x: f32) -> u8 {
     let sign = (x.to_bits() >> 24) as u8 & 0x80;
     let magnitude = x.abs().min(LARGEST_E4M3);
-    // In steps of the last place of the exponent; of 2^-9 for subnormal numbers.
+    // The magnitude in units of the last place for its exponent, or of 2^-9 for subnormal numbers.
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
     let steps_in_one = f32::from_bits(((127 + 3 - exponent) as u32) << 23);
     let steps = round_to_even(magnitude * steps_in_one) as u8;
-    // A carry increases the exponent by itself. Normal numbers have one less: their steps include the implicit bit.
+    // A carry increases the exponent by itself. For normal numbers the field is one less, because their steps include
+    // the implicit bit.
     let field = (exponent + 6) as u8;
     sign | (field * 8 + steps)
 }

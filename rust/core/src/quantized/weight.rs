@@ -8,8 +8,8 @@ use crate::tape::backward::Pending;
 use crate::tape::{BackwardContext, Saved, Saver};
 use crate::{Raw, Result, Tensor, checkpoint};
 
-/// The weight of a linear layer: a tensor, a frozen quantized matrix, or one of them, frozen, that is copied to the
-/// device for each use.
+/// The weight of a linear layer: a tensor, a frozen quantized matrix, or a frozen weight of either kind in the memory of the host, which is
+/// copied to the device for each use.
 #[derive(Clone, Debug)]
 pub enum Weight {
     /// Values.
@@ -180,7 +180,7 @@ impl<'a> WeightRef<'a> {
         }
     }
 
-    /// Tell checkpoints that an operation reads it in addition to its inputs.
+    /// Tell checkpoints that an operation reads this weight in addition to its inputs.
     pub(crate) fn is_read(self) {
         if let Self::Plain(tensor) = self {
             checkpoint::reads(&[tensor]);

@@ -1,6 +1,6 @@
 //! Streams of random numbers of a run: each is a function of the run's seed, a purpose and a number.
 //!
-//! It depends on nothing else: not on earlier draws, on the composition of batches or on the process that draws. So a
+//! A stream depends on nothing else: not on earlier draws, the composition of batches, or the process that draws. So a
 //! run can be repeated from any step, with any number of GPUs, given the step's number.
 
 use std::str::FromStr;
@@ -12,7 +12,7 @@ use crate::{Error, Result};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Purpose {
-    /// A sample of an autoencoder's distribution for an image; by the number of the sample.
+    /// A draw from an autoencoder's distribution for an image; by the number of the sample.
     Latents = 1,
     /// Noise levels and timesteps; by the number of the sample.
     Level,
@@ -112,8 +112,8 @@ impl FromStr for Purpose {
 impl State {
     /// The start of the stream for `purpose` and `number` in a run of `seed`.
     ///
-    /// The stream's seed is Philox under the run's seed of a counter that no draw reaches: counters of draws have 0 in
-    /// the upper half.
+    /// The stream's seed is the output of Philox, with the run's seed as its key, for a counter that no draw reaches:
+    /// counters of draws have 0 in the upper half.
     pub fn of(seed: u64, purpose: Purpose, number: u64) -> Self {
         let [low, high, ..] = philox_at(seed, [number as u32, (number >> 32) as u32, purpose as u32, 1]);
         Self { seed: u64::from(high) << 32 | u64::from(low), offset: 0 }
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_draws_the_same_in_any_company() {
+    fn a_sample_draws_the_same_in_any_batch() {
         let all = normal_samples(9, Purpose::Noise, &[4, 5, 6, 7], 5);
         assert_eq!(normal_samples(9, Purpose::Noise, &[6], 5), all[10..15]);
         assert_eq!(normal_samples(9, Purpose::Noise, &[7, 4], 5), [&all[15..], &all[..5]].concat());

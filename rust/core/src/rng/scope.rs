@@ -185,7 +185,7 @@ mod tests {
     const START: State = State { seed: 3, offset: 11 };
 
     #[test]
-    fn a_stream_begins_where_it_is_told_and_moves_no_other() {
+    fn a_stream_begins_at_its_state_and_advances_no_other() {
         let expected = {
             let _outer = Stream::enter(START);
             let inner = Stream::enter(State { seed: 8, offset: 0 });
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replay_repeats_what_was_noted_and_tells_what_differs() {
+    fn recorded_draws_are_repeated_and_differences_are_reported() {
         let _stream = Stream::enter(START);
         let noting = Noting::begin();
         let first = uniform_vec(5);

@@ -19,8 +19,8 @@ use crate::tensor::Tensor;
 use crate::var::Var;
 use crate::{Error, Result, compute};
 
-/// Products that are added to the gradient buffers of variables. On CUDA they wait for others of their size, to run
-/// together in one launch; the memory of waiting operands is limited.
+/// Products that are added to the gradient buffers of variables. On CUDA, products of one size wait for each other and then
+/// run in one launch; the memory of waiting operands is limited.
 #[derive(Default)]
 struct Buffered {
     variables: FxHashSet<u64>,
@@ -137,7 +137,7 @@ impl BackwardContext<'_> {
         pending.take(dim, &part)
     }
 
-    /// Add `alpha` a b, a product of matrices, to the gradient of input `index`, whose shape is `dims` (any shape of as many
+    /// Add the matrix product `alpha` a b to the gradient of input `index`, whose shape is `dims` (any shape of as many
     /// elements) and whose dtype is that of a and b, or f32 where they are f16 or bf16.
     ///
     /// The product is added in place to the gradient buffer of a variable, and to a gradient that the input has
@@ -175,8 +175,8 @@ impl BackwardContext<'_> {
     }
 
     /// For each of `terms`, write hidden = s₁ · input · down and add s₂ · hidden · up to the gradient of input `index`,
-    /// whose shape and dtype are as in [`add_product`](Self::add_product). A gradient that the input has already is
-    /// added to in place.
+    /// whose shape and dtype are as in [`add_product`](Self::add_product). If the input already has a gradient, that
+    /// gradient changes in place.
     pub fn add_low_rank(
         &mut self,
         index: usize,
@@ -266,8 +266,8 @@ fn walk(
             return Err(Error::autograd(
                 "backward",
                 format!(
-                    "the graph through {} was already walked and what it saved is freed; \
-                     pass retain_graph=True to the first backward to walk it again",
+                    "the graph through {} was already differentiated and its saved values are freed; \
+                     pass retain_graph=True to the first backward to differentiate it again",
                     node.name
                 ),
             ));
@@ -319,7 +319,7 @@ fn seed_for(op: &'static str, loss: &Tensor, gradient: Option<&Tensor>) -> Resul
             return Err(Error::shape(
                 op,
                 format!(
-                    "a tensor of shape {:?} needs a gradient argument; only a single element can do without",
+                    "a tensor of shape {:?} needs a gradient argument; only a tensor of one element needs none",
                     loss.dims()
                 ),
             ));

@@ -115,8 +115,8 @@ impl Leaf {
         gradient.vector().filter(|_| gradient.filled)
     }
 
-    /// As [`vector`](Self::vector), for clearing: under capture also without a gradient, because there may be one
-    /// before a replay.
+    /// As [`vector`](Self::vector), for clearing. During a capture, it also returns a vector without a gradient,
+    /// because there may be one before a replay.
     pub(crate) fn vector_to_clear(&self) -> Option<(Raw, Range<usize>)> {
         let gradient = self.gradient.peek();
         gradient.vector().filter(|_| gradient.filled || capture::is_capturing())
@@ -150,7 +150,7 @@ impl Leaf {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there is neither a gradient nor a buffer, which may have one before a replay.
+    /// Whether there is neither a gradient nor a buffer, which may have a gradient by the time of a replay.
     fn is_empty(&self) -> bool {
         let gradient = self.gradient.peek();
         gradient.buffer.is_none() && gradient.own.is_none()
@@ -234,7 +234,7 @@ impl Leaf {
         if capture::is_capturing() {
             return Err(Error::autograd(
                 "capture",
-                "the function makes a gradient for a variable that its first call made none for; it must do the same in each call",
+                "the function makes a gradient for a variable that got none in its first call; every call must make the same gradients",
             ));
         }
         // A tensor that `grad` has returned must not change, so the sum is a new tensor.
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_reads_a_gradient_is_stale_when_it_is_elsewhere() {
+    fn a_record_that_reads_a_gradient_is_stale_when_the_gradient_moves() {
         let value = compute::zeros(&[2, 2], DType::F32, &Device::Cpu).unwrap();
         type Read = fn(&Leaf) -> bool;
         let reads: [(&str, Read); 3] = [

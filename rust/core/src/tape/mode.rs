@@ -1,4 +1,4 @@
-//! The thread's recording mode: whether operations are put on the tape, and whether a checkpoint follows them.
+//! The thread's recording mode: whether operations are put on the tape, and whether a checkpoint records them.
 
 use std::cell::Cell;
 use std::marker::PhantomData;

@@ -22,7 +22,7 @@ enum Kind {
     },
     /// Recomputed by a checkpoint when it is first read.
     Slot { region: Arc<Region>, index: usize },
-    /// Computed again by its node, which the backward pass reaches, and whose values it frees, later.
+    /// Recomputed by its node. The backward pass reaches that node, and frees its values, later.
     Again(Arc<Node>),
     /// Created while a checkpoint recomputes: its node is thrown away and never used.
     Nothing,
@@ -72,7 +72,7 @@ impl Saved {
             }
             Kind::Slot { region, index } => region.value(*index),
             Kind::Again(node) => node.result(),
-            Kind::Nothing => Err(Error::autograd("backward", "a node of a replayed checkpoint was walked")),
+            Kind::Nothing => Err(Error::autograd("backward", "a backward pass reached a node of a recomputation")),
         }
     }
 }

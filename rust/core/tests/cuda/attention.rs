@@ -59,8 +59,8 @@ const SHAPES: [Shape; 9] = [
     shape("SDXL, 32 x 32", 1024, 20, 64),
     Shape { keys: Some(77), ..shape("SDXL, 64 x 64, to the text", 4096, 10, 64) },
     Shape { keys: Some(77), ..shape("SDXL, 32 x 32, to the text", 1024, 20, 64) },
-    Shape { is_packed: false, ..shape("Flux, text of 512 and picture, of 24 heads", 4608, 3, 128) },
-    Shape { is_packed: false, ..shape("SD3.5, text of 333 and picture, of 38 heads", 4429, 3, 64) },
+    Shape { is_packed: false, ..shape("Flux, text of 512 and image, of 24 heads", 4608, 3, 128) },
+    Shape { is_packed: false, ..shape("SD3.5, text of 333 and image, of 38 heads", 4429, 3, 64) },
     Shape { is_causal: true, ..shape("CLIP L", 77, 12, 64) },
     Shape { is_causal: true, ..shape("CLIP G", 77, 20, 64) },
     shape("VAE, 32 x 32", 1024, 1, 512),
@@ -134,7 +134,7 @@ fn attention_shared_by_blocks_equals_the_cpu_and_repeats() {
 /// Few items, with fewer steps than there are blocks: parts that no block has written are not added.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn attention_of_fewer_steps_than_blocks_reads_what_was_written_alone() {
+fn attention_of_fewer_steps_than_blocks_reads_only_what_was_written() {
     let device = gpu().unwrap();
     for (queries, keys, heads, width) in [(257, 1000, 1, 40), (1000, 300, 2, 128), (192 * 132 + 1, 1024, 1, 64)] {
         let drawn = [queries, keys, keys].map(|length| random(&[1, length, heads * width], 1.0, DType::BF16));
@@ -196,7 +196,7 @@ fn attention_over_packed_projections_equals_the_cpu() {
 /// one element at a time, and at widths that do not fit into the registers of a warp.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn norms_and_turns_of_queries_and_keys_equal_the_cpu() {
+fn norms_and_rotations_of_queries_and_keys_equal_the_cpu() {
     let device = gpu().unwrap();
     for (heads, length, width, interleaved) in [
         (24, 300, 128, true),

@@ -106,7 +106,7 @@ fn gradients_add_up_over_replays_until_they_are_cleared() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn what_a_graph_cannot_hold_is_refused_and_nothing_is_broken() {
+fn work_that_a_graph_cannot_contain_is_rejected_without_an_effect() {
     let device = gpu().unwrap();
     let x = Tensor::new(&[1f32, 2.0][..], &device).unwrap();
     let reads: Function = Box::new(|x| {
@@ -122,7 +122,7 @@ fn what_a_graph_cannot_hold_is_refused_and_nothing_is_broken() {
         let first = step.call(&[&x]).unwrap();
         let message = step.call(&[&x]).unwrap_err().to_string();
         assert!(message.contains(expected), "{message}");
-        // After the error the next call is eager, as a first one.
+        // After the error the next call runs eagerly, as the first call does.
         assert_eq!(step.call(&[&x]).unwrap()[0].dims(), first[0].dims());
         assert_eq!(to_f64_vec(x.add(&x).unwrap().raw()).unwrap(), [2.0, 4.0]);
     }
@@ -138,7 +138,7 @@ fn what_a_graph_cannot_hold_is_refused_and_nothing_is_broken() {
 
 #[test]
 #[ignore = "needs a CUDA device"]
-fn replays_take_no_memory_and_graphs_give_theirs_back() {
+fn replays_allocate_nothing_and_dropped_graphs_release_their_memory() {
     let device = gpu().unwrap();
     let x = normal((512, 512), &device);
     let before = device::memory_stats(&device).unwrap();

@@ -12,8 +12,8 @@ use super::walk::value_and_gradients;
 const EPS: f64 = 1e-5;
 
 /// Rows and their length: few and many packs per thread, several rows per block and several warps per row, lengths that
-/// are no multiple of a pack, rows too long for the registers of a team. No multiples of seven rows, over which the
-/// test's gradients add up to zero.
+/// are no multiple of a pack, rows too long for the registers of a team. No number of rows is a multiple of seven: over
+/// seven rows, the test's gradients add up to zero.
 const SIZES: [[usize; 2]; 8] =
     [[1024, 1280], [4096, 640], [5000, 1280], [79, 768], [3, 12_808], [2, 40_000], [5, 12_301], [300, 33]];
 
@@ -73,7 +73,7 @@ fn modulated_norms_equal_the_cpu() {
 /// The sum is rounded before it is normalised, and the recomputation of a checkpoint runs the same kernels.
 #[test]
 #[ignore = "needs a CUDA device"]
-fn a_residual_sum_with_its_norm_is_both_bit_for_bit() {
+fn a_fused_residual_norm_equals_sum_and_norm_bit_for_bit() {
     let device = gpu().unwrap();
     let apart = |x: &[Tensor]| {
         let sum = x[0].add(&x[1])?;

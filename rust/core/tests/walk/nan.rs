@@ -16,7 +16,7 @@ use super::walk::{TOLERANCE, draw, text, value_and_gradients};
 
 type Checked = std::result::Result<(), String>;
 
-/// Operations whose gradient is one of several constants, as in torch: for NaN it is one of them, not NaN.
+/// Operations whose gradient is always one of several constants, even at NaN, as in torch.
 const CHOOSING: [&str; 8] = ["relu", "clamp", "max", "min", "maximum", "minimum", "abs", "l1_loss"];
 
 /// `x` with the element at `at` replaced by `value`, in `dtype`.
@@ -35,8 +35,8 @@ fn numbers(case: &Case, inputs: &[Tensor]) -> Result<(usize, Vec<f64>)> {
     Ok((count, numbers))
 }
 
-/// Places NaN in each element of each input. A number depends on the element if it changes with the element in f64 on
-/// the CPU.
+/// Sets each element of each input to NaN in turn. A number of the result depends on the element if another value of
+/// the element changes the number, in f64 on the CPU.
 pub fn is_passed_on(name: &str, case: &Case, device: &Device) -> Checked {
     let wide = text(draw(case, DType::F64, false))?;
     let (value_count, before) = text(numbers(case, &wide))?;
@@ -217,7 +217,7 @@ fn like(x: &Tensor) -> Result<Tensor> {
     Tensor::from_raw(&from_vec(values, x.shape().clone()).to_dtype(x.dtype())?).to_device(x.device())
 }
 
-/// The last class as target: a sum over the classes meets NaN before it.
+/// The last class is the target, so that a sum over the classes reaches NaN before the target.
 fn targets(x: &Tensor) -> Result<Tensor> {
     let last = x.dims()[1] as i64 - 1;
     Tensor::from_vec(vec![last; x.dims()[0]], x.dims()[0], x.device())

@@ -34,7 +34,8 @@ fn same(what: &str, found: &[Vec<f64>], expected: &[Vec<f64>]) -> Checked {
     found.iter().zip(expected).enumerate().try_for_each(|(index, (f, e))| close(&format!("{what} {index}"), f, e, 1e-6))
 }
 
-/// Whether a backward pass succeeded. The error about a changed variable is accepted as well as the right gradient.
+/// Whether a backward pass succeeded; false for the error about a changed variable, which is as correct as the right
+/// gradient.
 fn walked(outcome: Result<impl Sized>) -> std::result::Result<bool, String> {
     match outcome {
         Ok(_) => Ok(true),
@@ -63,7 +64,7 @@ pub fn results_do_not_follow_variables(case: &Case, device: &Device) -> Checked 
         let ones = text(Tensor::ones(y.shape(), y.dtype(), device))?;
         if text_of(changed, walked(product.backward_with(Some(&ones), false)))? {
             if follows {
-                return Err(format!("the result changes with input {changed}, and a gradient is made of it"));
+                return Err(format!("the result changes with input {changed}, and a gradient depends on it"));
             }
             same("snapshot", &text(gradients(std::slice::from_ref(&factor)))?, &[before])?;
         }

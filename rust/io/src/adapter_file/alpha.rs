@@ -1,21 +1,22 @@
 //! Scales and alphas in files.
 //!
-//! In files with kohya's names of a UNet, diffusers 0.42 looks for the alphas of attention's projections under names
-//! that no layer has, and takes the most common alpha of the part instead. Such a file therefore has one alpha for each
-//! part. Where `ComfyUI` and diffusers know the same names but look for alphas in different places, every scale is 1.
-//! Layers of one module have one scale. In all these cases the up factor is multiplied by the quotient of the scales,
-//! which every tool reads alike, and the header keeps the alphas of training.
+//! Tools disagree about alphas in three cases. In files with kohya's names of a UNet, diffusers 0.42 looks for the
+//! alphas of attention's projections under names that no layer has, and uses the most common alpha of the part instead;
+//! such a file therefore has one alpha for each part. If `ComfyUI` and diffusers know the same names but look for
+//! alphas in different places, every scale in the file is 1. If several layers are one module, they have one scale. In
+//! all three cases the up factor is multiplied by the trained scale divided by the scale in the file, so that every
+//! tool computes the same result, and the header keeps the trained alphas.
 
 use std::collections::{BTreeMap, HashMap};
 
 use trainable_candle_core::{DType, Result, Tensor};
 use trainable_candle_nn::adapter::{AdaptedLayer, LayerValues};
 
-/// Entry of the metadata with the alphas that layers were trained with, by diffusers' names, if the file's own alphas
-/// differ.
+/// The metadata entry with the alphas that layers were trained with, by diffusers' names. A file has it if its own
+/// alphas differ.
 pub(super) const TRAINED: &str = "trainable_candle.alphas";
 
-/// The factors that are multiplied; a kind has at most one of them.
+/// The factors that [`rescale`] multiplies; each kind of adapter has at most one of them.
 const UPS: [&str; 2] = ["lora_B.weight", "hada_w1_a"];
 
 /// The alpha of a layer: its scale is alpha / rank.
@@ -57,7 +58,7 @@ pub(super) fn rescale(layer: &mut AdaptedLayer<'_>, scale: f64) -> Result<()> {
     Ok(())
 }
 
-/// The alphas that layers were trained with, of layers whose alpha in the file differs.
+/// The trained alphas of the layers whose alpha in the file differs.
 pub(super) fn trained(metadata: &HashMap<String, String>) -> BTreeMap<String, f64> {
     metadata.get(TRAINED).and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }

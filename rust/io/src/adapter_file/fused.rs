@@ -1,9 +1,10 @@
-//! Modules with the adapters of several layers: queries, keys and values as one matrix, as in original checkpoints.
+//! Modules that hold the adapters of several layers, such as queries, keys and values, which original checkpoints have
+//! as one matrix.
 //!
-//! The rows of such a module are those of its layers, stacked. The factors of n layers of rank r are joined to one pair
-//! of rank n r: B block by block along the diagonal, A stacked; layers that share their A keep it. LoHa's two pairs are
-//! joined in the same way, and magnitudes of outputs are stacked. Parameters that apply to all rows (LoKr's factors, a
-//! magnitude for each input) cannot be joined.
+//! Such a module stacks the rows of its layers. The factors of n layers of rank r become one pair of rank n r: the Bs
+//! are the blocks of a block-diagonal B, and the As are stacked. If the layers have the same A, the module keeps it
+//! once, with rank r. Both pairs of a LoHa are joined in the same way, and magnitudes for each output are stacked.
+//! Parameters that apply to all rows (LoKr's factors, a magnitude for each input) cannot be joined.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +20,8 @@ pub(super) type Parameters = BTreeMap<&'static str, Tensor>;
 const UPS: [&str; 3] = ["lora_B.weight", "hada_w1_a", "hada_w2_a"];
 /// Down factors (r, in).
 const DOWNS: [&str; 3] = ["lora_A.weight", "hada_w1_b", "hada_w2_b"];
-/// DoRA's magnitude, for each output if it has as many elements, otherwise for each input.
+/// DoRA's magnitude. There is one for each output if it has as many elements as there are outputs, otherwise one for
+/// each input.
 const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
 /// The factors of LoKr whose row index is the slower part of the output index.
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
@@ -73,8 +75,8 @@ fn share_downs(members: &[(Form, Parameters)]) -> Result<bool> {
     Ok(members.len() > 1)
 }
 
-/// Stacked up factors with `unit` rows for each of `of` shares of the module. Each layer has columns of its own, unless
-/// they are `shared`; shares without a layer are zero.
+/// The up factor of a module with `of` shares of `unit` rows each. Each layer has its own columns, unless the columns
+/// are `shared`. Shares without a layer are zero.
 fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> Result<Tensor> {
     let ranks: Vec<usize> = parts.iter().map(|(_, value)| value.dims()[1]).collect();
     let width: usize = if shared { ranks[0] } else { ranks.iter().sum() };
@@ -135,7 +137,8 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
         }
         if of_all {
             return Err(Error::Config(format!(
-                "{name} {:?} is of {of} layers together, which the model has one by one; train without it",
+                "{name} {:?} is one parameter of {of} layers together, which are separate layers in this model; train \
+                 without it",
                 value.dims()
             )));
         }
@@ -181,7 +184,7 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
             }
             owner = owner.or(Some(share));
         }
-        // A column of zeros belongs to the owner of the column before.
+        // A column of zeros gets the owner of the column before it.
         owners.push(owner.or_else(|| owners.last().copied().flatten()));
     }
     if owners.iter().all(Option::is_none)
@@ -199,7 +202,7 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
     Ok(Some(runs))
 }
 
-/// The halves of the rows are exchanged.
+/// Exchanges the two halves of the rows of all parameters.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
     values

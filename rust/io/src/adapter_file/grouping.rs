@@ -9,7 +9,7 @@ use super::readers::{self, Tool};
 use super::{AdapterFormat, OP, PartNames, Style};
 use crate::form::{Form, Key};
 
-/// The modules of a part by their names in a file: for each, its layers by index, with the rows of the module that
+/// The modules of a part by their names in a file. Each entry lists the module's layers by index, and which of its rows
 /// belong to them.
 pub(super) type Modules = BTreeMap<String, Vec<(Form, usize)>>;
 
@@ -25,7 +25,7 @@ pub(super) struct Adapted<'a> {
 }
 
 impl<'a> Adapted<'a> {
-    /// The properties of a layer of a set.
+    /// The properties of a layer in an adapter set.
     pub(super) fn of(layer: &AdaptedLayer<'a>) -> Self {
         let height = |name: &str| {
             layer.parameters.iter().find(|(known, _)| *known == name).and_then(|(_, value)| value.dims().first())
@@ -125,16 +125,19 @@ fn unnamed(format: AdapterFormat, layer: &str) -> Error {
 fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
     let [(form, first), ..] = members else { return None };
     let Form::Rows { of, .. } = *form else {
-        return (*form == Form::Swapped && first.odd_rows).then_some("it has no two halves of rows");
+        return (*form == Form::Swapped && first.odd_rows)
+            .then_some("its number of rows is odd, so that halves cannot be exchanged");
     };
     let shares: usize = members.iter().map(|(form, _)| count(*form)).sum();
     match first.kind {
         kind if members.iter().any(|(_, layer)| layer.kind != kind) => Some("its layers have different adapters"),
         "lora" | "loha" => None,
-        "dora" if first.per_input => Some("DoRA has one magnitude for each input there, of all of its rows"),
+        "dora" if first.per_input => {
+            Some("it has one magnitude for each input, which applies to all rows of the matrix")
+        }
         "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
         "dora" => None,
-        _ => Some("it is not such a product of two factors"),
+        _ => Some("its parameters apply to all rows of the matrix"),
     }
 }
 

@@ -10,9 +10,9 @@ use super::{AdapterFormat, PartNames, alpha, peft};
 /// Entry with peft's configuration of each part, as diffusers writes and reads it.
 pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
 
-/// The entries that tools read: kohya's minimum (A1111 needs it to recognise SDXL), modelspec 1.0.1, and in the formats
-/// of diffusers and peft the configuration, from which these tools take alphas. If the factors include the scale
-/// (`folds`), a file in diffusers' format has no configuration.
+/// The entries that tools read. These are the few entries of kohya that A1111 needs to recognise SDXL, those of
+/// modelspec 1.0.1, and, in the formats of diffusers and peft, the configuration from which these tools take alphas. If
+/// the factors include the scale (`folds`), a file in diffusers' format has no configuration.
 pub(super) fn entries(
     format: AdapterFormat,
     folds: bool,

@@ -1,4 +1,4 @@
-//! Adapter files: the same parameters under the names that other tools read.
+//! Adapter files: an adapter's parameters under the names that other tools read.
 //!
 //! One file may have adapters of several parts of a pipeline (a UNet and its text encoders). [`PartNames`] has the
 //! names that tools use for a part and its layers. Reading accepts every known style of names.
@@ -41,12 +41,12 @@ pub enum AdapterFormat {
     /// `unet.down_blocks.1.….lora_A.weight` (diffusers). If `ComfyUI` knows these names too, the factors include the
     /// scale.
     Diffusers,
-    /// `base_model.model.LAYER.lora_A.weight` (peft); one part. Written to a folder, it is what `PeftModel.from_pretrained` loads:
-    /// `adapter_model.safetensors` and `adapter_config.json`.
+    /// `base_model.model.LAYER.lora_A.weight` (peft); one part. If the path is a folder, the files in it are
+    /// `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
     Peft,
-    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's own names, those of the original checkpoint). An
-    /// adapter that cannot be joined with others in one matrix, as the original checkpoint requires, has diffusers'
-    /// name if `ComfyUI` knows it.
+    /// `diffusion_model.input_blocks.4.1.….lora_A.weight` (ComfyUI's names, which follow the original checkpoint). If
+    /// the original checkpoint joins layers in one matrix and an adapter cannot be joined so, the file uses diffusers'
+    /// name for it, if `ComfyUI` knows that name.
     ComfyUi,
 }
 
@@ -54,12 +54,12 @@ impl AdapterFormat {
     const NAMES: [(&'static str, Self); 4] =
         [("kohya", Self::Kohya), ("diffusers", Self::Diffusers), ("peft", Self::Peft), ("comfyui", Self::ComfyUi)];
 
-    /// Every name.
+    /// The names of all formats.
     pub fn names() -> impl Iterator<Item = &'static str> {
         Self::NAMES.iter().map(|(name, _)| *name)
     }
 
-    /// The name in options and errors.
+    /// The format's name in options and errors.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, format)| *format == self).map_or("", |(name, _)| name)
     }

@@ -19,14 +19,14 @@ pub(super) struct Stored {
 }
 
 impl Stored {
-    /// The parameters with the scale 1.
+    /// The module's parameters as a layer's values, with scale 1.
     pub(super) fn layer_values(&self) -> LayerValues {
         let parameters = self.parameters.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
         LayerValues { parameters, scale: 1.0 }
     }
 }
 
-/// A file's modules by the part of the key before the parameter's name, and the keys that belong to no module.
+/// A file's modules, by name (the key without the parameter's name), and the keys that belong to no module.
 pub(super) struct Contents {
     pub modules: BTreeMap<String, Stored>,
     pub others: Vec<String>,
@@ -37,7 +37,7 @@ pub(super) struct Contents {
 
 const ALPHA: &str = "alpha";
 
-/// Endings of parameter names in other tools, and the names here.
+/// Endings of keys in files of other tools, and the parameters' names in this crate.
 const ALIASES: [(&str, &str); 12] = [
     (".lora_down.weight", "lora_A.weight"),
     (".lora_up.weight", "lora_B.weight"),
@@ -53,17 +53,18 @@ const ALIASES: [(&str, &str); 12] = [
     (".alpha", ALPHA),
 ];
 
-/// The module and the parameter of a key, for the other tools' names and the names of every kind of adapter.
+/// Split a key into module and parameter. It may end in a parameter's name in this crate or in one of [`ALIASES`].
 fn split(key: &str) -> Option<(&str, &'static str)> {
     let alias = ALIASES.iter().find_map(|(ending, parameter)| Some((key.strip_suffix(ending)?, *parameter)));
     let mut parameters = KINDS.iter().flat_map(|kind| kind.parameters);
     alias.or_else(|| parameters.find_map(|(name, _)| Some((key.strip_suffix(name)?.strip_suffix('.')?, *name))))
 }
 
-/// What precedes a layer's name in the key of its learned scales, which change no adapter: they say how to round its sum with the base.
+/// The prefix of the keys of learned scales; the layer's name follows it. Learned scales do not change the adapter.
+/// They are needed to round the sum of base and adapter.
 pub(super) const SCALES: &str = "qat_scales.";
 
-/// Endings of the Tucker form of convolutions, which is not supported.
+/// Endings of keys that occur in the Tucker form of convolutions, which is not supported.
 const TUCKER: [&str; 4] = [".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2"];
 
 impl Contents {

@@ -17,8 +17,8 @@ pub struct BaseModel {
     pub resolution: usize,
 }
 
-/// A layer's place in the original checkpoint, if it has one: the name of the matrix, and the rows of it that are the
-/// layer's.
+/// A function from a layer's name to its place in the original checkpoint, if it has one: the name of a matrix, and
+/// which of the matrix's rows belong to the layer.
 pub type Original = Arc<dyn Fn(&str) -> Option<Key> + Send + Sync>;
 
 /// The names that tools use for one part of a pipeline and its layers.
@@ -72,18 +72,18 @@ impl PartNames {
         }
     }
 
-    /// Whether `ComfyUI` reads diffusers' names of the layers that are usually adapted. The two tools look for the
-    /// scale in different places, so the factors of a file for both include it.
+    /// Whether `ComfyUI` reads diffusers' names of the layers that are usually adapted. Because the two tools look for
+    /// the scale in different places, a file in diffusers' format then includes the scale in its factors.
     pub(super) fn folds(&self) -> bool {
         self.is_denoiser && readers::knows_usual(self.readers, Tool::ComfyUi, Style::Diffusers)
     }
 
-    /// The prefix of `key`, if it tells the part that the key belongs to.
+    /// The prefix of `key`, if it is one that identifies this part.
     pub(super) fn prefix_of<'a>(&'a self, key: &str) -> Option<&'a str> {
         self.prefixes.iter().map(String::as_str).chain([LYCORIS]).find(|prefix| key.starts_with(prefix))
     }
 
-    /// Whether `prefix`, the beginning of a key, is one of this part.
+    /// Whether `prefix`, the beginning of a key, identifies this part.
     pub(super) fn begins(&self, prefix: &str) -> bool {
         let kohya = prefix == LYCORIS && self.is_denoiser
             || prefix
@@ -100,7 +100,7 @@ impl PartNames {
         self.place(layer, style).map(|place| place.key)
     }
 
-    /// The name of the module that holds a layer in a style, and the rows of the module that are the layer's.
+    /// The name, in a style, of the module that holds a layer, and which of the module's rows belong to the layer.
     pub(super) fn place(&self, layer: &str, style: Style) -> Option<Key> {
         let flat = || layer.replace('.', "_");
         let prefixed = |name: &str| match self.diffusers {

@@ -1,8 +1,8 @@
 //! peft's files: `adapter_model.safetensors` beside `adapter_config.json`, and the configuration that gives the scales.
 //!
-//! peft multiplies every layer by alpha / r, also a LoKr that has no rank because both of its factors are full
-//! matrices. `LyCORIS` and the readers of its files use the scale 1 for it, so in peft's files such a layer's factor is
-//! multiplied by the quotient.
+//! peft multiplies every layer by alpha / r, even a LoKr without a rank, both of whose factors are full matrices.
+//! `LyCORIS` and tools that read its files multiply such a LoKr by 1. In peft's files, its factor is therefore divided
+//! by peft's alpha / r.
 
 use std::path::{Path, PathBuf};
 
@@ -15,15 +15,15 @@ use super::alpha;
 const MODEL: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
 
-/// The full factor of a LoKr that is multiplied by the scale.
+/// The full factor of a LoKr that is rescaled in peft's files.
 pub(super) const FOLDED: &str = "lokr_w1";
 
-/// The file that is written for `path`: for a folder, existing or not, peft's file in it.
+/// The file to write for `path`: `path` itself, or peft's file in it if `path` is a folder (existing or not).
 pub(super) fn file_to_write(path: &Path) -> PathBuf {
     if path.is_dir() || path.extension().is_none() { path.join(MODEL) } else { path.to_path_buf() }
 }
 
-/// The file to read for `path`: itself, or peft's file if `path` is a folder.
+/// The file to read for `path`: `path` itself, or peft's file in it if `path` is a folder.
 pub(super) fn file_to_read(path: &Path) -> PathBuf {
     if path.is_dir() { path.join(MODEL) } else { path.to_path_buf() }
 }
@@ -55,12 +55,13 @@ impl Common {
         if has_rank(layer) {
             return (layer.settings.rank, alpha::of(layer));
         }
-        // A file does not say at which rank the factors stayed full matrices: with a rank as large as they are they do.
+        // The rank at which the factors were full matrices is not in a file. With a rank as large as their largest
+        // dimension, they are certainly full.
         let largest = || layer.parameters.iter().flat_map(|(_, value)| value.dims()).copied().max().unwrap_or(1);
         (if layer.settings.rank > 0 { layer.settings.rank } else { largest() }, self.alpha)
     }
 
-    /// The multiplier of a layer's factor in peft's files.
+    /// The number by which a layer's factor is multiplied in peft's files.
     pub(super) fn fold(self, layer: &AdaptedLayer<'_>) -> f64 {
         let (rank, alpha) = self.sizes(layer);
         layer.settings.scale * rank as f64 / alpha
@@ -115,8 +116,9 @@ pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Ma
     if let Value::Object(fields) = fields { fields } else { Map::new() }
 }
 
-/// The name of a module in a configuration. transformers 5 has dropped `text_model.` from the names of one encoder and
-/// kept it in the other; modules are matched by the end of their name, so a name without this prefix finds both.
+/// The name of a module in a configuration. transformers 5 has removed `text_model.` from the layer names of one of its
+/// CLIP encoders and kept it in the other. peft matches modules by the end of their names, so names without this prefix
+/// match in both.
 fn module(layer: &str) -> &str {
     layer.strip_prefix("text_model.").unwrap_or(layer)
 }

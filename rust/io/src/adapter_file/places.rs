@@ -15,7 +15,7 @@ pub(super) struct Place<'a> {
     pub layers: Vec<(&'a str, Form)>,
 }
 
-/// Every name under which a file may have a layer.
+/// The places of all names under which a file may have a layer.
 pub(super) fn places<'a>(parts: impl Iterator<Item = (&'a PartNames, Vec<&'a str>)>) -> HashMap<String, Place<'a>> {
     let mut places: HashMap<String, Place<'a>> = HashMap::new();
     for (part, (names, layers)) in parts.enumerate() {

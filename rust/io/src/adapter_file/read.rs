@@ -21,12 +21,12 @@ pub struct PartLayers<'a> {
     pub layers: &'a [(String, Layer<'a>)],
 }
 
-/// The adapters in the file at `path`, or in peft's file if `path` is a folder, for each of `parts`, by the layers'
-/// names. Modules of other parts are skipped.
+/// Read the adapters in the file at `path`, or in peft's file if `path` is a folder. The result has, for each of
+/// `parts`, the adapters by layer name. Modules of other parts are skipped.
 ///
 /// # Errors
-/// [`Error::WeightsFormat`] if it is not an adapter file, has nothing for any of the parts, names layers that a part
-/// does not have, or has non-finite elements.
+/// [`Error::WeightsFormat`] if the file is not an adapter file, has no adapter for any of the parts, names layers that
+/// a part does not have, or has non-finite elements.
 pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeMap<String, LayerValues>>> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (p.names, p.layers.iter().map(|(n, _)| n.as_str()).collect())));
@@ -60,7 +60,7 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     let part_prefix = |key: &str| parts.first().and_then(|part| part.names.prefix_of(key));
     let prefixes: Vec<&str> =
         contents.modules.keys().filter(|m| places.contains_key(*m)).filter_map(|m| part_prefix(m)).collect();
-    // Modules of parts that were not requested are no error.
+    // Modules of parts that were not requested are skipped without an error.
     let strange = |key: &String| part_prefix(key).is_none_or(|prefix| prefixes.contains(&prefix));
     let nothing = found.iter().all(BTreeMap::is_empty);
     let wrong: Vec<&String> = lost.into_iter().chain(&contents.others).filter(|key| nothing || strange(key)).collect();
@@ -71,7 +71,8 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
     Ok(found)
 }
 
-/// Up to this many unknown keys count as foreign to the file; more mean that the file is for another model.
+/// If at most this many keys are unknown, the error message asks the user to remove them; if there are more, it says
+/// that the file is for another model.
 const FOREIGN: usize = 3;
 
 /// The error message for a file whose keys `wrong` belong to none of the parts `asked` for.
@@ -89,14 +90,15 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
         let there: Vec<&str> = prefixes.into_iter().flatten().collect();
         let parts: Vec<&str> = asked.iter().map(|names| names.diffusers).collect();
         return format!(
-            "it has no adapter for the {}: all of its {modules} modules are of another part ({})",
+            "it has no adapter for the {}: all of its {modules} modules belong to another part ({})",
             parts.join(" and "),
             there.join(", ")
         );
     }
     if wrong.len() <= FOREIGN && lost < modules {
         return format!(
-            "the model has nothing for {} of the file's keys ({}), while its other {} modules fit; remove them from the file",
+            "{} of the file's keys ({}) fit no layer of the model, while its other {} modules fit; remove these keys \
+             from the file",
             wrong.len(),
             list(wrong),
             modules - lost
@@ -108,8 +110,8 @@ fn mismatch(contents: &Contents, asked: &[&PartNames], wrong: &[&String]) -> Str
     )
 }
 
-/// The adapter of the layer with `rows` rows that has the place `form` in a module; `None` if the module does not
-/// change the layer.
+/// The adapter of one layer of a module. The layer has `rows` rows, at the place `form` in the module. `None` if the
+/// module does not change the layer.
 pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Stored>> {
     let all = form.stored_shape(&[rows]).first().copied().unwrap_or(rows);
     let Some(parameters) = fused::split(&stored.parameters, form, all)? else { return Ok(None) };
@@ -164,7 +166,8 @@ fn output_magnitude(scale: &Tensor, values: &LayerValues, base: &Base<'_>, divid
     }
 }
 
-/// Read the parameters of an adapter file into `set`, which is on `part`, and learned scales where both have them.
+/// Read the parameters of an adapter file into `set`, which is attached to `part`. Learned scales are read for the
+/// layers that have them both in the file and in `set`.
 ///
 /// # Errors
 /// As [`read_adapters`], [`AdapterSet::load`] and [`AdapterSet::set_scales`].
@@ -174,8 +177,8 @@ pub fn load_adapter(path: &Path, set: &AdapterSet, part: PartLayers<'_>) -> Resu
     set.set_scales(&scales(path)?)
 }
 
-/// Put the adapters of a file on the layers of `part` that it names, with the file's ranks, kinds and alphas, and
-/// multiply their effect by `scale`.
+/// Put the adapters of a file on the layers of `part` that the file names, with the file's ranks, kinds and alphas, and
+/// multiply their scales by `scale`.
 ///
 /// # Errors
 /// As [`read_adapters`] and [`AdapterSet::attach_values`].
@@ -191,8 +194,8 @@ pub fn attach_adapter(path: &Path, scale: f64, part: PartLayers<'_>) -> Result<A
     AdapterSet::attach_values(&values, part.layers)
 }
 
-/// Put the LoRA of a file on the layers of `part` that it names, in addition to adapters that are trained there, and
-/// multiply its effect by `scale`.
+/// Put the LoRA of a file on the layers of `part` that the file names, beside other adapters, and multiply its scale by
+/// `scale`.
 ///
 /// # Errors
 /// As [`read_adapters`] and [`TrainingAdapter::attach`].

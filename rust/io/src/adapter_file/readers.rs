@@ -1,18 +1,19 @@
 //! [`Reader`]: the styles of names that a tool knows, and how it applies adapters under these names.
 //!
-//! Each model family has a table of readers for each of its parts. `verify` reports by this table, and the default
-//! format follows from it.
+//! Each part of a model family has a table of readers. `verify` reports by this table, and it
+//! determines the default format.
 
 use super::Style;
 
 /// A tool that loads adapters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tool {
-    /// ComfyUI, by its key maps (`comfy/lora.py`).
+    /// ComfyUI, which maps keys in `comfy/lora.py`.
     ComfyUi,
-    /// diffusers' pipelines (`load_lora_weights`), by their conversion of other names.
+    /// diffusers' pipelines, whose `load_lora_weights` converts other tools' names.
     Diffusers,
-    /// kohya's sd-scripts, which resume a training or merge (`networks/lora*.py`), or musubi-tuner for its own models.
+    /// kohya's sd-scripts, which resume training from adapters or merge them (`networks/lora*.py`), or musubi-tuner for
+    /// the models that it supports.
     Kohya,
     /// `PeftModel.from_pretrained`.
     Peft,
@@ -42,7 +43,8 @@ pub struct Reader {
     pub styles: &'static [Known],
     /// The kinds of adapters that it loads.
     pub kinds: &'static [&'static str],
-    /// The parameter in which it looks for DoRA's magnitude; `None` if it applies only the rest of such an adapter.
+    /// The parameter in which the tool expects DoRA's magnitude; `None` if it ignores the magnitude and applies the
+    /// rest of the adapter.
     pub magnitude: Option<&'static str>,
 }
 
@@ -51,11 +53,11 @@ pub struct Reader {
 pub struct Known {
     /// The style.
     pub style: Style,
-    /// Whether it knows a layer by this style; `None` if it knows all of them.
+    /// Whether the tool knows a layer by a name of this style; `None` if it knows all layers.
     pub only: Option<fn(layer: &str) -> bool>,
-    /// What it does with an alpha beside the parameters.
+    /// What the tool does with an alpha beside the parameters.
     pub alpha: Alpha,
-    /// Whether it applies an alpha in the configuration.
+    /// Whether the tool applies an alpha in the configuration.
     pub configured: bool,
 }
 
@@ -71,24 +73,24 @@ pub enum Alpha {
 }
 
 impl Known {
-    /// Every layer in `style`, with the alpha beside its parameters.
+    /// The tool knows every layer by its name in `style`, and applies an alpha beside the parameters.
     pub const fn all(style: Style) -> Self {
         Self { style, only: None, alpha: Alpha::Applied, configured: false }
     }
 
-    /// With only the layers for which `only` is true.
+    /// Restrict the layers to those for which `only` is true.
     #[must_use]
     pub const fn only(self, only: fn(&str) -> bool) -> Self {
         Self { only: Some(only), ..self }
     }
 
-    /// With alphas in the configuration.
+    /// The tool applies alphas in the configuration.
     #[must_use]
     pub const fn configured(self) -> Self {
         Self { configured: true, ..self }
     }
 
-    /// With this treatment of alphas beside the parameters.
+    /// Set what the tool does with alphas beside the parameters.
     #[must_use]
     pub const fn alpha(self, alpha: Alpha) -> Self {
         Self { alpha, ..self }
@@ -112,11 +114,11 @@ pub const UNKNOWN: &[Reader] = &[PEFT];
 /// What a tool does with one module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It applies the trained adapter.
+    /// The tool applies the trained adapter.
     Whole,
-    /// It applies the adapter, but not as trained; the reason.
+    /// The tool applies the adapter, but not as it was trained; the text says why.
     Part(&'static str),
-    /// It ignores the module; the reason.
+    /// The tool ignores the module; the text says why.
     Not(&'static str),
 }
 
@@ -149,38 +151,40 @@ impl Reader {
         let knows = |known: &&Known| known.style == found.style && known.only.is_none_or(|only| only(found.layer));
         let Some(known) = self.styles.iter().find(knows) else {
             return Outcome::Not(match self.tool {
-                Tool::A1111 => "it knows kohya's names only",
-                Tool::Peft => "it knows its own names only",
-                _ => "it knows no such key",
+                Tool::A1111 => "it only knows kohya's names",
+                Tool::Peft => "it only knows its own names",
+                _ => "it does not know this key",
             });
         };
         if !self.kinds.contains(&found.kind) && found.kind != "dora" {
-            return Outcome::Not("it loads LoRA only");
+            return Outcome::Not("it only loads LoRA");
         }
         if found.has_alpha && known.alpha == Alpha::Refused {
-            return Outcome::Not("it refuses a file with an alpha beside the factors");
+            return Outcome::Not("it rejects files with an alpha beside the factors");
         }
         if found.magnitude.is_some() && found.magnitude != self.magnitude {
             return Outcome::Part(match self.magnitude {
-                Some("dora_scale") => "it knows DoRA's magnitude as dora_scale only",
-                _ => "it leaves DoRA's magnitude out",
+                Some("dora_scale") => "it only knows DoRA's magnitude as dora_scale",
+                _ => "it ignores DoRA's magnitude",
             });
         }
         // As `NetworkModule.apply_weight_decompose`, which ignores the shape of the magnitude.
         if self.tool == Tool::A1111 && found.magnitude.is_some() && !found.per_input {
-            return Outcome::Part("it divides DoRA's weights by norms of inputs; --dora-axis input is for it");
+            return Outcome::Part(
+                "it divides DoRA's weights by one norm for each input; train with --dora-axis input for it",
+            );
         }
         match found.scaled {
             AlphaAt::Beside if known.alpha == Alpha::LeftOut => {
-                Outcome::Part("it leaves the alpha beside the factors out")
+                Outcome::Part("it ignores the alpha beside the factors")
             }
-            AlphaAt::Configuration if !known.configured => Outcome::Part("it leaves the alpha in the header out"),
+            AlphaAt::Configuration if !known.configured => Outcome::Part("it ignores the alpha in the header"),
             _ => Outcome::Whole,
         }
     }
 }
 
-/// Whether a tool knows the usually adapted layers by a style; attention's projections stand for them.
+/// Whether a tool knows the usually adapted layers by their names in a style. This checks attention's projections only.
 pub(super) fn knows_usual(readers: &[Reader], tool: Tool, style: Style) -> bool {
     const USUAL: &str = "transformer_blocks.0.attn.to_q";
     let mut known = readers.iter().filter(|reader| reader.tool == tool).flat_map(|reader| reader.styles);

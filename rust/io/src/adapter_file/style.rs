@@ -13,7 +13,7 @@ pub enum Style {
     Lycoris,
     /// diffusers' prefix and name.
     Diffusers,
-    /// diffusers' name with `.processor` before the projections of attention, as its first releases wrote it.
+    /// diffusers' name with `.processor` before the projections of attention, as early releases of diffusers wrote it.
     Processor,
     /// `ComfyUI`'s prefix and the original name.
     ComfyUi,

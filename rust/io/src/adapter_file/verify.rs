@@ -29,7 +29,7 @@ pub struct ModuleReport {
     pub layer: Option<String>,
     /// The kind of adapter.
     pub kind: Option<&'static str>,
-    /// Its rank; 0 if no factor is decomposed.
+    /// Its rank; 0 if it has no low-rank factors.
     pub rank: usize,
     /// The numerator of the scale, if the file has it beside the parameters.
     pub alpha: Option<f64>,
@@ -38,11 +38,11 @@ pub struct ModuleReport {
     pub scale: f64,
     /// Whether a factor is zero everywhere.
     pub zero: bool,
-    /// What is wrong with its shapes or parameters.
+    /// A message about wrong shapes or parameters, if there are any.
     pub fault: Option<String>,
-    /// Tools that ignore it, with the reason.
+    /// Tools that ignore the module, with the reason.
     pub ignored_by: Vec<(Tool, &'static str)>,
-    /// Tools that apply it, but not as it was trained, with the reason.
+    /// Tools that apply the module, but not as it was trained, with the reason.
     pub changed_by: Vec<(Tool, &'static str)>,
 }
 
@@ -80,7 +80,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that both of kohya's styles share fits either.
+    // A name that is the same in both of kohya's styles counts as either style.
     let is_one = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya
@@ -101,7 +101,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                     report.fault = report.fault.or_else(|| misfit(&own.layer_values(), &part.layers[layer]));
                     report
                 }
-                // An incomplete adapter cannot be split: the whole module is reported for each of its layers.
+                // An incomplete adapter cannot be split, so the whole module is reported for each of its layers.
                 Err(error) => {
                     let mut report = described(module, stored)?;
                     report.fault.get_or_insert(error.to_string());
@@ -145,7 +145,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     Ok(Report { tools, modules, others: contents.others, remarks })
 }
 
-/// The report of a module from its parameters alone.
+/// The part of a module's report that follows from its parameters alone.
 fn described(module: &str, stored: &Stored) -> Result<ModuleReport> {
     let values = stored.layer_values();
     let (kind, rank) = (values.kind().ok(), values.rank().unwrap_or(0));
@@ -199,7 +199,7 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     for reader in names.readers {
         let mut outcome = reader.outcome(found);
         if mixes && reader.tool == Tool::Diffusers && found.style == Style::KohyaOriginal {
-            let why = "it leaves one of kohya's two kinds of names out where a file has both";
+            let why = "the file mixes kohya's two kinds of names, and it ignores one of them";
             outcome = if outcome == Outcome::Whole { Outcome::Not(why) } else { outcome };
         }
         match outcome {
@@ -210,7 +210,8 @@ fn read_by(names: &PartNames, found: &Found<'_>, mixes: bool, report: &mut Modul
     }
 }
 
-/// A remark if diffusers reads wrong alphas: under kohya's names attention's projections get the most common one.
+/// A remark if diffusers reads wrong alphas, which happens to attention's projections under kohya's names: diffusers
+/// uses the most common alpha for them.
 fn misread_alphas(
     contents: &Contents,
     places: &HashMap<String, Place<'_>>,
@@ -219,7 +220,7 @@ fn misread_alphas(
 ) -> Option<String> {
     let is_split = |layer: &String| (parts[part].names.original)(layer).is_some_and(|key| key.form != Form::Plain);
     if parts[part].layers.keys().any(is_split) {
-        // diffusers' converter for models whose original checkpoints join layers reads each alpha.
+        // For models whose original checkpoints join layers, diffusers' converter reads each alpha correctly.
         return None;
     }
     let alphas = contents.modules.iter().filter_map(|(module, stored)| {
@@ -232,8 +233,8 @@ fn misread_alphas(
     let others = alphas.iter().filter(|(layer, alpha)| layer.contains("attn") && !alpha::same(*alpha, common)).count();
     let remark = || {
         format!(
-            "diffusers takes the alpha {common} for {others} projections of attention that have another one; \
-             load the file and save it again"
+            "diffusers uses the alpha {common} for {others} projections of attention whose alpha differs; load the \
+             file and save it again"
         )
     };
     (others > 0).then(remark)
@@ -245,20 +246,24 @@ fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String
     let (configured, unknown): (Vec<_>, Vec<_>) = modules.iter().filter(without).partition(|m| m.scale != 1.0);
     match (configured.len(), unknown.len()) {
         (0, 0) => None,
-        (0, unknown) => Some(format!("{unknown} modules have no alpha: tools take the scale 1")),
+        (0, unknown) => Some(format!("{unknown} modules have no alpha, so tools use the scale 1")),
         (configured, _) => Some(format!(
-            "the alphas of {configured} modules are in the configuration, which diffusers and peft read; other tools take the scale 1"
+            "the alphas of {configured} modules are in the configuration, which diffusers and peft read; other tools \
+             use the scale 1"
         )),
     }
 }
 
-/// Entry with the name of the training adapter that a distilled model had during training.
+/// The metadata entry with the name of the training adapter that a distilled model had during training.
 const TRAINED_OVER: &str = "ss_training_adapter";
 
 fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     let mut remarks = Vec::new();
     if let Some(name) = contents.metadata.get(TRAINED_OVER) {
-        remarks.push(format!("it was trained over the training adapter {name}, which is not in it: use it without"));
+        remarks.push(format!(
+            "it was trained together with the training adapter {name}, which the file does not \
+             include: use it without that adapter"
+        ));
     }
     let shows = |part: &&Outline| part.names.readers.iter().any(|reader| reader.tool == Tool::A1111);
     if let Some(base) = parts.iter().filter(shows).find_map(|part| part.names.base)
@@ -266,7 +271,7 @@ fn remarks(contents: &Contents, parts: &[Outline]) -> Vec<String> {
     {
         match contents.metadata.get("ss_base_model_version") {
             None => remarks.push(format!(
-                "the header has no ss_base_model_version (\"{}\"): A1111 takes the file for another model's",
+                "the header has no ss_base_model_version (\"{}\"): A1111 assumes another base model",
                 base.version
             )),
             Some(found) if found.split('_').next() != base.version.split('_').next() => remarks.push(format!(

@@ -22,8 +22,8 @@ pub struct SaveOptions {
     pub format: Option<AdapterFormat>,
     /// The dtype of the parameters; f32 by default.
     pub dtype: Option<DType>,
-    /// Text entries of the header, in addition to the entries for other tools; an entry of the same name replaces
-    /// theirs.
+    /// Text entries of the header, in addition to the entries for other tools. An entry with the same name as one for
+    /// other tools replaces that one.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -36,14 +36,14 @@ pub struct Saved {
     pub zero: Vec<String>,
 }
 
-/// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for. Alpha /
-/// rank is the scale of the training, for rsLoRA too. Alphas are beside each layer, in the formats of diffusers and
-/// peft in the header. In kohya's format all LoRA layers of a part have one alpha, and their factors are multiplied
-/// accordingly. In diffusers' format the factors include the whole scale if `ComfyUI` knows the names too. Under names
-/// of original checkpoints, layers that are one matrix there are one module. In peft's format, a path that is a folder
-/// or has no ending becomes a folder that `PeftModel.from_pretrained` loads: `adapter_model.safetensors` and
-/// `adapter_config.json`. Learned scales of rounded weights are f32 factors under `qat_scales.LAYER`, not in peft's
-/// format.
+/// Write the adapters of one or several parts to `path`, atomically, with the metadata that tools look for. In the
+/// file, alpha / rank is the scale of training, for rsLoRA too. Each layer has its alpha beside its parameters; in the
+/// formats of diffusers and peft, alphas are in the header instead. In kohya's format all LoRA layers of a part have
+/// the same alpha, and their factors are rescaled to fit it. In diffusers' format the factors include the whole scale
+/// if `ComfyUI` knows the names too. With names of original checkpoints, layers that are one matrix in the original
+/// checkpoint are one module. In peft's format, a path that is a folder or has no ending becomes a folder with
+/// `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads. Learned scales of
+/// rounded weights are f32 factors under `qat_scales.LAYER`, except in peft's format, which leaves them out.
 ///
 /// # Errors
 /// As [`prepare_adapters`] and [`AdapterFile::write`].
@@ -71,7 +71,10 @@ pub fn prepare_adapters(
         return Err(Error::argument(OP, format!("dtype is {}, expected f32, f16 or bf16", dtype.as_str())));
     }
     if format == AdapterFormat::Peft && parts.len() > 1 {
-        return Err(Error::argument(OP, "peft's files hold one part; save each by itself, or use another format"));
+        return Err(Error::argument(
+            OP,
+            "peft's files hold one part; save each part separately, or use another format",
+        ));
     }
     let mut parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
     let modules: Vec<Modules> = parts
@@ -105,8 +108,8 @@ pub fn prepare_adapters(
                 }
             }
             let mut values = fused::join(own)?;
-            // For diffusers and peft an alpha is an unexpected key: their files have it in the configuration, or have a
-            // scale of 1.
+            // diffusers and peft reject the key of an alpha. Their files have alphas in the configuration, or a scale
+            // of 1.
             if !matches!(format, AdapterFormat::Diffusers | AdapterFormat::Peft) {
                 let rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
@@ -117,13 +120,16 @@ pub fn prepare_adapters(
             for (name, value) in values {
                 let ending = ending(format, names, name);
                 if tensors.insert(format!("{key}.{ending}"), value).is_some() {
-                    return Err(Error::argument(OP, format!("two parts have a layer {key}; save each by itself")));
+                    return Err(Error::argument(
+                        OP,
+                        format!("two parts have a layer {key}; save each part separately"),
+                    ));
                 }
             }
         }
     }
     entries.extend(options.metadata.clone());
-    // Tools that read peft's folders may reject keys that are no adapter's.
+    // Tools that read peft's folders may reject keys that belong to no adapter.
     if peft::config_beside(path).is_none() {
         for (name, factors) in parts.iter().map(|(_, set, _)| set.scales()).collect::<Result<Vec<_>>>()?.concat() {
             tensors.insert(format!("{SCALES}{name}"), Tensor::from_raw(&host_copy(factors.raw())?));
@@ -153,7 +159,7 @@ impl AdapterFile {
         &self.saved
     }
 
-    /// Write it, atomically.
+    /// Write the file, atomically.
     ///
     /// # Errors
     /// [`Error::Io`] naming the path if it cannot be written.
@@ -169,17 +175,17 @@ impl AdapterFile {
     }
 }
 
-/// A layer's parameters on the CPU, in storage of their own. Only these, and the norms that a file of
-/// DoRA needs, are copied from a device.
+/// Copies a layer's parameters to the CPU. Writing copies nothing else from a device but the norms that a file with
+/// DoRA needs.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
 }
 
-/// Parameters whose first dimension is the rank, in modules of several layers.
+/// Parameters whose first dimension is the module's rank, in modules of several layers.
 const RANKED: [&str; 2] = ["lora_A.weight", "hada_w1_b"];
 
-/// Give the layers the scales of the format. Returns the previous alphas of the layers whose scale changes, by
-/// diffusers' names.
+/// Change the layers' scales to those that the format needs. Returns the previous alphas of the layers whose scale
+/// changes, by diffusers' names.
 fn rescale(
     format: AdapterFormat,
     folds: bool,
@@ -209,7 +215,7 @@ fn rescale(
     Ok(trained)
 }
 
-/// The parameters of one layer with the values of the format, under peft's names.
+/// The parameters of one layer, under peft's names, with the values that the format needs.
 fn file_parameters(
     format: AdapterFormat,
     (layer, values): (&AdaptedLayer<'_>, &[(&'static str, Tensor)]),
@@ -220,7 +226,7 @@ fn file_parameters(
     let fold = match format {
         _ if peft::has_rank(layer) => 1.0,
         AdapterFormat::Peft => common.fold(layer),
-        // Other readers use the scale 1 if no parameter has a rank.
+        // If no parameter has a rank, other readers use the scale 1.
         _ => layer.settings.scale,
     };
     let mut found = Parameters::new();
@@ -234,7 +240,8 @@ fn file_parameters(
                 return Err(Error::argument(
                     OP,
                     format!(
-                        "format \"{}\" has no DoRA with a magnitude for each input; save with format \"kohya\"",
+                        "format \"{}\" does not support DoRA with a magnitude for each input; save with format \
+                         \"kohya\"",
                         format.name()
                     ),
                 ));
@@ -247,9 +254,9 @@ fn file_parameters(
     Ok(found)
 }
 
-/// A magnitude of outputs for `ComfyUI`, as described in [`magnitude`], (out, 1) or (out, 1, 1, 1).
+/// The magnitude for each output as `ComfyUI` needs it (see [`magnitude`]), (out, 1) or (out, 1, 1, 1).
 fn magnitude_for_comfyui(layer: &AdaptedLayer<'_>, magnitude: &Tensor, dtype: DType) -> Result<Tensor> {
-    // Computed on the device of the base, from the factors as rounded for the file.
+    // The norms are computed on the device of the base, from factors rounded to the dtype of the file.
     let rounded = |wanted: &str| {
         let factor = layer.parameters.iter().find(|(name, _)| *name == wanted);
         let missing = || Error::argument(OP, format!("the layer {} has no {wanted}", layer.name));
@@ -267,8 +274,7 @@ fn ending(format: AdapterFormat, names: &PartNames, name: &'static str) -> &'sta
     match (name, format) {
         ("lora_A.weight", AdapterFormat::Kohya) => "lora_down.weight",
         ("lora_B.weight", AdapterFormat::Kohya) => "lora_up.weight",
-        // transformers 5 passes the keys of text encoders to the model unchanged; for other parts peft completes its
-        // own name.
+        // transformers 5 looks up the keys of text encoders unchanged; for other parts, peft adds `.weight` itself.
         ("lora_magnitude_vector.weight", AdapterFormat::Diffusers) if !names.is_denoiser => name,
         ("lora_magnitude_vector.weight", _) => "lora_magnitude_vector",
         _ => name,

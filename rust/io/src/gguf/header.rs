@@ -1,4 +1,4 @@
-//! The header of a GGUF file: named facts (metadata), and the place of each tensor.
+//! The header of a GGUF file: facts about the model (metadata) by name, and the place of each tensor.
 //!
 //! Versions 2 and 3 of <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
@@ -11,9 +11,9 @@ use trainable_candle_core::quantized::Ggml;
 
 /// The first bytes of a file.
 pub(crate) const MAGIC: [u8; 4] = *b"GGUF";
-/// The most elements of an array in the facts: vocabularies have some hundred thousand.
+/// The largest number of elements of an array in the facts. Vocabularies have some hundred thousand.
 const LONGEST_ARRAY: u64 = 1 << 23;
-/// The most dimensions of a tensor.
+/// The largest number of dimensions of a tensor.
 const MOST_DIMENSIONS: u32 = 4;
 /// The key of the data's alignment, and its default.
 const ALIGNMENT: (&str, u64) = ("general.alignment", 32);
@@ -43,7 +43,7 @@ pub(crate) struct Header {
     pub tensors: BTreeMap<String, Info>,
 }
 
-/// The header of a file of `length` bytes, or a message about what is wrong with it.
+/// Parse the header of a file of `length` bytes, or return a message about what is wrong with it.
 pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
     let mut reader = Reader { file, at: 0, length };
     let magic = reader.bytes::<4>()?;
@@ -77,7 +77,7 @@ pub(crate) fn parse(file: impl Read, length: u64) -> Result<Header, String> {
         let name = reader.text()?;
         let info = reader.info(&name, &facts)?;
         if tensors.insert(name.clone(), info).is_some() {
-            return Err(format!("tensor \"{name}\" is there twice"));
+            return Err(format!("the file has two tensors \"{name}\""));
         }
     }
     let data = reader.at.checked_next_multiple_of(alignment).ok_or_else(Reader::<&[u8]>::incomplete)?;
@@ -121,7 +121,7 @@ impl<R: Read> Reader<R> {
         self.bytes().map(u64::from_le_bytes)
     }
 
-    /// A text. Invalid UTF-8, as in tokens of old files, is replaced.
+    /// Read a text. Invalid UTF-8, which occurs in tokens of old files, is replaced.
     fn text(&mut self) -> Result<String, String> {
         let length = self.u64()?;
         if length > self.length.saturating_sub(self.at) {
@@ -166,7 +166,7 @@ impl<R: Read> Reader<R> {
         if rank > MOST_DIMENSIONS {
             return Err(format!("tensor \"{name}\" has {rank} dimensions, expected at most {MOST_DIMENSIONS}"));
         }
-        // Files have the fastest dimension first.
+        // Files store the fastest dimension first.
         let mut dims = (0..rank).map(|_| Ok(self.u64()? as usize)).collect::<Result<Vec<_>, String>>()?;
         dims.reverse();
         let (kind, start) = (self.u32()?, self.u64()?);
@@ -193,7 +193,9 @@ impl<R: Read> Reader<R> {
         if let Some(shape) = original {
             let shape: Option<Vec<usize>> = shape.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect();
             let Some(shape) = shape.filter(|shape| count(shape) == Some(elements)) else {
-                return Err(format!("tensor \"{name}\" has {elements} elements, its original shape others"));
+                return Err(format!(
+                    "tensor \"{name}\" has {elements} elements, but its original shape has another number"
+                ));
             };
             dims = shape;
         }
@@ -201,12 +203,12 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// The f64 with the shortest decimal text of an f32: 1e-6, not 9.999999974752427e-7.
+/// The f64 that has the same shortest decimal text as an f32: 1e-6, not 9.999999974752427e-7.
 fn short_number(value: f32) -> Value {
     value.to_string().parse::<f64>().map_or(Value::Null, Value::from)
 }
 
-/// Types of tensors that are not read.
+/// Types of tensors that are not supported.
 const OTHERS: [(u32, &str); 27] = [
     (9, "Q8_1"),
     (10, "Q2_K"),

@@ -1,4 +1,5 @@
-//! Reads GGUF files, the format of llama.cpp and of image models that use its quantization, tensor by tensor.
+//! Reads GGUF files tensor by tensor. This is the format of llama.cpp, and of image models with llama.cpp's
+//! quantization.
 
 mod header;
 
@@ -102,8 +103,8 @@ impl GgufFile {
         }
     }
 
-    /// The blocks of a matrix as stored, u8 (rows, bytes of a row), and their format; `None` for other tensors, and if
-    /// rows are not whole blocks.
+    /// Read the blocks of a matrix as stored, u8 (rows, bytes of a row), and their format. `None` for other tensors,
+    /// and if rows are not whole blocks.
     ///
     /// # Errors
     /// As [`read_as`](Self::read_as).

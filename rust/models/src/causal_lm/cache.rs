@@ -1,4 +1,4 @@
-//! The cache of generation: the tokens of texts, and the keys and values of every layer.
+//! The cache for generation: the tokens of texts, and the keys and values of every layer.
 
 use trainable_candle_core::{DType, Device, Raw, Result, Tensor, compute};
 
@@ -20,7 +20,7 @@ impl KvCache {
         self.texts.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no texts.
     pub fn is_empty(&self) -> bool {
         self.texts.is_empty()
     }
@@ -39,11 +39,11 @@ impl KvCache {
     }
 }
 
-/// One text.
+/// The cache of one text.
 #[derive(Default)]
 pub(super) struct Text {
     pub tokens: Vec<u32>,
-    /// The number of tokens whose keys the layers have.
+    /// The number of tokens whose keys are in the cache.
     pub known: usize,
     /// The [`Rope::stage`](super::Rope::stage) of the frequencies by which these keys are rotated.
     pub stage: usize,
@@ -68,7 +68,7 @@ pub(super) struct Kept {
     window: Option<usize>,
 }
 
-/// The least spare room of a text, in tokens.
+/// The smallest spare room of a text's buffers, in tokens.
 const ROOM: usize = 64;
 
 impl Kept {
@@ -96,7 +96,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Move the tokens that are still seen to buffers with room for twice `count` more.
+    /// Move the keys and values of tokens that later queries see to buffers with room for twice `count` more tokens.
     fn make_room(&mut self, count: usize) -> Result<()> {
         let &[heads, _, width] = self.keys.dims() else { unreachable!("buffers have three dimensions") };
         // The window of the next query includes its own key, which is not stored yet.

@@ -1,4 +1,4 @@
-//! The sizes and switches of a decoder.
+//! The configuration of a decoder.
 
 use serde_json::{Map, Value, json};
 use trainable_candle_core::{Error, Result};
@@ -8,7 +8,7 @@ use super::rope::Rope;
 use crate::fields::Fields;
 use crate::pretrained::{Configuration, class_of};
 
-/// The family of a decoder, which decides what its configuration does not say.
+/// The family of a decoder. It determines properties that `config.json` does not state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// Llama 2 and 3, SmolLM2.
@@ -59,18 +59,18 @@ pub struct CausalLMConfig {
     pub out_bias: bool,
     /// Whether the feed-forward networks have biases.
     pub mlp_bias: bool,
-    /// Whether the head is the embedding.
+    /// Whether the head uses the embedding's matrix.
     pub tie_word_embeddings: bool,
     /// The longest text that the model is made for.
     pub max_position_embeddings: usize,
     /// The rotary position embedding of queries and keys.
     pub rope: Rope,
-    /// For each layer, the most tokens that a token sees, itself included, if limited.
+    /// For each layer, the largest number of tokens that a token attends to, itself included; `None` for no limit.
     pub windows: Vec<Option<usize>>,
     /// Tokens that end a text.
     pub eos_token_ids: Vec<u32>,
-    /// Number of layers in the files; the first `num_hidden_layers` of them are built. A model of a part of the layers
-    /// has no head.
+    /// Number of layers in the files; the first `num_hidden_layers` of them are built. A model with only a part of the
+    /// layers has no head.
     stored_layers: usize,
     /// The contents of the file, kept because other tools read its other fields.
     json: Map<String, Value>,
@@ -213,9 +213,9 @@ fn family(fields: &mut Fields<'_>, map: &Map<String, Value>) -> Result<Family> {
     })
 }
 
-/// For each layer, the most tokens that a token sees.
+/// For each layer, the largest number of tokens that a token attends to.
 fn windows(fields: &mut Fields<'_>, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
-    // Only a missing field has the default; null means no window.
+    // A missing field means the default; null means no window.
     let default = (!fields.is_null("sliding_window")).then_some(4096);
     let window = |fields: &mut Fields<'_>| match fields.optional_number("sliding_window")? {
         None => Ok(default),

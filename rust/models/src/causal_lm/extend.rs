@@ -1,5 +1,5 @@
-//! The scores of the next token of growing texts: new texts are read whole as a packed row; for one more token, only
-//! that token is computed, with the cached keys and values.
+//! Computes scores of the next token of growing texts. The model reads new texts whole, as one packed row. If a text
+//! grows by one token, the model computes that token alone, with the cached keys and values.
 
 use trainable_candle_core::ops::attention::{scaled_dot_product_attention, varlen_attention};
 use trainable_candle_core::{Device, Error, Result, Tensor, tape::no_grad};
@@ -13,9 +13,9 @@ impl CausalLM {
     /// tokens: (texts, vocab), in their order.
     ///
     /// A text that was read before and gets one token costs a forward pass over that token; any other text is read
-    /// whole. Scores equal those of a forward pass over the whole text: if the angles depend on the length of the text
-    /// (dynamic scaling, `LongRoPE`), it is read again when they change. Texts do not see each other, whatever their
-    /// lengths.
+    /// whole. Scores equal those of a forward pass over the whole text. If the angles depend on the length of the text
+    /// (dynamic scaling, `LongRoPE`), the text is read again whenever they change. A text's scores do not depend on the
+    /// other texts.
     ///
     /// # Errors
     /// [`Error::Argument`] if the numbers of texts differ, no text gets a token, or the model has no head; [`Error::Index`] naming an
@@ -38,7 +38,7 @@ impl CausalLM {
         let (whole, steps): (Vec<_>, Vec<_>) = growing.into_iter().partition(|(_, text)| text.known == 0);
         let (mut order, mut states) = (Vec::with_capacity(count), Vec::new());
         for mut group in [whole, steps] {
-            // Texts share their tables of angles, unless these depend on their lengths.
+            // Texts share tables of angles, unless the angles depend on the lengths of texts.
             let together = if rope.follows_length() { 1 } else { group.len().max(1) };
             for texts in group.chunks_mut(together) {
                 order.extend(texts.iter().map(|&(place, _)| place));
@@ -92,7 +92,7 @@ impl CausalLM {
         let bounds = row(std::iter::once(0).chain(ends.iter().copied()).map(|end| end as i64).collect())?;
         let (mut x, [cos, sin]) = self.start(&row(ids.collect())?, &row(positions.collect())?)?;
         for text in texts.iter_mut() {
-            // Reset until all layers are done, so that after an error the text is read whole again.
+            // This stays 0 until all layers are done, so that after an error the text is read whole again.
             text.known = 0;
         }
         let config = self.config();

@@ -11,7 +11,7 @@ use super::{CausalLM, Sampling};
 /// Options of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateOptions {
-    /// The most tokens that are added to each text.
+    /// The largest number of tokens that are added to each text.
     pub max_new_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
@@ -111,7 +111,10 @@ impl Generation {
     pub fn end(&mut self, text: usize) -> Result<()> {
         let count = self.unread.len();
         let Some(unread) = self.unread.get_mut(text) else {
-            return Err(Error::argument(OP, format!("text {text} of {count}, counted from 0")));
+            return Err(Error::argument(
+                OP,
+                format!("there is no text {text}; expected less than {count}, the number of texts"),
+            ));
         };
         unread.clear();
         self.cache.release(text);
@@ -120,7 +123,7 @@ impl Generation {
 }
 
 impl CausalLM {
-    /// The new tokens after each of `prompts`, without the token that ends the text.
+    /// Generate tokens after each of `prompts`. The result does not include tokens that end texts.
     ///
     /// # Errors
     /// As [`Generation::new`] and [`Generation::step`].

@@ -1,4 +1,4 @@
-//! Decoders in GGUF files: the names of llama.cpp, and the configuration from the facts (metadata) of a file.
+//! Decoders in GGUF files: llama.cpp's names, and configurations made from the facts (metadata) of files.
 //!
 //! Follows `gguf-py/gguf/constants.py` and `convert_hf_to_gguf.py` of
 //! <https://github.com/ggml-org/llama.cpp/tree/0b03adaa632b76c7651dd1f6fa3b7a0b5eda479c>.
@@ -11,8 +11,8 @@ use super::config::Family;
 use super::{CausalLMConfig, keys};
 use crate::pretrained::{Configuration, Form, Key, Layout};
 
-/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral have the name of
-/// Llama, whose models compute the same.
+/// Architectures of llama.cpp: their names, and transformers' `model_type` and class. Files of Mistral name Llama's
+/// architecture, which computes the same.
 const ARCHITECTURES: [(&str, &str, &str); 3] = [
     ("llama", "llama", "LlamaForCausalLM"),
     ("qwen2", "qwen2", "Qwen2ForCausalLM"),
@@ -26,7 +26,7 @@ const OUTSIDE: [(&str, &str); 3] =
 const EMBEDDING: &str = "token_embd.weight";
 const HEAD: &str = "output.weight";
 
-/// Names inside of a layer: transformers' and llama.cpp's.
+/// Names inside a layer: first transformers', then llama.cpp's.
 const INSIDE: [(&str, &str); 11] = [
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -41,13 +41,14 @@ const INSIDE: [(&str, &str); 11] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
-/// The tensor of factors that divide the frequencies of positions; they become part of the configuration.
+/// The tensor with the divisors of the rotary frequencies, which become part of the configuration.
 const FACTORS: &str = "rope_freqs.weight";
 
 /// The names in a GGUF file.
 pub(super) fn layout(config: &CausalLMConfig) -> Box<dyn Layout> {
     let heads = match config.family {
-        // Features of queries and keys are rotated in pairs: neighbours in llama.cpp, features half a head apart here.
+        // Rotary embedding rotates pairs of features. llama.cpp pairs neighbours; this library pairs features that are
+        // half a head apart.
         Family::Llama | Family::Mistral => Some([config.num_attention_heads, config.num_key_value_heads]),
         Family::Qwen2 | Family::Qwen3 => None,
     };
@@ -73,8 +74,8 @@ impl Layout for LlamaCpp {
         self.place(name).into_iter().collect()
     }
 
-    /// Factors of positions, which are in the configuration; the head if it is the embedding; layers that are not
-    /// built.
+    /// Ignored are the divisors of frequencies, which are in the configuration, the head if it is tied to the
+    /// embedding, and layers that are not built.
     fn ignores(&self, key: &str) -> bool {
         let layer = key.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
         key == FACTORS
@@ -111,12 +112,13 @@ pub(super) fn config(file: &GgufFile) -> Result<CausalLMConfig> {
     let name = facts.get("general.architecture").and_then(Value::as_str).unwrap_or("missing");
     let Some((_, kind, class)) = ARCHITECTURES.iter().find(|(theirs, ..)| *theirs == name) else {
         let known = ARCHITECTURES.map(|(theirs, ..)| theirs).join(", ");
-        return Err(wrong(format!("general.architecture is {name}, which is not supported; {known} are")));
+        return Err(wrong(format!("general.architecture is {name}, which is not supported; expected one of {known}")));
     };
     let fact = |key: &str| facts.get(&format!("{name}.{key}")).cloned();
-    let needed = |key: &str| fact(key).ok_or_else(|| wrong(format!("{name}.{key} is missing; is it a whole model?")));
+    let needed =
+        |key: &str| fact(key).ok_or_else(|| wrong(format!("{name}.{key} is missing; is the file a whole model?")));
     if fact("expert_count").is_some_and(|count| count != json!(0)) {
-        return Err(wrong("it is a mixture of experts, which is not supported".to_owned()));
+        return Err(wrong("the model is a mixture of experts, which is not supported".to_owned()));
     }
     let vocabulary = file.shape(EMBEDDING).and_then(|dims| dims.first().copied());
     let heads = needed("attention.head_count")?;
@@ -180,7 +182,7 @@ fn scaling(file: &GgufFile, fact: impl Fn(&str) -> Option<Value>) -> Result<Opti
         ("rope.scaling.yarn_beta_slow", "beta_slow"),
     ];
     let given = fields.into_iter().filter_map(|(theirs, ours)| Some((ours.to_owned(), fact(theirs)?)));
-    // For linear scaling, transformers has only the factor.
+    // For linear scaling, transformers' configuration has no field but the factor.
     found.extend(given.filter(|(ours, _)| kind != "linear" || ours == "factor"));
     Ok(Some(found.into()))
 }

@@ -18,7 +18,7 @@ pub(super) fn weight_of(name: &str) -> String {
     format!("{name}.weight")
 }
 
-/// The names in a folder, or in a file with other models, after the model's prefix there.
+/// The names in a folder or, after the model's prefix, in a file with other models.
 pub(super) fn layout(config: &CausalLMConfig, original: Option<Original>) -> Box<dyn Layout> {
     Box::new(Transformers {
         prefix: original.map_or("", |original| original.prefix),
@@ -44,7 +44,8 @@ impl Layout for Transformers {
         std::iter::once(name).chain(name.strip_prefix(BODY)).map(Key::plain).collect()
     }
 
-    /// Angles, which are computed; the head if it is a copy of the embedding; parameters of layers that are not built.
+    /// Ignored are angles, because they are computed, the head if it is tied to the embedding, and parameters of layers
+    /// that are not built.
     fn ignores(&self, key: &str) -> bool {
         let key = key.strip_prefix(BODY).unwrap_or(key);
         let layer = key.strip_prefix("layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
@@ -54,11 +55,11 @@ impl Layout for Transformers {
     }
 }
 
-/// The configuration of a decoder in a file: the one of `known` whose sizes are those of the tensors, because shapes
-/// determine neither heads nor angles.
+/// The configuration of a decoder in a file: the first of `known` whose sizes fit the tensors. Shapes alone determine
+/// neither the number of heads nor the angles.
 ///
 /// # Errors
-/// [`Error::Config`] if there is none.
+/// [`Error::Config`] if none of `known` fits.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalLMConfig>) -> Result<CausalLMConfig> {
     let shape = |name: &str| {
         let places = std::iter::once(name).chain(name.strip_prefix(BODY));
@@ -73,7 +74,8 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CausalL
     };
     known.into_iter().find(fits).ok_or_else(|| {
         Error::Config(format!(
-            "{}: the shapes of the checkpoint do not tell the heads of its language model; give config=, its config.json",
+            "{}: the shapes of the checkpoint do not determine the number of heads of its language model; give \
+             config=, the path of its config.json",
             files.path().display()
         ))
     })

@@ -63,8 +63,8 @@ impl DecoderLayer {
         })
     }
 
-    /// `x (N, D)` → the same shape. `cos` and `sin (N, head_dim / 2)` are those of the tokens' positions; `cu_seqlens`
-    /// has the bounds of texts.
+    /// `x (N, D)` → the same shape. `cos` and `sin (N, head_dim / 2)` are the cosines and sines of the tokens' angles;
+    /// `cu_seqlens` has the bounds of texts.
     pub(super) fn forward(&self, x: &Tensor, [cos, sin, cu_seqlens]: [&Tensor; 3]) -> Result<Tensor> {
         let projected = self.projections.forward(&self.input_norm.forward(x)?.remade())?;
         let mixed = if let Projected::Joined(all) = &projected {
@@ -79,8 +79,8 @@ impl DecoderLayer {
     }
 
     /// As [`forward`](Self::forward), for one text that is followed by padding: the first `words` of the N rows are the
-    /// text, 0 < words < N, and `cu_seqlens` has its bounds [0, words]. Padding sees every word, but neither itself nor
-    /// other padding.
+    /// text, 0 < words < N, and `cu_seqlens` has its bounds [0, words]. Padding attends to every word, but neither to
+    /// itself nor to other padding.
     pub(super) fn forward_padded(
         &self,
         x: &Tensor,
@@ -92,8 +92,8 @@ impl DecoderLayer {
         let (keys, values) = (text(&k)?, text(&v)?);
         let mixed = varlen_attention(&text(&q)?, &keys, &values, cu_seqlens, self.window, None)?;
         let (padding, width) = (x.dims()[0] - words, q.dims()[2]);
-        // Every row of padding sees the same keys, so the queries that share a head of keys become rows of one
-        // attention.
+        // Every row of padding attends to the same keys. So the queries that share a head of keys, in all rows, become
+        // the rows of one attention.
         let group = self.heads / self.kv_heads;
         let by_keys = (padding, self.kv_heads, group, width);
         let rows = q.narrow(0, words, padding)?.reshape(by_keys)?.permute(&[1, 0, 2, 3])?;
@@ -109,7 +109,8 @@ impl DecoderLayer {
         self.rotate(&self.projections.forward(&self.input_norm.forward(x)?)?, tables)
     }
 
-    /// The parts of the projections, each (N, heads, `head_dim`), queries and keys rotated by their positions.
+    /// Splits the projections into queries, keys and values, each (N, heads, `head_dim`), and rotates queries and keys
+    /// by their positions.
     fn rotate(&self, projected: &Projected, tables: [&Tensor; 2]) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.split(projected)?;
         let rotate = |x: &Tensor, norm: Option<&RmsNorm>| {
@@ -124,7 +125,7 @@ impl DecoderLayer {
         Ok([rotate(&q, of_queries)?, rotate(&k, of_keys)?, v])
     }
 
-    /// The parts of the projections, each (N, heads, `head_dim`).
+    /// Splits the projections into queries, keys and values, each (N, heads, `head_dim`).
     fn split(&self, projected: &Projected) -> Result<[Tensor; 3]> {
         let counts = [self.heads, self.kv_heads, self.kv_heads];
         match projected {
@@ -145,7 +146,8 @@ impl DecoderLayer {
         }
     }
 
-    /// The layer's result from its input `x (N, D)` and the heads' mixed values, (N, heads, `head_dim`) or (N, heads · `head_dim`).
+    /// Computes the layer's result from its input `x (N, D)` and the result of attention, (N, heads, `head_dim`) or (N,
+    /// heads · `head_dim`).
     pub(super) fn finish(&self, x: &Tensor, mixed: &Tensor) -> Result<Tensor> {
         let mixed = mixed.reshape((x.dims()[0], self.out.in_features()))?;
         let (x, normed) = self.middle_norm.add_forward(x, &self.out.forward(&mixed)?)?;
@@ -163,7 +165,7 @@ impl DecoderLayer {
             // Each token attends to those before it, half of them on average.
             saved.attention(tokens, tokens / 2, self.out.in_features());
             saved.keep(2 * queries + 2 * keys);
-            // Its input is kept already.
+            // Attention already keeps this layer's input.
             saved.linear(&self.out, (0, tokens));
             saved.keep(stream);
             saved.remade_layers(&self.middle.layers(), (stream, tokens));

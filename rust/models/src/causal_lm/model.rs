@@ -30,7 +30,7 @@ pub struct CausalLM {
 /// The final norm and the head, after the last layer.
 struct Top {
     norm: RmsNorm,
-    /// (vocab, D); `None` if the head is the embedding.
+    /// (vocab, D); `None` if the head uses the embedding's matrix.
     head: Option<Weight>,
 }
 
@@ -38,7 +38,7 @@ impl CausalLM {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the weights are another model's.
+    /// [`Error::Config`] if the weights belong to another model.
     pub fn new(config: CausalLMConfig, weights: &mut Weights<'_>) -> Result<Self> {
         let (vocab, dim) = (config.vocab_size, config.hidden_size);
         let start = Init::Normal(0.02);
@@ -74,11 +74,17 @@ impl CausalLM {
     fn top(&self) -> Result<&Top> {
         self.top.as_ref().ok_or_else(|| {
             let layers = self.config.num_hidden_layers;
-            Error::argument(OP, format!("the model was loaded with layers={layers} and neither computes scores nor can be saved; load all layers"))
+            Error::argument(
+                OP,
+                format!(
+                    "the model was loaded with layers={layers}, so it cannot compute scores or be \
+                     saved; load all layers"
+                ),
+            )
         })
     }
 
-    /// The matrix of the head, (vocab, D), which may be the embedding.
+    /// The matrix of the head, (vocab, D), which may be the matrix of the embedding.
     ///
     /// # Errors
     /// [`Error::Argument`] if only a part of the layers was loaded.
@@ -148,7 +154,8 @@ impl CausalLM {
     }
 
     /// The sum in f32 of the losses of `targets (N)` for `hidden (N, D)`, each multiplied by its weight in `weights
-    /// (N)`. A target is the token to predict, or [`IGNORE_INDEX`]. The matrix of all logits never exists.
+    /// (N)`. A target is the token to predict, or [`IGNORE_INDEX`]. The sum is computed in parts, without the whole
+    /// matrix of logits, to save memory.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`] and [`head`](Self::head).
@@ -185,8 +192,8 @@ impl CausalLM {
     }
 
     /// As [`states`](Self::states), for one text `input_ids (N)` whose first `words` tokens are words and the others
-    /// padding. As in transformers with a mask over the padding, padding sees the words, but neither itself nor other
-    /// padding.
+    /// padding. As in transformers if padding is masked, padding attends to the words, but neither to itself nor to
+    /// other padding.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are no words, or more than tokens; as [`states`](Self::states).
@@ -219,7 +226,7 @@ impl CausalLM {
     ) -> Result<Vec<Tensor>> {
         let count = self.layers.len();
         if let Some(wrong) = after.iter().find(|&&layer| layer > count) {
-            return Err(Error::argument(OP, format!("layer {wrong} of the hidden states, expected 0 to {count}")));
+            return Err(Error::argument(OP, format!("layers of hidden states include {wrong}, expected 0 to {count}")));
         }
         let last = after.iter().copied().max().unwrap_or(0);
         let (x, [cos, sin]) = self.start(input_ids, positions)?;
@@ -339,7 +346,7 @@ impl Model for CausalLM {
         Ok(())
     }
 
-    /// Other tools know its layers by transformers' names.
+    /// Other tools use transformers' names of its layers.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

@@ -1,10 +1,10 @@
-//! Batches of padded texts as one row of tokens.
+//! Packs batches of padded texts into one row of tokens.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
 use super::OP;
 
-/// The texts of a batch (B, S) one after the other, without padding: N tokens in M segments.
+/// The texts of a batch (B, S), concatenated without padding: N tokens in M segments.
 pub struct PackedTexts {
     /// The ids, (N).
     pub input_ids: Tensor,
@@ -12,15 +12,15 @@ pub struct PackedTexts {
     pub positions: Tensor,
     /// The starts of the segments and the end of the last one, (M + 1).
     pub cu_seqlens: Tensor,
-    /// The place of each token in the batch, row by row.
+    /// The index of each token in the batch, flattened row by row.
     places: Vec<usize>,
     batch: [usize; 2],
     device: Device,
 }
 
 impl PackedTexts {
-    /// The texts of `input_ids (B, S)`: all tokens, or those where `attention_mask (B, S)` is 1. The host reads the
-    /// mask, which waits for a GPU.
+    /// Packs the texts of `input_ids (B, S)`: all tokens, or those where `attention_mask (B, S)` is 1. The host reads
+    /// the mask and therefore waits for a GPU.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape, [`Error::DType`] if it is not i64 or u32, [`Error::Index`] if the mask has
@@ -65,7 +65,7 @@ impl PackedTexts {
     }
 
     /// The target of each token, (N), and the number of targets that are not ignored. The target is the label of the
-    /// next column, or `ignored` at the end of a row. The host reads the labels, which waits for a GPU.
+    /// next column, or `ignored` at the end of a row. The host reads the labels and therefore waits for a GPU.
     ///
     /// # Errors
     /// [`Error::Shape`] if `labels` are not (B, S), [`Error::DType`] if they are not i64 or u32.

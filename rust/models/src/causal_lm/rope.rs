@@ -1,4 +1,4 @@
-//! The angles by which positions rotate queries and keys, and their scaling for texts longer than those of pretraining.
+//! The angles by which queries and keys are rotated, and their scaling for texts longer than in pretraining.
 
 use std::f64::consts::PI;
 
@@ -28,52 +28,54 @@ pub enum Scaling {
         /// The divisor of frequencies.
         factor: f64,
     },
-    /// θ grows with the text's length beyond the longest (NTK-aware).
+    /// θ grows with the text's length if this exceeds `longest` (NTK-aware).
     Dynamic {
         /// How fast θ grows.
         factor: f64,
     },
-    /// Llama 3.1's: low frequencies are divided by a factor, high ones are not, with a smooth transition.
+    /// Llama 3.1's scaling: low frequencies are divided by a factor, high frequencies are not, and between them is a
+    /// smooth transition.
     Llama3 {
-        /// By which low frequencies are divided.
+        /// The divisor of low frequencies.
         factor: f64,
-        /// The number of rotations in a text of the original length below which a frequency is low.
+        /// A frequency is low if it makes fewer rotations than this in a text of the original length.
         low: f64,
-        /// The number of rotations from which a frequency is high.
+        /// A frequency is high if it makes at least this many rotations.
         high: f64,
         /// The length of texts in pretraining.
         original: f64,
     },
     /// `YaRN` (Peng et al. 2023, arXiv:2309.00071).
     Yarn {
-        /// By which low frequencies are divided.
+        /// The divisor of low frequencies.
         factor: f64,
         /// The length of texts in pretraining.
         original: f64,
-        /// The number of rotations from which a frequency is not divided.
+        /// If a frequency makes at least this many rotations in a text of the original length, it is not divided.
         fast: f64,
-        /// The number of rotations up to which a frequency is divided by the whole factor.
+        /// If a frequency makes at most this many rotations in a text of the original length, it is divided by the
+        /// whole factor.
         slow: f64,
         /// Whether the ends of the ramp are rounded to whole features.
         truncate: bool,
-        /// By which cosines and sines are multiplied.
+        /// Cosines and sines are multiplied by this.
         attention: f64,
     },
-    /// `LongRoPE` (Ding et al. 2024, arXiv:2402.13753): a factor for each pair.
+    /// `LongRoPE` (Ding et al. 2024, arXiv:2402.13753): the frequency of each pair has its own divisor.
     LongRope {
-        /// The factors in texts up to the original length.
+        /// The divisors for texts up to the original length.
         short: Vec<f64>,
-        /// The factors in longer texts.
+        /// The divisors for longer texts.
         long: Vec<f64>,
         /// The length of texts in pretraining.
         original: f64,
-        /// By which cosines and sines are multiplied.
+        /// Cosines and sines are multiplied by this.
         attention: f64,
     },
 }
 
 impl Rope {
-    /// The embedding that a configuration describes, under the new names or the old ones.
+    /// Reads the embedding from a configuration with the new or the old names.
     pub(super) fn read(fields: &mut Fields<'_>, width: usize, longest: usize) -> Result<Self> {
         let theta = fields.number("rope_theta", Some(10_000.0))?;
         let top = fields.optional_number("original_max_position_embeddings")?;
@@ -206,8 +208,8 @@ impl Rope {
         Ok([scaled(angles.cos()?)?, scaled(angles.sin()?)?])
     }
 
-    /// The length of the longest text; 0 if the angles do not depend on it. Otherwise the positions are read, which
-    /// waits for a GPU.
+    /// The length of the longest text; 0 if the angles do not depend on it. If they do, the host reads the positions
+    /// and waits for a GPU.
     fn length(&self, positions: &Tensor) -> Result<usize> {
         if !self.follows_length() {
             return Ok(0);

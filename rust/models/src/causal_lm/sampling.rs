@@ -10,15 +10,16 @@ use super::OP;
 /// order.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0 takes the token with the highest score; otherwise scores are divided by it and a token is drawn.
+    /// 0 chooses the token with the highest score. Otherwise scores are divided by the temperature, and a token is
+    /// drawn.
     pub temperature: f64,
     /// Draw from this many tokens with the highest scores; 0 draws from all.
     pub top_k: usize,
     /// Draw from the smallest set of most likely tokens whose probabilities sum to this, above 0 and up to 1 (Holtzman
     /// et al. 2020, arXiv:1904.09751).
     pub top_p: f64,
-    /// Draw from tokens with at least this share of the most likely token's probability, 0 to 1 (Nguyen et al. 2024,
-    /// arXiv:2407.01082).
+    /// Draw only tokens whose probability is at least this fraction of the most likely token's, 0 to 1 (Nguyen et al.
+    /// 2024, arXiv:2407.01082).
     pub min_p: f64,
     /// Above 1, tokens that the text already has become less likely (Keskar et al. 2019, arXiv:1909.05858).
     pub repetition_penalty: f64,
@@ -30,7 +31,8 @@ impl Default for Sampling {
     }
 }
 
-/// How many candidates are sorted first: a small part of a vocabulary has nearly all of the probability.
+/// The number of candidates that are sorted first. They usually suffice, because few tokens of a vocabulary have nearly
+/// all of the probability.
 const FIRST: usize = 256;
 
 impl Sampling {
@@ -51,7 +53,8 @@ impl Sampling {
         }
     }
 
-    /// The next token of a text with the tokens `known`, whose `scores (vocab)` may be changed; `draw` is uniform in 0..1.
+    /// Choose the next token of a text with the tokens `known` from `scores (vocab)`, which this may change. `draw` is
+    /// uniform in 0..1.
     ///
     /// # Errors
     /// [`Error::NonFinite`] if a score is NaN.
@@ -75,7 +78,7 @@ impl Sampling {
 
     fn drawn(&self, scores: &[f32], best: u32, draw: f64) -> u32 {
         let highest = f64::from(scores[best as usize]);
-        // The likeliest token has weight 1.
+        // The most likely token has weight 1.
         let weight = |id: u32| ((f64::from(scores[id as usize]) - highest) / self.temperature).exp();
         let mut ids: Vec<u32> = (0..scores.len() as u32).collect();
         let mut sorted = 0;
@@ -86,7 +89,7 @@ impl Sampling {
         if self.top_p < 1.0 {
             let bound = self.top_p * ids.iter().map(|&id| weight(id)).sum::<f64>();
             let (mut sum, mut kept) = (0.0, 0);
-            // The token that passes the bound is kept.
+            // The token with which the sum reaches the bound is kept.
             while sum < bound && kept < ids.len() {
                 if kept == sorted {
                     sorted = sort_highest(&mut ids, sorted, FIRST.max(3 * sorted), scores);
@@ -104,13 +107,13 @@ impl Sampling {
             left -= weight(id);
             left < 0.0
         });
-        // Because of rounding the search may pass the last token.
+        // If rounding makes the search run past the last token, take the last one.
         drawn.or(ids.last().copied()).unwrap_or(best)
     }
 }
 
-/// Move the ids of the `count` highest scores in `ids[from..]` to the front of this part, highest first and equal ones
-/// by number. Returns the end of the sorted part.
+/// Move the ids of the `count` highest scores in `ids[from..]` to the front of this slice, highest first; of equal
+/// scores, the lower id comes first. Returns the end of the sorted part.
 fn sort_highest(ids: &mut [u32], from: usize, count: usize, scores: &[f32]) -> usize {
     let order = |a: &u32, b: &u32| scores[*b as usize].total_cmp(&scores[*a as usize]).then(a.cmp(b));
     let rest = &mut ids[from..];
@@ -144,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_leave_the_likeliest_tokens_with_their_proportions() {
+    fn limits_keep_the_proportions_of_the_most_likely_tokens() {
         let probabilities = [0.1f64, 0.5, 0.15, 0.25];
         let scores = probabilities.map(|p| p.ln() as f32 + 3.0);
         let warm = Sampling { temperature: 1.0, ..Sampling::default() };
@@ -160,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn many_tokens_are_put_in_order_as_far_as_needed() {
+    fn only_as_many_tokens_are_sorted_as_needed() {
         let scores: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 5000) as f32 * 1e-4).collect();
         let mut all: Vec<u32> = (0..5000).collect();
         let mut end = 0;
@@ -171,12 +174,12 @@ mod tests {
         let sampling = Sampling { temperature: 1.0, top_p: 0.999, ..Sampling::default() };
         let last = sampling.choose(&mut scores.clone(), &[], 1.0 - 1e-12).unwrap();
         let below = scores.iter().filter(|&&score| score < scores[last as usize]).count();
-        // They have at most 0.001 of the sum of weights, 3.93, and weigh exp(-0.5) = 0.607 each.
+        // The tokens below have in total at most 0.001 of the sum of weights, 3.93, and exp(-0.5) = 0.607 of it each.
         assert_eq!(below, 6);
     }
 
     #[test]
-    fn the_penalty_lowers_what_is_there_and_no_number_is_an_error() {
+    fn the_penalty_lowers_known_tokens_and_nan_is_an_error() {
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
         assert_eq!(penalty.choose(&mut [1.0, 3.0, 2.0], &[1, 1], 0.0).unwrap(), 2);
         assert_eq!(penalty.choose(&mut [-1.0, -2.0, -1.9], &[0, 2], 0.0).unwrap(), 0);

@@ -1,5 +1,5 @@
-//! The network that computes the modulation of all blocks, instead of a layer in each block. It was distilled from
-//! Flux.1-schnell's layers ("distilled guidance layer").
+//! The network that computes the modulation of all blocks, for which Flux has one layer in each block. It was distilled
+//! from Flux.1-schnell's layers ("distilled guidance layer").
 
 use trainable_candle_core::{DType, Device, Result, Tensor};
 use trainable_candle_nn::{Linear, Module, RmsNorm, Visitor, Weights};
@@ -11,9 +11,9 @@ use crate::saved::Saved;
 /// The epsilon added to the mean square in the norms, as in the original code. diffusers adds the machine epsilon of
 /// the dtype, which makes no difference in f32.
 const EPS: f64 = 1e-6;
-/// The factor of row numbers before their sinusoids.
+/// Row numbers are multiplied by this before their sinusoids are computed.
 const ROW_SCALE: f32 = 1000.0;
-/// Rows of the table for a block of one stream, one side of a block of two, and the output.
+/// The number of rows of the table for a block of one stream, one side of a block of two streams, and the output.
 const SINGLE: usize = 3;
 const DOUBLE: usize = 6;
 const OUTPUT: usize = 2;
@@ -47,8 +47,8 @@ impl ApproximatorSizes {
 pub(super) struct Approximator {
     sizes: ApproximatorSizes,
     sinusoids: Sinusoids,
-    /// The features that do not depend on the time: those of a guidance of 0 and of the row's number, (rows, channels ·
-    /// 3 / 4).
+    /// The features that do not depend on the time, (rows, channels · 3 / 4): those of the guidance, which is 0, and of
+    /// the row's number.
     fixed: Tensor,
     in_proj: Linear<Tensor>,
     layers: Vec<TimestepEmbedding>,
@@ -101,7 +101,7 @@ impl Approximator {
         let rows = self.sizes.rows();
         saved.linear(&self.in_proj, (rows * channels, rows));
         for layer in &self.layers {
-            // The input of the norm; then what the layer keeps.
+            // The tape keeps the input of the norm, then what the layer keeps.
             saved.keep(rows * width);
             layer.saved_rows(rows, saved);
         }
@@ -138,16 +138,16 @@ pub(super) struct ModulationTable {
 }
 
 impl ModulationTable {
-    /// The table for a batch; one time may serve all its samples.
+    /// The table for a batch. If it was computed for one time, all samples get the same rows.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Shape`] if there are several times and another number of samples.
+    /// [`trainable_candle_core::Error::Shape`] if the number of times is neither 1 nor the number of samples.
     pub fn of_batch(self, batch: usize) -> Result<Self> {
         let rows = self.rows.broadcast_as((batch, self.sizes.rows(), self.sizes.dim))?;
         Ok(Self { rows, ..self })
     }
 
-    /// `count` rows from `first` on, side by side: (B, count · D).
+    /// `count` rows from `first` on, concatenated: (B, count · D).
     fn side_by_side(&self, first: usize, count: usize) -> Result<Tensor> {
         let batch = self.rows.dims()[0];
         self.rows.narrow(1, first, count)?.reshape((batch, count * self.sizes.dim))

@@ -12,9 +12,9 @@ use crate::pretrained::Configuration;
 /// `config.json` of a transformer as diffusers writes it (`ChromaTransformer2DModel`). The default is the published model's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChromaConfig {
-    /// Values of a token: the channels of the latents times the four positions of a square.
+    /// The number of values of a token: the latents' channels times the four positions of a square.
     pub in_channels: usize,
-    /// Values of a token of the prediction.
+    /// The number of values of a token of the prediction.
     pub out_channels: usize,
     /// Number of blocks of two streams.
     pub num_layers: usize,

@@ -7,7 +7,7 @@ use super::ChromaConfig;
 use crate::flux::keys::{BlockNames, DOUBLE_ATTENTION, DOUBLE_BLOCKS, DOUBLE_MLP, SINGLE, SINGLE_BLOCKS};
 use crate::pretrained::{Form, Original, Renaming, StoredSizes};
 
-/// Flux's names without those of its modulation, and the names of the approximator.
+/// Flux's names, without those of the modulation, and the names of the approximator.
 pub(super) static NAMES: BlockNames = BlockNames {
     outside: &OUTSIDE,
     blocks: &[

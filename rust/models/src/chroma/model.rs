@@ -20,12 +20,12 @@ use crate::saved::{SampleSize, Saved};
 
 /// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
 const THETA: f64 = 10_000.0;
-/// The factor of the time before its sinusoids.
+/// The time is multiplied by this before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
-/// The most tokens of a text whose length is given.
+/// The largest number of tokens of a text if lengths are given.
 const MOST_TOKENS: usize = 4096;
 
 /// Chroma's transformer, with the results and the parameter names of diffusers' `ChromaTransformer2DModel`. It predicts
@@ -54,8 +54,8 @@ pub struct ChromaConditions<'a> {
     pub img_ids: &'a Tensor,
     /// Positions of the text's tokens, (L, axes): zeros.
     pub txt_ids: &'a Tensor,
-    /// How many tokens of each text are read, (B), at least 1: its words and one token of padding; later tokens are not
-    /// seen. `None` reads all tokens: attention then needs no mask, which saves time.
+    /// The number of tokens of each text that attention reads, (B), at least 1: the words and one token of padding.
+    /// With `None`, attention reads all tokens and needs no mask, which saves time.
     pub lengths: Option<&'a Tensor>,
 }
 
@@ -66,7 +66,7 @@ impl ChromaTransformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: ChromaConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());
@@ -118,12 +118,12 @@ impl ChromaTransformer {
         self.output.modulated(&x.narrow(1, length, area)?, [&shift, &scale])
     }
 
-    /// The mask of keys that are seen, (B, 1, 1, L + S), u8: the text's keys below its length, and all keys of the
-    /// image. The original code also masks the queries of the other tokens, whose results nothing reads.
+    /// The mask of keys, (B, 1, 1, L + S), u8: 1 for the text's keys below its length and for all keys of the image.
+    /// The original code also masks the queries of the other tokens, whose results nothing reads.
     fn mask(&self, lengths: &Tensor, length: usize, area: usize) -> Result<Tensor> {
         let lengths = lengths.detach().to_dtype(DType::F32)?.unsqueeze(1)?;
         let text = self.numbers.narrow(1, 0, length)?.lt(&lengths)?;
-        // The first token of a text is read in any case.
+        // The mask of a text's first token is always 1, so it is repeated for the image.
         let image = text.narrow(1, 0, 1)?.broadcast_as((lengths.dims()[0], area))?;
         Tensor::cat(&[&text, &image], 1)?.unsqueeze(1)?.unsqueeze(1)
     }

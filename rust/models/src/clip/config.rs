@@ -38,7 +38,8 @@ pub struct CLIPTextConfig {
     pub hidden_act: Activation,
     /// Added to the variance in the norms.
     pub layer_norm_eps: f64,
-    /// The token whose state represents the text. 2 means the token of the largest id, as in OpenAI's files.
+    /// The id of the token whose state represents the text. 2 means the token with the largest id in the text, as in
+    /// OpenAI's files.
     pub eos_token_id: u32,
     /// Width of the projected text, if the model projects it.
     pub projection_dim: Option<usize>,

@@ -16,7 +16,8 @@ pub(super) fn layout(original: Option<Original>) -> Box<dyn Layout> {
     }
 }
 
-/// Whether a key is no parameter of the text encoder: computed instead of learned, or of the image encoder.
+/// Whether a key is not a parameter of the text encoder: its tensor is computed instead of learned, or belongs to the
+/// image encoder.
 fn unused(key: &str) -> bool {
     key.ends_with("position_ids") || key == "logit_scale"
 }
@@ -31,7 +32,7 @@ impl Layout for Transformers {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        // transformers 5 leaves the wrapper's name out of models without a projection.
+        // transformers 5 omits the wrapper's name in models without a projection.
         std::iter::once(name).chain(name.strip_prefix(WRAPPER)).map(Key::plain).collect()
     }
 
@@ -97,12 +98,12 @@ fn open_clip(name: &str) -> Option<Key> {
 const PUBLISHED: [(usize, usize, Activation); 3] =
     [(768, 12, Activation::QuickGelu), (1024, 16, Activation::Gelu), (1280, 20, Activation::Gelu)];
 
-/// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Shapes do not show
-/// the number of heads or the activation: these come from the first of the `known` configurations with the same sizes,
-/// else from the published model of the same width.
+/// The configuration of a text encoder in an original checkpoint, from the shapes of its tensors. Shapes do not
+/// determine the number of heads or the activation, which come from the first of the `known` configurations with the
+/// same sizes, else from the published model of the same width.
 ///
 /// # Errors
-/// [`Error::Config`] if they cannot be determined.
+/// [`Error::Config`] if a size, the number of heads or the activation cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTextConfig>) -> Result<CLIPTextConfig> {
     let Original { prefix, naming } = original;
     let (tokens, positions, first) = match naming {
@@ -117,7 +118,8 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
     };
     let unknown = |what: &str| {
         Error::Config(format!(
-            "{}: the shapes of the checkpoint do not tell {what}; give config=, the config.json of the text encoder",
+            "{}: the shapes of the checkpoint do not determine {what}; give config=, the path of the text encoder's \
+             config.json",
             files.path().display()
         ))
     };
@@ -150,6 +152,6 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<CLIPTex
         Some(&(_, num_attention_heads, hidden_act)) => {
             Ok(CLIPTextConfig { num_attention_heads, hidden_act, ..deduced })
         }
-        None => Err(unknown("how many heads its attentions have")),
+        None => Err(unknown("the number of attention heads")),
     }
 }

@@ -10,7 +10,8 @@ use crate::saved::Saved;
 
 const PROJECTIONS: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 
-/// Causal attention and a feed-forward network; each reads the normalised input, and its result is added to the input.
+/// Causal attention, then a feed-forward network. Each reads its normalised input, and its result is added to that
+/// input.
 pub(super) struct EncoderLayer {
     layer_norm1: LayerNorm,
     /// `q_proj`, `k_proj` and `v_proj`.
@@ -53,7 +54,7 @@ impl EncoderLayer {
 }
 
 impl EncoderLayer {
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let &[width, middle] = self.fc2.weight.dims() else { return };
         let inside = tokens * width;

@@ -14,7 +14,7 @@ use crate::registry::ModelKind;
 /// The class in the `config.json` of an encoder that projects its pooled text.
 pub const PROJECTING_CLASS_NAME: &str = "CLIPTextModelWithProjection";
 
-/// CLIP's text encoder among the kinds of models.
+/// The registry entry of CLIP's text encoder.
 pub static KIND: ModelKind = ModelKind::of::<CLIPTextModel>(
     "CLIPTextModel",
     ("a text encoder", "text_model."),

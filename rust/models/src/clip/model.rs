@@ -1,4 +1,4 @@
-//! The text encoder: token ids in, one state per token and one for the text out.
+//! The text encoder: from token ids it computes one state per token and one for the text.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Its names begin with
-/// `text_model.`, as in the published files.
+/// A text encoder with the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. The names of its
+/// parameters begin with `text_model.`, as in the published files.
 pub struct CLIPTextModel {
     config: CLIPTextConfig,
     token_embedding: Tensor,
@@ -28,22 +28,22 @@ pub struct CLIPTextModel {
     end_scores: Tensor,
 }
 
-/// The wrong `eos_token_id` of older files: with it, the token with the largest id ends a text.
+/// The wrong `eos_token_id` of older files. If a configuration has it, the token with the largest id ends a text.
 const LEGACY_END: u32 = 2;
 
 /// The text encoder's results for a text.
 #[derive(Clone)]
 pub struct TextFeatures {
-    /// The states after each layer, (B, S, D): those of the embedding first, then one for each layer; the final norm is not applied.
+    /// The states after the embedding and after each layer, (B, S, D) each, before the final norm.
     pub hidden_states: Vec<Tensor>,
     /// The last layer's states after the final norm, (B, S, D).
     pub last_hidden_state: Tensor,
-    /// The state of the text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+    /// The state at the token that ends the text, after the final norm, (B, D); (B, P) if the model projects it.
     pub pooled: Tensor,
 }
 
 impl TextFeatures {
-    /// The states that enter the last layer, which SDXL reads.
+    /// The input of the last layer, which SDXL reads.
     ///
     /// # Errors
     /// As [`skipped`](Self::skipped).
@@ -51,7 +51,7 @@ impl TextFeatures {
         self.skipped(0)
     }
 
-    /// The states `clip_skip` layers before the [`penultimate`](Self::penultimate) ones, as diffusers' SDXL pipelines count.
+    /// The states `clip_skip` layers before [`penultimate`](Self::penultimate), as diffusers' SDXL pipelines count.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are fewer layers.
@@ -70,7 +70,7 @@ impl CLIPTextModel {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: CLIPTextConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let dim = config.hidden_size;
@@ -103,8 +103,8 @@ impl CLIPTextModel {
         &self.config
     }
 
-    /// The features of `input_ids (B, S)` (i64 or u32), S up to `max_position_embeddings`. Each token sees itself and those before
-    /// it. Results are in the dtype of the weights.
+    /// The features of `input_ids (B, S)` (i64 or u32), S up to `max_position_embeddings`. Each token attends to itself
+    /// and to earlier tokens. Results are in the dtype of the weights.
     ///
     /// # Errors
     /// [`Error::Shape`] if the ids have another shape or the text is too long, [`Error::Index`] if an id is not a token.
@@ -140,7 +140,7 @@ impl CLIPTextModel {
 
     /// The state of the token that ends each text: `states (B, S, D)` → (B, D).
     fn state_at_end(&self, states: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
-        // argmax takes the first of equal scores.
+        // Of equal scores, argmax returns the first.
         let place = embedding(&self.end_scores, input_ids)?.squeeze(2)?.argmax(1, true)?;
         let (batch, dim) = (states.dims()[0], states.dims()[2]);
         let place = place.unsqueeze(2)?.broadcast_as((batch, 1, dim))?.contiguous()?;
@@ -148,8 +148,8 @@ impl CLIPTextModel {
     }
 }
 
-/// Scores that find a text's end. They are looked up because comparing ids on a GPU would use
-/// candle's kernels, which the driver compiles at their first use: that takes 10 s on a new machine.
+/// A table of scores by token id; the token with the highest score ends a text. Looking scores up avoids comparing ids
+/// on a GPU with candle's kernels, which the driver compiles at their first use, in 10 s on a new machine.
 fn end_scores(config: &CLIPTextConfig, device: &Device) -> Result<Tensor> {
     // f32 holds every id exactly.
     let score = |id: u32| match config.eos_token_id {
@@ -221,7 +221,7 @@ impl Model for CLIPTextModel {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools know its layers by transformers' names.
+    /// Other tools use transformers' names of its layers.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

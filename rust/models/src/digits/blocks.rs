@@ -1,5 +1,5 @@
-//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2): shift, scale and gate
-//! of every layer come from the condition, and start at zero, so that a fresh block is the identity.
+//! The blocks of a diffusion transformer with adaLN-zero conditioning (arXiv:2212.09748, section 3.2). A layer computes
+//! shift, scale and gate from the condition; its weights start at zero, so that a fresh block is the identity.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
@@ -13,7 +13,8 @@ use crate::saved::Saved;
 /// Added to the variance in every norm.
 pub(super) const EPS: f64 = 1e-6;
 
-/// Xavier's uniform rule (Glorot & Bengio 2010) has the deviation √(2 / (in + out)).
+/// A normal distribution with the standard deviation of Xavier's uniform rule (Glorot & Bengio 2010), √(2 / (in +
+/// out)).
 pub(super) fn xavier(in_features: usize, out_features: usize) -> Init {
     Init::Normal((2.0 / (in_features + out_features) as f64).sqrt())
 }
@@ -57,7 +58,7 @@ impl Block {
 }
 
 impl Block {
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub(super) fn saved(&self, tokens: usize, saved: &mut Saved) {
         let &[width, middle] = self.ff_out.weight.dims() else { return };
         let inside = tokens * width;

@@ -94,7 +94,7 @@ impl DigitsConfig {
             ("frequency_embedding_size", self.frequency_embedding_size),
             ("num_classes", self.num_classes),
         ];
-        // Far above any sensible size, and low enough that no product overflows.
+        // The limit is far above any sensible size, and low enough that no product overflows.
         const LARGEST: usize = 1 << 16;
         if let Some((name, size)) = sizes.iter().find(|(_, size)| !(1..=LARGEST).contains(size)) {
             return Err(Error::Config(format!("DigitsTransformer: {name} is {size}, expected 1 to {LARGEST}")));

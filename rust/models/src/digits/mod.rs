@@ -1,7 +1,7 @@
 //! The demo's image generator: a flow-matching diffusion transformer (DiT, Peebles & Xie 2022, arXiv:2212.09748) over
 //! images of handwritten digits, small enough to ship in the package and to fine-tune in seconds on a CPU.
 //!
-//! Its layers carry diffusers' names, so that adapters target it as they do the large models.
+//! Its layers have diffusers' names, so that adapters target them as in large models.
 
 mod blocks;
 mod config;
@@ -12,7 +12,7 @@ pub use model::DigitsTransformer;
 
 use crate::registry::ModelKind;
 
-/// The digits transformer among the kinds of models.
+/// The registry entry of the digits transformer.
 pub static KIND: ModelKind = ModelKind::of::<DigitsTransformer>(
     "DigitsTransformer",
     ("a digits transformer", "class_embedding."),

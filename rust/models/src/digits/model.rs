@@ -1,4 +1,4 @@
-//! The digits transformer: patches in, velocity out.
+//! The digits transformer, which predicts the velocity from patches.
 
 use serde_json::{Map, Value};
 use trainable_candle_core::ops::index::embedding;
@@ -34,7 +34,7 @@ impl DigitsTransformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: DigitsConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, patch_dim) = (config.inner_dim(), config.patch_dim());
@@ -60,7 +60,7 @@ impl DigitsTransformer {
         })
     }
 
-    /// A model to train from the start: every parameter is a trainable f32 variable drawn from the library's generator.
+    /// A model to train from scratch: every parameter is a trainable f32 variable, drawn from the library's generator.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong, [`Error::OutOfMemory`] if it does not fit.

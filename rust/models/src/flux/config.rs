@@ -11,9 +11,9 @@ use crate::pretrained::Configuration;
 /// `config.json` of a transformer as diffusers writes it (`FluxTransformer2DModel`). The default is Flux.1-dev's.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FluxConfig {
-    /// Values of a token: the channels of the latents times the 4 latents of a square.
+    /// The number of values of a token: the latents' channels times the four positions of a square.
     pub in_channels: usize,
-    /// Values of a token of the prediction.
+    /// The number of values of a token of the prediction.
     pub out_channels: usize,
     /// Number of blocks of two streams.
     pub num_layers: usize,
@@ -27,7 +27,7 @@ pub struct FluxConfig {
     pub joint_attention_dim: usize,
     /// Width of the pooled text.
     pub pooled_projection_dim: usize,
-    /// Whether the model takes a scale of guidance, as dev does and schnell does not.
+    /// Whether the model takes a scale of guidance. Flux.1-dev does, Flux.1-schnell does not.
     pub guidance_embeds: bool,
     /// Features of a head that each axis of the positions rotates.
     pub axes_dims_rope: Vec<usize>,

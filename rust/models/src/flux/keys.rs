@@ -6,11 +6,13 @@ use trainable_candle_io::WeightFiles;
 use super::FluxConfig;
 use crate::pretrained::{Form, Key, Layout, Naming, Original, OwnNames, PrefixedNames, Renaming, StoredSizes, renamed};
 
-/// Our names and theirs for the layers of a transformer by Black Forest Labs, or of a model derived from one.
+/// This library's and the original names for the layers of a transformer by Black Forest Labs, or of a model derived
+/// from one.
 pub(crate) struct BlockNames {
-    /// Outside of the blocks.
+    /// Layers outside of the blocks.
     pub outside: &'static [Renaming],
-    /// Blocks: what our names begin with before the block's number, what theirs begin with, and the layers inside.
+    /// Blocks: the beginning of this library's names before the block's number, the beginning of the original names,
+    /// and the layers inside.
     pub blocks: &'static [(&'static str, &'static str, &'static [&'static [Renaming]])],
 }
 
@@ -29,7 +31,7 @@ impl Layout for OriginalTransformer {
 
     fn places(&self, name: &str) -> Vec<Key> {
         let Some(found) = self.names.find(name) else { return Vec::new() };
-        // RMS norms: `scale` in the original files, `weight` in some that other tools wrote.
+        // The parameter of an RMS norm is `scale` in original files, and `weight` in files of some other tools.
         let is_norm = [".norm.", ".norms."].iter().any(|norm| found.key.contains(norm));
         let scale = is_norm.then(|| found.key.strip_suffix("weight")).flatten();
         let scale = scale.map(|layer| Key { key: format!("{layer}scale"), form: found.form });
@@ -75,9 +77,9 @@ pub(super) static NAMES: BlockNames = BlockNames {
     ],
 };
 
-/// Our name and theirs for the blocks of two streams.
+/// This library's and the original name for the blocks of two streams.
 pub(crate) const DOUBLE_BLOCKS: (&str, &str) = ("transformer_blocks.", "double_blocks");
-/// Our name and theirs for the blocks of one stream.
+/// This library's and the original name for the blocks of one stream.
 pub(crate) const SINGLE_BLOCKS: (&str, &str) = ("single_transformer_blocks.", "single_blocks");
 
 const OUTSIDE: [Renaming; 10] = [
@@ -89,7 +91,7 @@ const OUTSIDE: [Renaming; 10] = [
     ("time_text_embed.guidance_embedder.linear_2", "guidance_in.out_layer", Form::Plain),
     ("time_text_embed.text_embedder.linear_1", "vector_in.in_layer", Form::Plain),
     ("time_text_embed.text_embedder.linear_2", "vector_in.out_layer", Form::Plain),
-    // The originals have the shift first, diffusers has the scale first.
+    // Original files have the shift first, diffusers has the scale first.
     ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
@@ -123,8 +125,8 @@ pub(crate) const DOUBLE_MLP: [Renaming; 4] = [
 
 const SINGLE_MODULATION: [Renaming; 1] = [("norm.linear", "modulation.lin", Form::Plain)];
 
-/// The blocks of one stream: one layer gives queries, keys, values and the middle of the feed-forward layer, which is
-/// four times as wide as each of them.
+/// The blocks of one stream. One layer computes queries, keys and values, and the middle of the feed-forward layer,
+/// which is four times as wide as the queries.
 pub(crate) const SINGLE: [Renaming; 7] = [
     ("attn.to_q", "linear1", Form::share(0, 7)),
     ("attn.to_k", "linear1", Form::share(1, 7)),
@@ -135,8 +137,8 @@ pub(crate) const SINGLE: [Renaming; 7] = [
     ("proj_out", "linear2", Form::Plain),
 ];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What shapes do not
-/// show comes from the first of the `known` configurations with the same sizes, else from the published models.
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
+/// determine come from the first of the `known` configurations with the same sizes, or else from the published models.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is one of Flux's tools.
@@ -158,7 +160,8 @@ pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<FluxConfi
     };
     if deduced.in_channels != deduced.out_channels {
         return Err(sizes.wrong(&format!(
-            "the transformer takes {} values a token and gives {}: it is one of Flux's tools (Fill, Canny, Depth), which are not supported",
+            "the transformer reads {} values per token and predicts {}: it is one of Flux's tools (Fill, Canny, \
+             Depth), which are not supported",
             deduced.in_channels, deduced.out_channels
         )));
     }

@@ -10,7 +10,7 @@ pub use model::{FluxConditions, FluxTransformer};
 
 use crate::registry::ModelKind;
 
-/// Flux's transformer among the kinds of models.
+/// The registry entry of Flux's transformer.
 pub static KIND: ModelKind = ModelKind::of::<FluxTransformer>(
     "FluxTransformer",
     ("a Flux transformer", "single_transformer_blocks.0.norm.linear."),

@@ -1,4 +1,4 @@
-//! The transformer: noisy latents as tokens, time, text and guidance in, velocity out.
+//! The transformer, which predicts the velocity from noisy latents (as tokens), time, text and guidance.
 
 use std::sync::Arc;
 
@@ -19,13 +19,13 @@ use crate::saved::{SampleSize, Saved};
 
 /// The longest period of the positions' angles, divided by 2π; fixed in diffusers.
 const THETA: f64 = 10_000.0;
-/// What the time and the guidance are multiplied with before their sinusoids.
+/// The time and the guidance are multiplied by this before their sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
-/// Flux.1's transformer, computing what diffusers' `FluxTransformer2DModel` computes, under its names. It predicts the velocity
-/// noise − latents of flow matching.
+/// Flux.1's transformer, with the results and the parameter names of diffusers' `FluxTransformer2DModel`. It predicts
+/// the velocity noise − latents of flow matching.
 pub struct FluxTransformer {
     config: FluxConfig,
     x_embedder: Linear<Tensor>,
@@ -37,14 +37,14 @@ pub struct FluxTransformer {
     output: ModulatedOutput,
 }
 
-/// The inputs of one call beside the noisy latents.
+/// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct FluxConditions<'a> {
     /// The text's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
     /// The pooled text, (B, pooled_projection_dim).
     pub pooled_projections: &'a Tensor,
-    /// From 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column.
     pub img_ids: &'a Tensor,
@@ -61,7 +61,7 @@ impl FluxTransformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: FluxConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let dim = config.inner_dim();
@@ -94,8 +94,8 @@ impl FluxTransformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, squares of latents as tokens. The result has their shape with
-    /// the model's output channels, in the dtype of the weights.
+    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
+    /// result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
     /// As [`TokenSizes::check`].

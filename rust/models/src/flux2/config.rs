@@ -11,9 +11,9 @@ use crate::pretrained::Configuration;
 /// `config.json` of a transformer as diffusers writes it (`Flux2Transformer2DModel`). The default is FLUX.2-klein-4B's.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Flux2Config {
-    /// Values of a token: the channels of the latents times the 4 latents of a square.
+    /// The number of values of a token: the latents' channels times the four positions of a square.
     pub in_channels: usize,
-    /// Values of a token of the prediction.
+    /// The number of values of a token of the prediction.
     pub out_channels: usize,
     /// Number of blocks of two streams.
     pub num_layers: usize,
@@ -25,7 +25,7 @@ pub struct Flux2Config {
     pub attention_head_dim: usize,
     /// Width of the text's tokens.
     pub joint_attention_dim: usize,
-    /// Whether the model takes a scale of guidance; klein takes none.
+    /// Whether the model takes a scale of guidance; FLUX.2-klein does not.
     pub guidance_embeds: bool,
     /// The longest period of the positions' angles, divided by 2π.
     pub rope_theta: f64,
@@ -51,7 +51,7 @@ impl Default for Flux2Config {
 }
 
 impl Configuration for Flux2Config {
-    /// Missing fields take diffusers' defaults, which are FLUX.2-dev's.
+    /// Missing fields have diffusers' defaults, which are FLUX.2-dev's values.
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(Flux2Transformer::CLASS_NAME, map);
         fields.only(&[

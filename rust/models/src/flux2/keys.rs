@@ -25,7 +25,7 @@ const OUTSIDE: [Renaming; 11] = [
     ("double_stream_modulation_img.linear", "double_stream_modulation_img.lin", Form::Plain),
     ("double_stream_modulation_txt.linear", "double_stream_modulation_txt.lin", Form::Plain),
     ("single_stream_modulation.linear", "single_stream_modulation.lin", Form::Plain),
-    // The originals have the shift first, diffusers has the scale first.
+    // Original files have the shift first, diffusers has the scale first.
     ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
@@ -44,8 +44,8 @@ const SINGLE: [Renaming; 4] = [
     ("attn.norm_k", "norm.key_norm", Form::Plain),
 ];
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What shapes do not
-/// show comes from the first of the `known` configurations with the same sizes, else from the published models.
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
+/// determine come from the first of the `known` configurations with the same sizes, or else from the published models.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined.

@@ -11,7 +11,7 @@ pub use model::{Flux2Conditions, Flux2Transformer};
 
 use crate::registry::ModelKind;
 
-/// FLUX.2's transformer among the kinds of models.
+/// The registry entry of FLUX.2's transformer.
 pub static KIND: ModelKind = ModelKind::of::<Flux2Transformer>(
     "Flux2Transformer",
     ("a FLUX.2 transformer", "single_transformer_blocks.0.attn.to_qkv_mlp_proj."),

@@ -1,4 +1,4 @@
-//! The transformer: noisy latents as tokens, time and text in, velocity out.
+//! The transformer, which predicts the velocity from noisy latents (as tokens), time and text.
 
 use std::sync::Arc;
 
@@ -18,19 +18,20 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// What the time and the guidance are multiplied with before their sinusoids.
+/// The time and the guidance are multiplied by this before their sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
 /// Latents along one side of the square that becomes a token.
 const PATCH: usize = 2;
 
-/// FLUX.2's transformer, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. It predicts the velocity
-/// noise − latents of flow matching.
+/// FLUX.2's transformer, with the results and the parameter names of diffusers' `Flux2Transformer2DModel`. It predicts
+/// the velocity noise − latents of flow matching.
 pub struct Flux2Transformer {
     config: Flux2Config,
     x_embedder: Linear<Tensor>,
     context_embedder: Linear<Tensor>,
     time_guidance_embed: TimeTextEmbedding,
-    /// Of the image and of the text in the blocks of two streams, and of the blocks of one. All blocks share them.
+    /// The layers that compute the modulation: of the image and of the text in blocks of two streams, and of blocks of
+    /// one stream. All blocks share them.
     modulations: [Linear<Tensor>; 3],
     axes: RopeAxes,
     double_blocks: Blocks<DoubleBlock>,
@@ -44,12 +45,12 @@ const MODULATIONS: [(&str, usize); 3] = [
     ("single_stream_modulation.linear", 3),
 ];
 
-/// The inputs of one call beside the noisy latents.
+/// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct Flux2Conditions<'a> {
     /// The text's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// From 0 (clean) to 1 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1 (noise), (B), (1) or without dimensions.
     pub timestep: &'a Tensor,
     /// Positions of the image's tokens, (S, axes): 0, row, column, 0.
     pub img_ids: &'a Tensor,
@@ -66,7 +67,7 @@ impl Flux2Transformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`trainable_candle_core::Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: Flux2Config, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, sizes) = (config.inner_dim(), config.block());
@@ -103,8 +104,8 @@ impl Flux2Transformer {
         &self.config
     }
 
-    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, squares of latents as tokens. The result has their shape with
-    /// the model's output channels, in the dtype of the weights.
+    /// The velocity at noisy latents `hidden_states (B, S, in_channels)`, whose tokens are squares of latents. The
+    /// result is (B, S, out_channels), in the dtype of the weights.
     ///
     /// # Errors
     /// As [`TokenSizes::check`].
@@ -113,7 +114,7 @@ impl Flux2Transformer {
         let dtype = self.dtype();
         let thousandfold = |x: &Tensor| x.reshape(x.elem_count())?.to_dtype(DType::F32)?.mul_scalar(TIME_SCALE);
         let guidance = conditions.guidance.map(thousandfold).transpose()?;
-        // One time may serve all samples; the modulation has a row for each sample.
+        // `timestep` may be one time for all samples, but the modulation needs a row for each sample.
         let times = thousandfold(conditions.timestep)?.broadcast_as(hidden_states.dims()[0])?;
         let condition = self.time_guidance_embed.forward(&times, None, guidance.as_ref())?;
         let [of_image, of_text, of_single] = &self.modulations;

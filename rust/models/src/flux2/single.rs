@@ -1,6 +1,6 @@
-//! The block of one stream, whose layers are fused in files too: the first gives queries, keys, values, and gate and
-//! value of the feed-forward layer, the last projects the results of both (Dehghani et al. 2023, arXiv:2302.05442,
-//! section 2.1).
+//! The block of one stream, whose layers are fused in files too. The first layer computes queries, keys, values, and
+//! gate and value of the feed-forward layer; the last projects the results of attention and feed-forward layer
+//! (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
 use trainable_candle_core::{Result, Tensor};
@@ -9,9 +9,10 @@ use trainable_candle_nn::{Linear, Module, Projected, RmsNorm, Visitor, Weights};
 use crate::layers::joint::{BlockSizes, Rope, Stream, gated_add, mix, modulated};
 use crate::saved::Saved;
 
-/// Width of the feed-forward layer's middle, as a multiple of the tokens'.
+/// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
 const RATIO: usize = 3;
-/// Results of the first layer, as multiples of the tokens' width: queries, keys, values, and gate and value of the middle.
+/// Width of the first layer's result, as a multiple of the tokens' width: queries, keys, values, and gate and value of
+/// the middle.
 const PROJECTED: usize = 3 + 2 * RATIO;
 
 /// Attention and a `SwiGLU` side by side, modulated, gated and added to the input.
@@ -24,7 +25,7 @@ pub(super) struct FusedBlock {
 }
 
 impl FusedBlock {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     pub fn new(sizes: BlockSizes, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = sizes.dim();
         let mut norm = |name| weights.rms_norm(name, sizes.head_dim, sizes.eps);
@@ -47,13 +48,13 @@ impl FusedBlock {
         gated_add(x, &self.to_out.forward(&both)?, &part(2)?)
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.sizes.dim();
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.cheap_linear(&self.to_qkv_mlp_proj, (inside, tokens));
-            // The result of the first layer, and that of the attention.
+            // The tape keeps the result of the first layer and that of the attention.
             saved.attention(tokens, tokens, self.sizes.dim());
             saved.keep((PROJECTED + 1) * inside);
             saved.cheap_linear(&self.to_out, ((1 + RATIO) * inside, tokens));

@@ -6,8 +6,8 @@ use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, Visitor,
 
 use crate::saved::Saved;
 
-/// Attention of tokens to one another, or to those of a context. `to_q`, `to_k` and `to_v` share their input; with a context,
-/// `to_k` and `to_v` do.
+/// Attention of tokens to one another, or to the tokens of a context. Without a context, `to_q`, `to_k` and `to_v`
+/// share their input; with a context, `to_k` and `to_v` do.
 pub struct Attention {
     projections: Projections,
     to_out: Linear<Tensor>,
@@ -27,18 +27,18 @@ enum Projections {
 /// The sizes of an attention.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSizes {
-    /// Number of heads, which share `dim` equally.
+    /// Number of heads, which divide `dim` equally.
     pub heads: usize,
     /// Width of the tokens and of the projections.
     pub dim: usize,
-    /// Width of the tokens that keys and values are made of, if these are a context's.
+    /// Width of the context's tokens, if keys and values are computed from a context.
     pub context_dim: Option<usize>,
-    /// Whether `to_q`, `to_k` and `to_v` have biases; `to_out.0` has one.
+    /// Whether `to_q`, `to_k` and `to_v` have biases; `to_out.0` always has one.
     pub qkv_bias: bool,
 }
 
 impl Attention {
-    /// Parameters below `weights`, starting by `init`.
+    /// Takes parameters below `weights`; fresh ones start as `init` says.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -57,10 +57,12 @@ impl Attention {
         Ok(Self { projections, to_out: weights.linear_init("to_out.0", dim, dim, true, init)?, heads })
     }
 
-    /// `x (B, S, D)` attends to itself, or to `context (B, L, E)` if the attention is one to a context → the shape of `x`.
+    /// `x (B, S, D)` → the same shape. `x` attends to itself or, in an attention with a context, to
+    /// `context (B, L, E)`.
     ///
     /// # Errors
-    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if a context is missing or has no use.
+    /// [`Error::Shape`], `DType` or `Device` if an input does not fit, [`Error::Argument`] if a context is missing, or
+    /// given to an attention without one.
     pub fn forward(&self, x: &Tensor, context: Option<&Tensor>) -> Result<Tensor> {
         let mixed = match (&self.projections, context) {
             (Projections::Own(group), None) => attend(&group.forward(x)?, self.heads, false)?,
@@ -83,8 +85,8 @@ impl Attention {
 }
 
 impl Attention {
-    /// What the tape keeps for `area` tokens that attend to themselves, or to `context_area` of a context. Backward of attention reads q,
-    /// k, v and the result.
+    /// Counts what the tape keeps for `area` tokens that attend to themselves, or to `context_area` of a context.
+    /// Backward of attention reads q, k, v and the result.
     pub fn saved(&self, area: usize, context_area: Option<usize>, saved: &mut Saved) {
         let width = self.to_out.weight.dims()[0];
         let inside = area * width;
@@ -93,7 +95,7 @@ impl Attention {
             Projections::Own(group) => saved.layers(&group.layers(), (inside, area), true),
             Projections::Context { to_q, others } => {
                 saved.cheap_linear(to_q, (inside, area));
-                // The context is there anyway.
+                // The context exists anyway, so it takes no further memory.
                 saved.layers(&others.layers(), (0, context_area.unwrap_or(area)), false);
             }
         }
@@ -102,7 +104,7 @@ impl Attention {
     }
 }
 
-/// Attention over what a group of `to_q`, `to_k` and `to_v` gives, (B, S, D).
+/// Attention over the results of a group of `to_q`, `to_k` and `to_v`, (B, S, D).
 pub(crate) fn attend(projected: &Projected, heads: usize, is_causal: bool) -> Result<Tensor> {
     match projected {
         Projected::Joined(all) => packed_attention(all, None, heads, is_causal),

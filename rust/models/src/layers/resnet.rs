@@ -44,7 +44,7 @@ pub struct ResnetSizes {
     pub eps: f64,
 }
 
-/// Norm, SiLU and convolution, twice, added to the input; the time is added after the first convolution.
+/// Two times norm, SiLU and convolution, added to the input. The time's embedding is added after the first convolution.
 pub struct ResnetBlock {
     norm1: GroupNorm,
     conv1: Conv2d<Tensor>,
@@ -55,7 +55,7 @@ pub struct ResnetBlock {
 }
 
 impl ResnetBlock {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -97,8 +97,8 @@ impl ResnetBlock {
         self.conv1.weight.dims()[0]
     }
 
-    /// What the tape keeps for an image of `area` pixels. Where the block joins images, `own` is the number of channels that no other
-    /// block keeps.
+    /// Counts what the tape keeps for an image of `area` pixels. If the block's input is joined from several images,
+    /// `own` is the number of its channels that no other block keeps.
     pub fn saved(&self, area: usize, own: Option<usize>, saved: &mut Saved) {
         let &[out, _, _, channels] = self.conv1.weight.dims() else { return };
         let input = area * channels;
@@ -133,15 +133,16 @@ impl Module for ResnetBlock {
     }
 }
 
-/// Halves the size by a convolution.
+/// Halves the size of an image with a convolution.
 pub struct Downsample {
     conv: Conv2d<Tensor>,
-    /// Zeros are added below and to the right alone, as the autoencoder was trained.
+    /// Whether zeros are added only below and to the right, as in the autoencoder.
     asymmetric: bool,
 }
 
 impl Downsample {
-    /// Parameters below `weights`. `asymmetric`: zeros are added at the lower and right edge alone, instead of all around.
+    /// Takes parameters below `weights`. If `asymmetric`, zeros are added only at the lower and right edge, instead of
+    /// all around.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -172,7 +173,7 @@ impl Downsample {
 }
 
 impl Downsample {
-    /// What the tape keeps for an image of `area` pixels that becomes one of `smaller`.
+    /// Counts what the tape keeps for an image of `area` pixels that becomes one of `smaller`.
     pub fn saved(&self, area: usize, smaller: usize, saved: &mut Saved) {
         let inputs = area * self.conv.weight.dims()[0];
         saved.outside(|saved| saved.conv(&self.conv, (inputs, smaller)));
@@ -191,7 +192,7 @@ pub struct Upsample {
 }
 
 impl Upsample {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -212,7 +213,7 @@ impl Upsample {
 }
 
 impl Upsample {
-    /// What the tape keeps for an image that becomes one of `larger` pixels.
+    /// Counts what the tape keeps for an image that becomes one of `larger` pixels.
     pub fn saved(&self, larger: usize, saved: &mut Saved) {
         let inputs = larger * self.conv.weight.dims()[0];
         saved.outside(|saved| saved.conv(&self.conv, (inputs, larger)));

@@ -8,7 +8,7 @@ use crate::saved::Saved;
 /// The longest period of the sinusoids, divided by 2π.
 const MAX_PERIOD: f64 = 10_000.0;
 
-/// Numbers as cosines and sines of falling frequency (diffusers' `Timesteps` with `flip_sin_to_cos=True`,
+/// Converts numbers to cosines and sines of falling frequencies (diffusers' `Timesteps` with `flip_sin_to_cos=True`,
 /// `downscale_freq_shift=0`).
 pub struct Sinusoids {
     /// (1, dim / 2), from 1 to nearly 1 / 10000.
@@ -22,13 +22,14 @@ impl Sinusoids {
     /// [`trainable_candle_core::Error::Candle`] if they cannot be copied to the device.
     pub fn new(dim: usize, device: &Device) -> Result<Self> {
         let half = dim / 2;
-        // In f32 throughout, as the models were trained: a timestep of 1000 multiplies a frequency's rounding error by 1000.
+        // Frequencies are computed in f32, as in the models' training, because a timestep of 1000 multiplies their
+        // rounding errors by 1000.
         let frequency = |i: usize| (-MAX_PERIOD.ln() as f32 * i as f32 / half as f32).exp();
         let frequencies: Vec<f32> = (0..half).map(frequency).collect();
         Ok(Self { frequencies: Tensor::from_vec(frequencies, (1, half), &Device::Cpu)?.to_device(device)? })
     }
 
-    /// `numbers (N)` → f32 `(N, dim)`: cosines, then sines. No gradient flows.
+    /// `numbers (N)` → f32 `(N, dim)`: cosines, then sines. The result has no gradient.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if `numbers` has no dimension.
@@ -38,7 +39,7 @@ impl Sinusoids {
     }
 }
 
-/// The names in diffusers of the layers of a [`TimestepEmbedding`].
+/// diffusers' names of a [`TimestepEmbedding`]'s layers.
 pub(crate) const LINEAR: [&str; 2] = ["linear_1", "linear_2"];
 
 /// Two linear layers with SiLU between them, over sinusoids or other features.
@@ -49,7 +50,8 @@ pub struct TimestepEmbedding {
 }
 
 impl TimestepEmbedding {
-    /// Parameters below `weights`; starting normal with a deviation of 0.02 (DiT, arXiv:2212.09748).
+    /// Takes parameters below `weights`; fresh ones start normal with a standard deviation of 0.02 (DiT,
+    /// arXiv:2212.09748).
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -57,8 +59,8 @@ impl TimestepEmbedding {
         Self::named(LINEAR, [in_features, dim, dim], true, weights)
     }
 
-    /// As [`new`](Self::new), with the names of the layers, the widths before, between and after them, and biases or
-    /// none.
+    /// As [`new`](Self::new), with the names of the layers, the widths before, between and after them, and whether they
+    /// have biases.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -91,7 +93,7 @@ impl TimestepEmbedding {
 }
 
 impl TimestepEmbedding {
-    /// What the tape keeps for one sample.
+    /// Counts what the tape keeps for one sample.
     pub fn saved(&self, saved: &mut Saved) {
         self.saved_rows(1, saved);
     }

@@ -12,7 +12,7 @@ use crate::saved::Saved;
 const NORM_EPS: f64 = 1e-6;
 /// Added to the variance in the norms of the blocks.
 const LAYER_NORM_EPS: f64 = 1e-5;
-/// Width of the feed-forward layer's middle, as a multiple of the tokens'.
+/// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
 const FEED_FORWARD: usize = 4;
 
 /// The sizes of a [`SpatialTransformer`].
@@ -32,8 +32,8 @@ pub struct TransformerSizes {
     pub linear_projection: bool,
 }
 
-/// Attention to the image, attention to the context, a gated feed-forward layer. Each reads the normalised input, and
-/// its result is added to the input.
+/// Attention to the image, attention to the context, then a gated feed-forward layer. Each reads its normalised input,
+/// and its result is added to that input.
 struct Block {
     norm1: LayerNorm,
     attn1: Attention,
@@ -71,7 +71,7 @@ impl Block {
 }
 
 impl Block {
-    /// What the tape keeps for `area` tokens and `context` tokens of the context.
+    /// Counts what the tape keeps for `area` tokens and `context` tokens of the context.
     fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
         let &[width, middle] = self.ff_out.weight.dims() else { return };
         let inside = area * width;
@@ -144,7 +144,7 @@ pub struct SpatialTransformer {
 }
 
 impl SpatialTransformer {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -179,7 +179,7 @@ impl SpatialTransformer {
 }
 
 impl SpatialTransformer {
-    /// What the tape keeps for an image of `area` pixels and a context of `context` tokens.
+    /// Counts what the tape keeps for an image of `area` pixels and a context of `context` tokens.
     pub fn saved(&self, area: usize, context: usize, saved: &mut Saved) {
         let inside = area * self.proj_in.layer().base().rows();
         saved.outside(|saved| {

@@ -1,7 +1,8 @@
-//! Pipelines: which models belong together, where files have them, and what other tools call them.
+//! Pipelines: which models belong together, where they are in files, and what other tools call them.
 //!
-//! [`PIPELINES`] is the only place that knows families. Loading, saving, the recognition of files and the names in adapter files
-//! follow from it; the folder of a model ([`crate::clip`], [`crate::vae`], ...) knows its architecture alone.
+//! [`PIPELINES`] is the only place in this crate that describes families. Loading, saving, the recognition of files and
+//! the names in adapter files follow from it. The module of a model ([`crate::clip`], [`crate::vae`], ...) only
+//! describes its architecture.
 
 mod readers;
 mod recognise;
@@ -27,7 +28,7 @@ pub use table::PIPELINES;
 /// Models that work together, under one name.
 #[derive(Debug)]
 pub struct Pipeline {
-    /// What the command line calls it.
+    /// Its name on the command line.
     pub name: &'static str,
     /// Its name in messages.
     pub title: &'static str,
@@ -35,27 +36,27 @@ pub struct Pipeline {
     pub class_names: &'static [&'static str],
     /// The name of its base model in other tools, if they know it.
     pub base: Option<BaseModel>,
-    /// Pixels along one side of an image for each unit of the denoiser's `sample_size`.
+    /// The number of pixels along one side of an image per unit of the denoiser's `sample_size`.
     pub pixels: usize,
-    /// Its models, the one that is fine-tuned first.
+    /// Its models. The model that is fine-tuned comes first.
     pub parts: &'static [Part],
 }
 
-/// What a part does.
+/// The function of a part in its pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// It predicts noise or velocity, and is fine-tuned.
     Denoiser,
-    /// From images to latents and back.
+    /// It converts images to latents and back.
     Autoencoder,
-    /// From token ids to features.
+    /// It converts token ids to features.
     TextEncoder,
     /// It predicts the next token, and is fine-tuned.
     LanguageModel,
 }
 
 impl Role {
-    /// Whether it is what a run fine-tunes, whatever else there is.
+    /// Whether runs fine-tune the part with this role.
     pub const fn is_tuned(self) -> bool {
         matches!(self, Self::Denoiser | Self::LanguageModel)
     }
@@ -64,30 +65,31 @@ impl Role {
 /// One model of a pipeline.
 #[derive(Debug)]
 pub struct Part {
-    /// What it does.
+    /// The function of the part.
     pub role: Role,
     /// Its architecture.
     pub model: &'static ModelKind,
-    /// Its folder in a pipeline's, and diffusers' name of it in adapter files; empty for a model without a pipeline.
+    /// The name of its folder in a pipeline's folder, which is also diffusers' name for it in adapter files; empty for
+    /// a model without a pipeline.
     pub subfolder: &'static str,
-    /// Where checkpoints in one file have it; the first is written.
+    /// The sections of checkpoints in one file that may contain the part. Files are written with the first.
     pub sections: &'static [Section],
-    /// Whether a `config.json` may be this part's, where several parts have one architecture.
+    /// Whether a `config.json` may belong to this part, if several parts have the same architecture.
     pub fits: fn(&Map<String, Value>) -> bool,
     /// The `config.json` of the published model.
     pub published: fn() -> Map<String, Value>,
-    /// Its names in adapter files of other tools; none if no adapter reaches it.
+    /// Its names in adapter files of other tools; None if adapters on it are not supported.
     pub adapter: Option<AdapterNames>,
 }
 
-/// Where a checkpoint in one file has a part.
+/// Keys of a checkpoint in one file that contain a part.
 #[derive(Debug)]
 pub struct Section {
-    /// What its keys begin with; files are written with the first.
+    /// Possible prefixes of the keys. Files are written with the first.
     pub prefixes: &'static [&'static str],
-    /// Whose names follow the prefix.
+    /// The names that follow the prefix.
     pub naming: Naming,
-    /// A key, without the prefix, that is in every such file, and under an empty prefix in no other.
+    /// A key, without the prefix, that every such file has. If the prefix is empty, no other file has this key.
     pub probe: &'static str,
 }
 
@@ -122,7 +124,7 @@ impl Pipeline {
     /// The pipeline of this name.
     ///
     /// # Errors
-    /// [`Error::Config`] naming those that there are.
+    /// [`Error::Config`] that names all pipelines, if there is none of this name.
     pub fn find(name: &str) -> Result<&'static Self> {
         PIPELINES.iter().find(|pipeline| pipeline.name == name).copied().ok_or_else(|| {
             let known: Vec<&str> = PIPELINES.iter().map(|pipeline| pipeline.name).collect();
@@ -180,10 +182,10 @@ pub(crate) fn layer_shapes(model: &dyn Module) -> BTreeMap<String, Vec<usize>> {
 }
 
 impl Part {
-    /// What its keys begin with in adapter files.
+    /// Possible prefixes of its keys in adapter files.
     fn adapter_prefixes(&self) -> Vec<String> {
         let Some(names) = self.adapter else { return Vec::new() };
-        // kohya's trainers number text encoders only where there are several.
+        // kohya's trainers number text encoders only if there are several.
         let alone = names.kohya.strip_suffix('1').map(|alone| format!("{alone}_"));
         let diffusers = Some(self.subfolder).filter(|name| !name.is_empty()).map(|name| format!("{name}."));
         let comfyui = names.comfyui.map(|name| format!("{name}."));
@@ -194,17 +196,17 @@ impl Part {
 }
 
 impl Place {
-    /// Whether `key` of an adapter file is this part's by its beginning.
+    /// Whether the prefix of `key`, from an adapter file, is one of this part.
     pub(crate) fn begins(self, key: &str) -> bool {
         self.part.adapter_prefixes().iter().any(|prefix| key.starts_with(prefix))
     }
 
-    /// The place of a model, by its architecture and configuration, where no file states it.
+    /// The place of a model by its architecture and configuration, for files that do not state the place.
     pub fn by_configuration(model: &ModelKind, config: &Map<String, Value>) -> Option<Self> {
         let is_published =
             |place: &Self| (place.part.published)().iter().all(|(field, value)| config.get(field) == Some(value));
         let fits = |place: &Self| (place.part.fits)(config);
-        // A model that can exist without a pipeline is taken to, unless a file says that it is a part.
+        // A model that can exist without a pipeline has no pipeline, unless a file says that it is a part of one.
         let alone = places(model).find(|place| place.part.subfolder.is_empty() && fits(place));
         alone.or_else(|| places(model).find(is_published)).or_else(|| places(model).find(fits))
     }
@@ -236,12 +238,13 @@ pub fn places(model: &ModelKind) -> impl Iterator<Item = Place> {
     PIPELINES.iter().flat_map(|pipeline| pipeline.places()).filter(move |place| place.part.model.name == model.name)
 }
 
-/// The folders that a kind of model has in pipelines.
+/// The names of the folders in which pipelines have a kind of model.
 pub fn subfolders(model: &ModelKind) -> Vec<&'static str> {
     unique(places(model).map(|place| place.part.subfolder).filter(|subfolder| !subfolder.is_empty()))
 }
 
-/// Every kind of model, once. Where a path holds several, the first is meant: the one that is fine-tuned.
+/// All kinds of models, each once, those that are fine-tuned first. If a path holds several kinds, the first of them is
+/// loaded.
 pub fn kinds() -> Vec<&'static ModelKind> {
     let mut kinds: Vec<&ModelKind> = Vec::new();
     for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {
@@ -252,8 +255,7 @@ pub fn kinds() -> Vec<&'static ModelKind> {
     kinds
 }
 
-/// The beginnings of keys in adapter files that say which part a key belongs to: in the styles of kohya, diffusers and
-/// `ComfyUI`.
+/// The prefixes of keys in adapter files that identify a part, in the styles of kohya, diffusers and `ComfyUI`.
 fn adapter_prefixes() -> Arc<[String]> {
     let mut prefixes = BTreeSet::new();
     for part in PIPELINES.iter().flat_map(|pipeline| pipeline.parts) {

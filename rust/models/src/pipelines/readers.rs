@@ -1,9 +1,9 @@
-//! The programs that load adapters of each family, and under which names: one table for each kind of part.
+//! For each kind of part, a table of the tools that load its adapters and the names that they know.
 //!
-//! Tried with diffusers 0.42 (`tests/io/flow/test_oracles.py`); read for `ComfyUI` in
-//! <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py> and, for Z-Image and FLUX.2,
-//! <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>, for sd-scripts in
-//! <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>, for musubi-tuner in
+//! Tested with diffusers 0.42 (`tests/io/flow/test_oracles.py`). The entries of other tools follow their code: for
+//! `ComfyUI` <https://github.com/comfyanonymous/ComfyUI/blob/ec93dcac55e4ebb4f0ee2d2b0ac2b62fb9a58bb9/comfy/lora.py>
+//! and, for Z-Image and FLUX.2, <https://github.com/comfyanonymous/ComfyUI/blob/17358c8f/comfy/lora.py>, for sd-scripts
+//! in <https://github.com/kohya-ss/sd-scripts/tree/48d368fa/networks>, for musubi-tuner in
 //! <https://github.com/kohya-ss/musubi-tuner/tree/30c658c4/src/musubi_tuner/networks>.
 
 use trainable_candle_io::adapter_file::readers::{EVERY_KIND, PEFT};
@@ -21,7 +21,7 @@ const fn diffusers(styles: &'static [Known]) -> Reader {
     Reader { tool: Tool::Diffusers, styles, kinds: LORA, magnitude: DIFFUSERS_MAGNITUDE }
 }
 
-/// sd-scripts' own networks; with `LyCORIS`' module it loads other kinds.
+/// sd-scripts with its own network modules; with `LyCORIS`' module it loads other kinds of adapters.
 const KOHYA: Reader =
     Reader { tool: Tool::Kohya, styles: &[Known::all(Style::KohyaOriginal)], kinds: LORA, magnitude: None };
 
@@ -32,7 +32,7 @@ const A1111: Reader = Reader {
     magnitude: COMFYUI_MAGNITUDE,
 };
 
-/// Stable Diffusion's UNets. Of diffusers' names of attention's projections, `ComfyUI` knows only the first form,
+/// Stable Diffusion's UNets. For attention's projections, `ComfyUI` knows only diffusers' early names,
 /// `Style::Processor`.
 pub(super) static UNET: &[Reader] = &[
     comfyui(&[
@@ -78,7 +78,7 @@ pub(super) static TEXT_ENCODER: &[Reader] = &[
     A1111,
 ];
 
-/// Stable Diffusion 3. diffusers converts no other names.
+/// Stable Diffusion 3. diffusers does not convert names of other tools.
 pub(super) static SD3: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -172,14 +172,15 @@ fn no_modulation(layer: &str) -> bool {
     !layer.contains("_modulation") && has_no_halves(layer)
 }
 
-/// Whether a layer has no halves to swap: diffusers fails to swap those of the last modulation of original files.
+/// Whether a layer is stored without exchanged halves. diffusers fails to exchange the halves of the last modulation in
+/// original files.
 fn has_no_halves(layer: &str) -> bool {
     layer != "norm_out.linear"
 }
 
 /// Z-Image. `ComfyUI` knows diffusers' names besides its own, but not in kohya's style. diffusers knows `ComfyUI`'s
-/// names in kohya's style, and in others where both tools use the same name. musubi-tuner, kohya's trainer for this
-/// model, uses diffusers' names.
+/// names in kohya's style; in other styles it knows only names that are the same in both tools. musubi-tuner, kohya's
+/// trainer for this model, uses diffusers' names.
 pub(super) static Z_IMAGE: &[Reader] = &[
     comfyui(&[
         Known::all(Style::KohyaOriginal),
@@ -205,7 +206,7 @@ pub(super) static Z_IMAGE: &[Reader] = &[
     PEFT,
 ];
 
-/// Whether it is a layer of the blocks, the first or the last, not one of the networks over time and text.
+/// Whether a layer is in a block, the first or the last layer, instead of in one of the networks over time and text.
 fn no_embedder(layer: &str) -> bool {
     !layer.starts_with("cap_embedder.") && !layer.starts_with("t_embedder.")
 }
@@ -214,7 +215,7 @@ fn no_original_end(layer: &str) -> bool {
     !layer.starts_with("all_")
 }
 
-/// Whether diffusers and `ComfyUI` call a layer of Z-Image alike.
+/// Whether diffusers and `ComfyUI` have the same name for a layer of Z-Image.
 fn has_one_name(layer: &str) -> bool {
     no_original_end(layer) && !layer.contains(".attention.")
 }

@@ -5,14 +5,14 @@ use super::{PIPELINES, Pipeline, Place, Role, Section, adapter_prefixes, kinds, 
 use crate::pretrained::{CONFIG, Choice};
 use crate::registry::{Model, ModelKind};
 
-/// The first place of `model` that a file has, with its section and the prefix of its keys. `is_there` says whether a
-/// name is in the file; `choice` may name the part or the pipeline that is meant.
+/// The first place of `model` that is in a file, with its section and the prefix of its keys. `is_there` says whether
+/// the file has a key; `choice` may name the part or the pipeline.
 pub fn of_file(
     model: &ModelKind,
     choice: &Choice,
     is_there: impl Fn(&str) -> bool,
 ) -> Option<(Place, &'static Section, &'static str)> {
-    // A part that several pipelines have belongs to the one whose denoiser is there too.
+    // If several pipelines have the part, it belongs to the one whose denoiser is in the file too.
     let mut places: Vec<Place> = places(model).collect();
     places.sort_by_key(|place| !has_denoiser(place.pipeline, &is_there));
     places
@@ -32,8 +32,8 @@ fn has_denoiser(pipeline: &Pipeline, is_there: impl Fn(&str) -> bool) -> bool {
         .any(|section| section.prefixes.iter().any(|prefix| is_there(&format!("{prefix}{}", section.probe))))
 }
 
-/// The pipeline that has all of these models in these folders; of several, one whose denoiser is in the file that
-/// `is_there` looks into.
+/// The pipeline that has all of these models in these folders. Of several pipelines, this prefers one whose denoiser is
+/// in a file; `is_there` says whether that file has a key.
 pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool) -> Option<&'static Pipeline> {
     let has = |pipeline: &Pipeline, subfolder: &str, model: &dyn Model| {
         let mut parts = pipeline.parts.iter();
@@ -45,7 +45,7 @@ pub fn of_models(models: &[(&str, &dyn Model)], is_there: impl Fn(&str) -> bool)
     fitting.first().copied()
 }
 
-/// The message for a file with these names that does not have the model `wanted`.
+/// The error message for a file with the keys `names` that does not contain the model `wanted`.
 pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     let sections = PIPELINES.iter().flat_map(|pipeline| pipeline.parts).flat_map(|part| part.sections);
     let mut prefixes = sections.flat_map(|section| section.prefixes).filter(|prefix| !prefix.is_empty());
@@ -60,7 +60,7 @@ pub fn not_found(names: &[String], wanted: &ModelKind) -> String {
     format!("there is no {wanted} in this file and no {CONFIG} beside it: the file is {what}")
 }
 
-/// What a file with these names is, if it is not a checkpoint of a pipeline.
+/// Describes a file with these keys, if it is recognised as something else than a checkpoint of a supported pipeline.
 pub fn recognised(names: &[String]) -> Option<String> {
     let there = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
     let unsupported = UNSUPPORTED.iter().find(|(prefix, _)| there(prefix)).map(|(_, title)| foreign(title));
@@ -75,7 +75,7 @@ pub fn recognised(names: &[String]) -> Option<String> {
         })
 }
 
-/// The message for a checkpoint of a family that is not supported.
+/// The text for a checkpoint of a family that is not supported.
 fn foreign(title: &str) -> String {
     let known = PIPELINES.iter().filter(|pipeline| pipeline.base.is_some()).map(|pipeline| pipeline.title);
     format!("a checkpoint of {title}, which is not supported; {}'s are", unique(known).join("'s, "))

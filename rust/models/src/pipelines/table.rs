@@ -18,10 +18,11 @@ use crate::t5::{self, T5Config};
 use crate::vae::{self, VaeConfig};
 use crate::z_image::{self, ZImageConfig};
 
-/// Every pipeline. Where several have the same part and its file does not say which is meant, the first is.
+/// All pipelines. If several have the same part and a file does not say to which of them it belongs, it belongs to the
+/// first.
 pub static PIPELINES: &[&Pipeline] = &[&SDXL, &FLUX, &SD3, &DIGITS, &CAUSAL_LM, &Z_IMAGE, &FLUX2, &CHROMA];
 
-/// Any configuration of the architecture is this part's.
+/// Accepts any configuration of the architecture.
 const fn any(_: &Map<String, Value>) -> bool {
     true
 }
@@ -46,7 +47,7 @@ fn big_g() -> Map<String, Value> {
     .to_json()
 }
 
-/// Keys of a denoiser's file begin with one of these.
+/// Possible prefixes of a denoiser's keys.
 const PREFIXES: &[&str] = &["model.diffusion_model.", "diffusion_model.", ""];
 
 /// The transformer of a flow model.
@@ -68,7 +69,7 @@ const fn transformer(
     }
 }
 
-/// T5's encoder, which no adapter reaches.
+/// T5's encoder, on which adapters are not supported.
 const fn t5_part(subfolder: &'static str) -> Part {
     Part {
         role: Role::TextEncoder,
@@ -88,19 +89,19 @@ const fn t5_part(subfolder: &'static str) -> Part {
     }
 }
 
-/// Where checkpoints in one file have an autoencoder.
+/// The sections of checkpoints in one file that contain an autoencoder.
 const AUTOENCODER: &[Section] = &[Section {
     prefixes: &["first_stage_model.", "vae.", ""],
     naming: Naming::Original,
     probe: "decoder.mid.block_1.conv1.weight",
 }];
 
-/// Whether an autoencoder's latents are scaled by this number, which tells the families apart.
+/// Whether an autoencoder's latents are scaled by this number, by which families are distinguished.
 fn latents(config: &Map<String, Value>, scale: f64) -> bool {
     config.get("scaling_factor").and_then(Value::as_f64) == Some(scale)
 }
 
-/// The configuration of an autoencoder of 16 channels.
+/// The configuration of an autoencoder whose latents have 16 channels.
 fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
     VaeConfig {
         latent_channels: 16,
@@ -117,7 +118,7 @@ fn latents_of(scaling_factor: f64, shift_factor: f64) -> Map<String, Value> {
 /// A language model in a GGUF file.
 const LLAMA_CPP: Section = Section { prefixes: &[""], naming: Naming::LlamaCpp, probe: "blk.0.attn_q.weight" };
 
-/// Qwen3 as a text encoder, which no adapter reaches; the 4B model unless the files have another size.
+/// Qwen3 as a text encoder, on which adapters are not supported. It is the 4B model unless the files have another size.
 const QWEN3_ENCODER: Part = Part {
     role: Role::TextEncoder,
     model: &causal_lm::KIND,
@@ -155,7 +156,7 @@ fn qwen3_4b() -> Map<String, Value> {
     if let Value::Object(map) = json { map } else { Map::new() }
 }
 
-/// The autoencoder of Flux.1, which Chroma and Z-Image have too.
+/// The autoencoder of Flux.1, which Chroma and Z-Image use too.
 const FLUX_AUTOENCODER: Part = Part {
     role: Role::Autoencoder,
     model: &vae::KIND,
@@ -214,7 +215,7 @@ static SDXL: Pipeline = Pipeline {
                 readers: readers::TEXT_ENCODER,
             }),
         },
-        // OpenCLIP ViT-bigG; the refiner, which has this encoder alone, counts from 0.
+        // OpenCLIP ViT-bigG. Its number is 0 in the refiner, which has no other encoder.
         Part {
             role: Role::TextEncoder,
             model: &clip::KIND,
@@ -350,7 +351,7 @@ static FLUX: Pipeline = Pipeline {
     ],
 };
 
-/// Chroma (lodestones 2025), made of Flux.1-schnell.
+/// Chroma (lodestones 2025), derived from Flux.1-schnell.
 static CHROMA: Pipeline = Pipeline {
     name: "chroma",
     title: "Chroma",
@@ -484,7 +485,7 @@ static CAUSAL_LM: Pipeline = Pipeline {
     }],
 };
 
-/// Families that are not supported, by what the keys of their files begin with; of several, the first counts.
+/// Prefixes of keys of families that are not supported, with the families' names. The first match counts.
 pub(super) static UNSUPPORTED: &[(&str, &str)] = &[
     ("cond_stage_model.transformer.", "Stable Diffusion 1"),
     ("cond_stage_model.model.", "Stable Diffusion 2"),

@@ -1,4 +1,4 @@
-//! [`Architecture`]: how a model is configured by its files and built from them.
+//! [`Architecture`]: how a model is configured and built from its files.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -25,12 +25,12 @@ pub trait Configuration: Clone + Default + 'static {
     fn to_json(&self) -> Map<String, Value>;
 }
 
-/// A model that is built of a configuration and weights.
+/// A model that is built from a configuration and weights.
 pub trait Architecture: Model + Sized {
     /// Its `config.json`.
     type Config: Configuration;
 
-    /// Its entry among the kinds of models.
+    /// Its entry in the registry of models.
     const KIND: &'static ModelKind;
 
     /// The linear layers that may be quantized; none by default.
@@ -39,11 +39,12 @@ pub trait Architecture: Model + Sized {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     fn build(config: Self::Config, weights: &mut Weights<'_>) -> Result<Self>;
 
-    /// The configuration of the model in an original checkpoint, from the shapes of its tensors. What shapes do not
-    /// show comes from the first of the `known` configurations with the same sizes, else from the published model.
+    /// The configuration of the model in an original checkpoint, from the shapes of its tensors. Fields that shapes do
+    /// not determine come from the first of the `known` configurations with the same sizes, or else from the published
+    /// model.
     ///
     /// # Errors
     /// [`Error::Config`] if a size cannot be determined.
@@ -66,13 +67,14 @@ pub trait Architecture: Model + Sized {
         files.config(Self::deduce)
     }
 
-    /// The frozen model of `files`, its weights converted to `dtype` if one is given; to f32 if half precision is not enough for it.
+    /// The frozen model of `files`. Its weights are converted to `dtype` if that is given, or to f32 if half precision
+    /// is not enough.
     ///
     /// # Errors
     /// [`Error::Config`] if the configuration is wrong or does not fit the weights; as [`Pretrained::build`].
     fn load(files: &Pretrained, dtype: Option<DType>, device: &Device) -> Result<Self> {
         if files.layers().is_some() {
-            let text = format!("layers= is for language models; {} is loaded whole", Self::KIND.noun);
+            let text = format!("layers= is for language models, but this is {}; leave it out", Self::KIND.noun);
             return Err(Error::argument("from_pretrained", text));
         }
         let config = Self::read_config(files)?;
@@ -84,7 +86,7 @@ pub trait Architecture: Model + Sized {
         files.build(layout, dtype, (device, quantization, streaming), |weights| Self::build(config.clone(), weights))
     }
 
-    /// How its blocks are streamed from the memory of the host, if any are.
+    /// The plan for streaming its blocks from host memory; None if no block is streamed.
     ///
     /// # Errors
     /// As [`Streaming::new`].
@@ -96,10 +98,10 @@ pub trait Architecture: Model + Sized {
         Streaming::new(&shapes, Self::QUANTIZABLE, options, device).map(|streaming| Some(Arc::new(streaming)))
     }
 
-    /// The quantization of its layers: in `format`, or as files have them.
+    /// The quantization of its layers, in `format` or, if that is None, in the form that files have.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a format is given and none of them may be quantized.
+    /// [`Error::Argument`] if a format is given but no layer may be quantized.
     fn quantization(op: &'static str, format: Option<Format>) -> Result<Quantization> {
         if format.is_some() {
             Self::KIND.check_quantizable(op)?;
@@ -107,7 +109,8 @@ pub trait Architecture: Model + Sized {
         Ok(Quantization { format, layers: Self::QUANTIZABLE })
     }
 
-    /// The frozen model at `path`: its folder, a weight file beside its `config.json`, a pipeline's folder, or an original checkpoint.
+    /// Load the frozen model at `path`, which is its folder, a weight file beside its `config.json`, a pipeline's
+    /// folder, or an original checkpoint.
     ///
     /// # Errors
     /// As [`Pretrained::find`] and [`load`](Self::load).
@@ -117,11 +120,12 @@ pub trait Architecture: Model + Sized {
 
     /// A frozen model of random weights, to measure its speed and memory. The weights are drawn from the library's
     /// generator, with the sizes in a `config.json`, or of the published model if `config` is None. `quantize` is the
-    /// format of linear layers, and `stream` says which blocks are in the memory of the host.
+    /// format of linear layers, and `stream` says which blocks are in host memory.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model, [`Error::DType`] if `dtype` is not
-    /// floating-point, [`Error::OutOfMemory`] if the model does not fit, [`Error::Argument`] if it cannot be quantized.
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it belongs to another model, [`Error::DType`] if
+    /// `dtype` is not floating-point, [`Error::OutOfMemory`] if the model does not fit, [`Error::Argument`] if it
+    /// cannot be quantized.
     fn from_config(
         config: Option<&Path>,
         dtype: DType,
@@ -146,7 +150,7 @@ pub trait Architecture: Model + Sized {
     /// The configuration in a `config.json`, or the published model's.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it is of another model.
+    /// [`Error::Io`] if the file cannot be read, [`Error::Config`] if it belongs to another model.
     fn config_at(config: Option<&Path>) -> Result<Self::Config> {
         config.map_or_else(|| Ok(Self::Config::default()), |path| Self::Config::from_json(&read_json(path)?))
     }

@@ -14,8 +14,8 @@ const HALF: &str = "fp16";
 /// Endings of checkpoints that Python's pickle wrote.
 const PICKLES: [&str; 6] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle"];
 
-/// The weight files in `folder`: one file or its shards, of the plain variant or of the half-precision one (`*.fp16.safetensors`).
-/// `half` chooses if both exist.
+/// The weight files in `folder`: one file or its shards. If both the plain and the half-precision variant
+/// (`*.fp16.safetensors`) exist, `half` chooses.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`] if there are none or shards are missing, [`Error::Io`] if the folder cannot be read.
@@ -36,7 +36,7 @@ pub(super) fn weights_in(folder: &Path, half: bool) -> Result<Vec<PathBuf>> {
     ))
 }
 
-/// Return an error for a checkpoint whose name is a pickle's, whatever other files its folder has.
+/// Return an error if the name of the checkpoint at `path` is that of a pickle.
 ///
 /// # Errors
 /// [`Error::WeightsFormat`] saying why, and what to do.
@@ -48,8 +48,9 @@ pub(super) fn refuse_pickle(path: &Path) -> Result<()> {
     Err(Error::weights(
         path,
         format!(
-            "a .{extension} file is a pickle checkpoint, which can run code when opened and is refused; download the \
-             safetensors file of the same model, or convert it with safetensors.torch.save_file where you trust it"
+            "a .{extension} file is a pickle checkpoint, which is not supported because opening it can run code; \
+             download the safetensors file of the same model, or, if you trust the file, convert it with \
+             safetensors.torch.save_file"
         ),
     ))
 }
@@ -70,7 +71,7 @@ fn has_extension(path: &Path, extensions: &[&str]) -> bool {
     extensions.iter().any(|extension| found.eq_ignore_ascii_case(extension))
 }
 
-/// The files of a folder that `wanted` picks, in order.
+/// The files of a folder for which `wanted` is true, sorted.
 fn files_in(folder: &Path, wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
     let io = |source| Error::io(folder, source);
     let mut files = Vec::new();
@@ -119,13 +120,13 @@ fn indexed(folder: &Path, index: &Path) -> Result<Vec<PathBuf>> {
         Some(missing) => {
             Err(Error::weights(index, format!("the shard {} is missing; download the folder again", missing.display())))
         }
-        None if files.is_empty() => Err(Error::weights(index, "the index lists no shards")),
+        None if files.is_empty() => Err(Error::weights(index, "the index lists no shards; download the folder again")),
         None => Ok(files),
     }
 }
 
-/// `model-00001-of-00003.safetensors` and its like; of a variant, `model.fp16-00001-of-00002.safetensors` or
-/// `model-00001-of-00002.fp16.safetensors`.
+/// Whether a name is that of a shard, such as `model-00001-of-00003.safetensors` or, of a variant,
+/// `model.fp16-00001-of-00002.safetensors` or `model-00001-of-00002.fp16.safetensors`.
 fn is_shard(name: &str, stem: &str, variant: Option<&str>) -> bool {
     let Some(rest) = name.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".safetensors")) else { return false };
     let rest = match variant.map(|v| format!(".{v}")) {
@@ -142,7 +143,7 @@ mod tests {
     use super::is_shard;
 
     #[test]
-    fn shards_are_told_from_other_files() {
+    fn shards_are_distinguished_from_other_files() {
         assert!(is_shard("model-00001-of-00003.safetensors", "model", None));
         assert!(is_shard("diffusion_pytorch_model-00002-of-00002.safetensors", "diffusion_pytorch_model", None));
         assert!(is_shard("model.fp16-00001-of-00002.safetensors", "model", Some("fp16")));

@@ -1,38 +1,40 @@
-//! Where the parameters of a model are in a file: under what key, and in what form.
+//! Where a model's parameters are in a file: their keys and forms.
 
 pub use trainable_candle_io::form::{Form, Key};
 
-/// Whose names the tensors of a file have.
+/// The names that the tensors of a file have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Naming {
-    /// Those of diffusers and transformers, which are the models' own.
+    /// The names of diffusers and transformers, which are the models' own names in this library.
     Own,
-    /// Those of the code that the model was published with.
+    /// The names of the code that the model was published with.
     Original,
-    /// Those of llama.cpp, in GGUF files of language models.
+    /// llama.cpp's names, in GGUF files of language models.
     LlamaCpp,
 }
 
-/// How the keys of a model are written in a file that holds others too.
+/// The keys of a model in a file that may hold several models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Original {
-    /// What they begin with.
+    /// The prefix of the keys.
     pub prefix: &'static str,
-    /// Whose names follow the prefix.
+    /// The names that follow the prefix.
     pub naming: Naming,
 }
 
-/// The names of a model's parameters in one kind of file. A model's `keys.rs` has one for each kind.
+/// The names of a model's parameters in one kind of file. A model's `keys.rs` has one layout for each kind of file.
 pub trait Layout {
-    /// What the keys of this model begin with in a file that holds others too.
+    /// The prefix of this model's keys in a file that holds other models too.
     fn prefix(&self) -> &str {
         ""
     }
 
-    /// Where the parameter `name` may be, without the prefix. Files are written with the first.
+    /// The places where the parameter `name` may be, with keys without the prefix. Files are written with the first
+    /// place.
     fn places(&self, name: &str) -> Vec<Key>;
 
-    /// Whether the key (without the prefix) may be left unread: its tensor is computed, or concerns training alone.
+    /// Whether the tensor under this key (without the prefix) need not be read, because it is computed or only serves
+    /// training.
     fn ignores(&self, key: &str) -> bool {
         let _ = key;
         false
@@ -61,10 +63,10 @@ impl Layout for PrefixedNames {
     }
 }
 
-/// A layer of a model, the layer of a file that holds it, and in what form.
+/// A layer's name in the model, its name in a file, and its form there.
 pub type Renaming = (&'static str, &'static str, Form);
 
-/// The key of a parameter whose layer is in `renamings`: `ff.net.2.bias` is `mlp.fc2.bias`.
+/// The key of a parameter whose layer is in `renamings`. For example, `ff.net.2.bias` is `mlp.fc2.bias`.
 pub fn renamed(name: &str, renamings: &[Renaming]) -> Option<Key> {
     renamings.iter().find_map(|(ours, theirs, form)| {
         let parameter = name.strip_prefix(ours)?.strip_prefix('.')?;

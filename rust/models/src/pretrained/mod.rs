@@ -1,5 +1,5 @@
-//! The files of a pretrained model: a folder of diffusers or transformers, such a folder inside a pipeline's, or an original
-//! checkpoint in one file, which holds several models under names of its own.
+//! The files of a pretrained model: a folder of diffusers or transformers, such a folder in a pipeline's folder, or an
+//! original checkpoint in one file, which may hold several models under its own names.
 
 mod architecture;
 mod files;
@@ -33,44 +33,47 @@ pub(crate) const CONFIG: &str = "config.json";
 /// The file in which a pipeline's folder names its class.
 pub(crate) const INDEX: &str = "model_index.json";
 
-/// Which model of a path is meant, and how it is loaded.
+/// Selects the model to load from a path, and how to load it.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// The kind of model; None for the one that the files name, or else the one that is fine-tuned.
+    /// The kind of model. None means the kind that the files name or, if they name none, the kind that is fine-tuned.
     pub kind: Option<&'static ModelKind>,
-    /// The model's folder in a pipeline's; for an original checkpoint, the model that such a folder would hold.
+    /// The name of the model's folder in the pipeline's folder. In an original checkpoint it selects the model that
+    /// this folder would hold.
     pub subfolder: Option<String>,
-    /// The pipeline whose part is meant, where several have such a part.
+    /// The pipeline whose part the model is, if several pipelines have such a part.
     pub pipeline: Option<&'static Pipeline>,
-    /// A `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
+    /// The path of a `config.json`, or of a pipeline's folder that has one, to use instead of the configuration beside
+    /// the weights.
     pub config: Option<PathBuf>,
-    /// Prefer half-precision files (`*.fp16.safetensors`) where both are there.
+    /// Prefer half-precision files (`*.fp16.safetensors`) if both variants exist.
     pub half: bool,
-    /// Whether the model is f32 even if half precision is requested or stored; None for what its configuration says.
+    /// Whether the model is f32 even if half precision is requested or stored; None means that its configuration
+    /// decides.
     pub force_upcast: Option<bool>,
-    /// How many of the first layers to load, of a model that can be loaded in part.
+    /// The number of layers to load, from the first on, of a model that can be loaded in part.
     pub layers: Option<usize>,
     /// Quantize the linear layers in blocks while they are read.
     pub quantize: Option<Format>,
-    /// What is in the memory of the host and is copied to the device ahead of its use.
+    /// Which weights stay in host memory, and are copied to the device before their use.
     pub stream: StreamOptions,
 }
 
 impl Choice {
-    /// The model that a pipeline has in `subfolder`; an empty one means the path itself.
+    /// Selects the model that a pipeline has in `subfolder`; if that is empty, the model is at the path itself.
     pub fn of(subfolder: &str) -> Self {
         Self { subfolder: Some(subfolder.to_owned()).filter(|name| !name.is_empty()), ..Self::default() }
     }
 }
 
-/// Where a model's files are.
+/// The files of a model.
 #[derive(Clone, Debug)]
 pub struct Pretrained {
     path: PathBuf,
     config: Option<PathBuf>,
     weights: Vec<PathBuf>,
     model: &'static ModelKind,
-    /// Its place, and how its keys are written, in an original checkpoint.
+    /// Its place in a pipeline and its keys, in an original checkpoint.
     original: Option<(Place, Original)>,
     force_upcast: Option<bool>,
     layers: Option<usize>,
@@ -79,8 +82,8 @@ pub struct Pretrained {
 }
 
 impl Pretrained {
-    /// The files of a `model` at `path`: its folder, a pipeline's folder, an original checkpoint, or a weight file beside its
-    /// `config.json`.
+    /// Find the files of a `model` at `path`, which is its folder, a pipeline's folder, an original checkpoint, or a
+    /// weight file beside its `config.json`.
     ///
     /// # Errors
     /// [`Error::Io`] if `path` does not exist or cannot be read, [`Error::WeightsFormat`] if it is not such a folder or file.
@@ -116,7 +119,7 @@ impl Pretrained {
             let nor = if subfolders.is_empty() { String::new() } else { format!(" or in {}", subfolders.join(", ")) };
             return Err(Error::weights(
                 path,
-                format!("there is no {CONFIG} in this folder{nor}; it says which model the weights are of"),
+                format!("there is no {CONFIG} in this folder{nor}, which says what model the weights belong to"),
             ));
         };
         let weights = weights_in(&folder, choice.half)?;
@@ -128,8 +131,8 @@ impl Pretrained {
         let beside = Some(path.with_file_name(CONFIG)).filter(|beside| beside.is_file());
         let file = WeightFile::open(path)?;
         let original = pipelines::of_file(model, choice, |name| file.shape(name).is_some())
-            // Some original names are also a folder's: beside a configuration, the file is a folder's, unless it is
-            // GGUF.
+            // Some original names are also names of folders' files. A file beside a configuration is a folder's file,
+            // unless it is GGUF.
             .filter(|(_, _, prefix)| !prefix.is_empty() || beside.is_none() || file.gguf().is_some())
             .map(|(place, section, prefix)| (place, Original { prefix, naming: section.naming }));
         if original.is_none() && beside.is_none() && choice.config.is_none() {
@@ -157,7 +160,7 @@ impl Pretrained {
             .or_else(|| Place::by_configuration(self.model, &read_json(&folder.join(CONFIG)).ok()?))
     }
 
-    /// The names that other tools give `model`, loaded from these files, and its layers in adapter files.
+    /// The names that other tools use in adapter files for `model`, loaded from these files, and for its layers.
     pub fn adapter_names(&self, model: &dyn Model) -> PartNames {
         self.place().map_or_else(PartNames::default, |place| place.names(model))
     }
@@ -167,17 +170,17 @@ impl Pretrained {
         &self.path
     }
 
-    /// How many of the model's first layers to load; None for all.
+    /// The number of layers to load, from the first on; None for all.
     pub const fn layers(&self) -> Option<usize> {
         self.layers
     }
 
-    /// What is streamed from the memory of the host.
+    /// Which weights are streamed from host memory.
     pub const fn stream(&self) -> StreamOptions {
         self.stream
     }
 
-    /// The format that linear layers are quantized in, if one is wanted.
+    /// The format in which linear layers are quantized, if one was requested.
     pub const fn quantize(&self) -> Option<Format> {
         self.quantize
     }
@@ -187,7 +190,7 @@ impl Pretrained {
         self.config.as_deref()
     }
 
-    /// How the model's keys are written in an original checkpoint; None in a folder.
+    /// The model's keys in an original checkpoint; None in a folder.
     pub fn original(&self) -> Option<Original> {
         self.original.map(|(_, original)| original)
     }
@@ -205,12 +208,12 @@ impl Pretrained {
         let Some(path) = &self.config else { return Ok(None) };
         class_of(&read_json::<Map<String, Value>>(path)?)
             .map(Some)
-            .ok_or_else(|| Error::Config(format!("{}: neither _class_name nor architectures is there", path.display())))
+            .ok_or_else(|| Error::Config(format!("{}: _class_name and architectures are both missing", path.display())))
     }
 
-    /// The configuration in `config.json`. For an original checkpoint, `deduce` gives it from the shapes and the known
-    /// configurations: the one in the file's header, or in the folder that a pipeline would have beside the file, then
-    /// the published ones.
+    /// The configuration in `config.json`. For an original checkpoint, `deduce` determines it from the shapes and the
+    /// known configurations. These are, in order, the one in the file's header, or else the one in the folder beside
+    /// the file that a pipeline would have, and the published ones.
     ///
     /// # Errors
     /// [`Error::Io`] if a file cannot be read, [`Error::Config`] naming what is wrong with the configuration.
@@ -240,7 +243,7 @@ impl Pretrained {
                 let subfolder = place.part.subfolder;
                 let written = files.metadata().get(&config_entry(subfolder)).map(|text| serde_json::from_str(text));
                 let beside = self.path.with_file_name(subfolder).join(CONFIG);
-                // Any of them may belong to another model: those that do not fit are ignored.
+                // Such a configuration may belong to another model, so errors in it are ignored.
                 let given = written.and_then(|map| map.ok()).or_else(|| read_json(&beside).ok());
                 let places = std::iter::once(place).chain(pipelines::places(self.model));
                 let published = places.map(|place| (place.part.published)());
@@ -251,14 +254,15 @@ impl Pretrained {
         }
     }
 
-    /// Whether weights become f32 in place of `dtype`, or of their stored dtype if it is None; `default` is what the
-    /// configuration says.
+    /// Whether weights are converted to f32 instead of `dtype` (or, if that is None, of their stored dtype). `default`
+    /// applies unless the choice overrides it.
     pub(crate) fn upcasts(&self, dtype: Option<DType>, default: bool) -> bool {
         matches!(dtype, None | Some(DType::F16 | DType::BF16)) && self.force_upcast.unwrap_or(default)
     }
 
-    /// Build a frozen model of these weights; it must use all of them. They are read one at a time and converted to
-    /// `dtype`, or to the dtype of most stored weights: besides the model, memory holds at most its largest parameter.
+    /// Build a frozen model from these weights, which must use all of them. Weights are read one at a time and
+    /// converted to `dtype`, or to the dtype of most stored weights. So besides the model, memory holds at most its
+    /// largest parameter.
     ///
     /// # Errors
     /// [`Error::DType`] if `dtype` is not floating-point; as [`WeightFiles::open`], [`WeightFiles::read`] and
@@ -301,7 +305,8 @@ pub(crate) fn read_json<C: DeserializeOwned>(path: &Path) -> Result<C> {
     serde_json::from_str(&text).map_err(|e| Error::Config(format!("{}: {e}", path.display())))
 }
 
-/// Remove the description of quantized weights if they can be read: the files themselves say how they are stored.
+/// Remove the description of quantized weights if their format is supported. It is not needed, because the weight files
+/// say how weights are stored.
 fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), String> {
     const FIELD: &str = "quantization_config";
     let Some(given) = map.get(FIELD).filter(|given| !given.is_null()) else { return Ok(()) };
@@ -319,12 +324,13 @@ fn take_quantization(map: &mut Map<String, Value>) -> std::result::Result<(), St
     }
     let method = text("quant_method");
     Err(format!(
-        "weights with a {FIELD} of \"{method}\" are not supported, unless they are nf4 or int8 of bitsandbytes, or of eight bits of \
-         compressed-tensors; load the unquantized weights, with quantize= (--base-precision)"
+        "weights with this {FIELD} of \"{method}\" are not supported; supported are nf4 and int8 of bitsandbytes, and \
+         eight-bit weights of compressed-tensors; load the unquantized weights, with quantize= (--base-precision)"
     ))
 }
 
-/// The entry of an original checkpoint's header with the configuration of the model that a pipeline has in `subfolder`.
+/// The name of the header entry, in an original checkpoint, with the configuration of the model that a pipeline has in
+/// `subfolder`.
 fn config_entry(subfolder: &str) -> String {
     format!("trainable_candle.config.{subfolder}")
 }

@@ -14,11 +14,12 @@ use super::{CONFIG, config_entry};
 use crate::Model;
 use crate::pipelines::{self, Pipeline, Place, Section, places};
 
-/// Write `config.json` and the weights of `model` to `folder`, which is created if missing, under the names that diffusers and
-/// transformers read. Adapters are left out; a merged one is part of its layer's weight.
+/// Write `config.json` and the weights of `model` to `folder`, which is created if missing, under the names that
+/// diffusers and transformers read. Adapters are not written, but a merged adapter is part of its layer's weight.
 ///
 /// # Errors
-/// [`Error::Io`] naming what cannot be written, [`Error::Argument`] if only a part of the model was loaded.
+/// [`Error::Io`] that names the path that cannot be written, [`Error::Argument`] if only a part of the model was
+/// loaded.
 pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
     let entries = entries(model, model.layout(None, None).as_ref(), None, None)?;
     std::fs::create_dir_all(folder).map_err(|e| Error::io(folder, e))?;
@@ -28,24 +29,24 @@ pub fn save_pretrained(model: &dyn Model, folder: &Path) -> Result<()> {
     write_atomically(&folder.join(CONFIG), |file| file.write_all(config.as_bytes()))
 }
 
-/// How weights are written.
+/// Options for writing weights.
 #[derive(Clone, Debug, Default)]
 pub struct Written {
-    /// The dtype that all are converted to; if None, each keeps its own.
+    /// The dtype to which all weights are converted; with None, each keeps its own dtype.
     pub dtype: Option<DType>,
-    /// By the folder of a model: the format, `Fp8` or `Int8`, in which to write the linear layers that may be
-    /// quantized. They are stored as `ComfyUI` does, with one scale for a tensor of `Fp8` and one for each row of
+    /// For each model, by the name of its folder, the format (`Fp8` or `Int8`) in which to write the linear layers that
+    /// may be quantized. They are stored as in `ComfyUI`, with one scale per tensor for `Fp8` and one per row for
     /// `Int8`.
     pub formats: BTreeMap<String, Format>,
 }
 
-/// Write `models`, each with the folder that it would have in a pipeline, to one file under the names of the original
-/// checkpoints, as `written` says. All else is copied unchanged from the checkpoint `base`, if there is one. The header
-/// holds the models' configurations, which names and shapes do not determine.
+/// Write `models` to one file under the names of the original checkpoints, as `written` says. Each model is given with
+/// the name of its folder in a pipeline. If there is a checkpoint `base`, everything else is copied from it unchanged.
+/// The header stores the models' configurations, because names and shapes do not determine them.
 ///
 /// # Errors
-/// [`Error::Argument`] if a model has no place in such a file, or no layers that may be quantized, or the format is
-/// neither of the two; [`Error::Io`] naming what cannot be read or written.
+/// [`Error::Argument`] if a model has no place in such a file, if it has no layers that may be quantized, or if the
+/// format is not one of the two; [`Error::Io`] that names the path that cannot be read or written.
 pub fn save_checkpoint(
     path: &Path,
     models: &[(&str, &dyn Model)],
@@ -55,7 +56,7 @@ pub fn save_checkpoint(
     if let Some(other) = written.formats.keys().find(|name| !models.iter().any(|(known, _)| known == name)) {
         return Err(Error::argument(
             "save_checkpoint",
-            format!("quantize names \"{other}\", which is none of the models"),
+            format!("quantize names \"{other}\", which is not among the models"),
         ));
     }
     let base = base.map(|path| WeightFiles::open(&[path.to_path_buf()])).transpose()?.map(RefCell::new);
@@ -102,7 +103,8 @@ pub fn save_checkpoint(
     save_entries(path, all, &metadata)
 }
 
-/// Where checkpoints in one file have the model that a pipeline, if possible `preferred`, has in `subfolder`.
+/// The sections of checkpoints in one file that contain the model that a pipeline (`preferred`, if it has one) has in
+/// `subfolder`.
 fn sections(subfolder: &str, model: &dyn Model, preferred: Option<&Pipeline>) -> Result<&'static [Section]> {
     let places = || places(model.kind()).filter(|place| place.part.sections.first().is_some_and(Section::is_written));
     let is_preferred = |place: &Place| preferred.is_none_or(|pipeline| pipeline.name == place.pipeline.name);
@@ -126,7 +128,7 @@ fn json_text(model: &dyn Model) -> Result<String> {
         .map_err(|e| Error::Config(format!("save_pretrained: {e}")))
 }
 
-/// The tensors of `model` as `layout` writes them.
+/// The tensors of `model` with the names and forms of `layout`.
 fn entries(
     model: &dyn Model,
     layout: &dyn Layout,
@@ -169,7 +171,7 @@ fn entries(
     Ok(all)
 }
 
-/// The parameters under one key.
+/// The parameters that are stored under one key.
 struct Group {
     parts: Vec<(Form, Weight)>,
     /// Whether they are a matrix that may be quantized.
@@ -192,12 +194,12 @@ impl Group {
         TensorEntry { name, shape, dtype, codes: None, values: Box::new(move || self.values()?.to_dtype(dtype)) }
     }
 
-    /// Codes and scales of the whole matrix.
+    /// Quantizes the whole matrix to codes and scales.
     fn quantized(&self, bits: EightBits) -> Result<(Tensor, Tensor)> {
         let values = self.values()?;
         let quantized = match bits {
             EightBits::Int8 => Quantized::new(&values, Format::Int8)?,
-            // Each row gets a scale, so that one row means one scale.
+            // Quantization gives each row a scale, so the matrix is reshaped to one row to get one scale.
             EightBits::Fp8 => Quantized::new(&values.reshape((1, values.elem_count()))?, Format::Fp8)?,
         };
         let parts = quantized.tensors()?;
@@ -206,7 +208,7 @@ impl Group {
     }
 }
 
-/// The tensors of a matrix as `ComfyUI` stores it.
+/// The tensors in which `ComfyUI` stores a quantized matrix.
 fn of_eight_bits(name: &str, group: &Rc<Group>, bits: EightBits) -> Result<[TensorEntry<'static>; 3]> {
     let layer = name.strip_suffix("weight").unwrap_or(name);
     let format = serde_json::json!({ "format": comfy_format(bits) }).to_string().into_bytes();

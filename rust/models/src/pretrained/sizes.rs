@@ -1,4 +1,4 @@
-//! The sizes of a model in a file without its configuration, from the shapes of the tensors.
+//! Determines the sizes of a model from the shapes of the tensors in a file without its configuration.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -12,35 +12,36 @@ pub struct StoredSizes<'a> {
 }
 
 impl<'a> StoredSizes<'a> {
-    /// The shapes in `files`, which has a model under these names.
+    /// The shapes in `files`, in which a model has the names of `names`.
     pub fn new(files: &'a WeightFiles, names: Box<dyn Layout>) -> Self {
         Self { files, names }
     }
 
-    /// The stored shape of what holds a parameter.
+    /// The stored shape of the tensor that holds a parameter.
     fn shape(&self, name: &str) -> Option<&[usize]> {
         let places = self.names.places(name).into_iter();
         places.into_iter().find_map(|place| self.files.shape(&format!("{}{}", self.names.prefix(), place.key)))
     }
 
-    /// Whether there is a parameter.
+    /// Whether the file has a parameter.
     pub fn has(&self, name: &str) -> bool {
         self.shape(name).is_some()
     }
 
-    /// The size of a parameter along a dimension that is stored as it is.
+    /// The size of a parameter along a dimension that is the same in the file.
     ///
     /// # Errors
-    /// [`Error::Config`] if there is none.
+    /// [`Error::Config`] if there is no such parameter or dimension.
     pub fn size(&self, name: &str, dim: usize) -> Result<usize> {
         self.shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
             self.wrong(&format!(
-                "the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer"
+                "the shapes of the checkpoint do not determine the size of {name}; give config=, the path of the \
+                 transformer's config.json"
             ))
         })
     }
 
-    /// How many blocks `{blocks}.0`, `{blocks}.1` and so on have the layer.
+    /// The number of blocks `{blocks}.0`, `{blocks}.1` and so on that have the layer.
     pub fn count(&self, blocks: &str, layer: &str) -> usize {
         (0..).take_while(|i| self.has(&format!("{blocks}.{i}.{layer}.weight"))).count()
     }

@@ -1,4 +1,4 @@
-//! Parameters in weight files, read by a model's names.
+//! Reads parameters from weight files by a model's names.
 
 use std::collections::BTreeSet;
 
@@ -18,7 +18,7 @@ pub(super) struct StoredWeights {
 }
 
 impl StoredWeights {
-    /// The key under which the parameter `name` is, and its form.
+    /// The key of the parameter `name`, and its form.
     fn find(&self, name: &str) -> Option<(String, Form)> {
         self.layout.places(name).into_iter().find_map(|place| {
             let key = format!("{}{}", self.layout.prefix(), place.key);
@@ -61,8 +61,8 @@ impl Stored for StoredWeights {
 }
 
 impl StoredWeights {
-    /// The parameter `name` as it is stored, if it is stored in `format`; without a format, if it is stored in blocks
-    /// of ggml.
+    /// The parameter `name` as stored, if it is stored in `format`, or, without a format, if it is stored in blocks of
+    /// ggml.
     fn codes(&mut self, name: &str, format: Option<Format>) -> Result<Option<Quantized>> {
         let Some((key, form)) = self.find(name) else { return Ok(None) };
         if let Some((stored, blocks)) = self.files.read_blocks(&key)? {
@@ -83,7 +83,7 @@ impl StoredWeights {
         let Some((_, codes, scales)) = self.files.read_eight_bits(&key)?.filter(|(bits, ..)| *bits == of_eight) else {
             return Ok(None);
         };
-        // With one scale for all, any part can be taken.
+        // One scale for the whole tensor also holds for any part of it.
         let scales = match scales.elem_count() {
             1 => scales,
             _ if !form.keeps_rows() => return Ok(None),
@@ -97,7 +97,7 @@ impl StoredWeights {
             return Ok(codes.to_device(device)?.into());
         }
         let Some(format) = format else { return Ok(self.read_to(name, device)?.into()) };
-        // Values are quantized on the CPU: only codes and scales move.
+        // Values are quantized on the CPU, so that only codes and scales are copied to the device.
         let values = self.read_to(name, &Device::Cpu)?;
         Ok(Quantized::new(&values, format)?.to_device(device)?.into())
     }
@@ -109,7 +109,7 @@ impl StoredWeights {
         if form == Form::Plain {
             return self.files.read(&key, self.dtype, device);
         }
-        // A part of a tensor is cut out before it moves.
+        // If the parameter is a part of the tensor, only that part is copied to the device.
         form.read(&self.files.read(&key, self.dtype, &Device::Cpu)?)?.to_device(device)
     }
 }

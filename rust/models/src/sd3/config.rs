@@ -33,7 +33,7 @@ pub struct SD3Config {
     pub pos_embed_max_size: usize,
     /// Blocks in which the image also attends to itself alone.
     pub dual_attention_layers: Vec<usize>,
-    /// Whether queries and keys are normalised, as SD3.5 does and SD3 does not.
+    /// Whether queries and keys are normalised. They are in SD3.5, but not in SD3.
     pub qk_norm: bool,
 }
 
@@ -124,8 +124,8 @@ impl SD3Config {
             return Ok(());
         }
         Err(Error::Config(format!(
-            "{}: attention_head_dim is {} and num_attention_heads {}, expected a product that 4 divides, as positions have two axes of \
-             sines and cosines",
+            "{}: attention_head_dim is {} and num_attention_heads is {}, expected a product that is a multiple of 4, \
+             because positions have two axes of sines and cosines",
             SD3Transformer::CLASS_NAME,
             self.attention_head_dim,
             self.num_attention_heads

@@ -40,7 +40,7 @@ const OUTSIDE: [Renaming; 8] = [
     ("time_text_embed.text_embedder.linear_1", "y_embedder.mlp.0", Form::Plain),
     ("time_text_embed.text_embedder.linear_2", "y_embedder.mlp.2", Form::Plain),
     ("context_embedder", "context_embedder", Form::Plain),
-    // The originals have the shift first, diffusers has the scale first.
+    // Original files have the shift first, diffusers has the scale first.
     ("norm_out.linear", "final_layer.adaLN_modulation.1", Form::Swapped),
     ("proj_out", "final_layer.linear", Form::Plain),
 ];
@@ -85,29 +85,30 @@ fn original(name: &str, last: usize) -> Option<Key> {
     let Some(rest) = name.strip_prefix("transformer_blocks.") else { return renamed(name, &OUTSIDE) };
     let (index, inside) = rest.split_once('.')?;
     let Key { key, mut form } = renamed(inside, &INSIDE)?;
-    // The last norm of the text has a shift and a scale alone, in the order of the norm before the output.
+    // The text's last norm only has a shift and a scale, in the same order as the norm before the output.
     if inside.starts_with("norm1_context.") && index.parse() == Ok(last) {
         form = Form::Swapped;
     }
     Some(Key { key: format!("joint_blocks.{index}.{key}"), form })
 }
 
-/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. What shapes do not
-/// show comes from the first of the `known` configurations with the same sizes, else from the published models.
+/// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
+/// determine come from the first of the `known` configurations with the same sizes, or else from the published models.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
 pub(super) fn deduce(files: &WeightFiles, naming: Original, known: Vec<SD3Config>) -> Result<SD3Config> {
     let key = |name: &str| match naming.naming {
         Naming::Own | Naming::LlamaCpp => Some(name.to_owned()),
-        // Which block is the last one matters to the form of its norm, not to keys.
+        // The index of the last block affects the form of its norm, but no key.
         Naming::Original => original(name, usize::MAX).map(|key| key.key),
     };
     let shape = |name: &str| files.shape(&format!("{}{}", naming.prefix, key(name)?));
     let size = |name: &str, dim: usize| {
         shape(name).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
             Error::Config(format!(
-                "{}: the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the transformer",
+                "{}: the shapes of the checkpoint do not determine the size of {name}; give config=, the path of the \
+                 transformer's config.json",
                 files.path().display()
             ))
         })

@@ -11,7 +11,7 @@ pub use model::{SD3Conditions, SD3Transformer};
 
 use crate::registry::ModelKind;
 
-/// SD3's transformer among the kinds of models.
+/// The registry entry of SD3's transformer.
 pub static KIND: ModelKind = ModelKind::of::<SD3Transformer>(
     "SD3Transformer",
     ("an SD3 transformer", "transformer_blocks.0.norm1_context."),

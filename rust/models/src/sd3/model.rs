@@ -1,4 +1,4 @@
-//! The transformer: noisy latents, time and text in, velocity out.
+//! The transformer, which predicts the velocity from noisy latents, time and text.
 
 use std::sync::Arc;
 
@@ -19,8 +19,8 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// SD3's and SD3.5's transformer, computing what diffusers' `SD3Transformer2DModel` computes, under its names. It predicts the velocity
-/// noise − latents of flow matching.
+/// SD3's and SD3.5's transformer, with the results and the parameter names of diffusers' `SD3Transformer2DModel`. It
+/// predicts the velocity noise − latents of flow matching.
 pub struct SD3Transformer {
     config: SD3Config,
     patch_embed: Conv2d<Tensor>,
@@ -31,14 +31,14 @@ pub struct SD3Transformer {
     output: ModulatedOutput,
 }
 
-/// The inputs of one call beside the noisy latents.
+/// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct SD3Conditions<'a> {
     /// The text's tokens, (B, L, joint_attention_dim).
     pub encoder_hidden_states: &'a Tensor,
     /// The pooled text, (B, pooled_projection_dim).
     pub pooled_projections: &'a Tensor,
-    /// From 0 (clean) to 1000 (noise), (B), (1) or without dimensions.
+    /// The time from 0 (clean) to 1000 (noise), (B), (1) or without dimensions.
     pub timestep: &'a Tensor,
 }
 
@@ -49,7 +49,7 @@ impl SD3Transformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: SD3Config, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, patch, side) = (config.inner_dim(), config.patch_size, config.pos_embed_max_size);

@@ -1,14 +1,14 @@
-//! The table of positions: fixed sines and cosines, of which an image takes the middle.
+//! The table of positions: fixed sines and cosines. An image uses the middle of the table.
 
 use std::sync::{Mutex, PoisonError};
 
 use trainable_candle_core::{Device, Error, Result, Tensor};
 
-/// How many sizes of images have their positions kept on the device; the oldest are dropped.
+/// The number of image sizes whose positions are cached on the device; the oldest are dropped.
 const KEPT: usize = 8;
 
-/// A table of `side` × `side` positions, kept in host memory: SD3.5-medium's is a tenth of its file, and an image takes
-/// a ninth of the table.
+/// A table of `side` × `side` positions. It stays in host memory, because SD3.5-medium's table is a tenth of its file,
+/// and an image uses a ninth of the table.
 pub(super) struct Positions {
     /// (1, side², D), as in files.
     pub table: Tensor,
@@ -36,9 +36,7 @@ impl Positions {
         if height > side || width > side {
             return Err(Error::shape(
                 super::SD3Transformer::CLASS_NAME,
-                format!(
-                    "the image has {height} x {width} tokens, and the model knows {side} x {side} positions at most"
-                ),
+                format!("the image has {height} x {width} tokens, but the model has only {side} x {side} positions"),
             ));
         }
         let mut cut = self.cut.lock().unwrap_or_else(PoisonError::into_inner);

@@ -34,10 +34,11 @@ fn transformer(config: &UNetConfig, level: usize, weights: &mut Weights<'_>) -> 
     SpatialTransformer::new(sizes, weights)
 }
 
-/// Run a residual block on an image, given in parts that are joined along the channels.
+/// Run a residual block on an image. The image is given as parts, which are joined along the channels.
 fn run(blocks: &Blocks<ResnetBlock>, index: usize, parts: &[&Tensor], conditions: &Conditions<'_>) -> Result<Tensor> {
     let inputs: Vec<&Tensor> = std::iter::once(&conditions.time).chain(parts.iter().copied()).collect();
-    // The parts are kept as results of other blocks. Joined inside the checkpoint, their copy is not kept.
+    // The tape keeps the parts as results of other blocks. Joining them inside the checkpoint avoids keeping the joined
+    // copy.
     blocks.run_one(index, &inputs, |block, inputs| {
         let x = match &inputs[1..] {
             [x] => x.clone(),
@@ -72,7 +73,7 @@ impl DownBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, downsample })
     }
 
-    /// `x (B, H, W, C)` → the next level's image; every result in between goes to `skips`.
+    /// `x (B, H, W, C)` → the next level's image. Every block's result is appended to `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -95,7 +96,7 @@ impl DownBlock {
 }
 
 impl DownBlock {
-    /// What the tape keeps where the level's image has `area` pixels and the next one's `smaller`.
+    /// Counts what the tape keeps where the level's image has `area` pixels and the next one's `smaller`.
     pub(super) fn saved(&self, (area, smaller): (usize, usize), tokens: usize, saved: &mut Saved) {
         for (i, block) in self.resnets.iter().enumerate() {
             block.saved(area, None, saved);
@@ -148,7 +149,7 @@ impl MidBlock {
 }
 
 impl MidBlock {
-    /// What the tape keeps for an image of `area` pixels.
+    /// Counts what the tape keeps for an image of `area` pixels.
     pub(super) fn saved(&self, area: usize, tokens: usize, saved: &mut Saved) {
         for (i, block) in self.resnets.iter().enumerate() {
             block.saved(area, None, saved);
@@ -173,7 +174,7 @@ pub(super) struct UpBlock {
 }
 
 impl UpBlock {
-    /// The `index`-th up block, counted from the last level to the first.
+    /// The up block `index`, counted from the last level to the first.
     pub(super) fn new(config: &UNetConfig, index: usize, weights: &mut Weights<'_>) -> Result<Self> {
         let level = config.block_out_channels.len() - 1 - index;
         let width = |level: usize| config.block_out_channels[level.min(config.block_out_channels.len() - 1)];
@@ -181,7 +182,7 @@ impl UpBlock {
         let (mut resnets, mut attentions) = (Vec::new(), Vec::new());
         for i in 0..=config.layers_per_block {
             let image = if i == 0 { width(level + 1) } else { channels };
-            // The last skip is the result that led into the level.
+            // The last skip is the input of the level's down block.
             let skip = if i == config.layers_per_block { width(level.saturating_sub(1)) } else { channels };
             let sizes = resnet(config, image + skip, channels);
             resnets.push(ResnetBlock::new(sizes, &mut weights.pp(&format!("resnets.{i}")))?);
@@ -193,7 +194,7 @@ impl UpBlock {
         Ok(Self { resnets: resnets.into_iter().collect(), attentions, upsample })
     }
 
-    /// `x (B, H, W, C)` → the image of the level before, in the size of the last of the remaining `skips`.
+    /// `x (B, H, W, C)` → the image of the previous level, in the size of the last of the remaining `skips`.
     pub(super) fn forward(
         &self,
         mut x: Tensor,
@@ -201,22 +202,24 @@ impl UpBlock {
         skips: &mut Vec<Tensor>,
     ) -> Result<Tensor> {
         for i in 0..self.resnets.len() {
-            let skip = skips.pop().ok_or_else(|| Error::shape("SDXLUNet", "more blocks on the way up than down"))?;
+            let skip = skips
+                .pop()
+                .ok_or_else(|| Error::shape("SDXLUNet", "the up blocks have more layers than the down blocks"))?;
             x = run(&self.resnets, i, &[&x, &skip], conditions)?;
             if let Some(attention) = self.attentions.get(i) {
                 x = attention.forward(&x, conditions.text)?;
             }
         }
         let Some(upsample) = &self.upsample else { return Ok(x) };
-        // Twice the size, or one less where halving rounded up.
+        // The size is doubled, minus 1 where the down block's halving rounded up.
         let size = skips.last().map(|skip| [skip.dims()[1], skip.dims()[2]]);
         upsample.forward(&x, size)
     }
 }
 
 impl UpBlock {
-    /// What the tape keeps where the level's image has `area` pixels that of the level before `larger`, and the input
-    /// `channels`; returns the channels of the result. The down blocks count the skips.
+    /// Counts what the tape keeps if the level's image has `area` pixels, the previous level's image `larger` pixels,
+    /// and the input `channels` channels. Returns the channels of the result. The down blocks count the skips.
     pub(super) fn saved(
         &self,
         (area, larger): (usize, usize),

@@ -7,8 +7,8 @@ use super::SDXLUNet;
 use crate::fields::Fields;
 use crate::pretrained::Configuration;
 
-/// `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`), reduced to what SDXL varies. Lists have one entry per
-/// level, the widest image first. The default is SDXL's base model.
+/// `config.json` of a UNet as diffusers writes it (`UNet2DConditionModel`), with the fields in which SDXL's models
+/// differ. Lists have one entry per level, from the largest image to the smallest. The default is SDXL's base model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct UNetConfig {
     /// Channels of the latents.
@@ -23,7 +23,7 @@ pub struct UNetConfig {
     pub layers_per_block: usize,
     /// Whether a down block has attention (`CrossAttnDownBlock2D`) or not (`DownBlock2D`).
     pub down_attention: Vec<bool>,
-    /// The same for the up blocks, the smallest image first, as the blocks run.
+    /// The same for the up blocks, in the order in which they run: the smallest image first.
     pub up_attention: Vec<bool>,
     /// Transformer blocks after each residual block.
     pub transformer_layers_per_block: Vec<usize>,
@@ -39,7 +39,7 @@ pub struct UNetConfig {
     pub use_linear_projection: bool,
     /// Sinusoids for each of the six `time_ids`.
     pub addition_time_embed_dim: usize,
-    /// Width of the pooled text and the sinusoids of the `time_ids` together.
+    /// Sum of the widths of the pooled text and of the sinusoids of `time_ids`.
     pub projection_class_embeddings_input_dim: usize,
 }
 
@@ -65,7 +65,7 @@ impl Default for UNetConfig {
     }
 }
 
-/// Numbers in `time_ids`: original height and width, top and left of the crop, target height and width.
+/// The number of values in `time_ids`: original height and width, top and left of the crop, target height and width.
 pub const TIME_IDS: usize = 6;
 
 const DOWN: [(&str, bool); 2] = [("CrossAttnDownBlock2D", true), ("DownBlock2D", false)];
@@ -105,8 +105,8 @@ impl Configuration for UNetConfig {
     fn from_json(map: &Map<String, Value>) -> Result<Self> {
         let mut fields = Fields::new(SDXLUNet::CLASS_NAME, map);
         fields.only(&fixed())?;
-        // upcast_attention asks for scores in f32, as they are here; addition_embed_type_num_heads is for other
-        // embeddings.
+        // upcast_attention requests scores in f32, which this library always has; addition_embed_type_num_heads belongs
+        // to other embeddings.
         fields.ignore(&["upcast_attention", "addition_embed_type_num_heads", "sample_size"]);
         if fields.text("addition_embed_type").is_none() {
             return Err(fields.wrong("addition_embed_type", "\"text_time\", which SDXL's models have"));
@@ -193,7 +193,7 @@ impl UNetConfig {
         }
         if self.cross_attention_dim.iter().any(|&dim| dim != self.cross_attention_dim[0]) {
             return wrong(format!(
-                "cross_attention_dim is {:?}, expected the same for every level: the model is given one text",
+                "cross_attention_dim is {:?}, expected the same for every level, because all levels read the same text",
                 self.cross_attention_dim
             ));
         }

@@ -35,7 +35,7 @@ impl Layout for OriginalUNet {
 /// None if the model has no such part.
 pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
     let (block, rest) = name.split_once('.')?;
-    // Residual blocks of a level and the change of size after them.
+    // The number of residual blocks of a level, plus one for the change of size after them.
     let stride = config.layers_per_block + 1;
     match block {
         "time_embedding" => Some(format!("time_embed.{}", mlp(rest)?)),
@@ -82,26 +82,26 @@ pub fn original_name(name: &str, config: &UNetConfig) -> Option<String> {
     }
 }
 
-/// `3.rest` → 3 and the rest.
+/// Splits `3.rest` into 3 and `rest`.
 fn number(text: &str) -> Option<(usize, &str)> {
     let (number, rest) = text.split_once('.')?;
     Some((number.parse().ok()?, rest))
 }
 
-/// `kind.3.rest`, or `kind.3`, in its three parts.
+/// Splits `kind.3.rest` or `kind.3` into its three parts.
 fn indexed(text: &str) -> Option<(&str, usize, &str)> {
     let (kind, rest) = text.split_once('.')?;
     let (index, rest) = rest.split_once('.').unwrap_or((rest, ""));
     Some((kind, index.parse().ok()?, rest))
 }
 
-/// The parts of an embedding's network.
+/// The original name of a part of an embedding's network.
 fn mlp(text: &str) -> Option<String> {
     let place = [("linear_1", 0), ("linear_2", 2)];
     place.iter().find_map(|(name, index)| Some(format!("{index}{}", text.strip_prefix(name)?)))
 }
 
-/// The parts of a residual block.
+/// The original name of a part of a residual block.
 fn resnet(text: &str) -> String {
     const PARTS: [(&str, &str); 6] = [
         ("norm1", "in_layers.0"),
@@ -117,13 +117,13 @@ fn resnet(text: &str) -> String {
         .unwrap_or_else(|| text.to_owned())
 }
 
-/// Channels of the published models' first level, whose heads are 64 wide.
+/// Channels of the first level of published models. Their heads are 64 wide.
 const PUBLISHED_WIDTHS: [usize; 2] = [320, 384];
 const PUBLISHED_HEAD_DIM: usize = 64;
 
-/// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. Shapes do not show the
-/// number of heads: it comes from the first of the `known` configurations with the same sizes, else from the published
-/// models.
+/// The configuration of the UNet in an original checkpoint, from the shapes of its tensors. Shapes do not determine the
+/// number of heads, which comes from the first of the `known` configurations with the same sizes, or else from the
+/// published models.
 ///
 /// # Errors
 /// [`Error::Config`] if a size or the number of heads cannot be determined.
@@ -131,7 +131,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     let shape = |key: String| files.shape(&format!("{prefix}{key}"));
     let unknown = |what: &str| {
         Error::Config(format!(
-            "{}: the shapes of the checkpoint do not tell {what}; give config=, the config.json of the UNet",
+            "{}: the shapes of the checkpoint do not determine {what}; give config=, the path of the UNet's \
+             config.json",
             files.path().display()
         ))
     };
@@ -142,7 +143,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     };
     if shape("input_blocks.0.0.weight".to_owned()).is_some() && shape("label_emb.0.0.weight".to_owned()).is_none() {
         return Err(Error::Config(format!(
-            "{}: the UNet has no {prefix}label_emb, which takes SDXL's sizes: it is of Stable Diffusion 1 or 2, which are not supported",
+            "{}: the UNet has no {prefix}label_emb, which embeds SDXL's sizes, so it belongs to Stable Diffusion 1 or \
+             2, which are not supported",
             files.path().display()
         )));
     }
@@ -166,14 +168,14 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     }
     let (levels, stride) = (channels.len(), layers[0] + 1);
     if layers.iter().any(|&count| count != layers[0] || count == 0) || depth("middle_block") != depths[levels - 1] {
-        return Err(unknown("its blocks: they are not those of an SDXL model"));
+        return Err(unknown("its blocks, which are not those of an SDXL model"));
     }
     let attention = (1..=levels * stride)
         .map(|i| format!("input_blocks.{i}.1"))
         .find(|block| shape(format!("{block}.proj_in.weight")).is_some())
-        .ok_or_else(|| unknown("the width of the text: no level attends to it"))?;
+        .ok_or_else(|| unknown("the width of the text, because no level attends to it"))?;
     let projection = size("label_emb.0.0.weight", 1)?;
-    // The text encoder beside the UNet shows how wide the pooled text is; the UNet alone does not.
+    // Only the text encoder beside the UNet determines the width of the pooled text.
     let pooled = files.shape("conditioner.embedders.1.model.text_projection").and_then(|dims| dims.get(1).copied());
     let deduced = UNetConfig {
         in_channels: size("input_blocks.0.0.weight", 1)?,
@@ -196,13 +198,13 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<UNetConfig>) 
     match known.into_iter().find(|known| same_sizes(known, &deduced)) {
         Some(known) => Ok(known),
         None if PUBLISHED_WIDTHS.contains(&deduced.block_out_channels[0]) => Ok(deduced),
-        None => Err(unknown("how many heads its attentions have")),
+        None => Err(unknown("the number of attention heads")),
     }
 }
 
-/// Whether `beside` may be the configuration whose shapes gave `deduced`.
+/// Whether `beside` may be the configuration of the model from whose shapes `deduced` was determined.
 fn same_sizes(beside: &UNetConfig, deduced: &UNetConfig) -> bool {
-    // A level without attention does not show its depth and heads.
+    // Shapes do not determine the depth and heads of a level without attention.
     let depths = |config: &UNetConfig| {
         let levels = config.transformer_layers_per_block.iter().zip(&deduced.down_attention);
         levels.filter(|(_, attends)| **attends).map(|(&depth, _)| depth).collect::<Vec<_>>()

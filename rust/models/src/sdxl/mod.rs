@@ -11,7 +11,7 @@ pub use model::{SDXLUNet, UNetConditions};
 
 use crate::registry::ModelKind;
 
-/// SDXL's UNet among the kinds of models.
+/// The registry entry of SDXL's UNet.
 pub static KIND: ModelKind = ModelKind::of::<SDXLUNet>(
     "SDXLUNet",
     ("a UNet", "down_blocks."),

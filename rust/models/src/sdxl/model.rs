@@ -1,4 +1,4 @@
-//! The UNet: noisy latents, time, text and sizes in, prediction out.
+//! The UNet, which computes a prediction from noisy latents, time, text and sizes.
 
 use std::sync::Arc;
 
@@ -19,7 +19,8 @@ use crate::saved::{SampleSize, Saved};
 
 const OP: &str = "SDXLUNet";
 
-/// SDXL's UNet (Podell et al. 2023, arXiv:2307.01952), computing what diffusers' `UNet2DConditionModel` computes, under its names.
+/// SDXL's UNet (Podell et al. 2023, arXiv:2307.01952), with the results and the parameter names of diffusers'
+/// `UNet2DConditionModel`.
 pub struct SDXLUNet {
     config: UNetConfig,
     conv_in: Conv2d<Tensor>,
@@ -34,7 +35,7 @@ pub struct SDXLUNet {
     conv_out: Conv2d<Tensor>,
 }
 
-/// The inputs of one call beside the noisy latents and the time.
+/// The inputs of one call except the noisy latents and the time.
 #[derive(Clone, Copy)]
 pub struct UNetConditions<'a> {
     /// The text's tokens, (B, L, cross_attention_dim).
@@ -52,7 +53,7 @@ impl SDXLUNet {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: UNetConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (levels, first) = (config.block_out_channels.len(), config.block_out_channels[0]);
@@ -121,7 +122,8 @@ impl SDXLUNet {
         let ids = conditions.time_ids.reshape(batch * TIME_IDS)?;
         let sizes =
             self.size_sinusoids.forward(&ids)?.reshape((batch, TIME_IDS * self.config.addition_time_embed_dim))?;
-        // As diffusers does, the pooled text meets the f32 sinusoids before both go to the dtype of the weights.
+        // As in diffusers, pooled text and sinusoids are joined in f32 before both are converted to the dtype of the
+        // weights.
         let added = Tensor::cat(&[&conditions.text_embeds.to_dtype(DType::F32)?, &sizes], 1)?;
         time.add(&self.add_embedding.forward(&added)?)?.silu()
     }
@@ -160,7 +162,7 @@ impl SDXLUNet {
     }
 }
 
-/// Reject non-finite timesteps. Skipped on CUDA: reading them would synchronize.
+/// Reject non-finite timesteps. Timesteps on CUDA devices are not checked, because reading them would synchronize.
 fn check_finite(timestep: &Tensor) -> Result<()> {
     if !timestep.device().is_cpu() {
         return Ok(());

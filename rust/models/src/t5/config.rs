@@ -25,7 +25,8 @@ pub struct T5Config {
     pub vocab_size: usize,
     /// Width of the tokens.
     pub d_model: usize,
-    /// Width of one head's queries, keys and values. Heads times this need not be the width of the tokens.
+    /// Width of one head's queries, keys and values. The number of heads times this may differ from the width of the
+    /// tokens.
     pub d_kv: usize,
     /// Width of the feed-forward networks' middle.
     pub d_ff: usize,
@@ -33,9 +34,9 @@ pub struct T5Config {
     pub num_layers: usize,
     /// Heads of each attention.
     pub num_heads: usize,
-    /// Number of distances that the bias of attention distinguishes, half of them to either side.
+    /// Number of distances that the bias of attention distinguishes, half of them for each direction.
     pub relative_attention_num_buckets: usize,
-    /// The distance in tokens from which on all share a bias.
+    /// All distances of at least this many tokens share a bias.
     pub relative_attention_max_distance: usize,
     /// Added to the mean square in the norms.
     pub layer_norm_epsilon: f64,

@@ -1,4 +1,4 @@
-//! The names of an encoder's parameters in files: transformers', and in GGUF files llama.cpp's.
+//! The names of an encoder's parameters in files: transformers' names, and llama.cpp's names in GGUF files.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -6,7 +6,7 @@ use trainable_candle_io::WeightFiles;
 use super::{FeedForward, T5Config};
 use crate::pretrained::{Key, Layout, Naming, Original};
 
-/// The names of the embedding: the model's own, and that of the encoder's reference to it. Files have either or both.
+/// The embedding's names, as a part of the model and as a part of the encoder. Files have either or both.
 const EMBEDDINGS: [&str; 2] = ["shared.weight", "encoder.embed_tokens.weight"];
 
 /// The layout of a folder, of a file that holds other models too, or of a GGUF file.
@@ -33,7 +33,7 @@ impl Layout for Transformers {
         vec![Key::plain(name)]
     }
 
-    /// The embedding's second copy, and the decoder.
+    /// Ignored are a second copy of the embedding and the decoder.
     fn ignores(&self, key: &str) -> bool {
         EMBEDDINGS.contains(&key) || key.starts_with("decoder.") || key == "lm_head.weight"
     }
@@ -78,8 +78,9 @@ impl Layout for LlamaCpp {
     }
 }
 
-/// The configuration of an encoder in a file, from the shapes of its tensors. What shapes do not show comes
-/// from the first of the `known` configurations with the same sizes, else from T5, where it is the same in all sizes.
+/// The configuration of an encoder in a file, from the shapes of its tensors. Fields that shapes do not determine come
+/// from the first of the `known` configurations with the same sizes, or else from T5, all of whose sizes have the same
+/// values.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
@@ -90,7 +91,8 @@ pub(super) fn deduce(files: &WeightFiles, original: Original, known: Vec<T5Confi
         match layout.places(name).into_iter().find_map(shape) {
             Some(&[rows, columns]) => Ok((rows, columns)),
             _ => Err(Error::Config(format!(
-                "{}: the shapes of the checkpoint do not tell the size of {name}; give config=, the config.json of the text encoder",
+                "{}: the shapes of the checkpoint do not determine the size of {name}; give config=, the path of the \
+                 text encoder's config.json",
                 files.path().display()
             ))),
         }

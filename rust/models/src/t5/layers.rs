@@ -1,9 +1,9 @@
 //! One block of the encoder.
 //!
-//! The sum of the blocks' results (the residual stream) grows past the largest f16, 65504, in the published models, and
-//! so do results of `wo` and the products of the gated feed-forward networks. In half precision the stream, the norms'
-//! statistics and those products are therefore in f32; the weights and what they are multiplied with stay in the
-//! model's dtype. bf16 has the range; it gains the stream's precision.
+//! In the published models, the residual stream (the sum of the blocks' results), results of `wo` and the products of
+//! the gated feed-forward networks exceed the largest f16, 65504. In half precision the stream, the norms' statistics
+//! and those products are therefore in f32. Weights and the inputs of their products have the model's dtype. bf16 has
+//! enough range, but its stream is in f32 too, for precision.
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::attention::scaled_dot_product_attention;
@@ -13,7 +13,7 @@ use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, Visitor,
 
 use super::{FeedForward, T5Config};
 
-/// The dtype of the stream between the blocks of a model of `dtype`.
+/// The dtype of the residual stream in a model of `dtype`.
 pub(super) const fn stream_dtype(dtype: DType) -> DType {
     if matches!(dtype, DType::F64) { DType::F64 } else { DType::F32 }
 }
@@ -30,7 +30,7 @@ impl Norm {
         Ok(Self { weight, eps: config.layer_norm_epsilon })
     }
 
-    /// `x (B, L, D)` in the stream's dtype → the same shape in the model's.
+    /// `x (B, L, D)` in the stream's dtype → the same shape in the model's dtype.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         rms_norm(x, Some(&self.weight.to_dtype(x.dtype())?), self.eps)?.to_dtype(self.weight.dtype())
     }
@@ -86,19 +86,21 @@ impl EncoderBlock {
         })
     }
 
-    /// `x (B, L, D)` in the stream's dtype → the same; `bias` (1 or B, heads, L, L) is added to the scores.
+    /// `x (B, L, D)` in the stream's dtype → the same shape and dtype. `bias` (1 or B, heads, L, L) is added to the
+    /// scores.
     pub(super) fn forward(&self, x: &Tensor, bias: &Tensor) -> Result<Tensor> {
         let mixed = self.attend(&self.attention_norm.forward(x)?, bias)?;
         let x = x.add(&self.out.forward(&mixed)?.to_dtype(x.dtype())?)?;
         x.add(&self.feed_forward(&self.feed_forward_norm.forward(&x)?)?)
     }
 
-    /// `normed (B, L, D)` → (B, L, heads · `d_kv`). The scores are not divided by √`d_kv`: T5's initial weights allow for that.
+    /// `normed (B, L, D)` → (B, L, heads · `d_kv`). The scores are not divided by √`d_kv`, because T5's initial weights
+    /// include this factor.
     fn attend(&self, normed: &Tensor, bias: &Tensor) -> Result<Tensor> {
         let [q, k, v] = split_heads(&self.projections.forward(normed)?, self.heads)?;
         let mixed = scaled_dot_product_attention(&q, &k, &v, Some(bias), false, Some(1.0))?;
         let &[batch, heads, length, width] = mixed.dims() else {
-            return Err(Error::shape("T5Encoder", format!("attention gave {:?}", mixed.dims())));
+            return Err(Error::shape("T5Encoder", format!("the result of attention has shape {:?}", mixed.dims())));
         };
         mixed.transpose(1, 2)?.reshape((batch, length, heads * width))
     }
@@ -116,9 +118,9 @@ impl EncoderBlock {
         if normed.dtype() != DType::F16 {
             return self.wo.forward(&hidden.to_dtype(normed.dtype())?)?.to_dtype(wide);
         }
-        // A linear layer commutes with a factor for each token. Divided by its largest value, a token stays within f16
-        // in the product, so the weights need not be f32. The backward treats the factor as a constant, which gives the
-        // same gradient.
+        // A linear layer commutes with a factor for each token. So each token is divided by its largest magnitude
+        // before the product, which then stays in the range of f16 without f32 weights. The backward treats the factor
+        // as a constant, which gives the same gradient.
         let largest = hidden.detach().abs()?.max(&[2], true)?.clamp(Some(f64::from(f32::MIN_POSITIVE)), None)?;
         self.wo.forward(&hidden.div(&largest)?.to_dtype(DType::F16)?)?.to_dtype(wide)?.mul(&largest)
     }
@@ -132,7 +134,7 @@ fn split_heads(projected: &Projected, heads: usize) -> Result<[Tensor; 3]> {
     };
     match projected {
         Projected::Joined(all) => {
-            // As views: no head's part is copied.
+            // The parts are views, without copies.
             let (batch, length, inner) = (all.dims()[0], all.dims()[1], all.dims()[2] / 3);
             let parts = all.reshape((batch, length, 3, heads, inner / heads))?;
             let part = |index: usize| parts.narrow(2, index, 1)?.squeeze(2)?.transpose(1, 2);

@@ -1,5 +1,6 @@
-//! The encoder of T5 (Raffel et al. 2019, arXiv:1910.10683) and of its version 1.1, by which Stable Diffusion 3 and Flux read texts.
-//! Follows <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/t5/modeling_t5.py>.
+//! The encoder of T5 (Raffel et al. 2019, arXiv:1910.10683) and of its version 1.1, the text encoder of Stable
+//! Diffusion 3 and Flux. Follows
+//! <https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/models/t5/modeling_t5.py>.
 
 mod config;
 pub mod keys;
@@ -13,10 +14,10 @@ pub use relative::bucket;
 
 use crate::registry::ModelKind;
 
-/// The class of a folder that holds the decoder too, which is left unread.
+/// The class of a folder that holds the decoder too. The decoder is not read.
 const WHOLE_CLASS_NAME: &str = "T5ForConditionalGeneration";
 
-/// T5's encoder among the kinds of models.
+/// The registry entry of T5's encoder.
 pub static KIND: ModelKind = ModelKind::of::<T5Encoder>(
     "T5Encoder",
     ("a T5 text encoder", "encoder.block."),

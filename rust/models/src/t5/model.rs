@@ -1,4 +1,4 @@
-//! The encoder: token ids in, one state per token out.
+//! The encoder, which computes one state per token from token ids.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::pretrained::{Architecture, Configuration, Key, Layout, Original};
 use crate::registry::{Model, ModelKind};
 
 const EMBEDDING: &str = "shared.weight";
-/// The first block has the table for all.
+/// The table of biases. All blocks use the first block's table.
 const BIASES: &str = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
-/// Added to the scores of a key that is not seen: far below any score, and far from the smallest f32. Where no key is
-/// seen, all get the same weight, as in transformers.
+/// Added to the scores of masked keys. It is far below any score, and far above the lowest f32. If all keys are masked,
+/// they get equal weights, as in transformers.
 const UNSEEN: f32 = -1e30;
 
-/// An encoder that computes what transformers' `T5EncoderModel` computes, in half precision too, although its values
-/// leave the range of f16.
+/// An encoder with the results of transformers' `T5EncoderModel`. It computes in f16 too, although its values exceed
+/// the range of f16.
 pub struct T5Encoder {
     config: T5Config,
     embedding: Tensor,
@@ -39,7 +39,7 @@ impl T5Encoder {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: T5Config, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let table = (config.relative_attention_num_buckets, config.num_heads);
@@ -59,8 +59,9 @@ impl T5Encoder {
         &self.config
     }
 
-    /// The last block's states after the final norm for `input_ids (B, L)` (i64 or u32), L at least 1: (B, L, D) in the dtype of the
-    /// weights. Each token sees all, or with `attention_mask (B, L)` (i64 or u32) those where it is 1 and not those where it is 0.
+    /// The last block's states after the final norm for `input_ids (B, L)` (i64 or u32), L at least 1: (B, L, D) in the
+    /// dtype of the weights. Each token attends to all tokens or, with `attention_mask (B, L)` (i64 or u32), to those
+    /// where the mask is 1. The mask has the values 0 and 1.
     ///
     /// # Errors
     /// [`Error::Shape`] if an input has another shape, [`Error::Index`] if an id is not a token or the mask has other values,
@@ -84,7 +85,7 @@ impl T5Encoder {
     }
 }
 
-/// What a mask (B, L) adds to the scores of all heads and queries: (B, 1, 1, L) in f32.
+/// The numbers that a mask (B, L) adds to the scores of all heads and queries: (B, 1, 1, L) in f32.
 fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
     if mask.dims() != input_ids.dims() {
         return Err(Error::shape(
@@ -92,7 +93,7 @@ fn unseen(mask: &Tensor, input_ids: &Tensor) -> Result<Tensor> {
             format!("attention_mask has shape {:?}, expected {:?}, as input_ids", mask.dims(), input_ids.dims()),
         ));
     }
-    // Looked up, not compared: the kernels that compare integers on a GPU are candle's, which the driver compiles at their first use.
+    // A lookup avoids comparing integers on a GPU with candle's kernels, which the driver compiles at their first use.
     let table = Tensor::from_vec(vec![UNSEEN, 0.0], (2, 1), mask.device())?;
     embedding(&table, mask)?.reshape((mask.dims()[0], 1, 1, mask.dims()[1]))
 }
@@ -143,7 +144,7 @@ impl Model for T5Encoder {
         Self::names(&self.config, original, files)
     }
 
-    /// Other tools know its layers by transformers' names.
+    /// Other tools use transformers' names of its layers.
     fn original_names(&self) -> OriginalNames {
         Arc::new(|layer| Some(Key::plain(layer)))
     }

@@ -6,8 +6,8 @@ use trainable_candle_core::{DType, Result, Tensor};
 use super::T5Config;
 
 /// The row of the table of biases for a query at `query` and a key at `key`. Keys at or before the query are in the
-/// first half of the rows, those after it in the second. Short distances have a row each, longer ones share rows that
-/// grow with the logarithm of the distance, up to `relative_attention_max_distance`.
+/// first half of the rows, those after it in the second. Each short distance has a row. Longer distances share rows by
+/// their logarithm, up to `relative_attention_max_distance`.
 pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
     let half = config.relative_attention_num_buckets / 2;
     let exact = half / 2;
@@ -22,8 +22,8 @@ pub fn bucket(config: &T5Config, query: usize, key: usize) -> usize {
     row + if key > query { half } else { 0 }
 }
 
-/// What is added to the scores of `length` queries and keys, (1, heads, length, length) in f32, from `table (buckets,
-/// heads)`.
+/// The bias of the scores of `length` queries and keys, (1, heads, length, length) in f32, looked up in
+/// `table (buckets, heads)`.
 pub(super) fn bias(config: &T5Config, table: &Tensor, length: usize) -> Result<Tensor> {
     let at = |query: usize| (0..length).map(move |key| bucket(config, query, key));
     let rows: Vec<u32> = (0..length).flat_map(at).map(|row| u32::try_from(row).unwrap_or(u32::MAX)).collect();

@@ -62,7 +62,7 @@ impl Module for Level<Upsample> {
     }
 }
 
-/// Images to the moments of their latents, both channels-last.
+/// Converts images to the moments of their latents, both channels-last.
 pub(super) struct Encoder {
     conv_in: Conv2d<Tensor>,
     down_blocks: Vec<Level<Downsample>>,
@@ -120,7 +120,7 @@ impl Module for Encoder {
     }
 }
 
-/// Latents to images, both channels-last.
+/// Converts latents to images, both channels-last.
 pub(super) struct Decoder {
     conv_in: Conv2d<Tensor>,
     mid_block: MidBlock,

@@ -14,7 +14,7 @@ pub struct VaeConfig {
     pub in_channels: usize,
     /// Channels of a decoded image.
     pub out_channels: usize,
-    /// Channels of each level, the widest image first. Each level but the last halves the size.
+    /// Channels of each level, from the largest image to the smallest. Each level but the last halves the size.
     pub block_out_channels: Vec<usize>,
     /// Residual blocks of each level of the encoder; those of the decoder have one more.
     pub layers_per_block: usize,
@@ -22,11 +22,11 @@ pub struct VaeConfig {
     pub latent_channels: usize,
     /// Groups of the group norms.
     pub norm_num_groups: usize,
-    /// Height and width of the images it was made for.
+    /// Height and width of the images that the model was made for.
     pub sample_size: usize,
     /// The input of a diffusion model is (latent - shift_factor) · scaling_factor.
     pub scaling_factor: f64,
-    /// See `scaling_factor`; 0 where the file has none.
+    /// See `scaling_factor`; None, for 0, if the file has no such field.
     pub shift_factor: Option<f64>,
     /// Whether half precision is insufficient.
     pub force_upcast: bool,
@@ -36,8 +36,8 @@ pub struct VaeConfig {
     pub use_post_quant_conv: bool,
     /// Whether the middle blocks have attention.
     pub mid_block_add_attention: bool,
-    /// Added to the variance in the stored statistics by which squares of 2 × 2 latents are normalised, as in FLUX.2.
-    /// None for autoencoders with a factor and a shift in place of statistics.
+    /// In FLUX.2's autoencoder, squares of 2 × 2 latents are normalised by stored statistics; this is added to the
+    /// variance. None for autoencoders that have a factor and a shift instead of statistics.
     pub latent_norm_eps: Option<f64>,
 }
 
@@ -130,7 +130,7 @@ impl Configuration for VaeConfig {
     }
 }
 
-/// Named after the layer that diffusers keeps the statistics in.
+/// The field's name refers to the batch norm in which diffusers keeps the statistics.
 const NORM_EPS: &str = "batch_norm_eps";
 
 impl VaeConfig {

@@ -1,5 +1,5 @@
-//! The names of the autoencoder's parameters in files: diffusers', which are the model's own, diffusers' older ones for the
-//! attention, and those of the original checkpoints.
+//! The names of the autoencoder's parameters in files: diffusers' names, which are the model's own, diffusers' older
+//! names for the attention, and the names of the original checkpoints.
 
 use trainable_candle_core::{Error, Result};
 use trainable_candle_io::WeightFiles;
@@ -13,16 +13,17 @@ pub(super) fn layout(original: Option<Original>, config: &VaeConfig, files: Opti
     let is_last = |files: &WeightFiles, level: &usize| {
         files.shape(&format!("{prefix}decoder.up.{level}.block.0.conv1.weight")).is_some()
     };
-    // diffusers' converter counts down from 3 also where there are fewer levels.
+    // diffusers' converter numbers the decoder's levels from 3 down, even if there are fewer levels.
     let last_level = files.and_then(|files| (0..HIGHEST_LEVEL).rev().find(|level| is_last(files, level)));
     let last_level = last_level.unwrap_or(config.block_out_channels.len() - 1);
     Box::new(OriginalCoders { prefix, last_level, is_normed: config.latent_norm_eps.is_some() })
 }
 
-/// More levels than any autoencoder has.
+/// No autoencoder has as many levels.
 const HIGHEST_LEVEL: usize = 16;
 
-/// Where a parameter of the attention is; its projections are linear layers here and convolutions of one pixel there.
+/// The key of a parameter of the attention. Its projections are linear layers in this library and 1×1 convolutions in
+/// such files.
 fn attention(name: &str, names: [(&str, &str); 5]) -> Option<Key> {
     let (before, rest) = name.split_once("mid_block.attentions.0.")?;
     names.iter().find_map(|(ours, theirs)| {
@@ -55,13 +56,14 @@ struct OriginalCoders {
     prefix: &'static str,
     /// The number of the decoder's first level in the file.
     last_level: usize,
-    /// Whether the latents' statistics are there.
+    /// Whether the file has the latents' statistics.
     is_normed: bool,
 }
 
 /// The number of batches that the statistics were computed from.
 const COUNT: &str = "bn.num_batches_tracked";
-/// The coders that have the convolutions next to the latents in original files of FLUX.2.
+/// In original files of FLUX.2, the convolutions next to the latents are part of the encoder and the decoder: their
+/// names here and the prefixes there.
 const QUANT: [(&str, &str); 2] = [("quant_conv.", "encoder."), ("post_quant_conv.", "decoder.")];
 
 impl Layout for OriginalCoders {
@@ -70,7 +72,7 @@ impl Layout for OriginalCoders {
     }
 
     fn places(&self, name: &str) -> Vec<Key> {
-        // FLUX.2's convolutions beside the latents are inside of the coders.
+        // In FLUX.2's files, the convolutions next to the latents are part of the encoder and the decoder.
         let inside = QUANT.iter().find(|(ours, _)| self.is_normed && name.starts_with(ours));
         let inside = inside.map(|(_, theirs)| Key::plain(format!("{theirs}{name}")));
         inside.into_iter().chain(self.place(name)).collect()
@@ -100,7 +102,7 @@ impl OriginalCoders {
                 format!("mid.block_{}.{rest}", index.parse::<usize>().ok()? + 1)
             }
             "down_blocks" => level(inside, "down", Some)?,
-            // The original counts the decoder's levels from the widest image.
+            // Original files number the decoder's levels from the largest image.
             "up_blocks" => level(inside, "up", |index| self.last_level.checked_sub(index))?,
             _ => rest.to_owned(),
         };
@@ -119,9 +121,9 @@ fn level(text: &str, direction: &str, place: impl Fn(usize) -> Option<usize>) ->
     Some(format!("{direction}.{index}.{direction}sample.{rest}"))
 }
 
-/// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. What shapes do not
-/// show (the scale of the latents) comes from the first of the `known` configurations with the same sizes, else from
-/// SDXL.
+/// The configuration of the autoencoder in an original checkpoint, from the shapes of its tensors. Fields that shapes
+/// do not determine (the scale of the latents) come from the first of the `known` configurations with the same sizes,
+/// or else from SDXL.
 ///
 /// # Errors
 /// [`Error::Config`] if a size cannot be determined.
@@ -130,7 +132,8 @@ pub(super) fn deduce(files: &WeightFiles, prefix: &str, known: Vec<VaeConfig>) -
     let size = |key: &str, dim: usize| {
         shape(key).and_then(|dims| dims.get(dim).copied()).ok_or_else(|| {
             Error::Config(format!(
-                "{}: the shapes of the checkpoint do not tell the size of {key}; give config=, the config.json of the autoencoder",
+                "{}: the shapes of the checkpoint do not determine the size of {key}; give config=, the path of the \
+                 autoencoder's config.json",
                 files.path().display()
             ))
         })

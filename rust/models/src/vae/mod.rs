@@ -13,7 +13,7 @@ pub use model::AutoencoderKL;
 
 use crate::registry::ModelKind;
 
-/// The autoencoder among the kinds of models.
+/// The registry entry of the autoencoder.
 pub static KIND: ModelKind = ModelKind::of::<AutoencoderKL>(
     "AutoencoderKL",
     ("an autoencoder", "decoder.up_blocks."),

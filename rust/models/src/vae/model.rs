@@ -1,4 +1,4 @@
-//! The autoencoder: images to the distribution of their latents, latents to images.
+//! The autoencoder, which converts images to the distribution of their latents, and latents to images.
 
 use serde_json::{Map, Value};
 use trainable_candle_core::compute::with_bf16_pairs;
@@ -13,22 +13,22 @@ use crate::layers::conv1x1;
 use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 
-/// The autoencoder of latent diffusion, computing what diffusers' `AutoencoderKL` computes, under its names.
+/// The autoencoder of latent diffusion, with the results and the parameter names of diffusers' `AutoencoderKL`.
 pub struct AutoencoderKL {
     config: VaeConfig,
     encoder: Encoder,
     decoder: Decoder,
     quant_conv: Option<Conv2d<Tensor>>,
     post_quant_conv: Option<Conv2d<Tensor>>,
-    /// Mean and variance of each channel of squares of latents, for callers that normalise them; neither `encode` nor
-    /// `decode` does.
+    /// Mean and variance of each channel of squares of latents. Callers normalise latents with them; `encode` and
+    /// `decode` do not.
     statistics: Option<[Tensor; 2]>,
 }
 
 /// The names of the statistics.
 const STATISTICS: [&str; 2] = ["bn.running_mean", "bn.running_var"];
 
-/// The range of the logarithm of the variance that the encoder gives.
+/// The range to which the logarithm of the variance is clamped.
 const LOGVAR: (f64, f64) = (-30.0, 20.0);
 
 impl AutoencoderKL {
@@ -40,7 +40,7 @@ impl AutoencoderKL {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: VaeConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let latent = config.latent_channels;
@@ -69,8 +69,9 @@ impl AutoencoderKL {
     }
 
     /// The distribution of the latents of `image (B, C, H, W)` (values -1 to 1): mean and logarithm of the variance,
-    /// (B, latent channels, H / downscale, W / downscale) each, rounded down. With `tile_size`, an image larger than that many
-    /// pixels is encoded in tiles of that size which overlap by a quarter; near their seams the result differs a little.
+    /// (B, latent channels, H / downscale, W / downscale) each, sizes rounded down. With `tile_size`, an image with
+    /// more pixels than that along a side is encoded in tiles of that size, which overlap by a quarter. Near their
+    /// seams the result differs a little.
     ///
     /// # Errors
     /// [`Error::Shape`] if the image does not fit the model, [`Error::Argument`] if tiles are too small.
@@ -96,8 +97,8 @@ impl AutoencoderKL {
     }
 
     /// The image of `latent (B, C, h, w)`, without scale and shift: (B, 3, h · downscale, w · downscale), values about
-    /// -1 to 1. With `tile_size`, an image larger than that many pixels is decoded in tiles of that size which overlap
-    /// by a quarter, their seams blended: memory no longer grows with the image.
+    /// -1 to 1. With `tile_size`, an image with more pixels than that along a side is decoded in tiles of that size,
+    /// which overlap by a quarter and are blended at their seams. Memory then does not grow with the image.
     ///
     /// # Errors
     /// [`Error::Shape`] if the latent does not fit the model, [`Error::Argument`] if tiles are too small.
@@ -120,7 +121,7 @@ impl AutoencoderKL {
 
     /// The size of tiles in pixels and in latents.
     fn tiling(&self, tile_size: Option<usize>) -> Result<Option<(usize, usize)>> {
-        /// A quarter of so many latents is one, the smallest overlap.
+        /// A quarter of this many latents is 1, the smallest overlap.
         const FEWEST: usize = 4;
         let Some(pixels) = tile_size else { return Ok(None) };
         let latents = pixels / self.config.downscale();
@@ -177,8 +178,8 @@ impl Architecture for AutoencoderKL {
         keys::layout(original, config, files)
     }
 
-    /// The values of some autoencoders leave the range of f16, and bf16 costs visible detail; SDXL's sets
-    /// `force_upcast`.
+    /// The values of some autoencoders exceed the range of f16, and bf16 loses visible detail. The configuration of
+    /// SDXL's autoencoder sets `force_upcast`.
     fn force_upcast(config: &VaeConfig) -> bool {
         config.force_upcast
     }

@@ -1,29 +1,29 @@
-//! Large images in overlapping tiles whose seams are blended, as diffusers does it: memory does not grow with the image.
-//! Images are (batch, height, width, channels).
+//! Processes large images in overlapping tiles whose seams are blended, as in diffusers, so that memory does not grow
+//! with the image. Images are (batch, height, width, channels).
 
 use trainable_candle_core::{Result, Tensor};
 
-/// How an image is split and its result put together; numbers are pixels.
+/// How an image is split into tiles and the results are joined. Numbers are in pixels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiling {
     /// Height and width of a tile of the input.
     pub tile: usize,
-    /// From one tile of the input to the next.
+    /// The distance from one tile of the input to the next.
     pub step: usize,
     /// Pixels of the result over which neighbours are blended.
     pub blend: usize,
-    /// Height and width of what each tile gives to the result.
+    /// Height and width of each tile's part of the result.
     pub keep: usize,
 }
 
 impl Tiling {
-    /// Tiles of `tile` input pixels that make `result` pixels, a quarter of which overlap.
+    /// Tiles of `tile` input pixels, which become `result` pixels and overlap by a quarter.
     pub fn new(tile: usize, result: usize) -> Self {
         let blend = result / 4;
         Self { tile, step: (tile * 3 / 4).max(1), blend, keep: result - blend }
     }
 
-    /// The results of `run` on every tile of `x`, put together.
+    /// Calls `run` on every tile of `x` and joins the results.
     pub fn run(&self, x: &Tensor, run: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let (height, width) = (x.dims()[1], x.dims()[2]);
         let mut rows = Vec::new();
@@ -51,7 +51,7 @@ impl Tiling {
     }
 }
 
-/// `tile` with its first `extent` pixels along `dim` fading in from the last ones of `before`.
+/// Blends the first `extent` pixels of `tile` along `dim` linearly with the last `extent` pixels of `before`.
 fn blend(before: &Tensor, tile: &Tensor, dim: usize, extent: usize) -> Result<Tensor> {
     let length = tile.dims()[dim];
     let extent = extent.min(length).min(before.dims()[dim]);

@@ -11,8 +11,8 @@ use crate::saved::Saved;
 /// Parts of the modulation: scale and gate of the attention, then of the feed-forward layer.
 const PARTS: usize = 4;
 
-/// Attention, then a feed-forward layer: x + tanh(g) · norm(part(norm(x) · (1 + s))), with scales s and gates g that
-/// the condition gives. Without modulation, s is 0 and tanh(g) is 1.
+/// Attention, then a feed-forward layer. Each computes x + tanh(g) · norm(part(norm(x) · (1 + s))) with its scale s and
+/// gate g, which are computed from the condition. Without modulation, s is 0 and tanh(g) is 1.
 pub(super) struct Block {
     modulation: Option<Linear<Tensor>>,
     attention: SelfAttention,
@@ -58,7 +58,7 @@ impl Module for FeedForward {
 }
 
 impl Block {
-    /// Parameters below `weights`; a block over the text alone is not modulated.
+    /// Takes parameters below `weights`. A block over the text alone is not modulated.
     pub fn new(config: &ZImageConfig, is_modulated: bool, weights: &mut Weights<'_>) -> Result<Self> {
         let dim = config.dim;
         let mut norm = |name| weights.rms_norm(name, dim, config.norm_eps);
@@ -89,7 +89,8 @@ impl Block {
         self.part(&x, &self.feed_forward_norms, modulation.map(|all| (all, 2)), feed)
     }
 
-    /// One part between its norms, with the scale and the gate at a place in the modulation.
+    /// Computes one part (attention or feed-forward layer) between its norms, with the scale and the gate at a place in
+    /// the modulation.
     fn part(
         &self,
         x: &Tensor,
@@ -104,17 +105,17 @@ impl Block {
         gated_add(x, &result, &part(place + 1)?.tanh()?)
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.dim;
-        // Scales and gates that are adapted keep what they multiply.
+        // If the modulation's layer is adapted, the tape keeps the factors of scales and gates.
         let learns = self.modulation.as_ref().is_some_and(|layer| saved.adapts(layer));
         let multiplied = if learns { 2 * inside } else { 0 };
         saved.outside(|saved| {
             self.modulation.iter().for_each(|layer| saved.linear(layer, (layer.in_features(), 1)));
         });
         saved.block(inside, false, |saved| {
-            // Each part's input and result go into norms.
+            // Each part's input and result are inputs of norms, which the tape keeps.
             saved.keep(inside);
             self.attention.saved(tokens, saved);
             saved.keep(inside);

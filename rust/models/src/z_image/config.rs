@@ -17,7 +17,7 @@ pub struct ZImageConfig {
     pub dim: usize,
     /// Number of blocks over image and text.
     pub n_layers: usize,
-    /// Number of blocks over each of them alone.
+    /// Number of blocks over the image alone, and over the text alone.
     pub n_refiner_layers: usize,
     /// Heads of each attention.
     pub n_heads: usize,
@@ -134,12 +134,12 @@ impl ZImageConfig {
         Ok(())
     }
 
-    /// Width of the condition that the time gives.
+    /// Width of the condition, which is computed from the time.
     pub fn condition_dim(&self) -> usize {
         self.dim.min(256)
     }
 
-    /// Width of the middle of the feed-forward layers: 8/3 of the tokens', rounded down.
+    /// Width of the feed-forward layers' middle: 8/3 of the tokens' width, rounded down.
     pub const fn middle(&self) -> usize {
         8 * self.dim / 3
     }

@@ -27,7 +27,7 @@ impl Layout for OriginalTransformer {
     }
 
     fn ignores(&self, key: &str) -> bool {
-        // Left over from the model whose code this one's was made from.
+        // A leftover of the model from whose code Z-Image's code was derived.
         key == "norm_final.weight"
     }
 }
@@ -62,8 +62,8 @@ pub(super) fn original_layer(layer: &str) -> Option<Key> {
     original(&format!("{layer}.weight")).of_layer()
 }
 
-/// The configuration of the transformer in a file, from the shapes of its tensors. What shapes do not show comes from
-/// the first of the `known` configurations with the same sizes, else from the published model.
+/// The configuration of the transformer in a file, from the shapes of its tensors. Fields that shapes do not determine
+/// come from the first of the `known` configurations with the same sizes, or else from the published model.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined, or the model is a relative of Z-Image.

@@ -12,7 +12,7 @@ pub use model::{ZImageConditions, ZImageTransformer};
 
 use crate::registry::ModelKind;
 
-/// Z-Image's transformer among the kinds of models.
+/// The registry entry of Z-Image's transformer.
 pub static KIND: ModelKind = ModelKind::of::<ZImageTransformer>(
     "ZImageTransformer",
     ("a Z-Image transformer", "all_x_embedder."),

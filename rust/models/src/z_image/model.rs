@@ -1,4 +1,4 @@
-//! The transformer: noisy latents, time and text in, the negative velocity out.
+//! The transformer, which predicts the negative velocity from noisy latents, time and text.
 
 use std::sync::Arc;
 
@@ -20,13 +20,13 @@ use crate::pretrained::{Architecture, Configuration, Layout, Original};
 use crate::registry::{Model, ModelKind};
 use crate::saved::{SampleSize, Saved};
 
-/// What the time is multiplied with before its sinusoids.
+/// The time is multiplied by this before its sinusoids are computed.
 const TIME_SCALE: f64 = 1000.0;
-/// Sinusoids of the time, and the width between the layers that read them.
+/// The number of sinusoids of the time, and the width between the two layers that read them.
 const SINUSOIDS: [usize; 2] = [256, 1024];
 
-/// Z-Image's transformer, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Its clock runs from 0 (noise)
-/// to 1 (clean), and it predicts latents − noise.
+/// Z-Image's transformer, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`. Its time
+/// goes from 0 (noise) to 1 (clean), and it predicts latents − noise.
 pub struct ZImageTransformer {
     config: ZImageConfig,
     x_embedder: Linear<Tensor>,
@@ -44,17 +44,18 @@ pub struct ZImageTransformer {
     output: Linear<Tensor>,
 }
 
-/// The inputs of one call beside the noisy latents.
+/// The inputs of one call except the noisy latents.
 #[derive(Clone, Copy)]
 pub struct ZImageConditions<'a> {
     /// The text's tokens, (B, L, cap_feat_dim).
     pub encoder_hidden_states: &'a Tensor,
-    /// From 0 (noise) to 1 (clean), (B), (1) or without dimensions.
+    /// The time from 0 (noise) to 1 (clean), (B), (1) or without dimensions.
     pub timestep: &'a Tensor,
-    /// How many tokens of each text are words, (B), at least 1; what follows is not read. None: all are words.
+    /// The number of tokens of each text that are words, (B), at least 1. Later tokens are not read. With None, all
+    /// tokens are words.
     pub lengths: Option<&'a Tensor>,
-    /// Whether every text, padded to a multiple of 32 tokens, fills its row, whose L is padded likewise: then attention
-    /// needs no mask. It is not checked, as that would wait for a GPU.
+    /// Whether every text, padded to a multiple of 32 tokens, is as long as L, padded to a multiple of 32. Attention
+    /// then needs no mask. This is not checked, because the check would wait for a GPU.
     pub rows_are_full: bool,
 }
 
@@ -65,7 +66,7 @@ impl ZImageTransformer {
     /// A model over `weights`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong or the weights are another model's.
+    /// [`Error::Config`] if the configuration is wrong or the weights belong to another model.
     pub fn new(config: ZImageConfig, weights: &mut Weights<'_>) -> Result<Self> {
         config.validate()?;
         let (dim, condition, patch) = (config.dim, config.condition_dim(), PATCH * PATCH * config.in_channels);
@@ -147,7 +148,7 @@ impl ZImageTransformer {
             .reshape((batch, self.config.in_channels, height * PATCH, width * PATCH))
     }
 
-    /// Check the inputs; returns how many tokens there are.
+    /// Check the inputs; returns the numbers of tokens.
     fn check(&self, hidden_states: &Tensor, conditions: ZImageConditions<'_>) -> Result<Extent> {
         let misfit = |name: &str, found: &Tensor, expected: String| {
             Err(Error::shape(Self::CLASS_NAME, format!("{name} has shape {:?}, expected {expected}", found.dims())))
@@ -192,7 +193,7 @@ const X_EMBEDDER: &str = "all_x_embedder.2-1";
 const OUTPUT: &str = "all_final_layer.2-1.linear";
 const OUTPUT_MODULATION: &str = "all_final_layer.2-1.adaLN_modulation.1";
 
-/// (B, C, H, W) → (B, H W / 4, 4 C): squares row by row, the channels of each innermost.
+/// (B, C, H, W) → (B, H W / 4, 4 C): squares row by row, with channels innermost.
 fn patches(latents: &Tensor) -> Result<Tensor> {
     let &[batch, channels, height, width] = latents.dims() else { unreachable!("checked to be latents") };
     let (rows, columns) = (height / PATCH, width / PATCH);
@@ -305,7 +306,7 @@ impl Model for ZImageTransformer {
         self.layers.iter().for_each(|block| block.saved(extent.padded_area() + extent.text, saved));
         saved.outside(|saved| {
             saved.linear(&self.output_modulation, (self.output_modulation.in_features(), 1));
-            // The norm and its scale read their inputs.
+            // The tape keeps the inputs of the norm and of its scale.
             saved.keep(2 * area * dim);
             saved.linear(&self.output, (area * dim, area));
         });

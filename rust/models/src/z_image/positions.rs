@@ -1,5 +1,5 @@
-//! The positions of tokens, and which tokens are present. Both are computed on the device: a recorded forward pass
-//! copies nothing from the host.
+//! The positions of tokens, and masks of the tokens that are present. Both are computed on the device, so that a
+//! recorded forward pass copies nothing from the host.
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
@@ -19,7 +19,7 @@ pub(super) struct Positions {
     starts: Tensor,
 }
 
-/// How many tokens there are.
+/// The numbers of tokens of an image and a text.
 #[derive(Clone, Copy)]
 pub(super) struct Extent {
     /// Rows of the image.
@@ -65,14 +65,15 @@ impl Positions {
         Err(Error::shape(
             ZImageTransformer::CLASS_NAME,
             format!(
-                "{height} x {width} tokens and a text of {text} need positions {needed:?}, and the model knows {:?} (axes_lens)",
+                "{height} x {width} tokens and a text of {text} need positions {needed:?}, but the model has {:?} \
+                 (axes_lens)",
                 self.lengths
             ),
         ))
     }
 
-    /// The angles of all tokens; `shown (B, L)` says which tokens of the texts are present: the position of the image
-    /// follows the last of them.
+    /// The angles of all tokens. `shown (B, L)` says which tokens of the texts are present; the position of the image
+    /// follows the last present token.
     pub fn angles(&self, extent: Extent, shown: Option<&Tensor>) -> Result<Rope> {
         let Some(shown) = shown else {
             return self.axes.at(&self.ids(extent, &self.numbers.narrow(0, extent.text + 1, 1)?)?);
@@ -96,21 +97,22 @@ impl Positions {
         Tensor::cat(&[&image, &zeros(extent.padded_area() - area, 3)?, &caption], 0)
     }
 
-    /// Which of `text` tokens are words, not padding, in texts of `lengths (B)`: (B, L, 1), u8.
+    /// A mask (B, L, 1), u8: 1 for the words and 0 for padding, in texts of `text` tokens with `lengths (B)` words.
     pub fn words(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         let numbers = self.numbers.narrow(0, 0, text)?.to_dtype(DType::F32)?.unsqueeze(0)?;
         numbers.lt(&column(lengths)?)?.unsqueeze(2)
     }
 
-    /// Which of `text` tokens are words or the padding of their own text, in texts of `lengths (B)`: (B, L), u8.
+    /// A mask (B, L), u8: 1 for the words and the padding up to a multiple of 32, in texts of `text` tokens with
+    /// `lengths (B)` words.
     pub fn shown(&self, lengths: &Tensor, text: usize) -> Result<Tensor> {
         self.starts.narrow(1, 0, text)?.lt(&column(lengths)?)
     }
 
-    /// Which keys are seen, (B, 1, 1, S), u8: all of the image, and of the text those that are `shown`.
+    /// A mask of keys, (B, 1, 1, S), u8: 1 for all keys of the image, and for the text's keys that are `shown`.
     pub fn mask(&self, extent: Extent, shown: &Tensor) -> Result<Tensor> {
         let batch = shown.dims()[0];
-        // The first token of every text is shown: its 1 is repeated for the image.
+        // The first token of every text is shown, so its 1 is repeated for the image.
         let image = shown.narrow(1, 0, 1)?.broadcast_as((batch, extent.padded_area()))?;
         Tensor::cat(&[&image, shown], 1)?.unsqueeze(1)?.unsqueeze(1)
     }

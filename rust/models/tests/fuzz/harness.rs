@@ -1,4 +1,5 @@
-//! Runs a reader over damaged files and judges it: no panic, no hang, memory within a multiple of the file.
+//! Runs a reader over damaged files and checks that it does not panic, does not hang, and takes at most a multiple of
+//! the file's size as memory.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::env::VarError;
@@ -10,13 +11,13 @@ use std::time::Duration;
 
 use super::mutate::Rng;
 
-/// Bytes of memory that a reader may take for each byte of its input, and in addition to that.
+/// Bytes of memory that a reader may take: for each byte of its input, and in addition.
 const MEMORY_FACTOR: usize = 10;
 const MEMORY_FREE: usize = 1 << 20;
-/// Seconds after which a reader that is not done with a few kilobytes hangs.
+/// Seconds after which a reader of a few kilobytes counts as hanging.
 const HANG: u64 = 120;
 
-/// The system's allocator, counting.
+/// The system's allocator, which counts allocated bytes.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
@@ -33,31 +34,31 @@ fn grown(size: usize) {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grown(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller fulfils the conditions of the allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         grown(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller fulfils the conditions of the allocator.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller fulfils the conditions of the allocator.
         unsafe { System.dealloc(block, layout) }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         grown(size);
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller fulfils the conditions of the allocator.
         unsafe { System.realloc(block, layout, size) }
     }
 }
 
-/// A folder of its own for the files of a reader.
+/// A temporary folder for the files of one reader.
 pub struct Folder(PathBuf);
 
 impl Folder {
@@ -78,7 +79,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // Files of a failed case stay for inspection.
+        // Files of a failed case are kept for inspection.
         if !std::thread::panicking() {
             drop(std::fs::remove_dir_all(&self.0));
         }
@@ -94,8 +95,8 @@ fn setting(name: &str, default: u64) -> u64 {
     }
 }
 
-/// Write `FUZZ_CASES` damaged versions of `seeds` to `file` and read each. `read` says whether it was accepted, as the seeds must
-/// be. `others` is the size of all else that it reads.
+/// Write `FUZZ_CASES` damaged versions of `seeds` to `file` and read each. `read` returns whether the reader accepted
+/// the file; it must accept the seeds. `others` is the size of the other files that it reads.
 pub fn run(
     reader: &str,
     file: &Path,
@@ -110,7 +111,7 @@ pub fn run(
     let (cases, seed, first) = (setting("FUZZ_CASES", 1000), setting("FUZZ_SEED", 0), setting("FUZZ_FIRST", 0));
     for (number, seed) in seeds.iter().enumerate() {
         std::fs::write(file, seed).unwrap();
-        assert!(read(), "{reader}: valid file {number} is refused");
+        assert!(read(), "{reader}: valid file {number} is rejected");
     }
     let progress = watch(reader);
     let mut accepted = 0;

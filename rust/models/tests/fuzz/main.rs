@@ -1,9 +1,9 @@
-//! Readers of files against damaged files: a few thousand in every test run, more with
+//! Tests readers of files with damaged files: a few thousand in every test run, more with
 //!
 //! ```text
 //! FUZZ_CASES=1000000 FUZZ_SEED=1 cargo test --release -p trainable-candle-models --test fuzz -- --nocapture [READER]
 //! ```
-#![allow(clippy::print_stdout, clippy::print_stderr)] // it tells how many cases there were
+#![allow(clippy::print_stdout, clippy::print_stderr)] // prints the number of cases
 
 mod harness;
 mod mutate;
@@ -30,7 +30,7 @@ fn model(name: &str) -> Loaded {
     load(&golden(name), &Choice::default(), None, &CPU).unwrap()
 }
 
-/// A valid file of a few small tensors of every dtype that is read.
+/// A valid file with small tensors of every supported dtype.
 fn small_file(path: &Path, prefix: &str) -> Vec<u8> {
     let base = Tensor::randn(0.0, 1.0, (3, 4), DType::F32, &CPU).unwrap();
     let dtypes = [DType::F64, DType::F32, DType::F16, DType::BF16, DType::I64, DType::U32, DType::U8];
@@ -80,7 +80,7 @@ fn shards() {
 #[test]
 fn adapters() {
     let folder = Folder::new("adapters");
-    // peft's name, so that a configuration beside it is looked for.
+    // The file has peft's name, so that the reader looks for a configuration beside it.
     let path = folder.join("adapter_model.safetensors");
     let model = model("digits");
     let (names, layers) = (model.adapter_names(), model.named_layers());
@@ -122,7 +122,7 @@ fn adapter_configurations() {
     let (names, layers) = (model.adapter_names(), model.named_layers());
     let config = LoraConfig { r: 2, target_modules: vec!["all-linear".into()], ..LoraConfig::default() };
     let set = AdapterSet::attach(config, &layers).unwrap();
-    // The configuration in the header has precedence, so it is made unreadable.
+    // The configuration in the header takes precedence, so the test makes it unreadable.
     let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), String::new())]);
     let options = SaveOptions { format: Some(AdapterFormat::Peft), metadata, ..SaveOptions::default() };
     save_adapters(folder.path(), &[(&names, &set)], &options).unwrap();
@@ -165,7 +165,7 @@ fn configurations() {
 #[test]
 fn configurations_of_other_models() {
     let folder = Folder::new("configurations_of_other_models");
-    // Weights that fit none: what a configuration asks for is rejected at its first parameter.
+    // These weights fit no model, so the reader rejects every configuration at its first parameter.
     let others = small_file(&folder.join("model.safetensors"), "").len();
     let path = folder.join("config.json");
     let seeds = ["sdxl/unet", "sdxl/vae", "sdxl/text_encoder_2"]

@@ -1,4 +1,4 @@
-//! Damages valid files: their bytes, or the values that the bytes mean.
+//! Damages valid files: their bytes, or the values that the bytes represent.
 
 use serde_json::{Map, Value, json};
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 pub struct Rng(u64);
 
 impl Rng {
-    /// The draws of case `case` of a run with this seed.
+    /// The random numbers of case `case` in a run with this seed.
     pub fn new(seed: u64, case: u64) -> Self {
         let mut rng = Self(seed ^ case.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         rng.next();
@@ -21,7 +21,7 @@ impl Rng {
         x ^ (x >> 31)
     }
 
-    /// A number below `end`; 0 if that is 0.
+    /// A number below `end`; 0 if `end` is 0.
     pub fn below(&mut self, end: usize) -> usize {
         (self.next() % end.max(1) as u64) as usize
     }
@@ -31,7 +31,7 @@ impl Rng {
     }
 }
 
-/// Numbers at which sizes, offsets and products go wrong.
+/// Numbers at which computations of sizes, offsets and products tend to fail.
 const NUMBERS: [&str; 16] = [
     "0",
     "1",
@@ -67,7 +67,7 @@ const TEXTS: [&str; 12] = [
     "__metadata__",
 ];
 
-/// One to eight changes of bytes: flipped, replaced, removed, repeated, cut off.
+/// Makes one to eight changes: bytes are flipped, replaced, removed, repeated or cut off.
 pub fn bytes(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     let mut bytes = seed.to_vec();
     for _ in 0..=rng.below(8) {
@@ -94,7 +94,7 @@ pub fn bytes(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A JSON document: its bytes changed, or some of its values.
+/// Changes bytes or values of a JSON document.
 pub fn json(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     if rng.below(3) == 0 {
         return bytes(rng, seed);
@@ -105,7 +105,7 @@ pub fn json(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     }
 }
 
-/// A safetensors file: the bytes, the header's values or text with a length that fits, or the data.
+/// Changes a safetensors file: its bytes, its data, or the header's values or text, with the header's length adjusted.
 pub fn safetensors(rng: &mut Rng, seed: &[u8]) -> Vec<u8> {
     let length = u64::from_le_bytes(seed[..8].try_into().unwrap()) as usize;
     let (header, data) = seed[8..].split_at(length);
@@ -126,7 +126,7 @@ fn text_of(rng: &mut Rng, mut value: Value) -> Vec<u8> {
         change(rng, &mut value);
     }
     if rng.below(500) == 0 {
-        // A nesting deeper than any recursive reader may accept.
+        // Nests the value deeper than any recursive reader may accept.
         let depth = 1 + rng.below(100_000);
         let (open, close) = *rng.pick(&[("[", "]"), ("{\"a\":", "}")]);
         return [open.repeat(depth), value.to_string(), close.repeat(rng.below(2) * depth)].concat().into_bytes();

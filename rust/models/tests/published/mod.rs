@@ -1,4 +1,4 @@
-//! The names and shapes of published models, as `tests/golden` has them.
+//! Reads the names and shapes of published models from `tests/golden`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,8 +6,8 @@ use std::path::Path;
 /// Shapes by name.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
 
-/// The parameters of the file `name` of `tests/golden`. Each of its rules is a name in which `*` stands for the number of a block, the
-/// shape, and these numbers: none for a name without `*`.
+/// The parameters that the file `name` of `tests/golden` describes. Each of its rules is a name, a shape, and a list of
+/// block numbers, which replace `*` in the name. A name without `*` has no numbers.
 pub fn published(name: &str) -> Shapes {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden").join(name);
     let rules: Vec<(String, Vec<usize>, Vec<usize>)> =

@@ -1,4 +1,5 @@
-//! Frozen low-rank products beside the adapter that is trained: the one that a distilled model is trained over.
+//! Frozen low-rank products that layers add beside the adapter in training, for example the training adapter of a
+//! distilled model.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,21 +14,21 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// A frozen LoRA that layers compute with, beside a trained adapter or alone. Saving and merging leave it out.
+/// A frozen LoRA that layers add to their results, with or without another adapter. Saving and merging leave it out.
 ///
-/// Adding it as a product, rather than to the weights, leaves the weights as they are: [`set_enabled`](Self::set_enabled) takes it out
-/// exactly in every dtype, and no copy of the weights is needed.
+/// Layers add its product to their results, and their weights do not change. So [`set_enabled`](Self::set_enabled)
+/// restores the original results exactly in every dtype, without a copy of the weights.
 pub struct TrainingAdapter {
     slots: Vec<AdapterSlot>,
     elements: usize,
 }
 
 impl TrainingAdapter {
-    /// Put a LoRA on the layers that `values` names, its effect multiplied by `scale`.
+    /// Put the LoRA in `values` on the layers that it names, and multiply its products by `scale`.
     ///
     /// # Errors
-    /// [`Error::Config`] if a layer is missing or not linear, has such a product already, or the adapter is of another
-    /// kind; [`Error::Shape`] if its factors do not fit.
+    /// [`Error::Config`] if a layer is missing, is not linear or already has a training adapter, or if the adapter is
+    /// not a LoRA; [`Error::Shape`] if a factor does not fit its layer.
     pub fn attach(values: &BTreeMap<String, LayerValues>, scale: f64, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
         let wrong = |name: &str, what: &str| Error::Config(format!("training adapter: {name}: {what}"));
@@ -68,33 +69,33 @@ impl TrainingAdapter {
         Ok(Self { slots: slots.collect(), elements })
     }
 
-    /// Let the layers compute with it, or exactly as if it were not there.
+    /// Set whether the layers add the product. While it is disabled, they compute exactly what they would without it.
     pub fn set_enabled(&self, enabled: bool) {
         self.slots.iter().for_each(|slot| slot.enable_beside(enabled));
     }
 
-    /// Remove it from the layers.
+    /// Remove the training adapter from the layers.
     pub fn remove(&self) {
         self.slots.iter().for_each(|slot| slot.set_beside(None));
     }
 
-    /// How many layers have it.
+    /// The number of layers that have the training adapter.
     pub const fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// Whether no layer has it.
+    /// Whether no layer has the training adapter.
     pub const fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
 
-    /// How many numbers it consists of.
+    /// The number of elements of all its factors.
     pub const fn elements(&self) -> usize {
         self.elements
     }
 }
 
-/// The product of one layer, B A with the scale in B, in the dtype of the layer.
+/// The factors of one layer's product B A, in the layer's dtype; B includes the scale.
 pub(crate) struct Product {
     /// (rank, in).
     down: Tensor,
@@ -102,7 +103,7 @@ pub(crate) struct Product {
     up: Tensor,
 }
 
-/// A product beside an adapter, or alone.
+/// Computes with a frozen product and, if there is one, an adapter.
 pub(crate) struct Beside {
     inner: Option<Arc<dyn Adapter>>,
     product: Arc<Product>,
@@ -113,12 +114,13 @@ impl Beside {
         Self { inner, product }
     }
 
-    /// Both products as one, whose rank is the sum of theirs; None if the adapter does anything else.
+    /// The adapter's product and the frozen one as a single product, whose rank is the sum of both ranks; None if the
+    /// adapter is not a low-rank product.
     fn joined(&self, dtype: DType) -> Result<Option<LowRank>> {
         let (down, up) = (self.product.down.to_dtype(dtype)?, self.product.up.to_dtype(dtype)?);
         let Some(inner) = &self.inner else { return Ok(Some(LowRank { down, up, scale: 1.0 })) };
         let Some(own) = inner.as_low_rank(dtype)?.filter(|own| own.scale != 0.0) else { return Ok(None) };
-        // One product has one scale: the adapter's.
+        // The joined product has the adapter's scale, so `up` of the frozen one is divided by it.
         let up = if own.scale == 1.0 { up } else { up.mul_scalar(1.0 / own.scale)? };
         let down = Tensor::cat(&[&own.down.to_dtype(dtype)?, &down], 0)?;
         let up = Tensor::cat(&[&own.up.to_dtype(dtype)?, &up], 1)?;

@@ -13,7 +13,8 @@ pub(super) trait Delta: Send + Sync {
     fn delta(&self, base: &Base<'_>, dtype: DType) -> Result<Tensor>;
 }
 
-/// The adapter of one layer. It computes with one weight, W + s Δ, which is what merging gives.
+/// The adapter of one layer. The forward pass computes with the single weight W + s Δ, and merging returns the same
+/// weight.
 pub(super) struct Added<D> {
     delta: D,
     scale: f64,

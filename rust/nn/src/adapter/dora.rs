@@ -1,7 +1,7 @@
 //! DoRA (Liu et al. 2024, arXiv:2402.09353): m (W + s B A) / ‖W + s B A‖; the backward treats the norm as a constant.
 //!
-//! The norm is taken for each output, as in the paper and in peft, or for each input (feature or channel) over outputs and
-//! kernel, as kohya's tools write it and `ComfyUI` computes it.
+//! There is one norm per output, as in the paper and in peft, or one per input (feature or channel), taken over outputs
+//! and kernel, as in kohya's files and in `ComfyUI`.
 //!
 //! Follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/lora/dora.py#L86>
 //! and <https://github.com/comfyanonymous/ComfyUI/blob/9c0cf36cd7964978850fd40f8cf76ac2cf9f9e15/comfy/weight_adapter/base.py>.
@@ -35,7 +35,7 @@ pub static KIND: AdapterKind = AdapterKind {
     build,
 };
 
-/// As LoRA, with the weight's norms as magnitude: the layer computes what it did before.
+/// Initial values: LoRA's, and the norms of the weight as magnitude, so that the layer's results do not change.
 fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut parameters = lora::start(base, settings);
     parameters.push(if settings.wd_on_output {
@@ -62,7 +62,7 @@ fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &Adapter
     Ok(Box::new(Dora { factors, magnitude }))
 }
 
-/// The norms that the adapted weight is scaled to.
+/// The norms that the rows or columns of the adapted weight are scaled to.
 enum Magnitude {
     /// (out).
     PerOutput(Var),
@@ -85,7 +85,7 @@ pub struct Dora {
 }
 
 impl Dora {
-    /// y = m / ‖W + s B A‖ (W x + s B A x) + b, the norm for each output.
+    /// y = m / ‖W + s B A‖ (W x + s B A x) + b, with one norm per output.
     fn per_output(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let scale = self.factors.scale();
         let dropped = self.factors.active_dropout();
@@ -106,14 +106,15 @@ impl Dora {
             let y = unbiased.forward(x)?.add(&self.factors.low_rank(x, base)?)?.mul(&ratio)?;
             return base.bias.map_or_else(|| Ok(y.clone()), |bias| y.add(bias));
         };
-        // With dropout peft leaves W x as it is and adds (c - 1) W x' + c s B A x' on the dropped-out x'.
+        // With dropout, peft adds (c - 1) W x' + c s B A x' to W x, where x' is x after dropout and c = m / ‖W + s B
+        // A‖.
         let dropped = dropout(x, p, true)?;
         let change = unbiased.forward(&dropped)?.mul(&ratio.add_scalar(-1.0)?)?;
         let low_rank = self.factors.low_rank(&dropped, base)?.mul(&ratio)?;
         base.forward(x)?.add(&change)?.add(&low_rank)
     }
 
-    /// y = (W + s B A) (m / ‖W + s B A‖ x) + b, the norm for each input.
+    /// y = (W + s B A) (m / ‖W + s B A‖ x) + b, with one norm per input.
     fn per_input(&self, magnitude: &Var, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
         let norm = {
             let _constant = no_grad();
@@ -132,7 +133,7 @@ impl Adapter for Dora {
         }
     }
 
-    /// m (W + s B A) / ‖W + s B A‖, the norm a constant.
+    /// m (W + s B A) / ‖W + s B A‖; no gradient flows through the norm.
     fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
         let adapted = self.factors.adapted_weight(base)?;
         let fixed = adapted.detach();

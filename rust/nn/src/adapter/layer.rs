@@ -1,4 +1,4 @@
-//! A frozen linear layer with an adapter of its own, for loops that need no model.
+//! A frozen linear layer that owns its adapter, for training without a model.
 
 use std::marker::PhantomData;
 
@@ -23,7 +23,7 @@ pub type LoRALinear = AdaptedLinear<LoraLayer>;
 /// A frozen linear layer with a DoRA adapter.
 pub type DoRALinear = AdaptedLinear<DoraLayer>;
 
-/// Names a kind of adapter in the type of a layer.
+/// A type parameter of [`AdaptedLinear`] that names a kind of adapter.
 pub trait LayerKind {
     /// The layer's name in errors.
     const NAME: &'static str;
@@ -83,9 +83,9 @@ fn check_base(
 }
 
 impl<K: LayerKind> AdaptedLinear<K> {
-    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank; computes what the base does until it is trained. The
-    /// adapter's parameters are f32: A (rank, in) uniform as torch starts a linear layer, B (out, rank) zero, and for
-    /// DoRA the magnitude (out), the norms of the weight's rows.
+    /// A layer over a frozen `base_weight (out, in)` with scale alpha / rank. Until it is trained, it computes the same
+    /// results as the base. The adapter's parameters are f32: A (rank, in) starts uniform as torch's linear layers, B
+    /// (out, rank) starts at zero, and DoRA's magnitude (out) starts as the norms of the weight's rows.
     ///
     /// # Errors
     /// [`Error::Shape`] if the weight is not a matrix, [`Error::Argument`] if the rank is 0, [`Error::Device`] if the
@@ -95,7 +95,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         Self::with_settings(base_weight, None, settings, device)
     }
 
-    /// [`new`](Self::new) with a frozen bias (out) and every setting.
+    /// As [`new`](Self::new), with a frozen bias (out) and all settings of the adapter.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -141,7 +141,7 @@ impl<K: LayerKind> AdaptedLinear<K> {
         self.adapter.scale()
     }
 
-    /// W + scale · up · down; for DoRA its rows scaled to the norms in the magnitude.
+    /// W + scale · up · down; DoRA then scales each row to the norm in the magnitude.
     ///
     /// # Errors
     /// Those of the arithmetic.

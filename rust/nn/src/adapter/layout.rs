@@ -4,8 +4,9 @@ use trainable_candle_core::{Error, Result, Tensor};
 
 use crate::base::Base;
 
-/// How files lay out a parameter of an adapter on a convolution of kernel (h, w). In memory everything is channels-last, as
-/// convolutions compute. For a linear layer both are the same.
+/// How the shape of an adapter's parameter in files differs from its shape in memory, for a convolution of kernel (h,
+/// w). Parameters in memory are channels-last, because convolutions compute so. For a linear layer both shapes are the
+/// same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// The same as in memory.
@@ -23,10 +24,10 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// A parameter in memory as files hold it, a view where that is possible.
+    /// Convert a parameter to the layout of files, as a view where possible.
     ///
     /// # Errors
-    /// [`Error::Shape`] if it is of another layer.
+    /// [`Error::Shape`] if the parameter does not fit the layer.
     pub fn to_file(self, base: &Base<'_>, value: &Tensor) -> Result<Tensor> {
         let (Some([height, width]), dims) = (base.kernel(), value.dims()) else { return Ok(value.clone()) };
         match self {
@@ -45,10 +46,10 @@ impl Layout {
         }
     }
 
-    /// A parameter of a file as it is in memory.
+    /// Convert a parameter from the layout of files to that in memory.
     ///
     /// # Errors
-    /// [`Error::Shape`] if it does not have the layout.
+    /// [`Error::Shape`] if the value does not have the layout of files.
     pub fn from_file(self, base: &Base<'_>, value: &Tensor) -> Result<Tensor> {
         let Some([height, width]) = base.kernel() else { return Ok(value.clone()) };
         let misfit = |expected: &str| {

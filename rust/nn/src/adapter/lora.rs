@@ -1,7 +1,7 @@
 //! LoRA (Hu et al. 2021, arXiv:2106.09685): W + s B A.
 //!
-//! On a convolution A is a convolution of the layer's kernel, stride, padding and dilation to r channels, and B maps them to
-//! the output channels pixel by pixel (LoCon; peft and kohya do the same).
+//! On a convolution, A is a convolution with the layer's kernel, stride, padding and dilation and r output channels,
+//! and B is a 1 x 1 convolution to the layer's output channels (LoCon; peft and kohya do the same).
 
 use trainable_candle_core::capture::HostState;
 use trainable_candle_core::ops::dropout::dropout;
@@ -27,7 +27,7 @@ pub static KIND: AdapterKind = AdapterKind {
     build: |parameters, base, settings| Ok(Box::new(Lora::over(parameters, base, settings)?)),
 };
 
-/// A uniform as torch starts a layer of its shape, B zero: the layer computes what it did before.
+/// Initial values: A uniform as torch's layers of its shape, B zero, so that the layer's results do not change.
 pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     let mut dims = base.weight.dims().to_vec();
     if let Some(first) = dims.first_mut() {
@@ -37,7 +37,7 @@ pub(super) fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<S
     vec![(DOWN, Start::new(dims, StartValues::Kaiming)), (UP, up)]
 }
 
-/// A parameter for a fused operation in `dtype`: unchanged where the operation takes f32 parameters.
+/// Convert a parameter to `dtype` for a fused operation, or return it unchanged if the operation takes f32 parameters.
 pub(super) fn operand(parameter: &Var, dtype: DType) -> Result<Tensor> {
     match (parameter.dtype(), dtype) {
         (DType::F32, DType::F16 | DType::BF16) => Ok(parameter.as_tensor().clone()),
@@ -55,7 +55,7 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// An adapter over parameters, which must fit the base.
+    /// An adapter over given parameters, which must fit the base.
     pub(super) fn over(
         parameters: &[(&'static str, Var)],
         base: &Base<'_>,
@@ -87,12 +87,12 @@ impl Lora {
         Ok(Self { down, up, scale: settings.scale, dropout: settings.dropout, training: training() })
     }
 
-    /// The two factors in the dtype that the layer computes in (the masters are f32).
+    /// The two factors (f32 master values) converted to the dtype that the layer computes in.
     pub(super) fn factors(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok((self.down.compute_copy(dtype)?, self.up.compute_copy(dtype)?))
     }
 
-    /// The two factors for a fused operation, which makes its own copies of f32 factors.
+    /// The two factors as operands of a fused operation, which converts f32 factors itself.
     pub(super) fn operands(&self, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok((operand(&self.down, dtype)?, operand(&self.up, dtype)?))
     }
@@ -103,7 +103,7 @@ impl Lora {
         linear(&base.operation.apply(x, &down, None)?, &up, None)?.mul_scalar(self.scale)
     }
 
-    /// The dropout probability, if the adapter's input differs from the layer's at present.
+    /// The dropout probability, if dropout is active now: the adapter's input then differs from the layer's.
     pub(super) fn active_dropout(&self) -> Option<f64> {
         (self.dropout > 0.0 && self.training.read()).then_some(self.dropout)
     }
@@ -148,11 +148,11 @@ impl Adapter for Lora {
     }
 }
 
-/// The LoRA backward by itself.
+/// The backward of LoRA as a function of its own.
 pub struct LoRABackwardOps;
 
 impl LoRABackwardOps {
-    /// Gradients of `lora_down (r, in)` and `lora_up (out, r)` in y = scale (x downᵀ) upᵀ, from
+    /// Compute the gradients of `lora_down (r, in)` and `lora_up (out, r)` in y = scale (x downᵀ) upᵀ, from
     /// `grad_output (..., out)` and `input (..., in)`.
     ///
     /// # Errors

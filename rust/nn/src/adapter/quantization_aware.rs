@@ -1,9 +1,9 @@
-//! Quantization-aware training: a layer computes with its adapted weight as a quantized model would have it.
+//! Quantization-aware training: a layer computes with its adapted weight, rounded as a quantized model would store it.
 //!
-//! The adapted weight, with LoRA W + s B A, is computed as a whole and rounded to a [`Grid`] in every forward pass, in
-//! training or not; gradients pass through the rounding unchanged. Merging the result and storing it in the grid's
-//! format then adds no error that training has not seen (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, of weights
-//! alone).
+//! Every forward pass, in training or not, computes the whole adapted weight (with LoRA W + s B A) and rounds it to a
+//! [`Grid`]; gradients pass through the rounding unchanged. When the result is merged and stored in the grid's format,
+//! its rounding errors are those that training has already seen (Liu et al. 2023, "LLM-QAT", arXiv:2305.17888, for
+//! weights only).
 
 use trainable_candle_core::ops::fake_quantize::{Grid, fake_quantize, fake_quantize_by};
 use trainable_candle_core::{Error, Result, Tensor, Var, WeightRef};
@@ -15,9 +15,9 @@ use crate::base::{Base, Operation};
 pub struct QuantizationAware {
     inner: Box<dyn Adapter>,
     grid: Grid,
-    /// Whether inputs are rounded to it too.
+    /// Whether inputs are rounded to the grid too.
     activations: bool,
-    /// The logarithms of learned factors on the scales.
+    /// The logarithms of the learned factors by which the grid's scales are multiplied.
     scales: Option<Var>,
 }
 
@@ -25,17 +25,20 @@ impl QuantizationAware {
     /// Round the weight of `inner` on `base`.
     ///
     /// # Errors
-    /// [`Error::Config`] if the layer is a convolution, its weight is quantized to another grid or is not of whole
-    /// groups, or the adapter drops elements of its input, which no single weight can do.
+    /// [`Error::Config`] if the layer is a convolution, if its weight is quantized to another grid or does not divide
+    /// into whole groups, or if the adapter has dropout, which no single weight can express.
     pub fn over(inner: Box<dyn Adapter>, base: &Base<'_>, settings: &AdapterSettings, grid: Grid) -> Result<Self> {
         let refuse = |text: String| Err(Error::Config(format!("qat {}: {text}", grid.name())));
         if base.operation != Operation::Linear {
             return refuse(
-                "it is a convolution, and linear layers alone are quantized; leave it out with exclude_modules".into(),
+                "it is a convolution, and only linear layers are quantized; leave it out with exclude_modules".into(),
             );
         }
         if settings.dropout > 0.0 {
-            return refuse(format!("lora_dropout is {}, expected 0: one weight is trained", settings.dropout));
+            return refuse(format!(
+                "lora_dropout is {}, expected 0: dropout and rounding of the adapted weight exclude each other",
+                settings.dropout
+            ));
         }
         if let WeightRef::Quantized(weight) = base.weight
             && Some(weight.format()) != grid.format()
@@ -49,7 +52,7 @@ impl QuantizationAware {
         Ok(Self { inner, grid, activations: false, scales: None })
     }
 
-    /// Round inputs too, with one scale per token, from its largest magnitude, as torchao's
+    /// Round inputs too, with one scale per token, computed from its largest magnitude, as torchao's
     /// `Int8DynamicActivationInt8Weight` with symmetric activations, and `Float8DynamicActivationFloat8Weight` by rows
     /// (<https://github.com/pytorch/ao/blob/v0.18.0/torchao/quantization/quant_api.py>).
     #[must_use]
@@ -57,14 +60,15 @@ impl QuantizationAware {
         Self { activations, ..self }
     }
 
-    /// Multiply each scale of the weight by a learned factor, whose logarithm is in `scales`: a step of Adam, as large for every parameter,
-    /// is in proportion to the scale (Jain et al. 2019, arXiv:1903.08066, section 3.2), and zeros leave the scales as they are.
+    /// Multiply each scale of the weight by a learned factor, whose logarithm is in `scales`; zeros leave the scales
+    /// unchanged. Adam's steps have the same size for every parameter, so steps of logarithms change each scale in
+    /// proportion to its size (Jain et al. 2019, arXiv:1903.08066, section 3.2).
     #[must_use]
     pub fn with_scales(self, scales: Option<Var>) -> Self {
         Self { scales, ..self }
     }
 
-    /// The input as a server rounds it.
+    /// The input, rounded as an inference server rounds it.
     fn rounded(&self, x: &Tensor) -> Result<Tensor> {
         let Some(&columns) = x.dims().last().filter(|_| self.activations && x.elem_count() > 0) else {
             return Ok(x.clone());

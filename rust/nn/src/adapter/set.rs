@@ -1,4 +1,4 @@
-//! [`AdapterSet`]: the adapters of a model, their parameters in one flat buffer.
+//! [`AdapterSet`]: the adapters of a model, whose parameters are in one flat buffer.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
 
-/// What the learned scales of a layer are called among its parameters.
+/// The name of a layer's learned scales among its parameters.
 const SCALES: &str = "qat_scales";
 
 /// One adapted layer.
@@ -27,7 +27,7 @@ struct Member {
     slot: AdapterSlot,
     adapter: Arc<dyn Adapter>,
     parameters: Parameters<Var>,
-    /// The logarithms of learned factors on the scales of its rounded weight.
+    /// The logarithms of the learned factors by which the scales of the rounded weight are multiplied.
     scales: Option<Var>,
 }
 
@@ -56,7 +56,7 @@ pub struct AdaptedLayer<'a> {
     pub name: &'a str,
     /// The kind of its adapter.
     pub kind: &'static AdapterKind,
-    /// Its sizes.
+    /// The rank, scale and other settings of its adapter.
     pub settings: AdapterSettings,
     /// The layer that it is attached to.
     pub base: Base<'a>,
@@ -64,7 +64,7 @@ pub struct AdaptedLayer<'a> {
     pub parameters: Parameters<Tensor>,
 }
 
-/// The adapter of one layer as a file has it.
+/// The adapter of one layer, as stored in a file.
 #[derive(Clone)]
 pub struct LayerValues {
     /// Parameters under peft's names, laid out as in files.
@@ -89,7 +89,7 @@ impl LayerValues {
         })
     }
 
-    /// The rank, 0 if nothing is decomposed.
+    /// The rank; 0 if the adapter has no low-rank factors.
     ///
     /// # Errors
     /// As [`kind`](Self::kind).
@@ -99,7 +99,7 @@ impl LayerValues {
     }
 }
 
-/// The adapters that one configuration put on a model. Owns their parameters and gradients as flat vectors.
+/// All adapters that one configuration puts on a model. The set owns their parameters and gradients as flat vectors.
 pub struct AdapterSet {
     config: LoraConfig,
     members: Vec<Member>,
@@ -107,10 +107,11 @@ pub struct AdapterSet {
 }
 
 impl AdapterSet {
-    /// Put an adapter on every layer that `config` targets. Until it is trained, the model computes what it did before.
+    /// Put an adapter on every layer that `config` targets. The model's results do not change until the adapters are
+    /// trained.
     ///
     /// # Errors
-    /// [`Error::Config`] if the configuration is wrong, matches no layer, or a layer already has an adapter.
+    /// [`Error::Config`] if the configuration is invalid or matches no layer, or if a layer already has an adapter.
     pub fn attach(config: LoraConfig, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         config.validate()?;
         let kind = config.kind()?;
@@ -121,7 +122,7 @@ impl AdapterSet {
                 let mut settings = config.settings(name)?;
                 let values = kind.init(&layer.base(), &settings).map_err(|e| at_layer(name, e))?;
                 if !values.iter().any(|(name, _)| kind.ranked.contains(name)) {
-                    // There is no rank to divide by; LyCORIS and programs that read its files take 1.
+                    // Without a rank, alpha has no divisor; LyCORIS and programs that read its files use a scale of 1.
                     settings.scale = 1.0;
                 }
                 planned.push(Planned { name, layer: *layer, kind, settings, values });
@@ -141,8 +142,8 @@ impl AdapterSet {
     /// Put given adapters on the layers that `values` names. Other layers do not change.
     ///
     /// # Errors
-    /// [`Error::Config`] if a layer is missing, already has an adapter, or no kind has the parameters; [`Error::Shape`]
-    /// if they do not fit the layer.
+    /// [`Error::Config`] if a layer is missing or already has an adapter, or if no kind has the parameters;
+    /// [`Error::Shape`] if the parameters do not fit the layer.
     pub fn attach_values(values: &BTreeMap<String, LayerValues>, layers: &[(String, Layer<'_>)]) -> Result<Self> {
         let known: BTreeMap<&str, Layer<'_>> = layers.iter().map(|(name, layer)| (name.as_str(), *layer)).collect();
         let mut planned = Vec::new();
@@ -218,7 +219,7 @@ impl AdapterSet {
         Ok(set)
     }
 
-    /// The configuration. For a set that was read from a file, it names the layers one by one.
+    /// The configuration. In a set that was read from a file, `target_modules` lists every layer.
     pub const fn config(&self) -> &LoraConfig {
         &self.config
     }
@@ -234,7 +235,7 @@ impl AdapterSet {
     }
 
     /// The trainable parameters under peft's names (`blocks.0.attn.to_q.lora_A.weight`). Those of convolutions are
-    /// channels-last, [`Layout`](super::Layout) says how files hold them.
+    /// channels-last; [`Layout`](super::Layout) describes their shapes in files.
     pub fn named_vars(&self) -> Vec<(String, Var)> {
         self.members
             .iter()
@@ -246,7 +247,7 @@ impl AdapterSet {
             .collect()
     }
 
-    /// The learned factors on the scales of rounded weights by layer; none if they are not learned.
+    /// The learned factors on the scales of rounded weights, by layer. The list is empty if scales are not learned.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -255,10 +256,12 @@ impl AdapterSet {
         learned.map(|(name, var)| Ok((name, var.detach().exp()?))).collect()
     }
 
-    /// Take over learned factors by layer, as [`scales`](Self::scales) gives them; layers that have none there keep theirs.
+    /// Set the learned factors by layer, as returned by [`scales`](Self::scales). Layers that are not in `factors` keep
+    /// theirs.
     ///
     /// # Errors
-    /// [`Error::Shape`] if a layer has another number of scales, [`Error::Config`] if a factor is not above 0; nothing is changed then.
+    /// [`Error::Shape`] if a layer has another number of scales, [`Error::Config`] if a factor is not a finite number
+    /// above 0. After an error, nothing has changed.
     pub fn set_scales(&self, factors: &BTreeMap<String, Tensor>) -> Result<()> {
         let mut updates = Vec::new();
         for member in &self.members {
@@ -278,7 +281,7 @@ impl AdapterSet {
         updates.into_iter().try_for_each(|(var, value)| var.set(&value))
     }
 
-    /// The adapted layers, their parameters laid out as in files.
+    /// The adapted layers, with parameters laid out as in files.
     ///
     /// # Errors
     /// Those of the arithmetic.
@@ -305,7 +308,7 @@ impl AdapterSet {
         self.members.len()
     }
 
-    /// Whether no layer is adapted: never, as a set has at least one.
+    /// Always false: a set has at least one adapted layer.
     pub const fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
@@ -313,8 +316,8 @@ impl AdapterSet {
     /// Overwrite the parameters with those of a file with the same layers, kinds, ranks and scales.
     ///
     /// # Errors
-    /// [`Error::Config`] naming what is missing or unexpected, or a scale that differs; [`Error::Shape`] if a shape differs. Nothing
-    /// is changed then.
+    /// [`Error::Config`] that names a missing or unexpected parameter, or a scale that differs; [`Error::Shape`] if a
+    /// shape differs. After an error, nothing has changed.
     pub fn load(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
         self.check_sizes(values)?;
         let names = |m: &Member| m.parameters.iter().map(|(name, _)| format!("{}.{name}", m.name)).collect::<Vec<_>>();
@@ -359,7 +362,7 @@ impl AdapterSet {
         Ok(())
     }
 
-    /// Check that kinds, ranks and scales agree in the layers that both have.
+    /// Check that kinds, ranks and scales agree in the layers that are both in this set and in `values`.
     fn check_sizes(&self, values: &BTreeMap<String, LayerValues>) -> Result<()> {
         for member in &self.members {
             let Some(given) = values.get(&member.name) else { continue };
@@ -378,7 +381,7 @@ impl AdapterSet {
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {
-                // Their parameters differ in name; the caller's error names them.
+                // Parameters of different kinds have different names, which the caller's error lists.
                 continue;
             }
             let (there, here) = (given.scale, member.settings.scale);
@@ -396,7 +399,7 @@ impl AdapterSet {
         Ok(())
     }
 
-    /// Turn the adapters on or off; while they are off, the layers compute the base's results bit for bit.
+    /// Enable or disable the adapters. While they are disabled, the layers compute the base's results bit for bit.
     pub fn set_enabled(&self, enabled: bool) {
         for member in &self.members {
             member.slot.set(enabled.then(|| member.adapter.clone()));
@@ -410,11 +413,12 @@ impl AdapterSet {
         }
     }
 
-    /// Let every adapted layer compute with one merged weight, at the speed of a base that is not quantized. What is trained after that has no effect
-    /// until [`set_enabled`](Self::set_enabled) takes the merged weights away again, which restores the adapters exactly.
+    /// Make every adapted layer compute with one merged weight, as fast as an unquantized base without adapters. Later
+    /// changes of the adapters have no effect until [`set_enabled`](Self::set_enabled) removes the merged weights,
+    /// which restores the adapters exactly.
     ///
     /// # Errors
-    /// Those of the arithmetic; the layers are unchanged then.
+    /// Those of the arithmetic. After an error, the layers have not changed.
     pub fn merge(&self) -> Result<()> {
         let merged = self.members.iter().map(|m| m.adapter.merged_weight(&m.base())).collect::<Result<Vec<_>>>()?;
         for (member, weight) in self.members.iter().zip(merged) {
@@ -424,15 +428,15 @@ impl AdapterSet {
     }
 }
 
-/// Factors of 1 on the scales of a layer, as logarithms.
+/// The initial logarithms of the factors on a layer's scales: zeros, for factors of 1.
 fn unlearned(grid: Grid, base: &Base<'_>) -> Result<Tensor> {
     let dims = base.weight.dims();
-    // Of another weight `QuantizationAware` says what is wrong.
+    // For a weight that does not fit the grid, `QuantizationAware` returns the error.
     let scales = if grid.check(dims).is_ok() { grid.scales(base.rows(), base.columns()) } else { 0 };
     Tensor::zeros(scales, DType::F32, base.weight.device())
 }
 
-/// Parameters of a file as they are in memory, f32, in the kind's order.
+/// Convert parameters of a file to their layout in memory and f32, in the kind's order.
 fn in_memory(
     layer: &str,
     kind: &AdapterKind,
@@ -450,12 +454,12 @@ fn in_memory(
         .collect()
 }
 
-/// A number for a message, without the digits of rounding to the f32 of files.
+/// Round a number for a message, because files hold it in f32 and their rounding adds digits.
 fn rounded(number: f64) -> f64 {
     (number * 1e5).round() / 1e5
 }
 
-/// The error with the name of the layer that it concerns.
+/// Put the layer's name at the start of the error's message.
 fn at_layer(layer: &str, error: Error) -> Error {
     match error {
         Error::Shape { op, message } => Error::Shape { op, message: format!("{layer}: {message}") },

@@ -1,4 +1,5 @@
-//! Adafactor: Adam's second moment of a matrix from the moments of its rows and columns, as `torch.optim.Adafactor`.
+//! Adafactor, as `torch.optim.Adafactor`: Adam, with a matrix's second moments estimated from those of its rows and
+//! columns.
 //!
 //! Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", <https://arxiv.org/abs/1804.04235>.
 
@@ -13,14 +14,16 @@ use super::rule::{Chunk, Kernels, Rule, Settings, StateKind, StateSlice, StateSp
 hyper_parameters! {
     /// Hyper-parameters of [`Adafactor`]; names, meaning and defaults are torch's.
     pub struct AdafactorConfig {
-        /// Bound of the relative step size, at least 0: step t moves a parameter by min(lr, 1/√t) of its root mean square.
+        /// Bound of the relative step size, at least 0: step t changes a parameter by min(lr, 1/√t) times its root mean
+        /// square.
         pub lr: f64,
-        /// At most 0: the second moments take the square of gradient t with weight t^`beta2_decay`.
+        /// At most 0: in step t, the squared gradient enters the second moments with weight t^`beta2_decay`.
         pub beta2_decay: f64,
-        /// The least second moment is the square of the first one, by default the precision of the dtype that is computed in;
-        /// the least root mean square of a parameter is the second one. Both at least 0.
+        /// Two numbers of at least 0. Second moments are at least the square of the first number, by default the
+        /// machine epsilon of the dtype that is computed in; the root mean square of a parameter counts as at least the
+        /// second number.
         pub eps: (Option<f64>, f64),
-        /// At least 1: the root mean square of an update, before the step size, is clipped to it.
+        /// At least 1: an update is clipped to this root mean square before it is multiplied by the step size.
         pub d: f64,
         /// At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         pub weight_decay: f64,
@@ -35,7 +38,8 @@ impl Default for AdafactorConfig {
     }
 }
 
-/// Adafactor, as `torch.optim.Adafactor`. Its states have the size of a row and a column of each matrix.
+/// Adafactor, as `torch.optim.Adafactor`. For each matrix its states have as many elements as the matrix has rows and
+/// columns.
 pub type Adafactor = Stepper<AdafactorRule>;
 
 impl Adafactor {
@@ -50,7 +54,8 @@ impl Adafactor {
 
 registered!(
     AdafactorRule,
-    "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from those of its rows and columns.",
+    "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam, with a matrix's second \
+     moments estimated from those of its rows and columns.",
     5,
     AdafactorConfig::default()
 );
@@ -120,7 +125,7 @@ impl Rule for AdafactorRule {
     }
 }
 
-/// The matrices of a parameter: 0 of a vector.
+/// The number of matrices in a parameter; 0 for a vector.
 pub(super) fn matrices(dims: &[usize]) -> usize {
     if dims.len() < 2 { 0 } else { dims[..dims.len() - 2].iter().product() }
 }
@@ -153,7 +158,7 @@ fn update_all<T: Precision>(config: &AdafactorConfig, step: u64, mut chunk: Chun
     let size = (sum_of_squares(chunk.param) / numel).sqrt().max(config.eps.1);
     let step_size = size * config.lr.min(1.0 / step.sqrt());
 
-    // The roots of the second moments, then the direction.
+    // Holds first the roots of the second moments, then the direction.
     let mut direction = vec![T::ZERO; chunk.param.len()];
     match chunk.states.as_mut_slice() {
         [StateSlice::Float(variance)] => {
@@ -203,7 +208,7 @@ fn update_moments<T: Real>(rows: &mut [T], columns: &mut [T], grad: &[T], weight
     }
 }
 
-/// The roots of the second moments that follow from the moments of rows and columns, at least `eps`.
+/// Estimates the second moments from those of rows and columns, and writes their roots, at least `eps`, to `roots`.
 #[inline(always)]
 fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T]) {
     let mean = rows.iter().map(|row| row.to_f64()).sum::<f64>() / rows.len() as f64;
@@ -215,7 +220,7 @@ fn factored_roots<T: Real>(rows: &[T], columns: &[T], eps: f64, roots: &mut [T])
     }
 }
 
-/// `a` moved by `weight` of the distance to `b`; exactly `b` if `weight` is 1.
+/// Moves `a` towards `b` by `weight` times their distance; returns exactly `b` if `weight` is 1.
 #[inline(always)]
 fn lerp<T: Real>(a: T, b: T, weight: T) -> T {
     if weight.to_f64() < 0.5 { a + weight * (b - a) } else { b - (T::ONE - weight) * (b - a) }

@@ -1,4 +1,4 @@
-//! Adam and AdamW, as in torch: one update, with different weight decay.
+//! Adam and AdamW, as in torch. They differ only in weight decay.
 //!
 //! Kingma and Ba, "Adam", <https://arxiv.org/abs/1412.6980>; Loshchilov and Hutter, "Decoupled Weight Decay
 //! Regularization", <https://arxiv.org/abs/1711.05101>.
@@ -22,8 +22,8 @@ hyper_parameters! {
         pub betas: (f64, f64),
         /// Added to the root of the second moment, at least 0.
         pub eps: f64,
-        /// At least 0. In Adam an L2 penalty, `weight_decay * param` added to the gradient; in AdamW decoupled from it: each
-        /// step multiplies the parameters by `1 - lr * weight_decay`.
+        /// At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient
+        /// unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         pub weight_decay: f64,
         /// Divide by the largest second moment so far instead of the current one.
         pub amsgrad: bool,
@@ -146,7 +146,7 @@ fn kernel_settings(config: &AdamConfig) -> Settings {
     Settings { lr, beta1: betas.0, beta2: betas.1, eps, weight_decay, maximize: maximize.into(), ..Settings::default() }
 }
 
-/// The values of an [`AdamConfig`] that a step uses.
+/// The numbers that one step computes from an [`AdamConfig`].
 #[derive(Clone, Copy)]
 struct Coefficients<T> {
     gain1: T,
@@ -181,7 +181,7 @@ impl<T: Real> Coefficients<T> {
         }
     }
 
-    /// The decayed parameter and the moments after a gradient.
+    /// Returns the parameter after weight decay, and the moments updated with the gradient `g`.
     #[inline(always)]
     fn advance(&self, p: T, g: T, m: T, v: T) -> (T, T, T) {
         let p = p * self.decay;

@@ -1,10 +1,11 @@
-//! Walks a chunk of a parameter with 8-bit states block by block.
+//! Updates a chunk of a parameter with 8-bit states block by block.
 
 use super::lanes::{Lanes, WithLanes, with_lanes};
 use super::quant::BLOCK_SIZE;
 use super::rule::{Chunk, StateSlice};
 
-/// A block of a parameter, its gradient and its `N` states: codes and their scale, the largest magnitude in the block.
+/// A block of a parameter, its gradient and its `N` states. Each state is codes and their scale, the largest magnitude
+/// in the block.
 pub(super) struct Block<'a, const N: usize> {
     pub(super) param: &'a mut [f32; BLOCK_SIZE],
     pub(super) grad: &'a [f32; BLOCK_SIZE],
@@ -13,19 +14,20 @@ pub(super) struct Block<'a, const N: usize> {
 
 /// One step of a rule with `N` 8-bit states.
 pub(super) trait Step<const N: usize>: Copy {
-    /// What bitsandbytes reads as codes beyond the end of a parameter.
+    /// The codes that bitsandbytes assumes beyond the end of a parameter.
     const BEHIND: [u8; N];
 
-    /// The step on a block. `values` is room for the states' values, reused because new room would have to be zeroed.
+    /// Updates a block. `values` holds the decoded states; callers reuse it, because a new buffer would have to be
+    /// zeroed.
     fn update<L: Lanes>(self, lanes: L, block: Block<'_, N>, values: &mut [Values; N]);
 }
 
-/// A block of values, aligned so that each register is within one cache line.
+/// A block of values, aligned so that each vector register is loaded from one cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 pub(super) struct Values(pub(super) [f32; BLOCK_SIZE]);
 
-/// Steps over a chunk whose states are codes and scales by turns.
+/// Updates a chunk whose states alternate between codes and scales.
 pub(super) fn update_blocks<const N: usize>(step: impl Step<N>, chunk: Chunk<'_, f32>) {
     with_lanes(Blocks { step, chunk });
 }
@@ -69,20 +71,20 @@ impl<S: Step<N>, const N: usize> WithLanes for Blocks<'_, S, N> {
     }
 }
 
-/// A block that starts with `data`; the rest is `value`.
+/// Pads `data` with `value` to a whole block.
 fn padded<T: Copy>(data: &[T], value: T) -> [T; BLOCK_SIZE] {
     let mut block = [value; BLOCK_SIZE];
     block[..data.len()].copy_from_slice(data);
     block
 }
 
-/// Check that steps of a rule are equal bit for bit in every form that this processor supports.
+/// Check that all SIMD forms that this processor supports give bitwise equal steps.
 #[cfg(test)]
 pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     use super::lanes::in_each_form;
     use std::cell::RefCell;
 
-    /// Gradients of many magnitudes, some of them zero or not finite; the second block has none.
+    /// Gradients of many magnitudes, some of them zero or non-finite; all are zero in the second block.
     fn gradients(round: usize) -> Vec<f32> {
         let value = |i: usize| match (i, (i * 7919 + round * 104_729) % 1000) {
             (256..512, _) | (_, 0..50) => 0.0,
@@ -124,8 +126,5 @@ pub(super) fn check_forms<const N: usize>(step: impl Step<N>) {
     let results = results.into_inner();
     assert!(results.iter().all(|found| *found == results[0]), "forms differ");
     let param = &results[0][..1000];
-    assert!(
-        param.iter().all(|&bits| f32::from_bits(bits).is_finite()),
-        "a gradient that is not finite changes nothing"
-    );
+    assert!(param.iter().all(|&bits| f32::from_bits(bits).is_finite()), "a non-finite gradient changes nothing");
 }

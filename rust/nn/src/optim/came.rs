@@ -1,4 +1,5 @@
-//! CAME: Adafactor whose steps are smaller where its updates have been inconsistent, as `came-pytorch`.
+//! CAME, as in `came-pytorch`: Adafactor with smaller steps where the updates of previous steps have differed from each
+//! other.
 //!
 //! Luo et al., "CAME: Confidence-guided Adaptive Memory Efficient Optimization", <https://arxiv.org/abs/2307.02047>; the order of
 //! operations is that of `came_pytorch.CAME` 0.1.3, <https://github.com/yangluo7/CAME>.
@@ -17,9 +18,10 @@ hyper_parameters! {
     pub struct CAMEConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
-        /// Added to squared gradients, and to the squared differences of updates from their mean; both at least 0.
+        /// Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences of
+        /// updates from their mean.
         pub eps: (f64, f64),
-        /// Above 0: the root mean square of an update, before the step size, is clipped to it.
+        /// Above 0: an update is clipped to this root mean square before it is multiplied by the step size.
         pub clip_threshold: f64,
         /// Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
         pub betas: (f64, f64, f64),
@@ -34,13 +36,14 @@ impl Default for CAMEConfig {
     }
 }
 
-/// CAME, as `came_pytorch.CAME`. It keeps a mean update for each element, and moments of the size of a row and a column of each
-/// matrix.
+/// CAME, as `came_pytorch.CAME`. It keeps a mean update for each element, and two moments for each row and column of
+/// each matrix.
 pub type CAME = Stepper<CAMERule>;
 
 registered!(
     CAMERule,
-    "CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor that trusts consistent updates more.",
+    "CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor with smaller steps where successive \
+     updates differ more.",
     5,
     CAMEConfig::default()
 );
@@ -120,7 +123,7 @@ fn update_all<T: Real>(config: &CAMEConfig, chunk: Chunk<'_, T>) {
     let Chunk { dims, param, grad, mut states, .. } = chunk;
     let (beta1, beta2, beta3) = config.betas;
     let (eps1, eps2) = (T::from_f64(config.eps.0), T::from_f64(config.eps.1));
-    // Becomes the step, before the learning rate, in several stages.
+    // Holds the squared gradients first and, after the stages below, the step before the learning rate.
     let mut step: Vec<T> = grad.iter().map(|&g| g * g + eps1).collect();
     match states.as_mut_slice() {
         [_, StateSlice::Float(moments)] => {
@@ -170,8 +173,8 @@ fn decay<T: Real>(averages: &mut [T], values: &[T], beta: f64) {
     }
 }
 
-/// Moves the averages of rows and columns of matrices towards the means of `values`, and replaces the values by the
-/// inverse roots of what the averages estimate for them.
+/// Moves the averages of rows and columns of matrices towards the means of `values`. Then estimates each value from the
+/// averages, and replaces it by the inverse root of the estimate.
 #[inline(always)]
 fn factored<T: Real>(dims: &[usize], rows: &mut [T], columns: &mut [T], values: &mut [T], beta: f64) {
     let (height, width) = (dims[dims.len() - 2], dims[dims.len() - 1]);

@@ -23,8 +23,8 @@ pub enum NormType {
     Inf,
 }
 
-/// The norm of the gradients of `params` (0 if none has one): f64 without dimensions, on their device. Sums are made in
-/// f64 in an order that depends on sizes alone, without synchronizing a CUDA device.
+/// The norm of the gradients of `params` (0 if none has a gradient), as a scalar f64 tensor on their device. It is
+/// summed in f64, in an order that depends only on sizes, and without synchronizing a CUDA device.
 ///
 /// # Errors
 /// [`Error::Device`] if gradients are on different devices.
@@ -78,14 +78,14 @@ pub(super) fn host_norm(params: &[Var], norm_type: NormType) -> Result<f64> {
     Ok(if norm_type == NormType::L2 { norm.sqrt() } else { norm })
 }
 
-/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if that is less than 1, and returns their `norm` before, as
-/// [`grad_norm`] does. Nothing waits for a CUDA device unless `error_if_nonfinite` is set.
+/// Scales the gradients of `params` by `max_norm / (norm + 1e-6)` if that is less than 1, and returns their `norm`
+/// before scaling, as [`grad_norm`] does. The host waits for a CUDA device only if `error_if_nonfinite` is set.
 ///
-/// A norm that is not finite makes the gradients zero or NaN, as in torch, unless `error_if_nonfinite` is set.
+/// Unless `error_if_nonfinite` is set, a non-finite norm makes the gradients zero or NaN, as in torch.
 ///
 /// # Errors
-/// [`Error::Argument`] if `max_norm` is negative or NaN; [`Error::NonFinite`] if `error_if_nonfinite` is set and the norm is not
-/// finite: the gradients do not change then.
+/// [`Error::Argument`] if `max_norm` is negative or NaN; [`Error::NonFinite`] if `error_if_nonfinite` is set and the
+/// norm is non-finite, in which case the gradients do not change.
 pub fn clip_grad_norm_(params: &[Var], max_norm: f64, norm_type: NormType, error_if_nonfinite: bool) -> Result<Tensor> {
     if max_norm.is_nan() || max_norm < 0.0 {
         return Err(Error::argument(OP, format!("found max_norm {max_norm}, expected a number of at least 0")));
@@ -120,7 +120,7 @@ fn check_finite(norm: f64) -> Result<()> {
     Err(Error::NonFinite { op: OP, message })
 }
 
-/// The sum of squares or the largest magnitude.
+/// The sum of squares or the largest magnitude of one gradient.
 fn partial(grad: &Raw, norm_type: NormType) -> Result<f64> {
     const OP: &str = "grad_norm";
     let grad = if grad.is_contiguous() { grad.clone() } else { own_copy(grad)? };

@@ -10,13 +10,13 @@ use super::state::StateDict;
 const OP: &str = "EMA";
 const UPDATES: &str = "updates";
 
-/// The parameters of an [`EMA`].
+/// The settings of an [`EMA`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EMAConfig {
     /// Weight of the old average in each update, in [0, 1).
     pub decay: f64,
-    /// Use min(`decay`, (1 + n) / (10 + n)) after n updates, so that the start is soon forgotten (as in TensorFlow's
-    /// `ExponentialMovingAverage` with `num_updates`).
+    /// Use min(`decay`, (1 + n) / (10 + n)) after n updates, so that the initial values soon lose their weight (as in
+    /// TensorFlow's `ExponentialMovingAverage` with `num_updates`).
     pub warmup: bool,
 }
 
@@ -26,13 +26,14 @@ impl Default for EMAConfig {
     }
 }
 
-/// Averages of the variables of a flat buffer, over the steps of a training run. They can take the place of the variables
-/// for a while, to sample or to save.
+/// Averages of the variables of a flat buffer over the steps of a training run. For sampling or saving, they can
+/// temporarily replace the variables' values.
 pub struct EMA {
     config: EMAConfig,
     buffer: FlatBuffer,
     average: Raw,
-    /// Weight of the variables in the next update: one f64 on their device, where a captured update reads it.
+    /// The weight of the variables in the next update: one f64 on their device, because a captured update reads it
+    /// there.
     weight: Raw,
     updates: HostState<u64>,
     is_swapped_in: HostState<bool>,
@@ -41,7 +42,7 @@ pub struct EMA {
 }
 
 impl EMAConfig {
-    /// How much of the average an update keeps, after this many others.
+    /// The weight of the old average in an update that follows this many other updates.
     fn decay_after(&self, updates: u64) -> f64 {
         let n = updates as f64;
         if self.warmup { self.decay.min((1.0 + n) / (10.0 + n)) } else { self.decay }
@@ -70,7 +71,7 @@ impl EMA {
             buffer: buffer.clone(),
             updates: HostState::new("how often averages were updated", 0),
             is_swapped_in: HostState::new("whether averages are in the place of parameters", false),
-            trained: Fixed::new("which of averages and parameters are in place", None),
+            trained: Fixed::new("whether averages or parameters are in place", None),
         })
     }
 
@@ -79,7 +80,7 @@ impl EMA {
         self.config
     }
 
-    /// How often [`update`](Self::update) was called.
+    /// The number of calls of [`update`](Self::update).
     pub fn updates(&self) -> u64 {
         self.updates.get()
     }
@@ -95,7 +96,7 @@ impl EMA {
     }
 
     /// Moves the averages towards the variables, in one pass over the buffer. Call it after each step of the optimizer.
-    /// In a captured step, every replay is an update with the decay of its turn.
+    /// Every replay of a captured step updates with the decay that belongs to its number of updates.
     ///
     /// # Errors
     /// [`Error::Argument`] while the averages replace the variables; [`Error::Device`] if a captured function updates twice.
@@ -103,7 +104,7 @@ impl EMA {
         if self.is_swapped_in.read() {
             return Err(Error::argument(
                 OP,
-                "update() found the averages in the place of the parameters; swap_out() first",
+                "update() found the averages in place of the parameters; call swap_out() first",
             ));
         }
         self.updates.refuse_repetition("averages twice in a call, each time with another decay")?;
@@ -124,11 +125,11 @@ impl EMA {
     /// step.
     ///
     /// # Errors
-    /// [`Error::Argument`] if they replace them already, [`Error::OutOfMemory`] if a copy of the variables does not
-    /// fit: nothing is changed then.
+    /// [`Error::Argument`] if the averages already replace the variables, [`Error::OutOfMemory`] if a copy of the
+    /// variables does not fit. After an error, nothing has changed.
     pub fn swap_in(&mut self) -> Result<()> {
         if self.is_swapped_in() {
-            return Err(Error::argument(OP, "swap_in() found the averages in the place of the parameters already"));
+            return Err(Error::argument(OP, "swap_in() found the averages already in place of the parameters"));
         }
         let place = self.trained.get_mut()?;
         check_allocation_on(self.average.device(), OP, self.average.dims(), self.average.dtype())?;
@@ -147,7 +148,10 @@ impl EMA {
     /// [`Error::Argument`] if the averages do not replace the variables.
     pub fn swap_out(&mut self) -> Result<()> {
         let Some(trained) = Option::clone(&self.trained) else {
-            return Err(Error::argument(OP, "swap_out() found the parameters in their place; swap_in() first"));
+            return Err(Error::argument(
+                OP,
+                "swap_out() found the parameters' own values in place; call swap_in() first",
+            ));
         };
         let place = self.trained.get_mut()?;
         overwrite(&self.buffer, &trained)?;
@@ -155,7 +159,8 @@ impl EMA {
         self.is_swapped_in.set(false)
     }
 
-    /// A copy of the state, on the CPU: `INDEX.average` for the variable with that index, and `updates` (i64).
+    /// A copy of the state on the CPU: `INDEX.average` is the average of the variable with that index, and `updates`
+    /// (i64) the number of updates.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the copy does not fit.
@@ -168,11 +173,11 @@ impl EMA {
         Ok(dict)
     }
 
-    /// Loads a [`state_dict`](Self::state_dict) of variables of the same shapes.
+    /// Loads a [`state_dict`](Self::state_dict) that was saved over variables of the same shapes.
     ///
     /// # Errors
-    /// [`Error::Config`] if an entry is missing or not expected, [`Error::Shape`] or [`Error::DType`] if one differs. Nothing is
-    /// changed then.
+    /// [`Error::Config`] if an entry is missing or not expected, [`Error::Shape`] or [`Error::DType`] if an entry has
+    /// another shape or dtype. After an error, nothing has changed.
     pub fn load_state_dict(&mut self, states: &StateDict) -> Result<()> {
         let entry = |name: &str, dtype: DType, dims: &[usize]| {
             let wrong = |what: String| format!("load_state_dict: {OP}: {what}");
@@ -209,7 +214,7 @@ impl EMA {
         Ok(())
     }
 
-    /// The average of each variable, without a copy.
+    /// A view of each variable's average.
     fn views(&self) -> Result<Vec<Raw>> {
         let view = |(range, var): (&std::ops::Range<usize>, &trainable_candle_core::Var)| {
             Ok(self.average.narrow(0, range.start, range.len())?.reshape(var.shape())?)

@@ -1,5 +1,5 @@
-//! The description of an optimizer for code that offers it by name: its hyper-parameters, its states and how it is
-//! made.
+//! [`OptimizerKind`] describes an optimizer for code that selects it by name: its hyper-parameters, its states and its
+//! constructor.
 
 use smallvec::SmallVec;
 use trainable_candle_core::{Error, Result, Var};
@@ -18,7 +18,7 @@ pub enum Value {
     Pair((f64, f64)),
     /// Three numbers.
     Triple((f64, f64, f64)),
-    /// Two numbers, the first perhaps none.
+    /// Two numbers, of which the first may be absent.
     OptionalPair((Option<f64>, f64)),
     /// A boolean.
     Switch(bool),
@@ -29,7 +29,7 @@ pub enum Value {
 /// The type of a field of a configuration.
 pub(super) trait Hyper: Copy {
     fn value(self) -> Value;
-    /// None for a value of another type.
+    /// Converts a value; None if it has another type.
     fn of(value: Value) -> Option<Self>;
 }
 
@@ -63,12 +63,12 @@ pub struct Field {
     pub value: Value,
 }
 
-/// A configuration whose fields are known by name. The macro `hyper_parameters` implements it.
+/// A configuration whose fields can be listed and set by name. The macro `hyper_parameters` implements it.
 pub trait HyperParameters: Clone {
     /// The fields with their values, in order.
     fn fields(&self) -> Vec<Field>;
 
-    /// Sets a field; false if there is none of this name and type.
+    /// Sets a field; returns false if there is no field of this name and type.
     fn set(&mut self, name: &str, value: Value) -> bool;
 }
 
@@ -108,7 +108,8 @@ pub trait Registered: Optimizer + Sized + 'static {
     const NAME: &'static str;
     /// What it is, in a sentence or two, with its source.
     const ABOUT: &'static str;
-    /// Hyper-parameters that the reference implementation takes by position; the others are passed by name.
+    /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
+    /// name.
     const POSITIONAL: usize;
 
     /// The default hyper-parameters.
@@ -124,8 +125,8 @@ pub trait Registered: Optimizer + Sized + 'static {
     fn build(groups: Vec<ParamGroup<Self::Config>>) -> Result<Self>;
 }
 
-/// Makes a [`Stepper`](super::Stepper) one that the registry can hold: its rule, what it is, how many hyper-parameters may be passed
-/// by position, and the defaults.
+/// Implements [`Registered`] for the [`Stepper`](super::Stepper) of a rule. Arguments: the rule,
+/// [`ABOUT`](Registered::ABOUT), [`POSITIONAL`](Registered::POSITIONAL), and the default hyper-parameters.
 macro_rules! registered {
     ($rule:ty, $about:literal, $positional:literal, $defaults:expr) => {
         impl $crate::optim::kind::Registered for $crate::optim::Stepper<$rule> {
@@ -163,11 +164,12 @@ pub struct OptimizerKind {
     pub name: &'static str,
     /// What it is, in a sentence or two, with its source.
     pub about: &'static str,
-    /// Hyper-parameters that the reference implementation takes by position; the others are passed by name.
+    /// The number of hyper-parameters that the reference implementation takes by position; the others are passed by
+    /// name.
     pub positional: usize,
     /// Its hyper-parameters with their defaults, in order.
     pub fields: fn() -> Vec<Field>,
-    /// The states that it keeps for an f32 parameter of a shape, with its default hyper-parameters.
+    /// The states that it keeps for an f32 parameter of shape `dims`, with its default hyper-parameters.
     pub states: fn(dims: &[usize]) -> SmallVec<[StateSpec; 4]>,
     make: fn(Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>>,
 }
@@ -187,12 +189,13 @@ impl OptimizerKind {
     /// The optimizer over groups of variables.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is no hyper-parameter of a name and type, and those of the optimizer's constructor.
+    /// [`Error::Argument`] if the optimizer has no hyper-parameter of a given name and type, and the errors of its
+    /// constructor.
     pub fn build(&self, groups: Vec<NamedGroup<'_>>) -> Result<Box<dyn Optimizer>> {
         (self.make)(groups)
     }
 
-    /// The name in options: that of the class in small letters.
+    /// The name of the optimizer in options: the class name in lower case.
     pub fn option(&self) -> String {
         self.name.to_lowercase()
     }

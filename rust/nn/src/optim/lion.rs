@@ -90,8 +90,8 @@ impl Rule for LionRule {
     }
 }
 
-/// What one step needs of a [`LionConfig`]. Fused multiply-adds are where the CUDA code of bitsandbytes has them, so that
-/// the momentum is equal bit for bit.
+/// The numbers that one step computes from a [`LionConfig`]. The step uses fused multiply-adds in the same places as
+/// the CUDA code of bitsandbytes, so that the momentum is equal bit for bit.
 #[derive(Clone, Copy)]
 pub(crate) struct Coefficients<T> {
     pub(crate) beta1: T,
@@ -106,7 +106,7 @@ impl<T: Real> Coefficients<T> {
         Self { beta1, beta2, lr, decay: T::ONE - lr * T::from_f64(weight_decay) }
     }
 
-    /// The decayed parameter moved by `lr` against the sign of `direction`.
+    /// Applies weight decay to the parameter and moves it by `lr` against the sign of `direction`.
     #[inline(always)]
     fn descend(&self, p: T, direction: T) -> T {
         let up = if direction > T::ZERO { self.lr } else { T::ZERO };
@@ -114,7 +114,7 @@ impl<T: Real> Coefficients<T> {
         p * self.decay - up + down
     }
 
-    /// The parameter and the momentum after a gradient.
+    /// Returns the parameter and the momentum after a step with gradient `g`.
     #[inline(always)]
     fn advance(&self, p: T, g: T, m: T) -> (T, T) {
         let direction = m.mul_add(self.beta1, (T::ONE - self.beta1) * g);

@@ -101,8 +101,8 @@ fn update(config: &Lion8bitConfig, _step: u64, chunk: Chunk<'_, f32>) {
 impl Step<1> for Coefficients<f32> {
     const BEHIND: [u8; 1] = [128];
 
-    /// An element with a non-finite gradient loses its momentum and does not change (where bitsandbytes would write the block's
-    /// largest value to its momentum).
+    /// If an element's gradient is non-finite, the element does not change and its momentum becomes zero. bitsandbytes
+    /// would set its momentum to the block's largest value.
     #[inline(always)]
     fn update<L: Lanes>(self, l: L, block: Block<'_, 1>, [Values(m)]: &mut [Values; 1]) {
         let Block { param, grad, states: [(codes, absmax)] } = block;
@@ -117,12 +117,13 @@ impl Step<1> for Coefficients<f32> {
             let decoded = l.decode(codebook, codes);
             for part in 0..4 {
                 let here = start + part * L::WIDTH;
-                // Here CUDA fuses the gradient's multiplication, not the momentum's as in f32.
+                // The 8-bit CUDA kernel fuses the multiplication of the gradient; the f32 kernel fuses that of the
+                // momentum.
                 let g = l.load(&grad[here..]);
                 let old_momentum = l.mul(l.part(codebook, decoded, codes, part), scale);
                 let direction = l.mul_add(weight1, g, l.mul(old_momentum, beta1));
                 let momentum = l.mul_add(weight2, g, l.mul(old_momentum, beta2));
-                // Against the sign of the direction.
+                // The step is against the sign of the direction.
                 let down = l.select(l.at_most(direction, zero), zero, minus_lr);
                 let up = l.select(l.at_most(zero, direction), zero, lr);
                 let finite = l.at_most(l.abs(g), l.splat(f32::MAX));

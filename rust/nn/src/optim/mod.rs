@@ -15,15 +15,15 @@
 //! # Ok::<(), trainable_candle_core::Error>(())
 //! ```
 //!
-//! Every optimizer is a [`Stepper`] over a [`Rule`] (or holds one, where a step needs something of all variables together); a
-//! new one is a file with a rule, its hyper-parameters and a line of the [`KINDS`]. All take f32, f16 and bf16 variables
-//! (the two short dtypes with f32 master values that the optimizer holds), those with states in full precision also
-//! f64. Variables that share one flat buffer are updated in one pass over it.
+//! Every optimizer is a [`Stepper`] over a [`Rule`], or holds a [`Stepper`] if its steps need sums over all variables.
+//! A new optimizer is a file with a rule and its hyper-parameters, and a line of [`KINDS`]. All optimizers take f32,
+//! f16 and bf16 variables; for f16 and bf16 they hold f32 master values. Optimizers with states in full precision also
+//! take f64. Variables that share one flat buffer are updated in one pass over the buffer.
 //!
 //! For CUDA variables, states, hyper-parameters and step counters are on the device. A step is two launches for all
-//! variables, without synchronization, which also write the copies that f16 or bf16 computation reads. State dicts do
-//! not depend on the device, so a run can continue on another kind of device. Rules without [`KERNELS`](Rule::KERNELS)
-//! and f64 variables have no CUDA form.
+//! variables, without synchronization. It also writes the f16 or bf16 copies of variables that the forward pass reads.
+//! State dicts do not depend on the device, so a run can continue on another kind of device. CUDA devices need a rule
+//! with [`KERNELS`](Rule::KERNELS), and do not support f64 variables.
 
 mod blocks;
 mod clip;
@@ -56,7 +56,7 @@ pub use schedule::{Decay, Schedule};
 pub use state::StateDict;
 pub use stepper::{Guard, Optimizer, ParamGroup, Stepper};
 
-/// The registry: declares each file with its optimizers, exports them and collects their [`OptimizerKind`]s.
+/// The registry: declares the module of each file, exports its optimizers and collects their [`OptimizerKind`]s.
 macro_rules! registry {
     ($($file:ident: $($name:ident),+;)*) => {
         $(mod $file;)*
@@ -68,7 +68,7 @@ macro_rules! registry {
             $(pub use super::{$($name),+};)*
         }
 
-        /// Every optimizer; of similar ones, those that take less memory are first.
+        /// All optimizers. Among similar optimizers, those that need less memory come first.
         pub static KINDS: &[OptimizerKind] = &[$($(OptimizerKind::of::<$name>()),+),*];
     };
 }

@@ -1,8 +1,10 @@
-//! Muon: momentum whose update is made orthogonal, as `torch.optim.Muon`.
+//! Muon, as `torch.optim.Muon`: the update is the momentum, made orthogonal.
 //!
-//! Jordan et al., "Muon: An optimizer for hidden layers in neural networks", <https://kellerjordan.github.io/posts/muon/>; the learning
-//! rates of shapes: Liu et al., "Muon is Scalable for LLM Training", <https://arxiv.org/abs/2502.16982>; reference:
-//! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/optim/_muon.py>, which rounds its products to bf16. Here they are in f32.
+//! Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
+//! <https://kellerjordan.github.io/posts/muon/>; the scale of updates by shape: Liu et al., "Muon is Scalable for LLM
+//! Training", <https://arxiv.org/abs/2502.16982>; reference:
+//! <https://github.com/pytorch/pytorch/blob/v2.9.0/torch/optim/_muon.py>, which rounds the products of matrices to
+//! bf16. Here they are f32.
 
 use smallvec::{SmallVec, smallvec};
 use trainable_candle_core::cpu::{Real, dispatch};
@@ -16,7 +18,8 @@ use super::rule::{
 };
 
 hyper_parameters! {
-    /// Hyper-parameters of [`Muon`]; names, meaning and defaults are those of `torch.optim.Muon`, except that `match_rms_adamw` is torch's `adjust_lr_fn`, and for the last two.
+    /// Hyper-parameters of [`Muon`]. Names, meaning and defaults are those of `torch.optim.Muon`, with three
+    /// exceptions: `match_rms_adamw` replaces torch's `adjust_lr_fn`, and torch has no `vector_betas` and `vector_eps`.
     pub struct MuonConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
@@ -24,20 +27,20 @@ hyper_parameters! {
         pub weight_decay: f64,
         /// Decay rate of the momentum, in [0, 1).
         pub momentum: f64,
-        /// Move the gradient towards the momentum instead of taking the momentum alone.
+        /// Nesterov momentum: make orthogonal the gradient moved towards the momentum, instead of the momentum itself.
         pub nesterov: bool,
-        /// Coefficients of the Newton-Schulz iteration: of the matrix, of its third and of its fifth power.
+        /// Coefficients of the Newton-Schulz iteration: for the matrix, its third and its fifth power.
         pub ns_coefficients: (f64, f64, f64),
-        /// The least norm that an update is divided by, above 0.
+        /// Above 0: the iteration starts with the update divided by its norm, or by this if the norm is smaller.
         pub eps: f64,
         /// Steps of the Newton-Schulz iteration, less than 100.
         pub ns_steps: usize,
         /// Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch:
         /// `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
         pub match_rms_adamw: bool,
-        /// Vectors take a step of AdamW: its decay rates, each in [0, 1).
+        /// Decay rates of AdamW, which updates vectors; each in [0, 1).
         pub vector_betas: (f64, f64),
-        /// Vectors take a step of AdamW: added to the root of the second moment, at least 0.
+        /// Added by AdamW, which updates vectors, to the root of the second moment; at least 0.
         pub vector_eps: f64,
     }
 }
@@ -59,14 +62,15 @@ impl Default for MuonConfig {
     }
 }
 
-/// Muon, as `torch.optim.Muon`. A parameter of more than two dimensions is a matrix with a row for each entry of the first one; one of
-/// less than two takes a step of AdamW. It is made for the low ranks of adapters: a step takes time proportional to the elements times
-/// the smaller side of a matrix.
+/// Muon, as `torch.optim.Muon`. A parameter of more than two dimensions counts as a matrix with one row for each index
+/// of the first dimension; AdamW updates parameters of fewer than two. The implementation is for the low ranks of
+/// adapters: the time of a step is proportional to a matrix's elements times its smaller side.
 pub type Muon = Stepper<MuonRule>;
 
 registered!(
     MuonRule,
-    "Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: momentum whose update is made orthogonal; vectors take a step of AdamW.",
+    "Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: the update of a matrix is its momentum, made orthogonal; \
+     AdamW updates vectors.",
     7,
     MuonConfig::default()
 );
@@ -133,7 +137,7 @@ impl Rule for MuonRule {
         smallvec![StateKind::Float.named("momentum_buffer")]
     }
 
-    /// Four products of the size of the smaller side.
+    /// Room for four square matrices of the smaller side.
     fn scratch(dims: &[usize]) -> usize {
         let Some((&rows, rest)) = dims.split_first().filter(|(_, rest)| !rest.is_empty()) else { return 0 };
         let smaller = rows.min(rest.iter().product());
@@ -203,8 +207,8 @@ fn update_matrix<T: Real>(config: &MuonConfig, mut chunk: Chunk<'_, T>) {
 
 /// The result of the Newton-Schulz iteration from `scale` times `x`, a matrix of `short` rows.
 ///
-/// Every iterate is P x with a square P that commutes with x xᵀ, so the iteration is one of small matrices: with G = P² (x xᵀ) and
-/// M = a + b G + c G², the next ones are M P and M² G.
+/// Every iterate is P x, where the square matrix P commutes with x xᵀ, so the iteration needs only small matrices: with
+/// G = P² (x xᵀ) and M = a + b G + c G², the next P is M P and the next G is M² G.
 #[inline(always)]
 fn orthogonalize<T: Real>(config: &MuonConfig, x: &[T], (short, long): (usize, usize), scale: T) -> Vec<T> {
     let (a, b, c) = config.ns_coefficients;
@@ -244,7 +248,7 @@ fn dot<T: Real>(x: &[T], y: &[T]) -> T {
     total
 }
 
-/// The product of a square matrix of `rows` rows and one that has as many.
+/// The product of a square matrix with `rows` rows and a matrix with as many rows.
 #[inline(always)]
 fn multiply<T: Real>(left: &[T], right: &[T], rows: usize) -> Vec<T> {
     let width = right.len() / rows;

@@ -1,5 +1,5 @@
-//! The surface of [`cuda`](super) in a build without CUDA, where no variable is on a CUDA device: no value of these
-//! types ever exists.
+//! The types of the module `cuda` in a build without CUDA. No variable is on a CUDA device then, so no value of these
+//! types exists.
 
 use std::convert::Infallible;
 
@@ -67,7 +67,7 @@ impl LossScale {
     }
 }
 
-/// What an optimizer keeps on a device.
+/// The device state of an optimizer.
 pub struct OnDevice(Infallible);
 
 impl OnDevice {

@@ -1,4 +1,4 @@
-//! Prodigy: Adam whose step size is an estimate of the distance to the solution, as `prodigyopt`.
+//! Prodigy, as in `prodigyopt`: Adam with an estimate of the distance to the solution as step size.
 //!
 //! Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner", <https://arxiv.org/abs/2306.06101>;
 //! reference:
@@ -15,36 +15,36 @@ use super::stepper::{Guard, Optimizer, ParamGroup, Stepper};
 use super::update;
 
 const NAME: &str = "Prodigy";
-/// The entry of a state dict with d, its maximum, its numerator and the number of steps.
+/// The state dict's entry that holds d, its maximum, its numerator and the number of steps.
 const ESTIMATE: &str = "estimate";
 
 hyper_parameters! {
     /// Hyper-parameters of [`Prodigy`]; names, meaning and defaults are those of `prodigyopt`.
     pub struct ProdigyConfig {
-        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. All groups have the same or 0: those
-        /// with 0 stay as they are.
+        /// Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a
+        /// factor of 0, which leaves them unchanged.
         pub lr: f64,
-        /// Decay rates of the first and the second moment, each in [0, 1). A first one of 0 keeps no first moment.
+        /// Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
         pub betas: (f64, f64),
-        /// Decay rate of the sums that the estimate is made of, in [0, 1); default: the root of the second beta.
+        /// Decay rate of the sums that give the estimate, in [0, 1); default: the square root of the second beta.
         pub beta3: Option<f64>,
-        /// Added, times the estimate, to the root of the second moment; above 0.
+        /// Above 0: eps times the estimate is added to the root of the second moment.
         pub eps: f64,
         /// At least 0; see `decouple`.
         pub weight_decay: f64,
-        /// Weight decay as in AdamW; otherwise an L2 penalty, added to the gradient.
+        /// Decay weights as AdamW does; otherwise add an L2 penalty to the gradient.
         pub decouple: bool,
-        /// Adam's correction of the first steps.
+        /// Use Adam's bias correction in the first steps.
         pub use_bias_correction: bool,
-        /// Keep `lr` and the bias correction out of the estimate's denominator, which a warm-up would make too small.
+        /// Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make it too small.
         pub safeguard_warmup: bool,
         /// The first estimate, above 0.
         pub d0: f64,
-        /// Factor on the estimate, above 0: the way to tune the method, 0.5 or 2 for example.
+        /// Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
         pub d_coef: f64,
         /// The estimate grows by at most this factor in a step, at least 1.
         pub growth_rate: f64,
-        /// Estimate from every n-th element, at least 1: 11 saves almost half of the memory.
+        /// Compute the estimate from every n-th element, at least 1; 11 saves almost half of the memory.
         pub slice_p: usize,
     }
 }
@@ -103,11 +103,11 @@ impl ProdigyConfig {
 /// Its state dict has, besides each variable's states, `estimate` (4), f64: the estimate d, its maximum, its numerator and
 /// the number of steps.
 pub struct Prodigy {
-    /// Its `shared` numbers are those of [`Estimate`] in a device's order.
+    /// Its `shared` numbers are the fields of [`Estimate`], in the order that kernels read.
     stepper: Stepper<Observe>,
 }
 
-/// What the steps of all variables share.
+/// The numbers that the steps of all variables share.
 #[derive(Clone, Copy, Debug)]
 struct Estimate {
     d: f64,
@@ -117,7 +117,7 @@ struct Estimate {
 }
 
 impl Estimate {
-    /// As a device has it: after these, room for the sums of a step.
+    /// The fields in the order that kernels read, followed by room for the sums of a step.
     fn to_shared(self) -> Vec<f64> {
         vec![self.d, self.d_max, self.numerator, self.steps, 0.0, 0.0, 0.0]
     }
@@ -147,16 +147,16 @@ impl Prodigy {
     /// Prodigy on several groups of variables with one estimate.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is outside its range or differs between groups (`weight_decay` and `eps` may,
-    /// and `lr` may be 0), there is no variable, or one appears twice; [`Error::DType`] if a variable's dtype is not
-    /// floating point.
+    /// [`Error::Argument`] if a hyper-parameter is out of range or may not differ between groups, if there is no
+    /// variable, or if one appears twice; [`Error::DType`] if a dtype is not floating point.
     pub fn with_groups(groups: Vec<ParamGroup<ProdigyConfig>>) -> Result<Self> {
         let first = groups.first().map(|group| group.config.clone()).unwrap_or_default();
         for (index, ParamGroup { config, .. }) in groups.iter().enumerate() {
             let ProdigyConfig { lr, weight_decay, eps, .. } = *config;
             if *config != (ProdigyConfig { lr, weight_decay, eps, ..first.clone() }) {
                 let message = format!(
-                    "group {index} has other hyper-parameters than the first; only weight_decay and eps may differ, and lr be 0"
+                    "group {index} has other hyper-parameters than the first; only weight_decay and eps may differ, \
+                     and lr may be 0"
                 );
                 return Err(Error::argument(NAME, message));
             }
@@ -172,7 +172,7 @@ impl Prodigy {
         Ok(prodigy)
     }
 
-    /// The estimate of the distance to the solution, d: steps have the size d · lr. Waits for a CUDA device.
+    /// The estimate d of the distance to the solution; steps have the size d · lr. Waits for a CUDA device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -180,7 +180,7 @@ impl Prodigy {
         Ok(Estimate::of(&self.stepper.shared()?).d)
     }
 
-    /// The learning rate that all groups have whose own is not 0.
+    /// The common learning rate of all groups whose learning rate is not 0.
     fn common_lr(&self) -> Result<f64> {
         let lrs = self.group_lrs();
         let largest = lrs.iter().copied().fold(0.0, f64::max);
@@ -214,7 +214,7 @@ impl Prodigy {
             numerator += now.d / config.d0 * dlr * parameter.sums[0];
             denominator += parameter.sums[1];
         }
-        // No gradient, or all of them zero: there is nothing to learn from.
+        // There is no gradient, or all gradients are zero, so there is nothing to learn from.
         if denominator == 0.0 {
             return Ok(());
         }
@@ -228,7 +228,7 @@ impl Prodigy {
         self.run::<Apply>(&wanted, now.d, dlr)
     }
 
-    /// One pass over the variables that have a gradient and a learning rate.
+    /// Applies a rule to the variables that have a gradient and a learning rate above 0.
     fn run<R: Rule<Config = Pass>>(&mut self, wanted: &impl Fn(&Var) -> bool, d: f64, dlr: f64) -> Result<()> {
         for group in &mut self.stepper.groups {
             let pass = group.config.get_mut()?;
@@ -307,9 +307,9 @@ impl Optimizer for Prodigy {
 impl Registered for Prodigy {
     type Config = ProdigyConfig;
     const NAME: &'static str = NAME;
-    const ABOUT: &'static str = "Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its \
-        step size. All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. \
-        The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.";
+    const ABOUT: &'static str = "Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW \
+        that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ in groups, \
+        and lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.";
     const POSITIONAL: usize = 11;
 
     fn defaults() -> ProdigyConfig {
@@ -325,7 +325,7 @@ impl Registered for Prodigy {
     }
 }
 
-/// What a pass over the variables reads.
+/// The configuration of a group during a step.
 #[derive(Clone, Debug, PartialEq)]
 struct Pass {
     config: ProdigyConfig,
@@ -390,7 +390,7 @@ impl Rule for Observe {
         states(&pass.config)
     }
 
-    /// Two f64: the variable's sums.
+    /// Room for two f64, the variable's sums.
     fn scratch(_dims: &[usize]) -> usize {
         4
     }
@@ -479,7 +479,7 @@ fn apply<T: Real>(pass: &Pass, _step: u64, chunk: Chunk<'_, T>) {
 fn apply_elements<T: Real>(pass: &Pass, mut chunk: Chunk<'_, T>) {
     let Pass { config, d, dlr } = pass;
     let (decay, l2) = if config.decouple { (config.weight_decay, 0.0) } else { (0.0, config.weight_decay) };
-    // Not a factor 1 - decay · dlr: while the estimate is small, f32 rounds that to 1.
+    // Subtracts, because f32 rounds a factor 1 - decay · dlr to 1 while the estimate is small.
     let (lost, l2) = (T::from_f64(decay * dlr), T::from_f64(l2));
     let (step_size, eps, d) = (T::from_f64(*dlr), T::from_f64(d * config.eps), T::from_f64(*d));
     let elements = chunk.param.iter_mut().zip(chunk.grad);

@@ -1,4 +1,4 @@
-//! [`Rule`]: what distinguishes one optimizer from another.
+//! [`Rule`]: the arithmetic of an optimizer.
 
 use smallvec::SmallVec;
 use trainable_candle_core::{Error, Result};
@@ -7,33 +7,35 @@ use super::quant::BLOCK_SIZE;
 
 pub use trainable_candle_cuda::structs::Settings;
 
-/// The arithmetic of an optimizer and the states it keeps; [`Stepper`](super::Stepper) does everything else.
+/// The arithmetic of an optimizer and the states that it keeps. [`Stepper`](super::Stepper) does everything else.
 ///
-/// An update either is elementwise ([`ELEMENTWISE`](Self::ELEMENTWISE)), except that the elements of one block of
-/// [`BLOCK_SIZE`] may share a scale, or sees whole variables.
+/// An update is elementwise ([`ELEMENTWISE`](Self::ELEMENTWISE)) or needs whole variables. In an elementwise update,
+/// the elements of a block of [`BLOCK_SIZE`] may share a scale.
 pub trait Rule: Sized + Send + Sync + 'static {
-    /// The optimizer's name, with which messages start.
+    /// The optimizer's name; error messages start with it.
     const NAME: &'static str;
 
     /// The hyper-parameters of a group of parameters.
     type Config: Clone + std::fmt::Debug + PartialEq + Send + Sync + 'static;
 
-    /// The update of f32 values (and, through f32 master values, of f16 and bf16).
+    /// The update of f32 values, which are the master values of f16 and bf16 variables.
     const UPDATE: Update<Self::Config, f32>;
 
-    /// The update of f64 values, if the optimizer takes them.
+    /// The update of f64 values, if the optimizer takes f64 variables.
     const UPDATE_F64: Option<Update<Self::Config, f64>>;
 
-    /// The kernels that do the same on CUDA devices, if there are any.
+    /// The kernels of the update on CUDA devices, if there are any.
     const KERNELS: Option<Kernels<Self::Config>> = None;
 
-    /// Whether a variable may be updated in chunks, on several threads. Otherwise one block of threads updates it on a CUDA device.
+    /// Whether a variable may be updated in chunks, on several threads. If not, the update gets the whole variable; on
+    /// a CUDA device one block of threads updates it.
     const ELEMENTWISE: bool = true;
 
-    /// What replaces the parameters outside training, if the optimizer averages them.
+    /// The average that replaces the parameters outside of training, if the optimizer keeps one.
     const AVERAGE: Option<Average<Self::Config>> = None;
 
-    /// Whether this pass increments the step counter; false for the rest of a step that another rule has begun.
+    /// Whether the update increments the step counter; false if the rule is the second half of a step that another rule
+    /// has begun.
     const COUNTS: bool = true;
 
     /// Checks the ranges of hyper-parameters.
@@ -45,7 +47,7 @@ pub trait Rule: Sized + Send + Sync + 'static {
     /// The states kept for a parameter of shape `dims`.
     fn states(config: &Self::Config, dims: &[usize]) -> SmallVec<[StateSpec; 4]>;
 
-    /// How many f32 the update of a variable of shape `dims` needs on a CUDA device besides the states.
+    /// The number of f32 that the update of a variable of shape `dims` needs on a CUDA device as scratch memory.
     fn scratch(_dims: &[usize]) -> usize {
         0
     }
@@ -54,10 +56,11 @@ pub trait Rule: Sized + Send + Sync + 'static {
     fn lr(config: &mut Self::Config) -> &mut f64;
 }
 
-/// An average of a parameter over the steps: the parameter, moved by `weight` of the way to a state of its size.
+/// An average of a parameter over the steps: the parameter moved towards a state of the same shape, by `weight` times
+/// their distance.
 #[derive(Clone, Copy)]
 pub struct Average<C> {
-    /// The number of the state.
+    /// The index of the state.
     pub state: usize,
     /// The weight, from the hyper-parameters of the group; it may be negative.
     pub weight: fn(&C) -> f64,
@@ -68,38 +71,40 @@ pub struct Average<C> {
 pub struct Kernels<C> {
     /// `<prepare>_prepare` begins a step.
     pub prepare: &'static str,
-    /// What updates variables with states in f32: `<step>_step`, or the whole name if the optimizer updates whole variables.
+    /// The kernel that updates variables with f32 states: `<step>_step`, or `step` itself if the rule is not
+    /// elementwise.
     pub step: &'static str,
-    /// The kernels before it in the same step, of optimizers that update whole variables: the name, and whether one block of threads
-    /// sees all variables of a launch.
+    /// The kernels that run before `step` in each step, for rules that are not elementwise. Each has a name, and
+    /// whether one block of threads processes all variables of a launch.
     pub before: &'static [(&'static str, bool)],
-    /// `<step_8bit>_step` updates those with states in 8 bits.
+    /// `<step_8bit>_step` updates variables with 8-bit states.
     pub step_8bit: Option<&'static str>,
-    /// The hyper-parameters of a group as kernels read them; those that an optimizer lacks are 0.
+    /// Converts the hyper-parameters of a group to the structure that kernels read. Fields that an optimizer lacks are
+    /// 0.
     pub settings: fn(&C) -> Settings,
 }
 
-/// Step number `step` (from 1) of a chunk.
+/// Updates a chunk in step number `step`, which counts from 1.
 pub type Update<C, T> = fn(config: &C, step: u64, chunk: Chunk<'_, T>);
 
-/// A run of elements of one parameter, or all of them; all slices cover the same elements. Starts at a multiple of
-/// [`BLOCK_SIZE`].
+/// Consecutive elements of one parameter, or all of its elements; all slices cover the same elements. A chunk starts at
+/// a multiple of [`BLOCK_SIZE`].
 pub struct Chunk<'a, T> {
     /// The shape of the whole parameter.
     pub dims: &'a [usize],
-    /// The values, to be changed.
+    /// The values, which the update changes.
     pub param: &'a mut [T],
     /// The gradient.
     pub grad: &'a [T],
     /// The states in the order of [`Rule::states`]; all zeros before the first step.
     pub states: SmallVec<[StateSlice<'a, T>; 4]>,
-    /// Where the update sees the whole variable: two numbers that it may leave for the optimizer.
+    /// If the chunk is a whole variable, two numbers that the update may return to the optimizer.
     pub sums: Option<&'a mut [f64; 2]>,
 }
 
-/// A run of one state.
+/// The part of one state that belongs to a chunk.
 pub enum StateSlice<'a, T> {
-    /// Numbers: one for each element, row or column, or for a number of elements.
+    /// Numbers: one for each element, row or column, or one for every n elements.
     Float(&'a mut [T]),
     /// An 8-bit code for each element.
     Codes(&'a mut [u8]),
@@ -112,11 +117,11 @@ pub enum StateSlice<'a, T> {
 pub struct StateSpec {
     /// Its name in a state dict.
     pub name: &'static str,
-    /// What it holds.
+    /// The kind of its entries.
     pub kind: StateKind,
 }
 
-/// What a state holds.
+/// The kind of a state's entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
     /// A number for each element: f64 for f64 parameters, otherwise f32.
@@ -125,11 +130,11 @@ pub enum StateKind {
     Codes,
     /// A scale (f32) for each [`BLOCK_SIZE`] elements.
     Scales,
-    /// As `Float`, one for each row of the last two dimensions.
+    /// As `Float`, with one number for each row of the last two dimensions.
     Rows,
-    /// As `Float`, one for each column of the last two dimensions.
+    /// As `Float`, with one number for each column of the last two dimensions.
     Columns,
-    /// As `Float`, one for the first element and every n-th after it, at least 1.
+    /// As `Float`, with one number for the first element and every n-th element after it; n is at least 1.
     Every(usize),
 }
 
@@ -167,7 +172,7 @@ impl<'a, T> StateSlice<'a, T> {
         }
     }
 
-    /// Cuts after the entries of `at` elements, a multiple of [`BLOCK_SIZE`].
+    /// Splits the state after the entries of the first `at` elements, a multiple of [`BLOCK_SIZE`].
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
         match self {
             Self::Float(data) => {

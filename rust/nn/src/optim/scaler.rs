@@ -11,18 +11,18 @@ use super::stepper::{Guard, Optimizer};
 
 const OP: &str = "GradScaler";
 
-/// The parameters of a [`GradScaler`]; names and defaults are torch's.
+/// The settings of a [`GradScaler`]; names and defaults are torch's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerConfig {
     /// The first scale.
     pub init_scale: f64,
-    /// The scale is multiplied by this after `growth_interval` good steps in a row; above 1.
+    /// The scale is multiplied by this after `growth_interval` steps in a row with finite gradients; above 1.
     pub growth_factor: f64,
     /// The scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
     pub backoff_factor: f64,
-    /// Good steps in a row before the scale grows.
+    /// The number of steps in a row with finite gradients before the scale grows.
     pub growth_interval: u64,
-    /// False changes neither losses nor gradients and takes every step.
+    /// If false, the scaler changes neither losses nor gradients and takes every step.
     pub enabled: bool,
 }
 
@@ -34,17 +34,18 @@ impl Default for GradScalerConfig {
 
 /// Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed.
 ///
-/// One iteration: `scaler.scale(&loss)?.backward()?`, optionally [`unscale`](Self::unscale) and clip,
-/// [`step`](Self::step), [`update`](Self::update).
+/// An iteration calls `scaler.scale(&loss)?.backward()?`, then optionally [`unscale`](Self::unscale) and clipping, then
+/// [`step`](Self::step) and [`update`](Self::update).
 ///
-/// With losses and variables on a CUDA device, the scale is there too, and the device decides whether to skip a step, so that
-/// the host does not wait.
+/// If losses and variables are on a CUDA device, the scale is there too, and the device decides whether to skip a step,
+/// so the host does not wait.
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
-    /// A captured function reads it on the device.
+    /// The scale and the counter. They cannot move during a capture, because captured functions read them on the
+    /// device.
     state: Fixed<State>,
-    /// The progress of each optimizer, by its id, since the last update.
+    /// By id of the optimizer, how far its iteration has come since the last update.
     stages: HostState<FxHashMap<u64, Stage>>,
 }
 
@@ -58,7 +59,7 @@ fn stages(stages: FxHashMap<u64, Stage>) -> HostState<FxHashMap<u64, Stage>> {
     HostState::new("which gradients are unscaled", stages)
 }
 
-/// The scale and the good steps in a row.
+/// The scale, and the number of steps in a row with finite gradients.
 #[derive(Clone, Debug)]
 enum State {
     Host(f64, u64),
@@ -67,7 +68,7 @@ enum State {
 
 #[derive(Clone, Debug)]
 struct Stage {
-    /// The largest magnitude of all gradients, of one element; not finite if one is infinite or NaN.
+    /// The largest magnitude of all gradients, as a tensor of one element; it is non-finite if a gradient is.
     norm: Tensor,
     stepped: bool,
 }
@@ -76,7 +77,7 @@ impl GradScaler {
     /// A scaler.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a parameter is outside its range.
+    /// [`Error::Argument`] if a setting is outside its range.
     pub fn new(config: GradScalerConfig) -> Result<Self> {
         let GradScalerConfig { init_scale, growth_factor, backoff_factor, growth_interval, .. } = config;
         let wrong = |name: &str, found: String, expected: &str| {
@@ -95,11 +96,11 @@ impl GradScaler {
             return wrong("growth_interval", growth_interval.to_string(), "at least 1");
         }
         let state =
-            Fixed::new("where the loss scale is, which its first use brings to the device", State::Host(init_scale, 0));
+            Fixed::new("the device of the loss scale, which moves at its first use", State::Host(init_scale, 0));
         Ok(Self { config, state, stages: stages(FxHashMap::default()) })
     }
 
-    /// The current scale; 1 if not enabled. Waits for a CUDA device.
+    /// The current scale; 1 if the scaler is not enabled. Waits for a CUDA device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -107,7 +108,7 @@ impl GradScaler {
         if self.config.enabled { Ok(self.read()?.0) } else { Ok(1.0) }
     }
 
-    /// Good steps in a row so far. Waits for a CUDA device.
+    /// The number of steps in a row with finite gradients. Waits for a CUDA device.
     ///
     /// # Errors
     /// As [`get_scale`](Self::get_scale).
@@ -122,7 +123,7 @@ impl GradScaler {
         }
     }
 
-    /// The state on a CUDA device, brought there at the first call.
+    /// The state on a CUDA device; the first call moves it there.
     fn on_device(&mut self, device: &Device) -> Result<LossScale> {
         if let State::Device(state) = &*self.state {
             return Ok(state.clone());
@@ -147,7 +148,7 @@ impl GradScaler {
             return Ok(loss.clone());
         }
         if loss.device().is_cuda() {
-            // A copy: the product saves its factor, and `update` writes the state in place.
+            // Multiplies by a copy, because the product saves its factor and `update` writes the state in place.
             let scale = Tensor::from_raw(&own_copy(&self.on_device(loss.device())?.scale()?)?);
             return loss.mul(&scale.to_dtype(loss.dtype())?);
         }
@@ -157,7 +158,7 @@ impl GradScaler {
     /// Divides the gradients of the optimizer's variables by the scale, to clip or read them before the step.
     ///
     /// # Errors
-    /// [`Error::Argument`] if that was done since the last [`update`](Self::update).
+    /// [`Error::Argument`] if it was already called for this optimizer since the last [`update`](Self::update).
     pub fn unscale(&mut self, optimizer: &dyn Optimizer) -> Result<()> {
         if !self.config.enabled {
             return Ok(());
@@ -183,14 +184,15 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Takes a step with the gradients divided by the scale, unless one is infinite or NaN. Returns whether it was taken; None
-    /// on a CUDA device, where finding out would synchronize.
+    /// Takes a step with the gradients divided by the scale, unless a gradient is infinite or NaN. Returns whether the
+    /// step was taken; on a CUDA device returns None, because the answer would need synchronization.
     ///
-    /// Gradients that [`unscale`](Self::unscale) has not divided are divided here. On a CUDA device the step divides
-    /// them as it reads them, and the stored gradients do not change.
+    /// This divides the gradients unless [`unscale`](Self::unscale) already has. On a CUDA device the step divides
+    /// gradients while reading them, and the stored gradients do not change.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a step was taken since the last [`update`](Self::update); those of the optimizer.
+    /// [`Error::Argument`] if it was already called for this optimizer since the last [`update`](Self::update); the
+    /// errors of the optimizer's step.
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<Option<bool>> {
         if !self.config.enabled {
             optimizer.step_all()?;
@@ -218,7 +220,7 @@ impl GradScaler {
         if stage.norm.device().is_cpu() { Ok(Some(guard.allows()?)) } else { Ok(None) }
     }
 
-    /// The progress of an optimizer since the last update.
+    /// How far the optimizer's iteration has come since the last update.
     fn stage(&self, optimizer: &dyn Optimizer) -> Option<Stage> {
         self.stages.get().remove(&optimizer.id())
     }
@@ -227,7 +229,8 @@ impl GradScaler {
         self.stages.change(|stages| stages.insert(optimizer.id(), stage));
     }
 
-    /// Ends the iteration: the scale falls if a gradient was infinite or NaN, and grows after enough good steps in a row.
+    /// Ends the iteration: the scale falls if a gradient was infinite or NaN, and grows after `growth_interval` steps
+    /// in a row with finite gradients.
     ///
     /// # Errors
     /// [`Error::Argument`] if no optimizer was unscaled or stepped since the last call.
@@ -236,12 +239,15 @@ impl GradScaler {
             return Ok(());
         }
         if self.stages.get().is_empty() {
-            return Err(Error::argument(OP, "update() needs a step() before it, found none since the last update()"));
+            return Err(Error::argument(
+                OP,
+                "update() needs a step() before it, but there was none since the last update()",
+            ));
         }
         let norms: Vec<Tensor> = self.stages.change(std::mem::take).into_values().map(|stage| stage.norm).collect();
         if let State::Device(state) = &*self.state {
             let device = state.scale()?.device().clone();
-            // A sum of norms is finite if all are: they are far from the largest f64.
+            // The sum is finite if all norms are finite, because they are far below the largest f64.
             let mut sum: Option<Tensor> = None;
             for norm in norms {
                 let norm = norm.to_device(&device)?;
@@ -273,7 +279,7 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Continues from the scale and the counter of a saved run.
+    /// Sets the scale and the counter to those of a saved run.
     ///
     /// # Errors
     /// [`Error::Argument`] if the scale is not a number above 0.

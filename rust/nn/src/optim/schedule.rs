@@ -14,19 +14,20 @@ use trainable_candle_core::{Error, Result};
 pub enum Decay {
     /// Constant 1.
     Constant,
-    /// Linearly from 1 to 0 at `total_steps`.
+    /// Falls linearly from 1 to 0 at `total_steps`.
     Linear {
         /// Steps of the training, warm-up included.
         total_steps: u64,
     },
-    /// (1 + cos(2π · `cycles` · progress)) / 2, not below 0: with half a cycle from 1 to 0 at `total_steps`.
+    /// (1 + cos(2π · `cycles` · progress)) / 2, where progress is the fraction of the steps after the warm-up. With
+    /// half a cycle, it falls from 1 to 0 at `total_steps`.
     Cosine {
         /// Steps of the training, warm-up included.
         total_steps: u64,
-        /// Waves of the cosine; transformers' default is 0.5.
+        /// The number of cycles of the cosine; transformers' default is 0.5.
         cycles: f64,
     },
-    /// From 1 to `end` at `total_steps` along (1 - progress)^`power`, then `end`.
+    /// Falls from 1 to `end` at `total_steps` along (1 - progress)^`power`, then stays at `end`.
     Polynomial {
         /// Steps of the training, warm-up included.
         total_steps: u64,
@@ -79,7 +80,7 @@ impl Schedule {
         if step < self.warmup_steps {
             return step as f64 / self.warmup_steps as f64;
         }
-        // The share that is done of the steps after the warm-up, of which there may be none.
+        // The fraction of the steps after the warm-up that are done; there may be no such steps.
         let progress = |total_steps: u64| {
             let length = total_steps.saturating_sub(self.warmup_steps).max(1);
             (step - self.warmup_steps) as f64 / length as f64
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_are_reached_and_held() {
+    fn schedules_reach_their_end_and_stay_there() {
         let linear = Schedule::new(10, Decay::Linear { total_steps: 110 }).unwrap();
         assert_eq!([0, 5, 10, 60, 110, 1000].map(|s| linear.factor(s)), [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]);
         let decay = Decay::Polynomial { total_steps: 100, end: 0.1, power: 2.0 };

@@ -1,4 +1,4 @@
-//! Schedule-free AdamW: an average of the iterates takes the place of a learning-rate schedule, as `schedulefree`.
+//! Schedule-free AdamW, as in `schedulefree`: an average of the iterates replaces a learning-rate schedule.
 //!
 //! Defazio et al., "The Road Less Scheduled", <https://arxiv.org/abs/2405.15682>; reference:
 //! <https://github.com/facebookresearch/schedule_free/blob/main/schedulefree/adamw_schedulefree.py> (1.4).
@@ -16,20 +16,21 @@ use super::rule::{
 hyper_parameters! {
     /// Hyper-parameters of [`AdamWScheduleFree`]; names, meaning and defaults are those of `schedulefree`.
     pub struct AdamWScheduleFreeConfig {
-        /// Learning rate, at least 0; without a schedule.
+        /// Learning rate, at least 0; use it without a schedule.
         pub lr: f64,
-        /// The share of the average in the point where gradients are taken, above 0, and the decay rate of the second moment; both less
-        /// than 1.
+        /// Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are
+        /// computed; the second, at least 0, is the decay rate of the second moment.
         pub betas: (f64, f64),
         /// Added to the root of the second moment, at least 0.
         pub eps: f64,
-        /// At least 0: times the parameter, added to the normalized gradient.
+        /// At least 0: `weight_decay * param` is added to the normalized gradient.
         pub weight_decay: f64,
-        /// Steps in which the learning rate grows linearly from 0.
+        /// The number of steps in which the learning rate grows linearly from 0.
         pub warmup_steps: usize,
-        /// Step number k has the weight k to this power in the average.
+        /// In the average, step number k has the weight `k^r`, times the factor of `weight_lr_power`.
         pub r: f64,
-        /// And the largest learning rate so far to this power.
+        /// The weight of a step in the average has the factor `lr_max^weight_lr_power`, where `lr_max` is the largest
+        /// learning rate so far.
         pub weight_lr_power: f64,
     }
 }
@@ -48,15 +49,15 @@ impl Default for AdamWScheduleFreeConfig {
     }
 }
 
-/// Schedule-free AdamW, as `schedulefree.AdamWScheduleFree`. While it trains, the parameters are the points where gradients are taken;
-/// [`eval`](super::Optimizer::eval) puts their average in the parameters, which is what to validate with and to save, and
-/// [`train`](super::Optimizer::train) takes it back.
+/// Schedule-free AdamW, as `schedulefree.AdamWScheduleFree`. During training, the parameters are the point at which
+/// gradients are computed. [`eval`](super::Optimizer::eval) replaces them by the average of the iterates, to validate
+/// with or to save; [`train`](super::Optimizer::train) restores them.
 pub type AdamWScheduleFree = Stepper<AdamWScheduleFreeRule>;
 
 registered!(
     AdamWScheduleFreeRule,
-    "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before \
-     validating or saving, which puts the average in the parameters, and `train()` before the next step.",
+    "Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` \
+     before validating or saving, to replace the parameters by their average, and `train()` before the next step.",
     7,
     AdamWScheduleFreeConfig::default()
 );
@@ -117,7 +118,7 @@ impl Rule for AdamWScheduleFreeRule {
     }
 }
 
-/// One number for the whole parameter.
+/// A state of one number for the whole parameter.
 const ONE: StateKind = StateKind::Every(usize::MAX);
 
 fn update<T: Real>(config: &AdamWScheduleFreeConfig, step: u64, chunk: Chunk<'_, T>) {

@@ -13,13 +13,13 @@ hyper_parameters! {
     pub struct SGDConfig {
         /// Learning rate, at least 0.
         pub lr: f64,
-        /// Share of the momentum buffer that stays from step to step; 0 for no buffer.
+        /// The momentum buffer is multiplied by this in each step; with 0 there is no buffer.
         pub momentum: f64,
         /// The gradient enters the buffer with weight `1 - dampening`.
         pub dampening: f64,
         /// L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
         pub weight_decay: f64,
-        /// Look ahead along the momentum. Needs `momentum > 0` and `dampening == 0`.
+        /// Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         pub nesterov: bool,
         /// Ascend instead of descend.
         pub maximize: bool,
@@ -115,7 +115,7 @@ fn update_elements<T: Real>(config: &SGDConfig, step: u64, mut chunk: Chunk<'_, 
     };
     for ((p, &g), b) in elements.zip(buffer.iter_mut()) {
         let g = sign * g + weight_decay * *p;
-        // The first gradient fills the buffer, whatever the dampening.
+        // The first step copies the gradient to the buffer, without dampening.
         *b = if step == 1 { g } else { momentum * *b + gain * g };
         let direction = if config.nesterov { g + momentum * *b } else { *b };
         *p -= lr * direction;

@@ -1,4 +1,4 @@
-//! Which variables of an optimizer share a counter of steps on a device.
+//! [`Slots`]: which variables of an optimizer share settings and a step counter on a device.
 
 use std::ops::Range;
 
@@ -7,17 +7,18 @@ use trainable_candle_core::Var;
 
 use super::state::Group;
 
-/// Which variables share settings: those in one group with the same number of steps.
+/// Assigns variables to slots. The variables of a slot share settings and a step counter: they are in one group and
+/// have taken the same number of steps.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Slots {
     /// The optimizer's group of each slot.
     pub(super) group_of: Vec<usize>,
-    /// The slot of each variable, in their order.
+    /// The slot of each variable, in the optimizer's order.
     pub(super) of: Vec<usize>,
 }
 
 impl Slots {
-    /// The slots of variables that have taken the steps in `groups`.
+    /// Assigns the variables of `groups` to slots by the number of steps that they have taken.
     pub(super) fn new<C>(groups: &[Group<C>]) -> Self {
         let mut slots = Self::default();
         let mut known = FxHashMap::default();
@@ -33,7 +34,7 @@ impl Slots {
         slots
     }
 
-    /// The steps that the variables of each slot have taken; None if they differ within a slot.
+    /// The number of steps that the variables of each slot have taken; None if it differs within a slot.
     pub(super) fn steps<C>(&self, groups: &[Group<C>]) -> Option<Vec<u64>> {
         let mut steps = vec![None; self.group_of.len()];
         let parameters = groups.iter().flat_map(|group| &group.parameters);
@@ -43,12 +44,13 @@ impl Slots {
                 return None;
             }
         }
-        // A slot without variables has taken none.
+        // A slot without variables has taken no steps.
         Some(steps.into_iter().map(Option::unwrap_or_default).collect())
     }
 
-    /// The slots for a step of the variables with the indices `found`, and the old slots that are split for it. In
-    /// their order, each gets a new slot for its variables that take part. None if no slot must be split.
+    /// Splits slots for a step in which only the variables with the indices `found` take part. Each slot with other
+    /// variables too is split: its variables that take part move to a new slot. Returns the new slots and the split
+    /// ones, in the order of their new slots; None if no slot must be split.
     pub(super) fn split(
         &self,
         vars: &[&Var],
@@ -77,7 +79,7 @@ impl Slots {
         Some((slots, split))
     }
 
-    /// The slots of the variables with the indices `found`, in runs of neighbours.
+    /// The slots of the variables with the indices `found`, as ranges of consecutive slots.
     pub(super) fn runs(&self, found: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         let mut used: Vec<usize> = found.map(|index| self.of[index]).collect();
         used.sort_unstable();
@@ -128,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn loaded_steps_fit_the_slots_or_do_not() {
+    fn slots_have_no_steps_if_loaded_steps_differ_within_them() {
         let slots = Slots::new(&groups(&[&[0, 0, 0], &[0]]));
         assert_eq!(slots.steps(&groups(&[&[7, 7, 7], &[5]])), Some(vec![7, 5]));
         let other = groups(&[&[7, 6, 7], &[5]]);

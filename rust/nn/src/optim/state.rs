@@ -1,4 +1,4 @@
-//! The states of an optimizer for each variable: saving and loading.
+//! The states of an optimizer's variables: storage, saving and loading.
 
 use std::collections::BTreeMap;
 
@@ -14,10 +14,10 @@ const LR: &str = "lr";
 const KIND: &str = "kind";
 const MASTER: &str = "master";
 
-/// The states of an optimizer under their names: `INDEX.NAME` for a state of the parameter with that index (counted
-/// through all groups), `INDEX.master` for its f32 master values, `step` (i64) with the steps of each parameter, `lr`
-/// (f64) with the learning rate of each group, `kind` (u8) with the optimizer's name, and what the optimizer as a whole
-/// keeps. A snapshot on the CPU: later steps do not change it.
+/// A copy of an optimizer's states on the CPU, which later steps do not change. The entries are `INDEX.NAME` for a
+/// state of the parameter with that index (counted through all groups), `INDEX.master` for its f32 master values,
+/// `step` (i64) with the number of steps of each parameter, `lr` (f64) with the learning rate of each group, `kind`
+/// (u8) with the optimizer's name as text, and states of the optimizer that belong to no variable.
 pub type StateDict = BTreeMap<String, Tensor>;
 
 /// Variables that share hyper-parameters.
@@ -29,18 +29,18 @@ pub(super) struct Group<C> {
 /// A variable with its states.
 pub(super) struct Parameter {
     pub(super) var: Var,
-    /// Steps taken.
+    /// The number of steps taken.
     pub(super) step: u64,
-    /// None before the first step.
+    /// Empty before the first step.
     pub(super) states: SmallVec<[State; 4]>,
     pub(super) master: Option<Master>,
-    /// Results of the last update for the optimizer.
+    /// The two numbers that the last update has returned in [`Chunk::sums`](super::Chunk::sums).
     pub(super) sums: [f64; 2],
 }
 
 pub(super) struct State {
     pub(super) spec: StateSpec,
-    /// Values of the type that the kind has.
+    /// The values, in the type that the kind of the state has.
     pub(super) data: StateData,
 }
 
@@ -50,10 +50,11 @@ pub(super) enum StateData {
     U8(Vec<u8>),
 }
 
-/// The values of an f16 or bf16 variable in f32.
+/// The f32 master values of an f16 or bf16 variable.
 pub(super) struct Master {
     pub(super) values: Vec<f32>,
-    /// The variable's version that the values belong to; another one means that it was set outside the optimizer.
+    /// The version of the variable when the values were written. If the variable has another version, it was set
+    /// outside the optimizer.
     pub(super) version: u64,
 }
 
@@ -95,7 +96,7 @@ impl State {
     }
 
     pub(super) fn slice<T: Number>(&mut self) -> StateSlice<'_, T> {
-        const MADE: &str = "a state is made with the type of its kind";
+        const MADE: &str = "a state has the type of its kind";
         match (self.spec.kind, &mut self.data) {
             (StateKind::Codes, StateData::U8(data)) => StateSlice::Codes(data),
             (StateKind::Scales, StateData::F32(data)) => StateSlice::Scales(data),
@@ -144,7 +145,7 @@ impl Parameter {
         }
     }
 
-    /// Whether the states are those of `specs`, or not made yet.
+    /// Whether the existing states have the kinds of `specs`; true if there are no states yet.
     pub(super) fn states_are(&self, specs: &[StateSpec]) -> bool {
         self.step == 0 || self.states.iter().map(|s| &s.spec).eq(specs)
     }
@@ -245,7 +246,7 @@ impl<'a> Reader<'a> {
         Error::Config(format!("load_state_dict: {}: {message}", self.name))
     }
 
-    /// Check that the states are of an optimizer of the same name, which is in the dict as text.
+    /// Check that the states were saved by an optimizer of the same name.
     fn check_kind(&self) -> Result<()> {
         let Some(kind) = self.dict.get(KIND).filter(|kind| kind.dtype() == DType::U8) else {
             return Err(self.error(format!("the entry {KIND:?} is missing; expected what state_dict() returned")));

@@ -18,15 +18,15 @@ use super::update::{self, Item};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Guard<'a> {
     pub(super) norm: Option<&'a Tensor>,
-    /// Gradients are those of the loss times this.
+    /// The loss scale, which the gradients contain as a factor.
     pub(super) loss_scale: Option<&'a LossScale>,
 }
 
 impl<'a> Guard<'a> {
-    /// The step is skipped if `norm` (of one element) is infinite or NaN.
+    /// Skip the step if `norm` (one element) is infinite or NaN.
     ///
     /// # Errors
-    /// [`Error::Shape`] if it has more or less than one element.
+    /// [`Error::Shape`] if `norm` does not have exactly one element.
     pub fn finite(norm: &'a Tensor) -> Result<Self> {
         if norm.elem_count() != 1 {
             return Err(Error::shape("step", format!("found a norm of shape {:?}, expected one number", norm.dims())));
@@ -54,14 +54,14 @@ pub trait Optimizer: Send {
     /// The variables, group by group.
     fn vars(&self) -> Vec<Var>;
 
-    /// Updates every variable that has a gradient, unless the guard forbids it. A CUDA device decides that itself, without
-    /// synchronization. The gradients stay; [`zero_grad`](Self::zero_grad) clears them.
+    /// Updates every variable that has a gradient, unless the guard skips the step. A CUDA device decides whether to
+    /// skip, without synchronization. The gradients are kept until [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the states do not fit.
     fn step_guarded(&mut self, guard: Guard<'_>) -> Result<()>;
 
-    /// Updates every variable that has a gradient. The gradients stay; [`zero_grad`](Self::zero_grad) clears them.
+    /// Updates every variable that has a gradient. The gradients are kept until [`zero_grad`](Self::zero_grad).
     ///
     /// # Errors
     /// As [`step_guarded`](Self::step_guarded).
@@ -69,8 +69,9 @@ pub trait Optimizer: Send {
         self.step_guarded(Guard::default())
     }
 
-    /// Updates the variables that a backward pass has reached and clears their gradients, so that a loop of
-    /// `backward` and `step` needs nothing else. Gradients that earlier passes have left are part of the sum.
+    /// Updates the variables that the backward pass of `grads` has reached and clears their gradients, so that a
+    /// training loop only needs `backward` and `step`. Gradients that earlier backward passes have accumulated are
+    /// included.
     ///
     /// # Errors
     /// As [`step_all`](Self::step_all).
@@ -113,24 +114,27 @@ pub trait Optimizer: Send {
     fn state_dict(&self) -> Result<StateDict>;
 
     /// Loads a [`state_dict`](Self::state_dict) of an optimizer of the same kind over variables of the same shapes.
+    /// Captured steps continue from the loaded states.
     ///
     /// # Errors
-    /// [`Error::Config`] naming states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] naming
-    /// one that differs, [`Error::Device`] within a captured function. Nothing is changed then. Captured steps continue
-    /// from the loaded states.
+    /// [`Error::Config`] that names states that are missing or not expected, [`Error::Shape`] or [`Error::DType`] that
+    /// names a state of another shape or dtype, [`Error::Device`] within a captured function. After an error, nothing
+    /// has changed.
     fn load_state_dict(&mut self, states: &StateDict) -> Result<()>;
 
-    /// Puts the averages that the optimizer keeps of its variables in their place, to validate with or to save; nothing if it keeps none,
-    /// or they are there. Tensors computed from the variables become stale, as after a step.
+    /// Replaces the variables' values by the averages that the optimizer keeps of them, to validate with or to save.
+    /// Does nothing if the optimizer keeps no averages, or if they have already replaced the variables. Tensors
+    /// computed from the variables become stale, as after a step.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if a copy of the variables does not fit: nothing is changed then; [`Error::Device`] within a captured
-    /// function.
+    /// [`Error::OutOfMemory`] if a copy of the variables does not fit, [`Error::Device`] within a captured function.
+    /// After an error, nothing has changed.
     fn eval(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Restores what [`eval`](Self::eval) has replaced, bit for bit; nothing if that is nothing.
+    /// Restores the values that [`eval`](Self::eval) has replaced, bit for bit. Does nothing if `eval` has replaced
+    /// none.
     ///
     /// # Errors
     /// [`Error::Device`] within a captured function.
@@ -143,8 +147,8 @@ pub trait Optimizer: Send {
         false
     }
 
-    /// Bytes of all existing states and master values. The first step of a variable makes its states, on a CUDA device those
-    /// of all variables.
+    /// Bytes of all existing states and master values. The first step of a variable creates its states; on a CUDA
+    /// device, the first step of any variable creates the states of all.
     fn state_bytes(&self) -> usize;
 }
 
@@ -161,9 +165,10 @@ pub struct ParamGroup<C> {
 pub struct Stepper<R: Rule> {
     id: u64,
     pub(super) groups: Vec<Group<R::Config>>,
-    /// The states of CUDA variables, moved there from `groups` by the first step.
+    /// The states of CUDA variables; the first step moves them here from `groups`.
     device: Option<OnDevice>,
-    /// Numbers that the steps of all variables share, on the host; on a device from the first step there.
+    /// Numbers that the steps of all variables share. They are used on the host; the first step on a device copies them
+    /// to `device`.
     shared: Vec<f64>,
     /// The variables' own values while averages replace them.
     trained: Fixed<Option<Vec<Raw>>>,
@@ -181,9 +186,9 @@ impl<R: Rule> Stepper<R> {
     /// An optimizer of several groups of variables.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a hyper-parameter is outside its range, there is no variable, or one appears twice;
-    /// [`Error::DType`] or [`Error::Device`] if the optimizer does not take a variable's dtype on its device, or variables are on
-    /// different devices.
+    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no variable, or if a variable appears
+    /// twice; [`Error::DType`] or [`Error::Device`] if the optimizer does not support a variable's dtype on its device,
+    /// or if variables are on different devices.
     pub fn with_groups(groups: Vec<ParamGroup<R::Config>>) -> Result<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let mut seen = FxHashSet::default();
@@ -227,7 +232,7 @@ impl<R: Rule> Stepper<R> {
             groups,
             device: None,
             shared: Vec::new(),
-            trained: Fixed::new("which of averages and parameters are in place", None),
+            trained: Fixed::new("whether averages or parameters are in place", None),
         })
     }
 
@@ -239,21 +244,21 @@ impl<R: Rule> Stepper<R> {
     /// Changes the hyper-parameters of one group.
     ///
     /// # Errors
-    /// [`Error::Argument`] if one is outside its range, there is no such group, or the new values need other states.
+    /// [`Error::Argument`] if a hyper-parameter is outside its range, if there is no such group, or if the new values
+    /// need other states.
     pub fn set_config(&mut self, group: usize, config: R::Config) -> Result<()> {
         R::validate(&config)?;
         let fits = self.group_mut(group)?.parameters.iter().all(|p| p.states_are(&R::states(&config, p.var.dims())));
         let fits =
             fits && self.device.as_ref().is_none_or(|device| device.states_are::<R>(&self.groups, group, &config));
         if !fits {
-            let message =
-                "the new hyper-parameters need other states than those that training has made; build a new optimizer";
+            let message = "the new hyper-parameters need other states than this optimizer has; build a new optimizer";
             return Err(Error::argument(R::NAME, message));
         }
         self.configure(group, config)
     }
 
-    /// Takes over hyper-parameters that were checked, on the device too.
+    /// Sets hyper-parameters that were already checked, on the device too.
     fn configure(&mut self, index: usize, config: R::Config) -> Result<()> {
         let place = self.groups[index].config.get_mut()?;
         if let Some(device) = &self.device {
@@ -268,7 +273,7 @@ impl<R: Rule> Stepper<R> {
         self.device.as_ref().map_or_else(|| Ok(self.shared.clone()), OnDevice::shared)
     }
 
-    /// Sets those numbers.
+    /// Sets the numbers that the steps of all variables share.
     pub(super) fn set_shared(&mut self, numbers: Vec<f64>) -> Result<()> {
         if let Some(device) = &self.device {
             device.set_shared(&numbers)?;
@@ -282,7 +287,7 @@ impl<R: Rule> Stepper<R> {
         self.parameters().any(|parameter| parameter.var.device().is_cuda())
     }
 
-    /// One step of the variables that are `wanted` and have a gradient; `zero` clears their gradients.
+    /// Takes a step of the variables that are `wanted` and have a gradient. If `zero`, it also clears their gradients.
     pub(super) fn run(&mut self, wanted: impl Fn(&Var) -> bool, guard: Guard<'_>, zero: bool) -> Result<()> {
         self.check_training("step")?;
         if self.is_on_cuda() {
@@ -292,7 +297,7 @@ impl<R: Rule> Stepper<R> {
             };
             return device.step::<R>(&self.groups, wanted, (guard.norm, guard.loss_scale), zero);
         }
-        debug_assert!(guard.loss_scale.is_none(), "a scaler has divided gradients on the CPU before the step");
+        debug_assert!(guard.loss_scale.is_none(), "on the CPU, a scaler divides gradients before the step");
         if guard.allows()? {
             update::run::<R>(self.items(&wanted))?;
         }
@@ -307,11 +312,12 @@ impl<R: Rule> Stepper<R> {
         if Option::is_none(&self.trained) {
             return Ok(());
         }
-        let message = format!("{op}() found the averages in the place of the parameters; call train() before it");
+        let message = format!("{op}() found the averages in place of the parameters; call train() before it");
         Err(Error::argument(R::NAME, message))
     }
 
-    /// The average of each variable, in the dtype that the optimizer computes in; None for one that has taken no step.
+    /// The average of each variable, in the dtype that the optimizer computes in; None for a variable that has taken no
+    /// step.
     fn averaged(&self, average: &Average<R::Config>) -> Result<Vec<Option<Raw>>> {
         let steps = self.device.as_ref().map(OnDevice::steps).transpose()?;
         let groups = self.groups.iter().flat_map(|group| group.parameters.iter().map(|p| (&*group.config, p)));
@@ -343,7 +349,7 @@ impl<R: Rule> Stepper<R> {
         self.groups.iter().flat_map(|group| &group.parameters)
     }
 
-    /// The variables that have a gradient, of those that are `wanted`.
+    /// The variables that are `wanted` and have a gradient.
     pub(super) fn items(&mut self, wanted: impl Fn(&Var) -> bool) -> Vec<Item<'_, R::Config>> {
         let mut items = Vec::new();
         for Group { config, parameters } in &mut self.groups {
@@ -420,11 +426,11 @@ impl<R: Rule> Optimizer for Stepper<R> {
             *group.config.get_mut()? = config;
             group.parameters = parameters.by_ref().take(group.parameters.len()).collect();
         }
-        // Without device states, the first step moves them to the device.
+        // If there is no device state yet, the first step moves the loaded states to the device.
         if let Some(device) = &mut self.device
             && let Err(error) = device.take::<R>(&mut self.groups)
         {
-            // The host still has all states.
+            // The host still has all loaded states; the next step moves them to the device.
             device.retire()?;
             self.device = None;
             return Err(error);
@@ -438,7 +444,7 @@ impl<R: Rule> Optimizer for Stepper<R> {
 
     fn eval(&mut self) -> Result<()> {
         let Some(average) = R::AVERAGE.filter(|_| Option::is_none(&self.trained)) else { return Ok(()) };
-        // A captured function cannot do it.
+        // Fails within a captured function.
         self.trained.get_mut()?;
         let values = self.averaged(&average)?;
         let vars = self.vars();

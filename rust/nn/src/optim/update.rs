@@ -1,4 +1,5 @@
-//! The step over the storage of variables: whole flat buffers at once, large variables on several threads.
+//! Steps on the CPU. They update the storage of variables: a flat buffer in one pass, a large variable on several
+//! threads.
 
 use std::cell::Cell;
 
@@ -15,7 +16,7 @@ use super::quant::BLOCK_SIZE;
 use super::rule::{Chunk, Rule, StateSlice, Update};
 use super::state::{Master, Number, Parameter};
 
-/// Elements that one thread updates at a time.
+/// The number of elements that one thread updates at a time.
 const CHUNK: usize = 32 * BLOCK_SIZE;
 
 /// A variable to update, with its gradient.
@@ -41,10 +42,11 @@ struct Bucket<'a, C> {
     result: Result<()>,
 }
 
-/// Checks that the optimizer can update a variable of that dtype, on that device.
+/// Checks that the optimizer can update variables of `var`'s dtype on its device.
 pub(super) fn check_var<R: Rule>(var: &Var) -> Result<()> {
     if !var.device().is_cpu() && R::KERNELS.is_none() {
-        let message = "has no CUDA form; keep its variables on the CPU, or use one that has, such as AdamW";
+        let message = "does not support CUDA devices; keep its variables on the CPU, or use an optimizer that does, \
+            such as AdamW";
         return Err(Error::device(R::NAME, message));
     }
     match var.dtype() {
@@ -62,7 +64,7 @@ pub(super) fn check_var<R: Rule>(var: &Var) -> Result<()> {
     }
 }
 
-/// One step of every item.
+/// Updates every item once.
 pub(super) fn run<R: Rule>(items: Vec<Item<'_, R::Config>>) -> Result<()> {
     let mut buckets: Vec<Bucket<'_, R::Config>> = Vec::new();
     let mut index_of = FxHashMap::default();
@@ -184,22 +186,22 @@ fn run_mastered<R: Rule, D: Elem<Acc = f32>>(mut items: Vec<Item<'_, R::Config>>
     Ok(())
 }
 
-/// A run of elements of one variable.
+/// Consecutive elements of one variable.
 struct Work<'a, C, T, D> {
     config: &'a C,
     step: u64,
     /// The shape of the variable.
     dims: &'a [usize],
     param: &'a mut [T],
-    /// The variable itself where `param` is its master.
+    /// The variable's own elements, if `param` is its master values.
     stored: &'a mut [D],
     grad: &'a [D],
     states: SmallVec<[StateSlice<'a, T>; 4]>,
-    /// None for a part of a variable.
+    /// None if these are only a part of a variable.
     sums: Option<&'a mut [f64; 2]>,
 }
 
-/// The most elements that an update gets at a time.
+/// The largest number of elements that an update gets at a time.
 const fn longest<R: Rule>() -> usize {
     if R::ELEMENTWISE { CHUNK } else { usize::MAX }
 }
@@ -228,7 +230,7 @@ fn for_each_piece<C: Sync, T: Real, D: Elem>(
 }
 
 impl<'a, C, T: Real, D> Work<'a, C, T, D> {
-    /// Cuts after `at` elements, a multiple of [`BLOCK_SIZE`].
+    /// Splits the work after `at` elements, a multiple of [`BLOCK_SIZE`].
     fn split_at(self, at: usize) -> (Self, Self) {
         let (param, param_rest) = self.param.split_at_mut(at);
         let (stored, stored_rest) = self.stored.split_at_mut(at.min(self.stored.len()));
@@ -243,8 +245,8 @@ impl<'a, C, T: Real, D> Work<'a, C, T, D> {
 /// The values and the gradient of one variable.
 type Part<'s, D> = (&'s mut [D], &'s [D]);
 
-/// Calls `f` with the values and the gradient of each item, which are sorted by offset and of one storage, then marks the
-/// variables as changed.
+/// Calls `f` with the values and the gradients of all items, then marks the variables as changed. The items share one
+/// storage and are sorted by offset.
 fn with_storages<C, D: Elem>(
     op: &'static str,
     items: &mut [Item<'_, C>],

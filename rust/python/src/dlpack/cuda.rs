@@ -1,4 +1,4 @@
-//! DLPack on CUDA devices: which stream waits for which.
+//! DLPack on CUDA devices: synchronization of streams, and copies.
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
@@ -10,10 +10,10 @@ use super::OP;
 use crate::error::Result;
 use crate::tensor::source::{Element, Source};
 
-/// The stream that the protocol means when none is named: the default stream of CUDA before version 7.
+/// The stream that the protocol assumes if none is given: CUDA's legacy default stream.
 const LEGACY: i64 = 1;
 
-/// The stream of a consumer that asks for a capsule; `None` if it synchronizes itself.
+/// The stream of a consumer that requests a capsule; `None` if the consumer synchronizes itself.
 ///
 /// # Errors
 /// `BufferError` for 0, which the protocol leaves undefined.
@@ -35,10 +35,10 @@ pub fn ordinal(device: &Device) -> i32 {
     }
 }
 
-/// The dtype of elements that can be copied as they are.
+/// The dtype of elements that can be copied without a conversion.
 fn dtype(element: Element) -> Option<DType> {
     Some(match element {
-        // One byte, 0 or 1.
+        // A bool is one byte, 0 or 1.
         Element::Bool | Element::U8 => DType::U8,
         Element::U32 => DType::U32,
         Element::I64 => DType::I64,
@@ -68,6 +68,6 @@ pub unsafe fn read(source: &Source, device: &Device) -> Result<Raw> {
     let Ok(strides) = strides else {
         return Err(tc::Error::shape(OP, "a stride is negative; make the data contiguous first").into());
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller ensures that all elements are readable.
     Ok(unsafe { engine::copy(device, source.data as u64, &source.dims, &strides, dtype) }?)
 }

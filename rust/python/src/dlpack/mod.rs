@@ -1,8 +1,8 @@
-//! DLPack (data-api conventions of the Python array API): tensors shared with other libraries without a copy.
+//! DLPack (data interchange of the Python array API): shares tensors with other libraries without a copy.
 //!
-//! Export shares memory. Consumers of DLPack 1.0 get the flag "read-only", because values are immutable;
-//! older ones have no flag and get a copy, unless they ask for none. Import copies, on the device of the data:
-//! values are immutable, and other owners of the memory may change it.
+//! Values are immutable. Export shares memory: consumers of DLPack 1.0 get the flag "read-only"; older consumers know
+//! no such flag and get a copy, unless they request none. Import copies on the device of the data, because other owners
+//! of the memory may change it.
 
 mod cuda;
 
@@ -92,7 +92,7 @@ trait Exchange: Sized {
     fn context(&self) -> *mut c_void;
     fn pack(view: View, context: *mut c_void, flags: u64) -> Self;
 
-    /// Frees what [`export`] made, its tensor included. A consumer calls it through `deleter`.
+    /// Frees the structure that [`export`] made, and its tensor. A consumer calls this through `deleter`.
     unsafe extern "C" fn delete(this: *mut Self) {
         // SAFETY: `this` and its context were leaked by `into_capsule`, and a deleter is called once.
         unsafe {
@@ -144,12 +144,12 @@ impl Exchange for ManagedVersioned {
     }
 }
 
-/// What an exported structure points into.
+/// Owns the memory to which an exported structure points.
 struct Exported {
     tensor: Raw,
     shape: Vec<i64>,
     strides: Vec<i64>,
-    /// The stream on a GPU that the consumer has named.
+    /// The stream that the consumer has named, if the tensor is on a GPU.
     consumer: Option<usize>,
 }
 
@@ -184,8 +184,9 @@ fn address<T>(values: &[T], offset: usize) -> *const c_void {
     values[offset..].as_ptr().cast()
 }
 
-/// The first element. A tensor's storage neither moves nor goes away while a clone of the tensor lives. Null without elements, as the
-/// protocol requires: a view may then start beyond the end of its storage.
+/// The address of the first element. A tensor's storage is neither moved nor freed while a clone of the tensor exists.
+/// A tensor without elements gives null, as the protocol requires, because such a view may start beyond the end of its
+/// storage.
 fn data_of(tensor: &Raw) -> tc::Result<*const c_void> {
     if tensor.elem_count() == 0 {
         return Ok(std::ptr::null());
@@ -242,9 +243,10 @@ fn export<'py, E: Exchange>(
     Ok(capsule?)
 }
 
-/// The destructor of a capsule: consumers rename the capsules they take.
+/// The destructor of a capsule. Consumers rename capsules that they take.
 unsafe extern "C" fn dispose<E: Exchange>(capsule: *mut ffi::PyObject) {
-    // SAFETY: Python passes the capsule that is going away; the name says whether its structure is still ours.
+    // SAFETY: Python passes the capsule that it frees. The capsule's name says whether a consumer has taken the
+    // structure.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, E::NAME.as_ptr()) == 1 {
             let managed = ffi::PyCapsule_GetPointer(capsule, E::NAME.as_ptr()).cast::<E>();
@@ -271,7 +273,7 @@ fn element(dtype: DataType) -> Option<Element> {
     })
 }
 
-/// Frees the producer's structure when the copy is made, also after an error.
+/// Frees the producer's structure after the copy was made, or after an error.
 struct Taken<E: Exchange>(NonNull<E>);
 
 impl<E: Exchange> Drop for Taken<E> {
@@ -287,7 +289,7 @@ impl<E: Exchange> Drop for Taken<E> {
 
 /// Take the structure out of its capsule and copy the tensor that it describes.
 fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
-    // SAFETY: the name was checked by the caller, so the pointer is to an `E` that lives until its deleter runs.
+    // SAFETY: the caller has checked the name, so the pointer refers to an `E` that is valid until its deleter runs.
     let taken = unsafe {
         let pointer = ffi::PyCapsule_GetPointer(capsule.as_ptr(), E::NAME.as_ptr()).cast::<E>();
         ffi::PyCapsule_SetName(capsule.as_ptr(), E::USED.as_ptr());
@@ -296,7 +298,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         };
         Taken(pointer)
     };
-    // SAFETY: as above.
+    // SAFETY: the structure is valid until its deleter runs.
     let view = unsafe { taken.0.as_ref() }.view();
     let device = match view.device.kind {
         CPU => None,
@@ -314,7 +316,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
         return Err(tc::Error::dtype(OP, message).into());
     };
     let rank = usize::try_from(view.ndim).map_err(|_| tc::Error::shape(OP, "a negative number of dimensions"))?;
-    // SAFETY: DLPack's contract: `shape` has `ndim` entries, and so has `strides` unless it is null.
+    // SAFETY: DLPack guarantees that `shape` has `ndim` entries, and `strides` too unless it is null.
     let dims: Vec<usize> = (0..rank).map(|dim| unsafe { *view.shape.add(dim) }.max(0) as usize).collect();
     let strides = if view.strides.is_null() {
         let mut strides = vec![element.size() as isize; rank];
@@ -328,7 +330,7 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     };
     let data = view.data.cast::<u8>().wrapping_add(view.byte_offset as usize);
     let source = Source { data, dims, strides, element, swapped: false };
-    // SAFETY: DLPack's contract: the memory that shape and strides reach is readable until the deleter runs.
+    // SAFETY: DLPack guarantees that the memory which shape and strides reach is readable until the deleter runs.
     unsafe {
         match device {
             None => Ok(source.read(OP)?),
@@ -337,10 +339,11 @@ fn take<E: Exchange>(capsule: &Bound<'_, PyCapsule>) -> Result<Raw> {
     }
 }
 
-/// The values of an object with `__dlpack__`, copied.
+/// Copy the values of an object with `__dlpack__`.
 ///
 /// # Errors
-/// `DeviceError` if they are neither on the CPU nor on a CUDA device, `DTypeError` if no dtype holds them, or an exception of the producer.
+/// `DeviceError` if the values are neither on the CPU nor on a CUDA device, `DTypeError` if no dtype can represent
+/// them, or an exception of the producer.
 pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     let py = object.py();
     let capsule = if object.is_instance_of::<PyCapsule>() {
@@ -356,7 +359,7 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
         }
         options.set_item("max_version", (1, 0))?;
         match object.call_method("__dlpack__", (), Some(&options)) {
-            // Producers from before DLPack 1.0 do not know the argument.
+            // Producers that are older than DLPack 1.0 do not know the argument.
             Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
                 options.del_item("max_version")?;
                 object.call_method("__dlpack__", (), Some(&options))?
@@ -365,7 +368,7 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
         }
     };
     let capsule = capsule.cast::<PyCapsule>()?;
-    // SAFETY: asking for a name is harmless.
+    // SAFETY: the capsule is a valid Python object, and checking its name has no side effects.
     let is = |name: &CStr| unsafe { ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) == 1 };
     if is(ManagedVersioned::NAME) {
         take::<ManagedVersioned>(capsule)
@@ -376,16 +379,16 @@ pub fn import(object: &Bound<'_, PyAny>) -> Result<Raw> {
     }
 }
 
-/// A tensor with a copy of the values of an object with `__dlpack__`, on their device.
+/// Make a tensor with a copy of the values of an object with `__dlpack__`, on the device of the values.
 ///
 /// ```python
 /// assert tc.from_dlpack(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
 /// ```
 ///
 /// Raises:
-///     DeviceError: if they are neither on the CPU nor on a CUDA device.
-///     CudaUnavailableError: if they are on a CUDA device and CUDA cannot be used.
-///     DTypeError: if no dtype holds them.
+///     DeviceError: if the values are neither on the CPU nor on a CUDA device.
+///     CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
+///     DTypeError: if no dtype can represent the values.
 #[pyfunction]
 pub fn from_dlpack(data: &Bound<'_, PyAny>) -> Result<Tensor> {
     if !data.is_instance_of::<PyCapsule>() && !data.hasattr("__dlpack__")? {
@@ -411,9 +414,10 @@ impl<'py> IntoPyObject<'py> for Capsule<'py> {
 
 #[pymethods]
 impl Tensor {
-    /// A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-    /// 1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless
-    /// it is named, none for -1) waits for the values, and memory is reused only after the consumer is done with it.
+    /// A capsule for other libraries' `from_dlpack`. It shares memory with consumers that support read-only tensors
+    /// (DLPack 1.0), and holds a copy for others unless `copy=False`. On a CUDA device, the consumer's `stream` waits
+    /// for the values; by default this is the default stream, and with -1 no stream waits. The memory is reused only
+    /// after the consumer has released it.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -442,7 +446,7 @@ impl Tensor {
         let copies = copy.unwrap_or(!versioned);
         let tensor = if copies { tc::raw::own_copy(self.0.raw())? } else { self.0.raw().clone() };
         if let Some(consumer) = consumer {
-            // SAFETY: the protocol's contract: the stream is one of this tensor's device.
+            // SAFETY: the protocol guarantees that the stream belongs to this tensor's device.
             unsafe { cuda::engine::ready_for(tensor.device(), consumer) }?;
         }
         let flags = if copies { IS_COPIED } else { READ_ONLY };

@@ -18,11 +18,11 @@ use crate::tensor::Tensor;
 
 const OP: &str = "CausalLM";
 
-/// A language model that computes what transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`
-/// computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
-/// first layers alone, as a text encoder.
+/// A language model with the results of transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or
+/// `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with
+/// `layers=` it loads only the first layers, for a text encoder.
 ///
-/// The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
+/// The constructor makes a fresh model with the sizes in a `config.json`. Its parameters are trainable and f32.
 ///
 /// ```python
 /// lm = tc.models.CausalLM.from_pretrained("llama")
@@ -31,15 +31,15 @@ const OP: &str = "CausalLM";
 /// ```
 ///
 /// Args:
-///     config: the `config.json`.
-///     device: where its parameters are.
+///     config: the path of the `config.json`.
+///     device: the device of the parameters.
 ///
 /// Raises:
-///     MissingFileError, ConfigError: if the configuration is missing or another model's.
+///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
 ///
-/// Inside, all texts are in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
-/// from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
-/// are padding.
+/// Inside the model, all texts are in one packed row. A packed row has `input_ids` (N tokens), their `positions`, which
+/// count from 0 in each text, and `cu_seqlens`, the M + 1 bounds of M texts, which ascend from 0 to at most N. Tokens
+/// of a text do not attend to other texts. Tokens after the last bound are padding.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct CausalLM(Arc<models::CausalLM>);
 
@@ -60,7 +60,7 @@ impl CausalLM {
         Ok(PyClassInitializer::from(Model::new(Loaded::new(model.clone()))).add_subclass(Self(model)))
     }
 
-    /// The scores of every token of the vocabulary as the next one: (B, S, V) in the dtype of the weights.
+    /// The scores of all tokens of the vocabulary as the next token: (B, S, V) in the dtype of the weights.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
@@ -84,13 +84,13 @@ impl CausalLM {
         detached(py, || self.0.forward(ids, mask)).map(Tensor)
     }
 
-    /// The mean loss of predicting each label from the tokens before it: a number in f32, computed without a matrix of
+    /// The mean loss of predicting each label from the tokens before it: a scalar in f32, computed without a matrix of
     /// all scores.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
-    ///     labels: (B, S), i64: the ids themselves, or -100 where a token does not count; they are shifted inside. The mean is over the
-    ///         labels that count; 0 if none does.
+    ///     labels: (B, S), i64: the ids themselves, or -100 for tokens that are ignored. The model shifts them by one
+    ///         token. The mean is over the labels that are not ignored; it is 0 if all are.
     ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
     ///
     /// Raises:
@@ -111,11 +111,12 @@ impl CausalLM {
         detached(py, || self.0.loss(ids, labels, mask)).map(Tensor)
     }
 
-    /// The sum of the losses of a packed row, a number in f32, without a matrix of all scores.
+    /// The sum of the losses of a packed row: a scalar in f32, computed without a matrix of all scores.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
-    ///     targets: what each token is to predict, (N), i64: the id of the next token of its text, or -100 where it does not count.
+    ///     targets: the target of each token, (N), i64: the id of the next token of its text, or -100 for tokens that
+    ///         are ignored.
     ///     positions: the place of each token in its text, (N), i64 or u32.
     ///     cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
     ///     weights: factors of the losses, (N), f32.
@@ -141,8 +142,8 @@ impl CausalLM {
         detached(py, || self.0.packed_loss(&self.0.hidden(&ids, &positions, &bounds)?, targets, weights)).map(Tensor)
     }
 
-    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
-    /// forward nor backward makes a matrix of all scores.
+    /// The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Forward
+    /// and backward are computed without a matrix of all scores.
     ///
     /// Args:
     ///     input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -196,13 +197,14 @@ impl CausalLM {
         detached(py, || self.0.logits(hidden)).map(Tensor)
     }
 
-    /// The states after some layers, before the final norm, counted as in transformers: 0 is the embedding, i the result of layer i.
-    /// Later layers are not computed. Unlike transformers, the final norm is not applied to the last layer's.
+    /// The states after some layers, numbered as in transformers: 0 is the embedding, i the result of layer i. Later
+    /// layers are not computed. Unlike in transformers, the last layer's states are before the final norm.
     ///
     /// Args:
     ///     input_ids: token ids, (B, S), i64 or u32.
     ///     attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the states are 0.
-    ///     layers: which states to return, from 0 to the number of layers that were loaded; default: the last.
+    ///     layers: the numbers of the states to return, from 0 to the number of layers that were loaded; default: the
+    ///         last layer's.
     ///
     /// Returns:
     ///     (B, S, D) for each of `layers`.
@@ -235,26 +237,27 @@ impl CausalLM {
         Ok(states.into_iter().map(Tensor).collect())
     }
 
-    /// What follows each prompt: the new tokens, without the one that ends the text.
+    /// Generate tokens after each prompt. The result has the new tokens, without the token that ends the text.
     ///
-    /// Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. A draw depends
-    /// only on the seed, the number of the text and the place in the text.
+    /// Texts do not influence each other and are not padded; their keys and values are cached. A drawn token depends
+    /// only on the scores, the seed, the index of the text and the position in the text.
     ///
     /// Args:
     ///     prompts: the token ids of each text, at least one each.
-    ///     max_new_tokens: added to each text, at most.
-    ///     temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
-    ///     top_k: draw from this many likeliest tokens; 0: from all.
-    ///     top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
-    ///     min_p: draw from tokens with at least this share of the likeliest one's probability, 0 to 1.
-    ///     repetition_penalty: above 1, tokens that the text has become less likely.
-    ///     stop_token_ids: which tokens end a text; default: `eos_token_ids`.
-    ///     seed: of the draws.
+    ///     max_new_tokens: the largest number of tokens that are added to each text.
+    ///     temperature: 0 always chooses the most likely token; otherwise scores are divided by the temperature and a
+    ///         token is drawn.
+    ///     top_k: draw only from this many most likely tokens; 0 draws from all.
+    ///     top_p: draw only from the most likely tokens that together have this probability, above 0 and up to 1.
+    ///     min_p: draw only from tokens whose probability is at least this fraction of the most likely token's, 0 to 1.
+    ///     repetition_penalty: a number above 1 makes tokens that are already in the text less likely.
+    ///     stop_token_ids: the tokens that end a text; default: `eos_token_ids`.
+    ///     seed: the seed of the random draws.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if an id is not a token.
     ///     ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
-    ///     NonFiniteError: if the model's scores are not finite.
+    ///     NonFiniteError: if the model's scores are non-finite.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
@@ -285,14 +288,14 @@ impl CausalLM {
         })
     }
 
-    /// As `generate`, token by token: an iterator over the steps, whose items have the new token of every text, None for those that have
-    /// ended.
+    /// As `generate`, but return an iterator over the steps. Each item is a list with the new token of every text, None
+    /// for texts that have ended.
     ///
     /// Args:
     ///     prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
     ///
     /// Raises:
-    ///     As `generate`; those about the model are raised at the first step.
+    ///     As `generate`. Errors of the model are raised at the first step.
     #[pyo3(signature = (prompts, *, max_new_tokens=Integer::of(128), temperature=Argument::of(0.0), top_k=Integer::of(0),
         top_p=Argument::of(1.0), min_p=Argument::of(0.0), repetition_penalty=Argument::of(1.0), stop_token_ids=None, seed=Integer::of(0)))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
@@ -313,12 +316,14 @@ impl CausalLM {
         Ok(Generation::new(self.0.clone(), given.start("stream", prompts, &self.0)?))
     }
 
-    /// Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
+    /// Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens:
+    /// (texts, V), in the order of the texts.
     ///
-    /// The scores are those of a forward pass over the whole texts, but only the new tokens are computed.
+    /// The scores equal those of a forward pass over the whole texts, but the model usually computes only the new
+    /// tokens.
     ///
     /// Args:
-    ///     cache: the texts so far.
+    ///     cache: the cache with the texts.
     ///     tokens: the new token ids of each text; an empty list for a text that gets none.
     ///
     /// Raises:
@@ -335,13 +340,13 @@ impl CausalLM {
         .map(Tensor)
     }
 
-    /// The states, as those of `hidden_states`, of one text and the padding that follows it. Padding sees every word,
-    /// but neither itself nor other padding, like masked tokens in transformers.
+    /// The states of one text and the padding that follows it, as in `hidden_states`. Padding attends to every word,
+    /// but neither to itself nor to other padding, as masked tokens in transformers.
     ///
     /// Args:
     ///     input_ids: token ids, (N), i64 or u32.
-    ///     words: how many of them, from the first on, are the text: 1 to N.
-    ///     layers: after how many layers, one or more.
+    ///     words: the number of tokens, from the first on, that are words of the text: 1 to N.
+    ///     layers: the numbers of the states to return, as in `hidden_states`; at least one.
     ///
     /// Returns:
     ///     For each of `layers` the states, (N, D).
@@ -349,7 +354,7 @@ impl CausalLM {
     /// Raises:
     ///     ShapeError, DTypeError: if an input does not fit.
     ///     IndexOutOfRangeError: if an id is not a token.
-    ///     ArgumentError: if there are more words than tokens or none, or the model has fewer layers.
+    ///     ArgumentError: if there are no words or more words than tokens, or if the model has fewer layers.
     fn padded_states(
         &self,
         py: Python<'_>,

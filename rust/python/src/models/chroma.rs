@@ -12,7 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::{Operand, Tensor};
 
-/// The transformer of Chroma, computing what diffusers' `ChromaTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+/// The transformer of Chroma, with the results and the parameter names of diffusers' `ChromaTransformer2DModel`.
+/// `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct ChromaTransformer(Arc<models::ChromaTransformer>);
 
@@ -23,13 +24,15 @@ impl ChromaTransformer {
     /// The velocity, noise - latents, at noisy latents.
     ///
     /// Args:
-    ///     hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
-    ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim): from T5, the words and one token of padding.
-    ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+    ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+    ///         channels first.
+    ///     encoder_hidden_states: the text's features from T5, (B, L, joint_attention_dim): those of the words and one
+    ///         token of padding.
+    ///     timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column.
     ///     txt_ids: positions of the text's tokens, (L, 3): zeros.
-    ///     lengths: how many tokens of each text are read, (B,), f32, at least 1; what follows is not seen. By default all are read, and
-    ///         attention needs no mask, which saves time.
+    ///     lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
+    ///         reads all tokens and needs no mask, which saves time.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

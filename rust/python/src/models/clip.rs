@@ -13,8 +13,8 @@ use crate::call::{detached, quick};
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
-/// "text_model.", as in the published files. Made by `from_pretrained`.
+/// A text encoder with the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. Names of its
+/// parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
 ///
 /// ```python
 /// encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -61,25 +61,25 @@ impl TextFeatures {
         Tensor(self.0.last_hidden_state.clone())
     }
 
-    /// The states that enter the last layer, (B, S, D): what SDXL reads.
+    /// The input of the last layer, (B, S, D), which SDXL reads.
     #[getter]
     fn penultimate(&self) -> Result<Tensor> {
         self.skipped(Integer::of(0))
     }
 
-    /// The state of each text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+    /// The state at the token that ends each text, after the final norm: (B, D), or (B, P) if the model projects it.
     #[getter]
     fn pooled(&self) -> Tensor {
         Tensor(self.0.pooled.clone())
     }
 
-    /// The states after each layer, those of the embedding first; the final norm is not applied.
+    /// The states after the embedding and after each layer, before the final norm.
     #[getter]
     fn hidden_states(&self) -> Vec<Tensor> {
         self.0.hidden_states.iter().cloned().map(Tensor).collect()
     }
 
-    /// The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
+    /// The states `clip_skip` layers before `penultimate`, as diffusers' SDXL pipelines count.
     ///
     /// Raises:
     ///     ArgumentError: if the model has fewer layers.

@@ -32,7 +32,7 @@ use crate::tensor::Tensor;
 ///     attention_head_dim: width of each head.
 ///     mlp_ratio: width of the feed-forward layers' middle, as a multiple of the model's width.
 ///     num_classes: number of classes.
-///     device: where its parameters are.
+///     device: the device of the parameters.
 ///
 /// Raises:
 ///     ConfigError: if the sizes do not fit together.
@@ -76,9 +76,9 @@ impl DigitsTransformer {
     /// The velocity `noise - image` of flow matching.
     ///
     /// Args:
-    ///     sample: images under noise, (B, 1, H, W), values about -1 to 1.
+    ///     sample: noisy images, (B, 1, H, W), values about -1 to 1.
     ///     timestep: noise levels from 0 (image) to 1000 (noise), (B,).
-    ///     class_labels: the class of each, (B,), i64 or u32.
+    ///     class_labels: the class of each image, (B,), i64 or u32.
     ///
     /// Returns:
     ///     A tensor of the shape of `sample`.

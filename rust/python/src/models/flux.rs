@@ -12,7 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::{Operand, Tensor};
 
-/// The transformer of Flux.1, computing what diffusers' `FluxTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+/// The transformer of Flux.1, with the results and the parameter names of diffusers' `FluxTransformer2DModel`.
+/// `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct FluxTransformer(Arc<models::FluxTransformer>);
 
@@ -23,14 +24,15 @@ impl FluxTransformer {
     /// The velocity, noise - latents, at noisy latents.
     ///
     /// Args:
-    ///     hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+    ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+    ///         channels first.
     ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
     ///     pooled_projections: the pooled text, (B, pooled_projection_dim).
-    ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+    ///     timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 3): 0, row, column.
     ///     txt_ids: positions of the text's tokens, (L, 3): zeros.
-    ///     guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number; 1 to train,
-    ///         about 3.5 to draw.
+    ///     guidance: the scale of guidance, (B,), (1,), or a number: 1 in training, about 3.5 for sampling. Only models
+    ///         with guidance (Flux.1-dev) take it.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

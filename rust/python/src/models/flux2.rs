@@ -12,7 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::{Operand, Tensor};
 
-/// The transformer of FLUX.2, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+/// The transformer of FLUX.2, with the results and the parameter names of diffusers' `Flux2Transformer2DModel`.
+/// `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct Flux2Transformer(Arc<models::Flux2Transformer>);
 
@@ -23,12 +24,13 @@ impl Flux2Transformer {
     /// The velocity, noise - latents, at noisy latents.
     ///
     /// Args:
-    ///     hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+    ///     hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+    ///         channels first.
     ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
-    ///     timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+    ///     timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
     ///     img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
     ///     txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, index.
-    ///     guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number.
+    ///     guidance: the scale of guidance, (B,), (1,), or a number. Only models with guidance (FLUX.2-dev) take it.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

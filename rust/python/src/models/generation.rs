@@ -1,4 +1,4 @@
-//! Texts that a language model continues.
+//! Generation of texts, and the cache of their keys and values.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,8 +12,9 @@ use crate::arguments::Integer;
 use crate::call::{detached, quick};
 use crate::error::Result;
 
-/// Generation of several texts: an iterator over the steps, each of which adds one token to every text. A step gives a list
-/// with the new token of every text, None for those that have ended; iteration ends with the last text. Made by `CausalLM.stream`.
+/// Generation of several texts: an iterator over steps, each of which adds one token to every text. The item of a step
+/// is a list with the new token of every text, None for texts that have ended. Iteration stops when all texts have
+/// ended. `CausalLM.stream` makes one.
 ///
 /// ```python
 /// lm = tc.models.CausalLM.from_pretrained("llama")
@@ -43,7 +44,7 @@ impl Generation {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             while !state.is_done() {
                 let tokens = state.step(&self.model)?;
-                // A step in which the last texts end gives no token.
+                // A step in which the last texts end adds no token.
                 if tokens.iter().any(Option::is_some) {
                     return Ok(Some(tokens));
                 }
@@ -75,7 +76,7 @@ pub struct Given {
 }
 
 impl Given {
-    /// Start to generate texts after `prompts`; the model's own tokens end them unless others are given.
+    /// Start a generation after `prompts`. Texts end at `stop_token_ids`, by default the model's.
     pub fn start(
         self,
         op: &'static str,
@@ -102,7 +103,7 @@ impl Given {
     }
 }
 
-/// Token ids; one that is too large for u32 becomes the largest, which is beyond every vocabulary.
+/// Convert token ids. An id that is too large for u32 becomes the largest u32, which no vocabulary contains.
 pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32>> {
     let token = |id: Integer| Ok(u32::try_from(id.count(op, name)?).unwrap_or(u32::MAX));
     ids.into_iter().map(token).collect()
@@ -114,12 +115,12 @@ pub fn tokens(op: &'static str, name: &str, ids: Vec<Integer>) -> Result<Vec<u32
 /// lm = tc.models.CausalLM.from_pretrained("llama")
 /// cache = tc.models.KVCache(1)
 /// scores = lm.extend(cache, [[257, 104]])
-/// scores = lm.extend(cache, [[105]])  # a pass over this token alone
+/// scores = lm.extend(cache, [[105]])  # computes this token alone
 /// assert cache.tokens(0) == [257, 104, 105]
 /// ```
 ///
 /// Args:
-///     texts: how many.
+///     texts: the number of texts.
 #[pyclass(frozen, module = "trainable_candle.models")]
 pub struct KVCache(pub Mutex<causal_lm::KvCache>);
 
@@ -138,7 +139,7 @@ impl KVCache {
         let text = text.count("tokens", "text")?;
         let cache = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if text >= cache.len() {
-            let message = format!("text {text} of {}, counted from 0", cache.len());
+            let message = format!("there is no text {text}; expected less than {}, the number of texts", cache.len());
             return Err(tc::Error::argument("tokens", message).into());
         }
         Ok(cache.tokens(text).to_vec())

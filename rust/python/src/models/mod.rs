@@ -1,4 +1,4 @@
-//! Models: what all have in common, and one class for each.
+//! Models: the base class, and one class for each kind.
 
 mod causal_lm;
 mod chroma;
@@ -57,7 +57,8 @@ pub use t5::T5Encoder;
 pub use vae::AutoencoderKL;
 pub use z_image::ZImageTransformer;
 
-/// A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
+/// A model, with its tensors by name, its adapters and its checkpointing. Each kind of model is a subclass, whose
+/// objects can be called. `from_pretrained` loads one.
 ///
 /// ```python
 /// unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
@@ -73,7 +74,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// The part of a model's object that all have in common.
+    /// The base object of a model.
     pub fn new(model: Loaded) -> Self {
         Self { model, adapter: Attached::default() }
     }
@@ -117,11 +118,12 @@ impl Class {
     }
 }
 
-/// How the class of a kind of model is made: `class!(Class)` for a tuple struct around an `Arc` of `models::Class`.
+/// Declares the entry of a kind of model in `CLASSES`: `class!(Class)` is for a tuple struct `Class` around an `Arc`
+/// of `models::Class`.
 macro_rules! class {
     ($class:ident) => {
         impl $class {
-            /// This class among those of models.
+            /// The entry of this class in `CLASSES`.
             pub const CLASS: super::Class = super::Class {
                 kind: <trainable_candle_models::$class as trainable_candle_models::Architecture>::KIND,
                 is: |class| class.is(class.py().get_type::<Self>()),
@@ -141,7 +143,8 @@ pub(crate) use class;
 
 #[pymethods]
 impl Model {
-    /// The frozen model at `path`: one of this class or, called on `Model`, of the kind that its files state.
+    /// Load the frozen model at `path`. It has the class on which this is called; on `Model`, the files determine the
+    /// class.
     ///
     /// ```python
     /// unet = tc.models.load("sdxl", dtype="bf16")
@@ -149,29 +152,34 @@ impl Model {
     /// ```
     ///
     /// Args:
-    ///     path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
-    ///         which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
+    ///     path: a model's folder, a weight file beside its `config.json`, a pipeline's folder, an original checkpoint
+    ///         in one file, or a name on the Hugging Face hub, "organisation/name". From a pipeline or an original
+    ///         checkpoint, `Model` loads the model that is fine-tuned.
     ///     dtype: convert the weights; by default they stay as stored.
-    ///     device: where to load it.
-    ///     subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; by
-    ///         default the first that the class may have.
-    ///     config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-    ///     force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
-    ///         says. That of SDXL's autoencoder asks for f32, as its values leave the range of f16.
-    ///     layers: load only this many of the first layers of a language model, to read its `hidden_states`; default: all.
-    ///     quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
-    ///         they are read; all else is as `dtype` says.
-    ///     stream_blocks: keep the weights of this many blocks in pinned memory of the host, and copy each block's to the device ahead of
-    ///         its use, on a stream of its own. Only those of two blocks are on the device at a time.
-    ///     stream_modulation: keep the weights that make the modulation of blocks there, for all blocks, not only for those streamed. For Flux
-    ///         these are 6 GiB, which each step reads once.
+    ///     device: the device of the weights.
+    ///     subfolder: the name of the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"),
+    ///         which also selects the model of an original checkpoint. By default it is the first that fits the class.
+    ///     config: the path of a `config.json`, or of a pipeline's folder that has one, to use instead of the
+    ///         configuration beside the weights.
+    ///     force_upcast: whether the model is f32 even if half precision is requested or stored. By default its
+    ///         configuration decides. The configuration of SDXL's autoencoder requests f32, because its values exceed
+    ///         the range of f16.
+    ///     layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
+    ///         default: all.
+    ///     quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers in blocks as `quantize` does, layer
+    ///         by layer while they are read. Other weights have `dtype`.
+    ///     stream_blocks: keep the weights of this many blocks in pinned host memory. Each block's weights are copied
+    ///         to the device before their use, on a separate stream, so that the device holds the weights of two such
+    ///         blocks at a time.
+    ///     stream_modulation: also keep the weights that compute the modulation of all blocks in pinned host memory.
+    ///         For Flux these are 6 GiB, which each step reads once.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if files are missing or damaged.
-    ///     ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-    ///     ArgumentError: if `layers` is given for another kind of model, or is more than it has, if the kind has no layers to
-    ///         quantize, or the model has fewer blocks than `stream_blocks`.
-    ///     OutOfMemoryError: if the model does not fit, or the system gives no more pinned memory.
+    ///     ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
+    ///     ArgumentError: if `layers` is given for another kind of model or exceeds the model's layers, if the kind has
+    ///         no layers to quantize, or if the model has fewer blocks than `stream_blocks`.
+    ///     OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
     #[classmethod]
     #[pyo3(signature = (path, dtype=None, device="cpu", *, subfolder=None, config=None, force_upcast=None, layers=None, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
     #[allow(clippy::too_many_arguments)] // each is a name in Python
@@ -198,19 +206,19 @@ impl Model {
         Ok(Own(Self::object(py, request.load(py)?)?))
     }
 
-    /// A frozen model of random weights, for measuring how fast and large it is.
+    /// Make a frozen model of random weights, to measure its speed and memory.
     ///
     /// Args:
-    ///     config: a `config.json`; default: the published model's.
-    ///     dtype: of the weights; default: f32.
-    ///     device: where they are.
+    ///     config: the path of a `config.json`; default: the published model's configuration.
+    ///     dtype: the dtype of the weights; default: f32.
+    ///     device: the device of the weights.
     ///     quantize: as in `from_pretrained`.
     ///     stream_blocks: as in `from_pretrained`.
     ///     stream_modulation: as in `from_pretrained`.
     ///
     /// Raises:
-    ///     ArgumentError: if called on `Model`, which is not a model by itself, or if the kind has no layers to quantize.
-    ///     MissingFileError, ConfigError: if the configuration is missing or another model's.
+    ///     ArgumentError: if called on the base class `Model`, or if the kind has no layers to quantize.
+    ///     MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
     ///     OutOfMemoryError: if the model does not fit.
     #[classmethod]
     #[pyo3(signature = (config=None, dtype=None, device="cpu", *, quantize=None, stream_blocks=Integer::of(0), stream_modulation=false))]
@@ -227,7 +235,11 @@ impl Model {
     ) -> Result<Own> {
         const OP: &str = "from_config";
         let Some(kind) = Class::kind(cls) else {
-            return Err(tc::Error::argument(OP, "Model is not a model by itself; call it on the class of one").into());
+            return Err(tc::Error::argument(
+                OP,
+                "Model is the base class; call from_config on the class of a model, such as SDXLUNet",
+            )
+            .into());
         };
         let config = config.map(|config| config.named(OP, "config")).transpose()?;
         let (dtype, device) = (dtype.map_or(tc::DType::F32, |dtype| dtype.0), device::parse(device)?);
@@ -244,7 +256,8 @@ impl Model {
         DType::new(self.model.dtype())
     }
 
-    /// Every parameter by name, adapters left out; a merged one is part of its layer's weight.
+    /// Every parameter by name. Parameters of adapters are not included, but a merged adapter is part of its layer's
+    /// weight.
     fn named_tensors<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         let dict = PyDict::new(py);
         for (name, tensor) in self.model.named_tensors() {
@@ -253,7 +266,7 @@ impl Model {
         Ok(NamedTensors(dict))
     }
 
-    /// One of `named_tensors`, by its name. Of quantized weights, only this one is dequantized.
+    /// The tensor of this name among `named_tensors`. Only this tensor is dequantized.
     ///
     /// Raises:
     ///     ArgumentError: if the model has no parameter of this name.
@@ -265,7 +278,8 @@ impl Model {
         Ok(Tensor(self.model.named_tensor(name)?.ok_or_else(missing)?.detach()))
     }
 
-    /// The trainable parameters of the model itself by name: none if it was loaded, all if it is fresh.
+    /// The trainable parameters of the model itself by name. A loaded model has none; in a fresh model all parameters
+    /// are trainable.
     fn named_parameters<'py>(&self, py: Python<'py>) -> Result<NamedVars<'py>> {
         let dict = PyDict::new(py);
         for (name, var) in self.model.named_vars() {
@@ -274,7 +288,7 @@ impl Model {
         Ok(NamedVars(dict))
     }
 
-    /// Put trainable adapters on the layers that `config` targets; the model itself stays as it is.
+    /// Put trainable adapters on the layers that `config` targets. The model's own weights do not change.
     ///
     /// Raises:
     ///     ConfigError: if no layer matches, or the model has an adapter already.
@@ -283,8 +297,8 @@ impl Model {
         self.adapter.attach(py, "add_adapter", &self.model, || Set::attach(config, &self.model.named_layers()))
     }
 
-    /// Put the adapters of a file on the model, their effect multiplied by `scale`. The file may have any of the
-    /// formats of `AdapterSet.save`, and come from any tool. Its adapters for other parts of a pipeline are left out.
+    /// Put the adapters of a file on the model and multiply their scales by `scale`. The file may have any of the
+    /// formats of `AdapterSet.save`, from any tool. Its adapters for other parts of a pipeline are ignored.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -299,12 +313,12 @@ impl Model {
         })
     }
 
-    /// Put the LoRA of a file beside the adapter that is trained, its effect multiplied by `scale`: the one over which
-    /// a distilled model is trained. It stays frozen, and neither saved files nor merged weights have it.
+    /// Put the frozen LoRA of a file on the model, beside the adapter that is trained, and multiply its scale by
+    /// `scale`. This is for training adapters of distilled models. Saved files and merged weights do not include it.
     ///
     /// Raises:
     ///     MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-    ///     ConfigError: if it is not a LoRA of linear layers, or a layer has one already.
+    ///     ConfigError: if the file is not a LoRA of linear layers, or a layer already has a training adapter.
     #[pyo3(signature = (path, scale=Argument::of(1.0)))]
     fn add_training_adapter(&self, py: Python<'_>, path: FilePath, scale: Argument<f64>) -> Result<TrainingAdapter> {
         const OP: &str = "add_training_adapter";
@@ -316,8 +330,8 @@ impl Model {
         Ok(TrainingAdapter::new(made, self.model.clone()))
     }
 
-    /// Let the adapted layers compute with one merged weight each, at the speed of the base. Training has no effect
-    /// until `unmerge_adapter`.
+    /// Make each adapted layer compute with one merged weight, as fast as the base. Changes of the adapters have no
+    /// effect until `unmerge_adapter`.
     ///
     /// Raises:
     ///     ArgumentError: if the model has no adapter.
@@ -340,11 +354,11 @@ impl Model {
         self.adapter.remove()
     }
 
-    /// Keep little between forward and backward, and recompute the rest.
+    /// Keep only a part of the results between forward and backward, and recompute the others.
     ///
     /// Args:
-    ///     policy: "full" keeps the inputs of blocks, "selective" also the results of matrix products and attention,
-    ///         "offloaded" keeps the inputs of blocks in the memory of the host.
+    ///     policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
+    ///         attention; "offloaded" keeps the inputs of blocks in the memory of the host.
     ///
     /// Raises:
     ///     ArgumentError: if the policy is unknown.
@@ -359,8 +373,8 @@ impl Model {
         self.model.set_checkpointing(Policy::None);
     }
 
-    /// Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
-    /// one is part of its layer's weight.
+    /// Write `config.json` and the weights to a folder that diffusers and transformers can load. Adapters are not
+    /// written, but a merged adapter is part of its layer's weight.
     ///
     /// Raises:
     ///     FileError: if a file cannot be written.
@@ -385,15 +399,16 @@ impl Model {
 ///
 /// Args:
 ///     path: the file.
-///     models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
-///         Adapters are left out; a merged one is part of its layer's weight.
-///     base: a checkpoint from which all else is copied, unchanged.
+///     models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
+///         "text_encoder_2". Adapters are not written, but a merged adapter is part of its layer's weight.
+///     base: a checkpoint from which everything else is copied unchanged.
 ///     dtype: convert the weights of the models.
-///     quantize: by the folder of a model, "fp8" or "int8": write its linear layers as ComfyUI stores them, as e4m3 numbers with a
-///         scale per tensor, or as integers with a scale per row.
+///     quantize: formats by the name of a model's folder: "fp8" or "int8". The model's linear layers are written as
+///         ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as integers with a scale per row.
 ///
 /// Raises:
-///     ArgumentError: if a model has no such folder, or no layers that may be quantized; if the format is neither.
+///     ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if
+///         a format is unknown.
 ///     FileError, MissingFileError: if a file cannot be written or read.
 #[pyfunction]
 #[pyo3(signature = (path, models, base=None, dtype=None, quantize=Argument::of(None)))]

@@ -1,4 +1,4 @@
-//! What `from_pretrained` and `load` are asked for.
+//! The arguments of `from_pretrained` and `load`.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ pub struct Request {
     pub device: tc::Device,
 }
 
-/// The arguments of a caller about the files, beside their path.
+/// The arguments that select a model and its files, besides the path.
 #[derive(Default)]
 pub struct Options {
     pub subfolder: Option<String>,
@@ -38,7 +38,8 @@ pub struct Options {
 }
 
 impl Request {
-    /// The arguments of the function `op`. A name that is not a path is passed to the function of [`set_resolver`].
+    /// Reads the arguments of the function `op`. If the path is a name instead, the function of [`set_resolver`]
+    /// resolves it.
     pub fn new(
         py: Python<'_>,
         op: &'static str,
@@ -71,7 +72,8 @@ impl Request {
     }
 }
 
-/// The folders that may have a model in a repository, the likeliest first: a pipeline's, then the repository itself.
+/// The folders of a repository that may contain a model, the most likely first: folders of pipelines, then the
+/// repository itself.
 fn likeliest(kind: Option<&'static ModelKind>) -> Vec<&'static str> {
     let mut places = match kind {
         Some(kind) => pipelines::subfolders(kind).into_iter().take(1).collect(),
@@ -88,10 +90,11 @@ static RESOLVER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 /// Set the function that finds models by names that are not paths. Only the first call has an effect.
 ///
 /// Args:
-///     resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
-///         half-precision files are preferred; returns a folder, or None if it does not know the name.
+///     resolve: a function of the name, of the folders of a repository that may contain the model (the most likely
+///         first), and of whether half-precision files are preferred. It returns a folder, or None if it does not know
+///         the name.
 #[pyfunction]
 pub fn set_resolver(py: Python<'_>, resolve: Function) {
-    // Later calls leave the first one.
+    // Later calls do not replace the first function.
     drop(RESOLVER.set(py, resolve.0));
 }

@@ -12,7 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::{Operand, Tensor};
 
-/// The transformer of SD3 and SD3.5, computing what diffusers' `SD3Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+/// The transformer of SD3 and SD3.5, with the results and the parameter names of diffusers' `SD3Transformer2DModel`.
+/// `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct SD3Transformer(Arc<models::SD3Transformer>);
 
@@ -23,10 +24,11 @@ impl SD3Transformer {
     /// The velocity, noise - latents, at noisy latents.
     ///
     /// Args:
-    ///     hidden_states: latents under noise, (B, 16, h, w), shifted and scaled as the autoencoder says; h and w are even.
+    ///     hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's factors; h and w are
+    ///         even.
     ///     encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
     ///     pooled_projections: the pooled text, (B, pooled_projection_dim).
-    ///     timestep: from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
+    ///     timestep: the time from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

@@ -12,7 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::{Operand, Tensor};
 
-/// SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+/// SDXL's UNet, with the results and the parameter names of diffusers' `UNet2DConditionModel`. `from_pretrained` loads
+/// one.
 ///
 /// ```python
 /// unet = tc.models.SDXLUNet.from_pretrained("sdxl", "f32")
@@ -31,8 +32,8 @@ impl SDXLUNet {
     /// The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
     ///
     /// Args:
-    ///     sample: latents under noise, (B, 4, h, w), scaled as the autoencoder says.
-    ///     timestep: from 0 (clean) to 999 (noise): (B,), (1,), or a number.
+    ///     sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's factor.
+    ///     timestep: the time from 0 (clean) to 999 (noise): (B,), (1,), or a number.
     ///     encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
     ///     text_embeds: the pooled text, (B, P).
     ///     time_ids: original height and width, top and left of the crop, target height and width, (B, 6).

@@ -11,8 +11,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read
-/// texts. It computes in half precision too, although its values leave the range of f16. Made by `from_pretrained`.
+/// The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It computes in
+/// f16 too, although its values exceed the range of f16. `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct T5Encoder(Arc<models::T5Encoder>);
 
@@ -20,12 +20,12 @@ class!(T5Encoder);
 
 #[pymethods]
 impl T5Encoder {
-    /// One state for each token, (B, L, D), in the dtype of the weights: the last block's after the final norm.
+    /// The last block's states after the final norm, one for each token: (B, L, D), in the dtype of the weights.
     ///
     /// Args:
     ///     input_ids: token ids, (B, L), i64 or u32.
-    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that are seen, 0 for those that are not. By default all are seen, padding
-    ///         included, as in diffusers' pipelines.
+    ///     attention_mask: (B, L), i64 or u32: 1 for tokens that attention reads, 0 for others. By default it reads all
+    ///         tokens, padding included, as in diffusers' pipelines.
     ///
     /// Raises:
     ///     ShapeError: if an input has another shape.

@@ -12,8 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// The autoencoder between images and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
-/// `from_pretrained`.
+/// The autoencoder between images and latents, with the results and the parameter names of diffusers' `AutoencoderKL`.
+/// `from_pretrained` loads one.
 ///
 /// ```python
 /// vae = tc.models.AutoencoderKL.from_pretrained("sdxl", subfolder="vae")
@@ -28,7 +28,7 @@ class!(AutoencoderKL);
 
 #[pymethods]
 impl AutoencoderKL {
-    /// A diffusion model sees (latent - shift_factor) * scaling_factor.
+    /// The input of a diffusion model is (latent - shift_factor) * scaling_factor.
     #[getter]
     fn scaling_factor(&self) -> f64 {
         self.0.config().scaling_factor
@@ -50,11 +50,11 @@ impl AutoencoderKL {
     ///
     /// Args:
     ///     image: images, (B, 3, H, W), values -1 to 1.
-    ///     tile_size: encode larger images in tiles of this many pixels, which overlap by a quarter (512 is usual);
-    ///         near seams the result differs a little.
+    ///     tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+    ///         quarter. Near seams the result differs a little.
     ///
     /// Returns:
-    ///     Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
+    ///     Mean and logarithm of the variance of the unscaled latents, (B, 4, H / downscale, W / downscale) each.
     ///
     /// Raises:
     ///     ShapeError: if the image does not fit the model.
@@ -76,8 +76,8 @@ impl AutoencoderKL {
     ///
     /// Args:
     ///     latent: latents, (B, 4, h, w), not scaled.
-    ///     tile_size: decode larger images in tiles of this many pixels, which overlap by a quarter, their seams blended (512
-    ///         is usual): memory no longer grows with the image.
+    ///     tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+    ///         quarter and are blended at their seams. Memory then does not grow with the image.
     ///
     /// Returns:
     ///     Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.

@@ -12,7 +12,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::{Operand, Tensor};
 
-/// The transformer of Z-Image, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+/// The transformer of Z-Image, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`.
+/// `from_pretrained` loads one.
 #[pyclass(frozen, extends = Model, module = "trainable_candle.models")]
 pub struct ZImageTransformer(Arc<models::ZImageTransformer>);
 
@@ -23,12 +24,14 @@ impl ZImageTransformer {
     /// The negative velocity, latents - noise, at noisy latents.
     ///
     /// Args:
-    ///     hidden_states: latents under noise, (B, in_channels, h, w), shifted and scaled as the autoencoder says; h and w are even.
+    ///     hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
+    ///         w are even.
     ///     encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
-    ///     timestep: from 0 (noise) to 1 (clean), the reverse of other flow models: (B,), (1,), or a number.
-    ///     lengths: how many tokens of each text are words, (B,); what follows is not read. Default: all are words.
-    ///     rows_are_full: a promise that every text, padded to a multiple of 32 tokens, fills its row, padded likewise. Attention then needs
-    ///         no mask, which saves time.
+    ///     timestep: the time from 0 (noise) to 1 (clean), opposite to other flow models: (B,), (1,), or a number.
+    ///     lengths: the number of tokens of each text that are words, (B,). Later tokens are not read. By default all
+    ///         tokens are words.
+    ///     rows_are_full: whether every text, padded to a multiple of 32 tokens, is as long as L, padded to a multiple
+    ///         of 32. Attention then needs no mask, which saves time. This is not checked.
     ///
     /// Returns:
     ///     A tensor of the shape of `hidden_states`, in the dtype of the weights.

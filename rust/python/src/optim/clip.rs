@@ -10,7 +10,8 @@ use crate::call::detached;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
-/// Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as torch's function.
+/// Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as
+/// `torch.nn.utils.clip_grad_norm_` does.
 ///
 /// ```python
 /// loss.backward()
@@ -20,16 +21,17 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     parameters: the variables; those without a gradient are ignored.
-///     max_norm: at least 0; infinity does not clip.
+///     max_norm: the largest norm, at least 0; with infinity nothing is clipped.
 ///     norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-///     error_if_nonfinite: whether a non-finite norm is an error; synchronizes a CUDA device.
+///     error_if_nonfinite: whether a non-finite norm is an error. The check waits for a CUDA device.
 ///
 /// Returns:
-///     The norm before scaling: f64, without dimensions, on the device of the gradients. Reading it waits for a CUDA device.
+///     The norm before scaling: a scalar in f64 on the device of the gradients. Reading its value waits for a CUDA
+///         device.
 ///
 /// Raises:
 ///     ArgumentError: if a number is out of range, or an item is not a Var.
-///     NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients do not change then.
+///     NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. The gradients have not changed then.
 #[pyfunction]
 #[pyo3(signature = (parameters, max_norm, norm_type=Argument::of(2.0), error_if_nonfinite=false))]
 pub fn clip_grad_norm_(

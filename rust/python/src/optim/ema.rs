@@ -34,7 +34,7 @@ use crate::tensor::Tensor;
 ///     ArgumentError: if the decay is out of range.
 ///     DTypeError: if the parameters are not f32.
 #[pyclass(frozen, module = "trainable_candle.optim")]
-#[allow(clippy::upper_case_acronyms)] // the name of the thing in the field
+#[allow(clippy::upper_case_acronyms)] // the usual name of the average
 pub struct EMA(Mutex<optim::EMA>);
 
 impl EMA {
@@ -63,7 +63,7 @@ impl EMA {
     /// Replace the parameters by the averages.
     ///
     /// Raises:
-    ///     ArgumentError: if the averages replace them already.
+    ///     ArgumentError: if the averages already replace them.
     fn swap_in(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().swap_in())
     }
@@ -99,22 +99,23 @@ impl EMA {
         self.lock().decay()
     }
 
-    /// How often `update` was called.
+    /// The number of calls of `update`.
     #[getter]
     fn updates(&self) -> u64 {
         self.lock().updates()
     }
 
-    /// A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
+    /// A copy of the state: `INDEX.average` is the average of the parameter with that index, and `updates` (i64) the
+    /// number of updates.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
 
-    /// Load the state of an adapter with the same shapes.
+    /// Load a state that was saved for an adapter with the same shapes.
     ///
     /// Raises:
-    ///     ConfigError: if an entry is missing or not expected. Nothing is changed then.
-    ///     ShapeError, DTypeError: if one differs. Nothing is changed then.
+    ///     ConfigError: if an entry is missing or not expected. Nothing has changed then.
+    ///     ShapeError, DTypeError: if an entry has another shape or dtype. Nothing has changed then.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
         detached(py, || self.lock().load_state_dict(&states))

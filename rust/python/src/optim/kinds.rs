@@ -1,4 +1,4 @@
-//! The optimizers of the registry for Python, which makes a class of each.
+//! The optimizers of the registry. Python code makes a class of each.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
@@ -10,11 +10,12 @@ use crate::argument::Argument;
 use crate::arguments::Integer;
 use crate::error::Result;
 
-/// An optimizer of the registry: its name, a docstring, how many hyper-parameters may be passed by position, and all with their defaults.
+/// An optimizer of the registry: its name, its docstring, the number of hyper-parameters that may be passed by
+/// position, and all hyper-parameters with their defaults.
 type Kind<'py> = (&'static str, String, usize, Bound<'py, PyDict>);
 
-/// The optimizers of the library's registry, each as its name, a docstring, the number of its hyper-parameters that may be passed by
-/// position, and all of them with their defaults, in order.
+/// The optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of hyper-parameters
+/// that may be passed by position, and all hyper-parameters with their defaults, in order.
 #[pyfunction]
 pub fn optimizer_kinds(py: Python<'_>) -> Result<Vec<Kind<'_>>> {
     let kind = |kind: &OptimizerKind| {
@@ -51,8 +52,8 @@ fn docstring(kind: &OptimizerKind) -> String {
 /// The optimizer of a kind.
 ///
 /// # Errors
-/// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no such kind or hyper-parameter, or as its
-/// constructor.
+/// `TypeError` if a hyper-parameter has another type; `ArgumentError` if there is no such kind or hyper-parameter; the
+/// errors of the constructor.
 pub fn build(name: &str, params: &Params<'_>, settings: &Bound<'_, PyDict>) -> Result<Box<dyn optim::Optimizer>> {
     let Some(kind) = KINDS.iter().find(|kind| kind.name == name) else {
         let known: Vec<&str> = KINDS.iter().map(|kind| kind.name).collect();
@@ -68,7 +69,7 @@ pub fn build(name: &str, params: &Params<'_>, settings: &Bound<'_, PyDict>) -> R
     Ok(kind.build(params.groups(kind, &fields, &common)?)?)
 }
 
-/// A hyper-parameter as it was passed, or `None` if there is none of this name.
+/// Converts the hyper-parameter `key`; `None` if the optimizer has no hyper-parameter of this name.
 fn setting(
     kind: &OptimizerKind,
     fields: &[Field],

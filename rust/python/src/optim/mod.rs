@@ -29,7 +29,7 @@ use crate::named::NamedTensors;
 use crate::tensor::Tensor;
 use crate::var::Var;
 
-/// The methods of all optimizers. Construct one of its subclasses, which the library's registry names.
+/// The base class of all optimizers. Construct one of its subclasses, such as `AdamW`.
 ///
 /// ```python
 /// loss.backward()
@@ -56,14 +56,14 @@ impl Optimizer {
         Ok(Self(Mutex::new(kinds::build(kind, &params, settings)?)))
     }
 
-    /// Update every variable that has a gradient. The gradients stay; `zero_grad` clears them.
+    /// Update every variable that has a gradient. The gradients are kept until `zero_grad`.
     ///
     /// Args:
-    ///     if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing changes
-    ///         and no step is counted. A CUDA device decides that itself, without synchronization.
+    ///     if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing
+    ///         changes and no step is counted. A CUDA device makes this decision without synchronization.
     ///
     /// Raises:
-    ///     ShapeError: if `if_finite` has more or less than one element.
+    ///     ShapeError: if `if_finite` does not have exactly one element.
     #[pyo3(signature = (*, if_finite=None))]
     fn step(&self, py: Python<'_>, if_finite: Option<&Tensor>) -> Result<()> {
         detached(py, || {
@@ -77,23 +77,26 @@ impl Optimizer {
         detached(py, || self.lock().zero_grad())
     }
 
-    /// Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does, which `eval` gives to them.
+    /// Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does. `eval` replaces the variables'
+    /// values by them.
     #[getter]
     fn averages(&self) -> bool {
         self.lock().averages()
     }
 
-    /// Put the averages that the optimizer keeps in the variables, to validate with or to save; nothing if it keeps none.
+    /// Replace the variables' values by the averages that the optimizer keeps, to validate with or to save. Does
+    /// nothing if it keeps none.
     fn eval(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().eval())
     }
 
-    /// Restore the variables' own values, bit for bit, before the next step; nothing if they are there.
+    /// Restore the values that `eval` has replaced, bit for bit. Call it before the next step. Does nothing if `eval`
+    /// has replaced none.
     fn train(&self, py: Python<'_>) -> Result<()> {
         detached(py, || self.lock().train())
     }
 
-    /// The learning rate: of the first group when read, of all groups when set.
+    /// The learning rate. Reading gives that of the first group; assigning sets it for all groups.
     ///
     /// Raises:
     ///     ArgumentError: on assignment, if it is negative or not finite.
@@ -108,10 +111,11 @@ impl Optimizer {
         quick(|| self.lock().set_lr(lr))
     }
 
-    /// The learning rate of each group. Assign one for each group.
+    /// The learning rates of all groups. Assign a list with one number for each group.
     ///
     /// Raises:
-    ///     ArgumentError: on assignment, if there are more or fewer, or one is negative or not finite.
+    ///     ArgumentError: on assignment, if there is not one number for each group, or if a number is negative or not
+    ///         finite.
     #[getter]
     fn group_lrs(&self) -> Vec<f64> {
         self.lock().group_lrs()
@@ -129,9 +133,9 @@ impl Optimizer {
         quick(|| lrs.iter().enumerate().try_for_each(|(group, &lr)| optimizer.set_group_lr(group, lr)))
     }
 
-    /// A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
-    /// `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-    /// learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
+    /// A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all
+    /// groups), `INDEX.master` for its f32 master values, `step` (i64) with the number of steps of each variable, `lr`
+    /// (f64) with the learning rate of each group, and `kind` (u8) with the optimizer's name in ASCII.
     fn state_dict<'py>(&self, py: Python<'py>) -> Result<NamedTensors<'py>> {
         NamedTensors::new(py, detached(py, || self.lock().state_dict())?)
     }
@@ -139,15 +143,16 @@ impl Optimizer {
     /// Load the states of an optimizer of the same kind over variables of the same shapes.
     ///
     /// Raises:
-    ///     ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
-    ///     ShapeError, DTypeError: if one differs. Nothing is changed then.
+    ///     ConfigError: if an optimizer of another kind has saved the states, or if states are missing or not expected.
+    ///         Nothing has changed then.
+    ///     ShapeError, DTypeError: if a state has another shape or dtype. Nothing has changed then.
     fn load_state_dict(&self, py: Python<'_>, state: HashMap<String, PyRef<'_, Tensor>>) -> Result<()> {
         let states: StateDict = state.into_iter().map(|(name, tensor)| (name, tensor.0.clone())).collect();
         detached(py, || self.lock().load_state_dict(&states))
     }
 
-    /// Bytes of all existing states and master values. The first step of a variable makes its states, on a CUDA device those of
-    /// all variables.
+    /// Bytes of all existing states and master values. The first step of a variable creates its states; on a CUDA
+    /// device, the first step of any variable creates the states of all.
     #[getter]
     fn state_bytes(&self) -> usize {
         self.lock().state_bytes()

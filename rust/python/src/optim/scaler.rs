@@ -19,8 +19,8 @@ const OP: &str = "GradScaler";
 /// Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
 /// `torch.amp.GradScaler`.
 ///
-/// One iteration: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` and clipping if wanted, `scaler.step(opt)`,
-/// `scaler.update()`.
+/// An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(opt)` and clipping, then
+/// `scaler.step(opt)` and `scaler.update()`.
 ///
 /// ```python
 /// scaler = tc.optim.GradScaler()
@@ -33,10 +33,11 @@ const OP: &str = "GradScaler";
 ///
 /// Args:
 ///     init_scale: the first scale.
-///     growth_factor: the scale is multiplied by this after `growth_interval` good steps in a row; above 1.
+///     growth_factor: the scale is multiplied by this after `growth_interval` steps in a row with finite gradients;
+///         above 1.
 ///     backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
-///     growth_interval: good steps in a row before the scale grows.
-///     enabled: False changes neither losses nor gradients and takes every step.
+///     growth_interval: the number of steps in a row with finite gradients before the scale grows.
+///     enabled: if False, the scaler changes neither losses nor gradients and takes every step.
 ///
 /// Raises:
 ///     ArgumentError: if a number is out of range.
@@ -78,7 +79,7 @@ impl GradScaler {
     /// Divide the gradients of the optimizer's variables by the scale, to clip or read them before the step.
     ///
     /// Raises:
-    ///     ArgumentError: if that was done since the last `update`.
+    ///     ArgumentError: if it was already called for this optimizer since the last `update`.
     fn unscale_(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<()> {
         detached(py, || self.lock().unscale(&**optimizer.lock()))
     }
@@ -86,15 +87,16 @@ impl GradScaler {
     /// Unscale the gradients if `unscale_` has not, then let the optimizer step, unless a gradient is non-finite.
     ///
     /// Returns:
-    ///     Whether the step was taken; None on a CUDA device, where finding out would synchronize.
+    ///     Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
     ///
     /// Raises:
-    ///     ArgumentError: if a step was taken since the last `update`.
+    ///     ArgumentError: if it was already called for this optimizer since the last `update`.
     fn step(&self, py: Python<'_>, optimizer: &Optimizer) -> Result<Option<bool>> {
         detached(py, || self.lock().step(&mut **optimizer.lock()))
     }
 
-    /// End the iteration: the scale falls after a step that was skipped, and grows after enough good ones in a row.
+    /// End the iteration: the scale falls after a skipped step, and grows after `growth_interval` steps in a row with
+    /// finite gradients.
     ///
     /// Raises:
     ///     ArgumentError: if no optimizer was unscaled or stepped since the last call.
@@ -102,12 +104,13 @@ impl GradScaler {
         quick(|| self.lock().update())
     }
 
-    /// The current scale; 1 if not enabled. Waits for a CUDA device.
+    /// The current scale; 1 if the scaler is not enabled. Waits for a CUDA device.
     fn get_scale(&self, py: Python<'_>) -> Result<f64> {
         detached(py, || self.lock().get_scale())
     }
 
-    /// The scale and the good steps in a row so far, as numbers. Waits for a CUDA device.
+    /// The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). Waits for a CUDA
+    /// device.
     fn state_dict(&self, py: Python<'_>) -> Result<BTreeMap<&'static str, f64>> {
         detached(py, || {
             let scaler = self.lock();

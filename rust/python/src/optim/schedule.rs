@@ -10,14 +10,14 @@ use crate::error::Result;
 
 const OP: &str = "lr_scheduler";
 
-/// The factor on the learning rate as a function of the step, as transformers' schedules with warm-up: over the first
-/// `warmup_steps` steps it rises linearly from 0, afterwards it follows its kind.
+/// The factor on the learning rate as a function of the step, as in transformers' schedules with warm-up. Over the
+/// first `warmup_steps` steps it rises linearly from 0; afterwards `kind` determines it.
 ///
 /// Args:
 ///     kind: "constant", "linear", "cosine" or "polynomial".
 ///     warmup_steps: steps of the warm-up.
 ///     total_steps: steps of the training, warm-up included.
-///     num_cycles: waves of the cosine; half a wave goes from 1 to 0.
+///     num_cycles: the number of cycles of the cosine; with half a cycle the factor falls from 1 to 0.
 ///     end: the last factor of the polynomial, in [0, 1).
 ///     power: the power of the polynomial, above 0.
 ///

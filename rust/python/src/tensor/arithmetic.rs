@@ -1,4 +1,4 @@
-//! Operators and the methods of the same names.
+//! Operators, and methods with their names.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -13,7 +13,7 @@ fn work(a: &tc::Tensor, b: &Operand<'_>) -> usize {
     a.elem_count().max(b.elem_count())
 }
 
-/// `a op b` of elements, in the dtype that holds both; a number becomes a tensor.
+/// Elementwise `a op b`, in the dtype to which both are promoted. A number becomes a tensor.
 #[inline]
 fn binary(
     py: Python<'_>,
@@ -25,7 +25,7 @@ fn binary(
     compute(py, work(a, b), || promoted(op, a, b, tensors)).map(Tensor)
 }
 
-/// `a op b` of matrices, which must have one dtype.
+/// `a op b` for matrices, which must have the same dtype.
 #[inline]
 fn product(
     py: Python<'_>,
@@ -36,7 +36,7 @@ fn product(
     compute(py, work(a, b), || b.with("matmul", a, |b| tensors(a, b))).map(Tensor)
 }
 
-/// As [`binary`]; a number is applied without a tensor of its own where `a` is floating point.
+/// As [`binary`], but if `a` is floating point, a number is not converted to a tensor.
 #[inline]
 fn with_scalar(
     py: Python<'_>,
@@ -81,7 +81,7 @@ impl Tensor {
         with_scalar(py, "mul", &self.0, &other, |a, b| b.mul(a), tc::Tensor::mul_scalar)
     }
 
-    // A quotient by a number is a true division: multiplying by the reciprocal rounds twice.
+    // Division by a number divides, because multiplication by the reciprocal would round twice.
     fn __truediv__(&self, py: Python<'_>, other: Operand<'_>) -> Result<Self> {
         compute(py, work(&self.0, &other), || for_quotient("div", &self.0, &other, tc::Tensor::div)).map(Self)
     }
@@ -148,7 +148,7 @@ impl Tensor {
         binary(py, "ge", &self.0, &other, tc::Tensor::ge)
     }
 
-    /// The larger of each pair of elements; equal ones share the gradient.
+    /// The larger of each pair of elements. Equal elements share the gradient.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
@@ -156,7 +156,7 @@ impl Tensor {
         binary(py, "maximum", &self.0, &other, tc::Tensor::maximum)
     }
 
-    /// The smaller of each pair of elements; equal ones share the gradient.
+    /// The smaller of each pair of elements. Equal elements share the gradient.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
@@ -168,15 +168,16 @@ impl Tensor {
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not broadcast.
-    ///     DTypeError: if neither is floating point, or a numpy array has another dtype.
+    ///     DTypeError: if neither this tensor nor the exponent is floating point, or if a numpy array has another
+    ///         dtype.
     fn pow(&self, py: Python<'_>, exponent: Operand<'_>) -> Result<Self> {
         self.__pow__(py, exponent, None)
     }
 
     /// The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
     ///
-    /// Batch dimensions broadcast; a vector on the left is a row, on the right a column, and that dimension is
-    /// dropped from the result, as in numpy.
+    /// Batch dimensions broadcast. As in numpy, a vector on the left counts as a row and a vector on the right as a
+    /// column, and the result does not have that dimension.
     ///
     /// Raises:
     ///     ShapeError: if the shapes do not fit.

@@ -17,10 +17,10 @@ use crate::dlpack;
 use crate::error::Result;
 use crate::types::NdArray;
 
-/// The values of any Python object that holds numbers, in new CPU storage.
+/// Copy the values of any Python object that holds numbers to new CPU storage.
 ///
 /// # Errors
-/// `DTypeError` if they are not numbers, `ShapeError` if nested lists are ragged.
+/// `DTypeError` if the values are not numbers, `ShapeError` if nested lists are ragged.
 pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Raw> {
     let raw = if let Ok(tensor) = data.cast::<Tensor>() {
         tc::raw::own_copy(tensor.get().0.raw())?
@@ -29,7 +29,7 @@ pub fn to_raw(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -
     } else if data.is_instance_of::<PyList>() || data.is_instance_of::<PyTuple>() || is_number(data)? {
         match nested::read(op, data, dtype)? {
             Some(raw) => return Ok(raw),
-            // Lists of arrays: numpy stacks them.
+            // The lists contain arrays, which numpy stacks.
             None => from_array_like(op, data)?,
         }
     } else if data.hasattr("__dlpack__")? {
@@ -49,7 +49,7 @@ fn is_number(data: &Bound<'_, PyAny>) -> PyResult<bool> {
         || (data.hasattr("__float__")? && !data.hasattr("__array__")?))
 }
 
-/// Anything that numpy can read: `__array__`, the buffer protocol, sequences.
+/// Convert anything that numpy can read: `__array__`, the buffer protocol, sequences.
 fn from_array_like(op: &'static str, data: &Bound<'_, PyAny>) -> Result<Raw> {
     let array = data.py().import("numpy")?.call_method1("asarray", (data,))?;
     let array = array.cast::<PyUntypedArray>()?;
@@ -78,13 +78,13 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
         (b'f', 2) => Element::F16,
         (b'f', 4) => Element::F32,
         (b'f', 8) => Element::F64,
-        // numpy has no bfloat16 of its own; the package ml_dtypes adds one.
+        // numpy itself has no bfloat16, but the package ml_dtypes adds one.
         (_, 2) if dtype.getattr("name")?.eq("bfloat16")? => Element::BF16,
         _ => {
             let name = dtype.str()?;
             return Err(tc::Error::dtype(
                 op,
-                format!("an array of dtype {name} has no tensor counterpart; convert it with astype() first"),
+                format!("no tensor dtype can represent an array of dtype {name}; convert it with astype() first"),
             )
             .into());
         }
@@ -97,11 +97,12 @@ fn from_numpy(op: &'static str, array: &Bound<'_, PyUntypedArray>) -> Result<Raw
         element,
         swapped: dtype.is_native_byteorder() == Some(false),
     };
-    // SAFETY: the array keeps its memory while it lives, and numpy's strides stay inside it. The GIL is held.
+    // SAFETY: the array exists during the call and owns its memory, and numpy's strides stay inside that memory. The
+    // GIL is held.
     Ok(unsafe { source.read(op) }?)
 }
 
-/// Values on a GPU are not known inside a captured function.
+/// Reject reading of values on a GPU inside a captured function, where they are not known.
 fn check_readable(op: &'static str, tensor: &tc::Tensor) -> Result<()> {
     if tensor.device().is_cpu() { Ok(()) } else { Ok(tc::capture::refuse(op)?) }
 }
@@ -143,14 +144,14 @@ fn numbers<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Vec<Bound<'py, P
     Ok(values.into_iter().map(|v| v.into_bound_py_any(py)).collect::<PyResult<_>>()?)
 }
 
-/// The only element.
+/// The only element as a Python number.
 pub fn item<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
     check_readable("item", tensor)?;
     if tc::raw::is_float(tensor.dtype()) {
         return Ok(reading(py, tensor, || tensor.item())?.into_bound_py_any(py)?);
     }
     if tensor.elem_count() != 1 {
-        // Returns the core's error.
+        // This returns the core's error.
         tensor.item()?;
     }
     Ok(reading(py, tensor, || integers(tensor))?[0].into_bound_py_any(py)?)
@@ -161,7 +162,7 @@ pub fn integers(tensor: &tc::Tensor) -> tc::Result<Vec<i64>> {
     tensor.to_device(&tc::Device::Cpu)?.to_dtype(DType::I64)?.to_vec()
 }
 
-/// Nested lists; a number without dimensions.
+/// The elements as nested lists; for a tensor without dimensions, a number.
 pub fn to_list<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<Bound<'py, PyAny>> {
     check_readable("tolist", tensor)?;
     let mut level = numbers(py, tensor)?;

@@ -26,7 +26,7 @@ fn work(sizes: &[usize]) -> usize {
 /// The values of `data` on `device`; tensors are detached from the tape.
 pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Device) -> Result<tc::Tensor> {
     let tensor = match data.cast::<Tensor>() {
-        // Convert on their device, then move.
+        // Convert the dtype on the tensor's device, then copy the result.
         Ok(tensor) => {
             let tensor = tensor.get().0.detach();
             dtype.map_or(Ok(tensor.clone()), |dtype| tensor.to_dtype(dtype))?
@@ -45,7 +45,7 @@ pub fn from_data(data: &Bound<'_, PyAny>, dtype: Option<DType>, device: &tc::Dev
 ///     device: the device.
 ///
 /// Raises:
-///     DTypeError: if the data are not numbers, or of a kind that no dtype holds (complex, uint64).
+///     DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
 ///     ShapeError: if nested lists are ragged.
 ///     DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
 #[pyfunction]
@@ -94,7 +94,7 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
     compute(py, work(&sizes), || tc::Tensor::ones(sizes, dtype_or_f32(dtype), &device)).map(Tensor)
 }
 
-/// One value everywhere.
+/// A tensor whose elements all have one value.
 ///
 /// Args:
 ///     shape: the sizes.
@@ -103,7 +103,7 @@ pub fn ones(py: Python<'_>, shape: &Bound<'_, PyTuple>, dtype: Option<DTypeArg>,
 ///     device: the device.
 ///
 /// Raises:
-///     ArgumentError, DTypeError: if an integer dtype does not hold the value.
+///     ArgumentError, DTypeError: if an integer dtype cannot represent the value.
 ///     OutOfMemoryError: if it does not fit.
 #[pyfunction]
 #[pyo3(signature = (shape, value, dtype=None, device="cpu"))]
@@ -149,7 +149,7 @@ fn filled_like(
     compute(py, tensor.elem_count(), || tc::Tensor::full(value, tensor.shape(), dtype, &device)).map(Tensor)
 }
 
-/// Zeros in the shape of `input`; dtype and device are its own unless given.
+/// Zeros in the shape of `input`, by default with its dtype and on its device.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -161,7 +161,7 @@ pub fn zeros_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, devic
     filled_like(py, 0.0, &input.0, dtype, device)
 }
 
-/// Ones in the shape of `input`; dtype and device are its own unless given.
+/// Ones in the shape of `input`, by default with its dtype and on its device.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -173,7 +173,7 @@ pub fn ones_like(py: Python<'_>, input: &Tensor, dtype: Option<DTypeArg>, device
     filled_like(py, 1.0, &input.0, dtype, device)
 }
 
-/// A tensor in the shape of `input` with arbitrary values; dtype and device are its own unless given.
+/// A tensor with arbitrary values in the shape of `input`, by default with its dtype and on its device.
 ///
 /// ```python
 /// x = tc.tensor([1, 2, 3])
@@ -192,7 +192,7 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
     }
 }
 
-/// `start`, `start + step`, ... up to but without `end`.
+/// The numbers `start`, `start + step`, ... up to but not including `end`.
 ///
 /// ```python
 /// assert tc.arange(4).tolist() == [0, 1, 2, 3]
@@ -200,9 +200,9 @@ fn number(operand: &Operand<'_>) -> Result<Number> {
 /// ```
 ///
 /// Args:
-///     start: the first value; with one argument it is the end, and the start is 0.
+///     start: the first value. If it is the only argument, it is the end, and the first value is 0.
 ///     end: the end.
-///     step: the difference of neighbours.
+///     step: the difference between neighbouring values.
 ///     dtype: the dtype; default i64 if all arguments are integers, else f32.
 ///     device: the device.
 ///

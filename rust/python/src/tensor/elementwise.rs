@@ -1,4 +1,4 @@
-//! Functions of each element.
+//! Elementwise functions.
 
 use pyo3::prelude::*;
 use trainable_candle_core as tc;
@@ -47,7 +47,8 @@ impl Tensor {
     /// GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
     ///
     /// Args:
-    ///     approximate: "none" for x * Phi(x) with the error function, "tanh" for its approximation.
+    ///     approximate: "none" for x * Phi(x), computed with the error function; "tanh" for its approximation with
+    ///         tanh.
     ///
     /// Raises:
     ///     ArgumentError: if `approximate` is something else.
@@ -58,7 +59,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.gelu(form)).map(Self)
     }
 
-    /// Each element limited to [min, max]; outside, the gradient is 0.
+    /// Limit each element to [min, max]. The gradient of elements outside of this range is 0.
     ///
     /// Raises:
     ///     ArgumentError: if neither limit is given, or min > max.
@@ -70,7 +71,7 @@ impl Tensor {
     }
 }
 
-/// `input` where `condition` is not 0, else `other`; shapes broadcast as in numpy.
+/// Select elements of `input` where `condition` is not 0, and of `other` elsewhere. Shapes broadcast as in numpy.
 ///
 /// ```python
 /// x = tc.tensor([-1.0, 2.0])
@@ -78,9 +79,9 @@ impl Tensor {
 /// ```
 ///
 /// Args:
-///     condition: a u8 tensor, such as a comparison gives.
+///     condition: a u8 tensor, such as the result of a comparison.
 ///     input: a tensor or a number.
-///     other: a tensor or a number; two numbers give f32.
+///     other: a tensor or a number. If both are numbers, the result is f32.
 ///
 /// Raises:
 ///     DTypeError: if the condition is not u8, or `input` and `other` differ in dtype.

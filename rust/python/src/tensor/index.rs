@@ -21,7 +21,7 @@ enum Item<'py> {
     Ellipsis,
     /// Positions along one dimension, of any shape.
     Positions(tc::Tensor),
-    /// A mask over as many dimensions as it has.
+    /// A mask, which selects over as many dimensions of the tensor as it has itself.
     Mask(tc::Tensor),
 }
 
@@ -58,7 +58,7 @@ impl<'py> Item<'py> {
         match tensor.dtype() {
             DType::U8 => Ok(Self::Mask(tensor)),
             DType::I64 | DType::U32 => Ok(Self::Positions(tensor)),
-            // An empty list has no integers that would give its dtype.
+            // An empty list has no elements that would determine its dtype.
             _ if tensor.elem_count() == 0 => Ok(Self::Positions(tensor.to_dtype(DType::I64)?)),
             other => Err(tc::Error::dtype(
                 OP,
@@ -68,7 +68,7 @@ impl<'py> Item<'py> {
         }
     }
 
-    /// Dimensions of the tensor that this entry consumes.
+    /// The number of the tensor's dimensions that this entry applies to.
     fn consumes(&self) -> usize {
         match self {
             Self::Integer(_) | Self::Slice(_) | Self::Positions(_) => 1,
@@ -78,7 +78,7 @@ impl<'py> Item<'py> {
     }
 }
 
-/// Positions with negative ones counted from the end, as a flat i64 tensor.
+/// Positions as a flat i64 tensor. Negative positions count from the end and are converted.
 fn positions(tensor: &tc::Tensor, size: usize) -> tc::Result<tc::Tensor> {
     let mut values = integers(tensor)?;
     for value in &mut values {
@@ -103,7 +103,7 @@ fn chosen(mask: &tc::Tensor) -> tc::Result<tc::Tensor> {
     tc::Tensor::from(tc::raw::from_vec(ids, count)).to_device(mask.device())
 }
 
-/// `dims[dim..dim + count]` replaced by `new`.
+/// Replace `dims[dim..dim + count]` by `new`.
 fn replaced(dims: &[usize], dim: usize, count: usize, new: &[usize]) -> Vec<usize> {
     [&dims[..dim], new, &dims[dim + count..]].concat()
 }
@@ -162,7 +162,7 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
             Item::Positions(ids) => {
                 let dims = replaced(result.dims(), dim, 1, ids.dims());
                 result = quick(|| {
-                    // A list of positions comes from the host.
+                    // A list of positions is on the host.
                     let ids = positions(ids, result.dims()[dim])?.to_device(result.device())?;
                     result.index_select(&ids, dim)?.reshape(dims)
                 })?;
@@ -187,9 +187,9 @@ fn apply(tensor: &tc::Tensor, items: &[Item<'_>]) -> Result<tc::Tensor> {
 
 #[pymethods]
 impl Tensor {
-    /// Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or
-    /// one u8 mask, where torch would take it. The result is a view, except with steps other than 1 or tensors.
-    /// Differentiable.
+    /// Index with integers, slices with any step, None and ... as in numpy. An index may contain one integer tensor
+    /// (positions along a dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
+    /// tensor or a step other than 1. Indexing is differentiable.
     fn __getitem__(&self, index: &Bound<'_, PyAny>) -> Result<Self> {
         let items = match index.cast::<PyTuple>() {
             Ok(tuple) => tuple.iter().map(|item| Item::parse(&item)).collect::<Result<Vec<_>>>()?,
@@ -198,7 +198,7 @@ impl Tensor {
         apply(&self.0, &items).map(Self)
     }
 
-    /// The slices at positions `index` along `dim`.
+    /// Select the slices at positions `index` along `dim`.
     ///
     /// Args:
     ///     dim: the dimension.
@@ -212,7 +212,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.index_select(&index.0, dim)).map(Self)
     }
 
-    /// One element along `dim` for each position in `index`, in the shape of `index`.
+    /// Select one element along `dim` for each position in `index`. The result has the shape of `index`.
     ///
     /// Args:
     ///     dim: the dimension.
@@ -227,7 +227,7 @@ impl Tensor {
         compute(py, index.0.elem_count(), || self.0.gather(&index.0, dim)).map(Self)
     }
 
-    /// The rows of this table (entries, width) at positions `ids` of any shape: (..., width).
+    /// Look up the rows of this table (entries, width) at positions `ids` of any shape; the result is (..., width).
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a position is out of range.

@@ -41,8 +41,8 @@ use crate::var::Var;
 ///
 /// Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
 /// on a `Var`; `backward` follows it. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
-/// tensors promote dtypes as torch does; other operations need tensors of one dtype. A plain number adopts the tensor's
-/// dtype, but a float with a tensor of integers gives f32.
+/// tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python number gets the tensor's
+/// dtype, except that a float with a tensor of integers gives f32.
 ///
 /// ```python
 /// t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -84,7 +84,7 @@ impl Tensor {
         device::name(self.0.device())
     }
 
-    /// Whether a gradient flows through this value.
+    /// Whether this is a variable or depends on one, so that a backward pass computes a gradient for it.
     #[getter]
     fn requires_grad(&self) -> bool {
         self.0.requires_grad()
@@ -112,7 +112,7 @@ impl Tensor {
         self.0.raw().is_contiguous()
     }
 
-    /// The same values (shared storage), detached from the tape.
+    /// A tensor with the same values (shared storage), detached from the tape.
     fn detach(&self) -> Self {
         Self(self.0.detach())
     }
@@ -124,7 +124,7 @@ impl Tensor {
 
     /// The same values in another dtype or on another device.
     ///
-    /// A cast between floating point dtypes is differentiable: the gradient is in this tensor's dtype.
+    /// A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
     ///
     /// Args:
     ///     target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
@@ -134,7 +134,7 @@ impl Tensor {
     /// Raises:
     ///     DTypeError: if the dtype is unknown.
     ///     DeviceError: if the device is unknown.
-    ///     CudaUnavailableError: if CUDA is asked for and cannot be used; the message says why.
+    ///     CudaUnavailableError: if the device is a CUDA device and CUDA cannot be used. The message says why.
     #[pyo3(signature = (target=None, *, dtype=None, device=None))]
     fn to(
         &self,
@@ -162,12 +162,12 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.to_dtype(candle_core::DType::F32)).map(Self)
     }
 
-    /// A numpy array with a copy of the values. Gradients do not flow through it.
+    /// A numpy array with a copy of the values. It is not part of the graph.
     ///
     /// For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
     ///
     /// Raises:
-    ///     DTypeError: for bf16, which numpy does not have: convert with `.to("f32")` first.
+    ///     DTypeError: for bf16, which numpy does not have; convert with `.to("f32")` first.
     fn numpy<'py>(&self, py: Python<'py>) -> Result<NdArray<'py>> {
         convert::to_numpy(py, &self.0)
     }
@@ -193,7 +193,7 @@ impl Tensor {
         }
     }
 
-    /// Makes a numpy array leave an operator to the tensor on the other side.
+    /// With this, a numpy array leaves operators with a tensor to the tensor.
     #[classattr]
     #[allow(non_upper_case_globals)]
     const __array_priority__: f64 = 1000.0;
@@ -215,7 +215,7 @@ impl Tensor {
         reading(py, &self.0, || self.0.item())
     }
 
-    /// A number is formatted as Python's, as torch does it.
+    /// A tensor with one element is formatted like a Python number, as in torch.
     fn __format__(slf: &Bound<'_, Self>, spec: &str) -> Result<String> {
         let tensor = &slf.get().0;
         if spec.is_empty() && tensor.rank() > 0 {
@@ -263,7 +263,8 @@ impl Tensor {
         Ok(TensorIterator(PyList::new(py, rows)?.try_iter()?))
     }
 
-    /// Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
+    /// Pickles and copies contain the values. A variable becomes a variable without a gradient; any other tensor
+    /// becomes a constant.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> Result<(Anything<'py>, (NdArray<'py>, &'static str, String))> {
         let (tensor, py) = (&slf.get().0, slf.py());
         let make = if slf.is_instance_of::<Var>() { "Var" } else { "tensor" };
@@ -283,7 +284,7 @@ impl Tensor {
         let py = slf.py();
         let grad = if kind == "tensor" && tensor.requires_grad() { ", requires_grad=True" } else { "" };
         if tensor.elem_count() == 0 {
-            // numpy rejects shapes whose other sizes overflow.
+            // numpy rejects empty shapes whose other sizes overflow.
             return Ok(format!("{kind}([], shape={:?}, dtype={}{grad})", tensor.dims(), tensor.dtype().as_str()));
         }
         let options = PyDict::new(py);
@@ -295,7 +296,7 @@ impl Tensor {
     }
 }
 
-/// The values as a numpy array: those of bf16, which numpy does not have, in f32.
+/// The values as a numpy array. bf16, which numpy does not have, becomes f32.
 fn numpy_values<'py>(py: Python<'py>, tensor: &tc::Tensor) -> Result<NdArray<'py>> {
     if tensor.dtype() == candle_core::DType::BF16 {
         return convert::to_numpy(py, &tensor.detach().to_dtype(candle_core::DType::F32)?);

@@ -1,4 +1,4 @@
-//! Numbers in nested Python lists.
+//! Reads numbers in nested Python lists.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyFloat, PyInt, PyList, PyTuple};
@@ -8,7 +8,7 @@ use trainable_candle_core as tc;
 use super::Tensor;
 use crate::error::Result;
 
-/// The greatest depth of nested lists, which also ends a list that contains itself.
+/// The greatest depth of nested lists. It also stops the reading of a list that contains itself.
 const MAX_DEPTH: usize = 32;
 
 /// A Python number.
@@ -37,12 +37,12 @@ impl Scalar {
     }
 }
 
-/// The numbers in nested lists, in `dtype` or, without it, in f32 if one is a float, u8 if all are bools, else i64.
-/// None if there are arrays in the lists.
+/// Read the numbers in nested lists in `dtype`. Without `dtype`, the result is f32 if a number is a float, u8 if all
+/// are bools, and otherwise i64. None if the lists contain arrays.
 ///
 /// # Errors
-/// `ShapeError` if the lists are ragged, `DTypeError` if something is not a number, `ArgumentError` if one does not fit the
-/// dtype.
+/// `ShapeError` if the lists are ragged, `DTypeError` if an element is not a number, `ArgumentError` if a number does
+/// not fit the dtype.
 pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> Result<Option<Raw>> {
     let mut nested = Nested { op, dims: Vec::new(), values: Vec::new() };
     match nested.visit(data, 0) {
@@ -85,7 +85,7 @@ pub fn read(op: &'static str, data: &Bound<'_, PyAny>, dtype: Option<DType>) -> 
     Ok(Some(raw))
 }
 
-/// Why nested lists cannot be read here.
+/// The reason why nested lists cannot be read.
 enum Refusal {
     /// An element is an array.
     Array,

@@ -1,4 +1,4 @@
-//! The other side of an operator: a tensor, a number, a numpy array or a tensor of another library.
+//! The other operand of an operator: a tensor, a number, a numpy array or a tensor of another library.
 
 use numpy::PyUntypedArray;
 use pyo3::exceptions::PyTypeError;
@@ -15,7 +15,7 @@ use crate::error::Result;
 pub enum Operand<'a> {
     /// A tensor.
     Tensor(&'a tc::Tensor),
-    /// A Python or numpy number; it adopts the tensor's dtype.
+    /// A Python or numpy number, which gets the tensor's dtype.
     Number(Number),
     /// A numpy array or a tensor of another library, with its own dtype.
     Array(tc::Tensor),
@@ -24,7 +24,7 @@ pub enum Operand<'a> {
 /// A number without a dtype.
 #[derive(Clone, Copy)]
 pub struct Number {
-    /// The value, infinite for an integer too large for f64.
+    /// The value; infinite for an integer that is too large for f64.
     pub value: f64,
     /// The kind of number.
     pub kind: Kind,
@@ -34,7 +34,7 @@ pub struct Number {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Float,
-    /// An integer, exactly.
+    /// An integer with its exact value.
     Integer(i64),
     /// An integer of more than 64 bits.
     Huge,
@@ -54,7 +54,7 @@ impl Number {
         if let Ok(value) = object.extract() {
             return Ok(Self::integer(value));
         }
-        // Beyond i64; beyond f64 too if this overflows.
+        // The integer does not fit i64; if the extraction fails, it does not fit f64 either.
         Ok(Self { value: object.extract().unwrap_or(f64::INFINITY), kind: Kind::Huge })
     }
 
@@ -86,7 +86,7 @@ impl Number {
             Kind::Float => Err(tc::Error::dtype(
                 op,
                 format!(
-                    "the tensor is {}, the number {} is not an integer; convert the tensor with to()",
+                    "the tensor is {}, but the number {} is not an integer; convert the tensor with to()",
                     dtype.as_str(),
                     self.value
                 ),
@@ -122,7 +122,8 @@ impl Number {
     /// As [`to_tensor`](Self::to_tensor).
     pub fn like(self, op: &'static str, like: &tc::Tensor) -> tc::Result<tc::Tensor> {
         match like.dtype() {
-            // Converting the number is most of the cost of an operation on small tensors.
+            // This special case exists because converting the number takes most of the time of an operation on small
+            // tensors.
             tc::DType::F32 if like.device().is_cpu() => Ok(tc::raw::from_vec(vec![self.float(op)? as f32], ()).into()),
             dtype => self.to_tensor(op, dtype, like.device()),
         }
@@ -130,7 +131,7 @@ impl Number {
 }
 
 impl Operand<'_> {
-    /// Call `apply` with the operand as a tensor for an operation `op` with `other`.
+    /// Call `apply` with the operand converted to a tensor for the operation `op` with `other`.
     pub fn with<T>(
         &self,
         op: &'static str,
@@ -144,7 +145,7 @@ impl Operand<'_> {
         }
     }
 
-    /// Call `apply` with the operand as a tensor; a number becomes f32.
+    /// Call `apply` with the operand converted to a tensor. A number becomes f32.
     pub fn in_f32<T>(&self, device: &tc::Device, apply: impl FnOnce(&tc::Tensor) -> tc::Result<T>) -> tc::Result<T> {
         match self {
             Self::Tensor(tensor) => apply(tensor),
@@ -171,7 +172,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Operand<'a> {
         type_hint_identifier!("builtins", "int")
     );
 
-    /// Fails for anything else: Python then asks the other object, and raises its own `TypeError` in the end.
+    /// This fails for any other object. Python then tries the other object's operator, and raises a `TypeError` if that
+    /// fails too.
     #[inline]
     fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         if let Ok(tensor) = object.cast_exact::<Tensor>() {

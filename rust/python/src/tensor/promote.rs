@@ -1,14 +1,13 @@
-//! The dtype of an operation on tensors of two dtypes, by the rules of torch
-//! (<https://docs.pytorch.org/docs/2.9/tensor_attributes.html#type-promotion-doc>), for operators of Python; the library itself converts
-//! nothing.
+//! Promotes dtypes in operators of Python by torch's rules
+//! (<https://docs.pytorch.org/docs/2.9/tensor_attributes.html#type-promotion-doc>). The core does not convert dtypes.
 
 use trainable_candle_core as tc;
 use trainable_candle_core::DType;
 
 use super::Operand;
 
-/// `a` and the operand in one dtype, for elementwise operations. A numpy array is not converted, as its dtype is often
-/// f64 by accident: the operation then returns an error that names both dtypes.
+/// Converts `a` and the operand to one dtype, for elementwise operations. Numpy arrays are not converted, because they
+/// are often f64 by accident. The operation then returns an error that names both dtypes.
 pub fn promoted<T>(
     op: &'static str,
     a: &tc::Tensor,
@@ -28,7 +27,7 @@ pub fn promoted<T>(
     }
 }
 
-/// As [`promoted`] for a quotient, which is floating point.
+/// As [`promoted`], for quotients, whose dtype is always floating point.
 pub fn for_quotient<T>(
     op: &'static str,
     a: &tc::Tensor,
@@ -43,7 +42,8 @@ pub fn for_quotient<T>(
     })
 }
 
-/// The dtype that holds the values of both tensors. One without dimensions counts only if it alone is floating point.
+/// The dtype to which both tensors are promoted. A tensor without dimensions affects it only if it is floating point
+/// and the other tensor is not.
 fn common(a: &tc::Tensor, b: &tc::Tensor) -> DType {
     let is_float = |tensor: &tc::Tensor| tc::raw::is_float(tensor.dtype());
     match (is_float(a), is_float(b)) {
@@ -57,7 +57,7 @@ fn common(a: &tc::Tensor, b: &tc::Tensor) -> DType {
     }
 }
 
-/// The wider of two dtypes that are both floating point or both whole; f32 for f16 with bf16.
+/// The wider of two dtypes, which must both be floating point or both integers; f32 for f16 with bf16.
 fn wider(a: DType, b: DType) -> DType {
     let rank = |dtype: DType| match dtype {
         DType::F64 | DType::I64 => 2,

@@ -12,7 +12,9 @@ use crate::error::Result;
 /// The dimensions, given under torch's name `dim` or numpy's name `axis`.
 fn one_of(op: &'static str, dim: Option<Dims>, axis: Option<Dims>) -> Result<Option<Dims>> {
     match (dim, axis) {
-        (Some(_), Some(_)) => Err(tc::Error::argument(op, "found dim and axis, which mean the same; give one").into()),
+        (Some(_), Some(_)) => {
+            Err(tc::Error::argument(op, "found both dim and axis, which mean the same; give only one").into())
+        }
         (dim, axis) => Ok(dim.or(axis)),
     }
 }
@@ -22,7 +24,7 @@ fn dims_or_all(op: &'static str, tensor: &tc::Tensor, dim: Option<&Dims>) -> Res
     dim.map_or_else(|| Ok((0..tensor.rank()).collect()), |dims| dims.resolve(op, tensor.rank()))
 }
 
-/// Reductions over one dimension, several, or all: Python's name, the core's, doc.
+/// Reductions over one, several or all dimensions: Python's name, the core's name, doc.
 macro_rules! reductions {
     ($($name:ident $doc:literal $(raises $raises:literal)?;)*) => {
         #[pymethods]
@@ -32,7 +34,7 @@ macro_rules! reductions {
                 ///
                 /// Args:
                 ///     dim: a dimension or several; default all.
-                ///     keepdim: whether reduced dimensions stay, with size 1.
+                ///     keepdim: whether the result keeps reduced dimensions with size 1.
                 ///     axis: another name of `dim`.
                 ///
                 /// Raises:
@@ -56,19 +58,19 @@ reductions! {
         raises "    DTypeError: if the tensor is not floating point.";
 }
 
-/// The result of reducing everything, in the shape that `keepdim` asks for.
+/// The result of a reduction over all dimensions, in the shape for `keepdim`.
 fn of_all(tensor: &tc::Tensor, result: &tc::Tensor, keepdim: bool) -> tc::Result<tc::Tensor> {
     result.reshape(if keepdim { vec![1; tensor.rank()] } else { Vec::new() })
 }
 
 #[pymethods]
 impl Tensor {
-    /// The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
-    /// share it.
+    /// The largest element. Over one dimension, the first of equal elements gets the gradient; over several or all
+    /// dimensions, equal elements share it.
     ///
     /// Args:
     ///     dim: a dimension or several; default all.
-    ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///     keepdim: whether the result keeps reduced dimensions with size 1.
     ///     axis: another name of `dim`.
     ///
     /// Raises:
@@ -89,7 +91,7 @@ impl Tensor {
     ///
     /// Args:
     ///     dim: a dimension or several; default all.
-    ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///     keepdim: whether the result keeps reduced dimensions with size 1.
     ///     axis: another name of `dim`.
     ///
     /// Raises:
@@ -110,7 +112,7 @@ impl Tensor {
     ///
     /// Args:
     ///     dim: a dimension or several; default all.
-    ///     keepdim: whether reduced dimensions stay, with size 1.
+    ///     keepdim: whether the result keeps reduced dimensions with size 1.
     ///     correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
     ///     unbiased: True for a correction of 1, False for 0.
     ///     axis: another name of `dim`.
@@ -134,11 +136,11 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.var(&dims, keepdim, correction)).map(Self)
     }
 
-    /// The position of the largest element, the first of equal ones, as i64. No gradient flows through it.
+    /// The position of the largest element, as i64; of equal elements, that of the first. It has no gradient.
     ///
     /// Args:
     ///     dim: a dimension; by default, the position in the flattened tensor.
-    ///     keepdim: whether the dimension stays, with size 1.
+    ///     keepdim: whether the result keeps the dimension with size 1.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -151,13 +153,13 @@ impl Tensor {
                 Some(dim) => tensor.argmax(dim, keepdim)?,
                 None => of_all(&tensor, &tensor.reshape(tensor.elem_count())?.argmax(0, false)?, keepdim)?,
             };
-            // Labels and positions are i64 everywhere else.
+            // As elsewhere, positions are i64.
             position.to_dtype(candle_core::DType::I64)
         })
         .map(Self)
     }
 
-    /// exp(x) over the sum of exponentials along `dim`, without overflow.
+    /// exp(x) divided by the sum of exponentials along `dim`, computed without overflow.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -168,7 +170,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.softmax(dim)).map(Self)
     }
 
-    /// The logarithm of `softmax`, computed directly.
+    /// The logarithm of `softmax`, computed without overflow or underflow.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -179,7 +181,7 @@ impl Tensor {
         compute(py, self.0.elem_count(), || self.0.log_softmax(dim)).map(Self)
     }
 
-    /// The sum of the elements up to and including each along `dim`.
+    /// The cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the dimension is out of range.

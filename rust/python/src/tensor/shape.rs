@@ -11,7 +11,7 @@ use crate::error::Result;
 
 #[pymethods]
 impl Tensor {
-    /// The same elements, in row-major order, in another shape. A view where the layout allows.
+    /// The same elements, in row-major order, in another shape. The result is a view if the layout allows it.
     ///
     /// Args:
     ///     shape: the sizes, as arguments or one sequence; one may be -1, which is computed from the others.
@@ -21,12 +21,12 @@ impl Tensor {
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn reshape(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         let sizes = Shape::from_arguments(shape)?.infer("reshape", self.0.elem_count())?;
-        // Copies unless the elements are contiguous.
+        // The reshape copies unless the elements are contiguous.
         let work = if self.0.raw().is_contiguous() { 0 } else { self.0.elem_count() };
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
 
-    /// `reshape`, under torch's other name.
+    /// The same as `reshape`; torch has both names.
     #[pyo3(signature = (*shape: "int | tuple[int, ...] | list[int]"))]
     fn view(&self, py: Python<'_>, shape: &Bound<'_, PyTuple>) -> Result<Self> {
         self.reshape(py, shape)
@@ -53,10 +53,10 @@ impl Tensor {
         compute(py, work, || self.0.reshape(sizes)).map(Self)
     }
 
-    /// The dimensions in another order, given as arguments or one sequence.
+    /// Reorder the dimensions. The order is given as arguments or one sequence.
     ///
     /// Raises:
-    ///     ShapeError: if it is not a permutation of the dimensions.
+    ///     ShapeError: if the order is not a permutation of the dimensions.
     #[pyo3(signature = (*dims: "int | tuple[int, ...] | list[int]"))]
     fn permute(&self, dims: &Bound<'_, PyTuple>) -> Result<Self> {
         let order = Dims::from_arguments(dims)?.resolve("permute", self.0.rank())?;
@@ -80,7 +80,7 @@ impl Tensor {
         quick(|| self.0.permute(&order)).map(Self)
     }
 
-    /// A new dimension of size 1 at position `dim`.
+    /// Insert a dimension of size 1 at position `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if the position is out of range.
@@ -89,7 +89,7 @@ impl Tensor {
         quick(|| self.0.unsqueeze(dim)).map(Self)
     }
 
-    /// Without the dimensions of size 1: all, or those among `dim`.
+    /// Remove dimensions of size 1: all of them, or those among `dim`.
     ///
     /// Raises:
     ///     IndexOutOfRangeError: if a dimension is out of range.
@@ -103,7 +103,7 @@ impl Tensor {
         quick(|| dims.iter().rev().try_fold(self.0.clone(), |tensor, &dim| tensor.squeeze(dim))).map(Self)
     }
 
-    /// A view in which dimensions of size 1, and new leading ones, repeat up to `shape`.
+    /// A view of shape `shape`, in which dimensions of size 1 and new leading dimensions repeat.
     ///
     /// Raises:
     ///     ShapeError: if the shape is not reached by repeating.
@@ -113,7 +113,7 @@ impl Tensor {
         quick(|| self.0.broadcast_as(sizes)).map(Self)
     }
 
-    /// `broadcast_to`, where -1 keeps a dimension's size (torch's name).
+    /// As `broadcast_to`, but -1 keeps a dimension's size, as in torch.
     ///
     /// Raises:
     ///     ShapeError: if the shape is not reached by repeating.
@@ -140,7 +140,7 @@ impl Tensor {
         quick(|| self.0.narrow(dim, start, length)).map(Self)
     }
 
-    /// Views of `chunks` parts along `dim`, the last possibly smaller.
+    /// Views of `chunks` parts along `dim`; the last part may be smaller.
     ///
     /// Raises:
     ///     ArgumentError: if `chunks` is 0.
@@ -155,11 +155,12 @@ impl Tensor {
     /// Views of parts along `dim`.
     ///
     /// Args:
-    ///     split_size_or_sections: the size of all parts but the last, or the size of each.
+    ///     split_size_or_sections: one size for all parts, of which the last may be smaller, or a list with the size of
+    ///         each part.
     ///     dim: the dimension.
     ///
     /// Raises:
-    ///     ShapeError: if the sizes do not add up to the dimension's.
+    ///     ShapeError: if the sizes do not add up to the size of the dimension.
     ///     ArgumentError: if a size for all parts is given and is 0.
     ///     IndexOutOfRangeError: if the dimension is out of range.
     #[pyo3(signature = (split_size_or_sections, dim=Integer::of(0)))]
@@ -181,7 +182,7 @@ fn references<'a>(tensors: &'a [PyRef<'_, Tensor>]) -> Vec<&'a tc::Tensor> {
 /// ```
 ///
 /// Raises:
-///     ArgumentError: without tensors.
+///     ArgumentError: if there are no tensors.
 ///     ShapeError: if the sizes do not agree.
 ///     DTypeError: if the dtypes differ.
 ///     IndexOutOfRangeError: if the dimension is out of range.
@@ -200,7 +201,7 @@ pub fn cat(py: Python<'_>, tensors: Vec<PyRef<'_, Tensor>>, dim: Integer) -> Res
 /// ```
 ///
 /// Raises:
-///     ArgumentError: without tensors.
+///     ArgumentError: if there are no tensors.
 ///     ShapeError: if the shapes differ.
 ///     DTypeError: if the dtypes differ.
 ///     IndexOutOfRangeError: if the dimension is out of range.

@@ -33,7 +33,7 @@ impl Element {
         }
     }
 
-    /// A dtype that holds all its values.
+    /// A dtype that can represent all its values.
     const fn dtype(self) -> candle_core::DType {
         use candle_core::DType as D;
         match self {
@@ -52,10 +52,10 @@ impl Element {
 pub struct Source {
     pub data: *const u8,
     pub dims: Vec<usize>,
-    /// Bytes from one element to the next, per dimension.
+    /// The distance in bytes between neighbouring elements along each dimension.
     pub strides: Vec<isize>,
     pub element: Element,
-    /// Whether the byte order of elements is not this machine's.
+    /// Whether the byte order of elements differs from this machine's.
     pub swapped: bool,
 }
 
@@ -69,7 +69,7 @@ impl Source {
     /// [`tc::Error::OutOfMemory`] if the copy does not fit.
     pub unsafe fn read(&self, op: &'static str) -> tc::Result<Raw> {
         check_allocation(op, &self.dims, self.element.dtype())?;
-        // SAFETY: passed on from the caller; N is the size of an element in each arm.
+        // SAFETY: the caller ensures that elements are readable; N is the size of an element in each arm.
         unsafe {
             Ok(match self.element {
                 Element::Bool => self.gather(|[byte]: [u8; 1]| u8::from(byte != 0)),
@@ -101,7 +101,7 @@ impl Source {
             let mut position = vec![0usize; self.dims.len()];
             let mut offset = 0isize;
             for _ in 0..count {
-                // SAFETY: `offset` is that of an element inside the array; bytes need no alignment.
+                // SAFETY: an element of the array is at `offset`; bytes need no alignment.
                 let mut bytes = unsafe { self.data.offset(offset).cast::<[u8; N]>().read() };
                 if self.swapped {
                     bytes.reverse();

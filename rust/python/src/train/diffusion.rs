@@ -54,7 +54,7 @@ impl NoisedLatents {
     }
 }
 
-/// The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised latents.
+/// The objective of diffusion models such as SDXL, which predict the noise or the velocity of noised latents.
 ///
 /// ```python
 /// objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule(), min_snr_gamma=5.0)
@@ -71,21 +71,23 @@ impl NoisedLatents {
 ///     shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
 ///     min_timestep: the first timestep that may be drawn.
 ///     max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
-///     min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
-///         paper's, None weighs all alike.
+///     min_snr_gamma: weights timesteps by min(SNR, gamma) / SNR, or by min(SNR, gamma) / (SNR + 1) for velocities
+///         (arXiv:2303.09556). The paper uses 5; with None all timesteps have the same weight.
 ///     noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
-///     multires_noise_iterations: the most levels of multiresolution noise, normal noise of falling resolution that is enlarged and
-///         added; the sum has standard deviation 1 over an example. 0: none; 6 to 10 are usual.
-///     multires_noise_discount: the factor on each level after the first, above 0 and below 1.
-///     loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
-///     huber_delta: where the Huber losses turn from quadratic to linear, above 0.
+///     multires_noise_iterations: the largest number of levels of multiresolution noise: normal noise of falling
+///         resolution, enlarged and added. The sum has standard deviation 1 over an example. 0 adds no levels; 6 to 10
+///         are usual.
+///     multires_noise_discount: the factor of each level relative to the level before it, above 0 and below 1.
+///     loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
+///         by delta).
+///     huber_delta: the delta of the Huber losses, above 0: the difference from which they are linear.
 ///     huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
 ///         "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
 ///     device: the device of the latents.
 ///
 /// Raises:
-///     ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
-///         predicts noise.
+///     ArgumentError: if a name is unknown, if a number is out of range, or if the schedule ends in pure noise and the
+///         model predicts noise.
 #[pyclass(frozen, module = "trainable_candle.train")]
 pub struct DiffusionObjective(objective::DiffusionObjective);
 
@@ -143,12 +145,13 @@ impl DiffusionObjective {
     ///
     /// Args:
     ///     latents: (B, C, ...).
-    ///     samples: the number of each sample in the run: noise and timestep then depend only on this number and
+    ///     samples: the number of each sample in the run. Noise and timestep then depend only on this number and
     ///         `seed`, and the library's generator does not advance. By default they come from that generator.
     ///     seed: the run's seed.
     ///
     /// Raises:
-    ///     ShapeError, DTypeError, DeviceError: if the latents do not fit, or there is not a number for each.
+    ///     ShapeError, DTypeError, DeviceError: if the latents do not fit, or if there is not one number for each
+    ///         example.
     #[pyo3(signature = (latents, samples=None, seed=Integer::of(0)))]
     fn noise(
         &self,
@@ -181,9 +184,9 @@ impl DiffusionObjective {
         compute(py, latents.0.elem_count(), || self.0.noise_at(&latents.0, &noise.0, &timesteps.0)).map(NoisedLatents)
     }
 
-    /// Add noise to latents for a validation loss: an example has the same noise and timestep every time, in any batch,
-    /// and the library's generator does not advance. Timesteps are spread evenly: any range of numbers covers all
-    /// timesteps.
+    /// Add noise to latents for a validation loss. An example has the same noise and timestep every time, in any batch,
+    /// and the library's generator does not advance. Timesteps are spread evenly, so that any consecutive numbers of
+    /// examples cover their range.
     ///
     /// Args:
     ///     latents: (B, C, ...).
@@ -207,13 +210,14 @@ impl DiffusionObjective {
         compute(py, latents.0.elem_count(), work).map(NoisedLatents)
     }
 
-    /// The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
+    /// The loss of a prediction. An example's loss is its mean loss over elements, times its weights; the result is the
+    /// mean over the batch.
     ///
     /// Args:
     ///     prediction: the model's output for `noised.sample` at `noised.timesteps`.
     ///     noised: from `noise`, `noise_at` or `validation_noise`.
-    ///     mask: (B, 1, ...) in the size of the latents, 0 or more: the weights of the positions of an
-    ///         example. It is divided by its mean over the example, so its area does not change the example's weight; an
+    ///     mask: the weights of the positions of an example, (B, 1, ...) in the size of the latents, at least 0. The
+    ///         mask is divided by its mean over the example, so that its area does not change the example's weight. An
     ///         example whose mask is 0 everywhere has loss 0.
     ///     weights: (B,), the weights of the examples (the prior's weight for regularisation images).
     ///

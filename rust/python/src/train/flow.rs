@@ -22,7 +22,7 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-///     shift: shifts levels towards noise (above 1) or data (below 1); 1 changes nothing.
+///     shift: moves levels towards noise (above 1) or data (below 1); 1 changes nothing.
 ///
 /// Raises:
 ///     ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -45,7 +45,7 @@ impl FlowMatching {
     ///
     /// Args:
     ///     data: (B, ...).
-    ///     samples: the number of each sample in the run: noise and level then depend only on this number and `seed`,
+    ///     samples: the number of each sample in the run. Noise and level then depend only on this number and `seed`,
     ///         and the library's generator does not advance. By default they come from that generator.
     ///     seed: the run's seed.
     ///
@@ -72,8 +72,8 @@ impl FlowMatching {
         compute(py, data.0.elem_count(), work).map(parts)
     }
 
-    /// Add noise to data for a validation loss: an example has the same noise and level every time, in any batch, and the
-    /// library's generator does not advance.
+    /// Add noise to data for a validation loss. An example has the same noise and level every time, in any batch, and
+    /// the library's generator does not advance.
     ///
     /// Args:
     ///     data: (B, ...).
@@ -112,7 +112,7 @@ impl FlowMatching {
     ///
     /// Args:
     ///     sample: the sample at noise level `sigma`.
-    ///     velocity: the model's output there, in the shape of `sample`.
+    ///     velocity: the model's output for `sample` at `sigma`, in the shape of `sample`.
     ///     sigma: the noise level.
     ///     next_sigma: the next noise level.
     ///

@@ -24,7 +24,7 @@ use crate::tensor::Tensor;
 ///
 /// Args:
 ///     schedule: the noise schedule of the model's training.
-///     steps: calls of the model, at least 1.
+///     steps: the number of calls of the model, at least 1.
 ///     kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
 ///         diffusers' DPMSolverMultistepScheduler).
 ///     karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
@@ -83,7 +83,7 @@ impl Sampler {
         compute(py, x.0.elem_count(), || self.lock().scale_input(&x.0, i)).map(Tensor)
     }
 
-    /// Take the sample to the next noise level. Steps are taken in order; step 0 starts the run again.
+    /// Compute the sample at the next noise level. Steps are taken in order; step 0 starts the run again.
     ///
     /// Args:
     ///     model_output: the model's output for the scaled sample.
@@ -110,9 +110,9 @@ impl Sampler {
 /// ```
 ///
 /// Args:
-///     negative: its output for the negative prompt.
-///     positive: its output for the prompt.
-///     scale: 1 gives the output for the prompt.
+///     negative: the model's output for the negative prompt.
+///     positive: the model's output for the prompt.
+///     scale: the strength of guidance; 1 gives the output for the prompt.
 ///
 /// Returns:
 ///     negative + scale * (positive - negative).

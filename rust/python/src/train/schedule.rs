@@ -19,8 +19,8 @@ use crate::error::Result;
 ///
 /// Args:
 ///     beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
-///     beta_start: that of the first timestep, in (0, 1).
-///     beta_end: that of the last timestep, in (0, 1).
+///     beta_start: the variance of the first timestep, in (0, 1).
+///     beta_end: the variance of the last timestep, in (0, 1).
 ///     num_train_timesteps: the number of timesteps, at least 2.
 ///     prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
 ///         sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
@@ -102,7 +102,7 @@ impl NoiseSchedule {
         self.0.config().timestep_spacing.name()
     }
 
-    /// The share a of the data in the variance of the noised data, for each timestep.
+    /// The data's share `a` of the variance of the noised data, for each timestep.
     #[getter]
     fn alphas_cumprod(&self) -> Vec<f64> {
         self.0.alphas_cumprod().to_vec()

@@ -1,4 +1,4 @@
-//! The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised data.
+//! The objective of diffusion models such as SDXL, which predict the noise or the velocity of noised data.
 
 use trainable_candle_core::rng::{Purpose, State, Stream};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
@@ -14,7 +14,7 @@ const OP: &str = "diffusion_objective";
 /// How δ of the Huber losses depends on the timestep t of T (Khrapov et al. 2024, arXiv:2403.16728).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HuberSchedule {
-    /// δ is the same at every timestep.
+    /// δ is `delta` at every timestep.
     #[default]
     Constant,
     /// `delta`^(t / T): 1 at data, about `delta` at noise.
@@ -42,7 +42,8 @@ impl std::str::FromStr for HuberSchedule {
 /// The settings of a [`DiffusionObjective`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DiffusionConfig {
-    /// The distribution of timesteps between `min_timestep` and `max_timestep`; level 0 is the first timestep.
+    /// The distribution of timesteps between `min_timestep` and `max_timestep`; level 0 of the distribution means
+    /// `min_timestep`.
     pub timesteps: SigmaDistribution,
     /// Shifts timesteps towards noise (above 1) or data (below 1), as [`NoiseLevels::new`].
     pub shift: f64,
@@ -50,20 +51,21 @@ pub struct DiffusionConfig {
     pub min_timestep: usize,
     /// The timestep after the last that may be drawn; None is the end of the schedule.
     pub max_timestep: Option<usize>,
-    /// γ of min-SNR weights (Hang et al. 2023, arXiv:2303.09556): min(SNR, γ) / SNR for noise, min(SNR, γ) / (SNR + 1) for
-    /// velocities. 5 is the paper's.
+    /// γ of min-SNR weights (Hang et al. 2023, arXiv:2303.09556): min(SNR, γ) / SNR for noise, min(SNR, γ) / (SNR + 1)
+    /// for velocities. The paper uses 5.
     pub min_snr_gamma: Option<f64>,
-    /// Adds this much noise that is the same over each channel of each example, so that images can become dark or
-    /// bright as a whole (Guttenberg 2023, "Diffusion with offset noise"); 0 or up to about 0.1.
+    /// Amount of additional noise that is constant over each channel of each example, so that whole images can become
+    /// dark or bright (Guttenberg 2023, "Diffusion with offset noise"); 0, or up to about 0.1.
     pub noise_offset: f64,
-    /// The most levels of multiresolution noise: normal noise of falling resolution, enlarged and added, which also lets images
-    /// become dark or bright as a whole. The sum is divided by its standard deviation over the example. 0: none; 6 to 10 are usual.
+    /// The largest number of levels of multiresolution noise: normal noise of falling resolution, enlarged and added.
+    /// It also lets whole images become dark or bright. The sum is divided by its standard deviation over the example.
+    /// 0 adds no levels; 6 to 10 are usual.
     pub multires_noise_iterations: usize,
-    /// The factor on each level after the first, above 0 and below 1.
+    /// The factor of each level after the first, relative to the level before it, above 0 and below 1.
     pub multires_noise_discount: f64,
     /// The loss of one element.
     pub loss: LossFunction,
-    /// δ of the Huber losses, above 0; at most 1 if it is scheduled.
+    /// The `delta` of the Huber losses, above 0; at most 1 if it is scheduled.
     pub huber_delta: f64,
     /// How δ depends on the timestep.
     pub huber_schedule: HuberSchedule,
@@ -119,8 +121,8 @@ impl DiffusionObjective {
     /// The objective of a model trained under `schedule`, for tensors on `device`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if a setting is outside its range, or the schedule ends in noise alone and the model predicts noise
-    /// (there is nothing to learn from that timestep).
+    /// [`Error::Argument`] if a setting is outside its range, or if the schedule ends in pure noise and the model
+    /// predicts noise, which it could not learn from that timestep.
     pub fn new(schedule: &NoiseSchedule, config: DiffusionConfig, device: &Device) -> Result<Self> {
         let levels = NoiseLevels::new(OP, config.timesteps, config.shift)?;
         let total = schedule.num_train_timesteps();
@@ -160,7 +162,7 @@ impl DiffusionObjective {
         &self.config
     }
 
-    /// `count` timesteps (count,) in i64 from the library's generator.
+    /// Draw `count` timesteps (count,), i64, from the library's generator.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if they do not fit.
@@ -173,11 +175,12 @@ impl DiffusionObjective {
         levels.affine(self.range.len() as f64, first)?.clamp(Some(first), Some(last))?.to_dtype(DType::I64)
     }
 
-    /// Noise for `latents (B, C, ...)`, each example at a timestep of its own, from the library's generator.
+    /// Add noise to `latents (B, C, ...)`, each example at its own timestep. Noise and timesteps come from the
+    /// library's generator.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there are less than two dimensions, or not four for multiresolution noise, [`Error::DType`] if the
-    /// latents are not floating point, [`Error::Device`] if they are on another device than the objective.
+    /// [`Error::Shape`] if there are fewer than two dimensions, or not four for multiresolution noise, [`Error::DType`]
+    /// if the latents are not floating point, [`Error::Device`] if they are on another device than the objective.
     pub fn noise(&self, latents: &Tensor) -> Result<NoisedLatents> {
         let dims = self.check_latents(latents)?;
         let timesteps = self.draw_timesteps(dims[0])?;
@@ -188,8 +191,9 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// [`noise`](Self::noise) in a run of `seed`: the sample with number `samples[i]` in the run has the same noise and
-    /// the same timestep every time, in any batch, and the library's generator does not advance.
+    /// As [`noise`](Self::noise), with noise and timesteps that depend only on `seed` and the sample: the sample with
+    /// number `samples[i]` in the run has the same noise and timestep every time, in any batch. The library's generator
+    /// does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
@@ -208,8 +212,8 @@ impl DiffusionObjective {
         self.noise_at(latents, &noise, &timesteps)
     }
 
-    /// `noise (B, C, ...)` plus an offset of each channel, made from the standard normal values that `draw` returns for
-    /// a shape.
+    /// Add an offset to each channel of `noise (B, C, ...)`. `draw` returns standard normal values of a shape, from
+    /// which the offsets are made.
     fn with_offset(&self, noise: Tensor, draw: impl FnOnce(&[usize]) -> Result<Tensor>) -> Result<Tensor> {
         if self.config.noise_offset == 0.0 {
             return Ok(noise);
@@ -219,7 +223,8 @@ impl DiffusionObjective {
         noise.add(&draw(&dims)?.mul_scalar(self.config.noise_offset)?)
     }
 
-    /// Make `noise (B, C, H, W)` and what `draw` returns for an example of these dimensions into multiresolution noise.
+    /// Add the noise of lower resolutions, which `draw` returns for one example, to `noise (B, C, H, W)`, and divide
+    /// the sum by its standard deviation.
     fn with_levels(&self, noise: Tensor, draw: impl Fn(Pyramid, usize, [usize; 3]) -> Vec<f32>) -> Result<Tensor> {
         if self.config.multires_noise_iterations == 0 {
             return Ok(noise);
@@ -241,7 +246,7 @@ impl DiffusionObjective {
         sum.div(&sum.var(&[1, 2, 3], true, 1.0)?.sqrt()?)
     }
 
-    /// `latents (B, C, ...)` under given `noise` of their shape at given `timesteps (B,)`, i64.
+    /// Add given `noise` to `latents (B, C, ...)` of the same shape, at given `timesteps (B,)`, i64.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if the three do not fit together, [`Error::Index`] if there is no such
@@ -269,9 +274,9 @@ impl DiffusionObjective {
         Ok(NoisedLatents { sample: sample.to_dtype(latents.dtype())?, timesteps: timesteps.clone(), target })
     }
 
-    /// Noise for a validation loss that can be compared over a run: example number `examples[i]` has the same noise and
-    /// the same timestep every time, whatever batch it is in, and the library's generator does not advance. Timesteps
-    /// are spread evenly over the range, by the golden ratio: any run of example numbers covers it.
+    /// Add noise for a validation loss that can be compared over a run. Example number `examples[i]` has the same noise
+    /// and timestep every time, in any batch, and the library's generator does not advance. Timesteps are spread evenly
+    /// over the range by the golden ratio, so that any consecutive example numbers cover the range.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
@@ -291,10 +296,10 @@ impl DiffusionObjective {
 
     /// The loss of `prediction` for the result of [`noise`](Self::noise): one element in f32, with a gradient for the prediction.
     ///
-    /// It is the mean over the batch of each example's mean loss, times its min-SNR weight, times its entry in `weights (B,)` (the
-    /// prior's weight of regularisation images). `mask (B, 1, ...)`, in the size of the latents and not negative, weighs the
-    /// positions of an example: it is divided by its mean, so that its area does not change the weight of the example. An
-    /// example whose mask is 0 everywhere has loss 0.
+    /// An example's loss is its mean loss over elements, times its min-SNR weight, times its entry in `weights (B,)`
+    /// (the prior's weight of regularisation images). The result is the mean over the batch. `mask (B, 1, ...)`, in the
+    /// size of the latents and not negative, weights the positions of an example: it is divided by its mean, so that
+    /// its area does not change the weight of the example. An example whose mask is 0 everywhere has loss 0.
     ///
     /// # Errors
     /// [`Error::Shape`], [`Error::DType`] or [`Error::Device`] if something does not fit.
@@ -336,10 +341,16 @@ impl DiffusionObjective {
         }
         if !trainable_candle_core::raw::is_float(latents.dtype()) {
             let found = latents.dtype().as_str();
-            return Err(Error::dtype(OP, format!("the latents are {found}, expected floating point; convert them")));
+            return Err(Error::dtype(
+                OP,
+                format!("the latents are {found}, expected floating point; convert them with to()"),
+            ));
         }
         if !latents.device().same_device(self.signal.device()) {
-            return Err(Error::device(OP, "the latents are on another device than the objective; make it with theirs"));
+            return Err(Error::device(
+                OP,
+                "the latents are on another device than the objective; make the objective on the device of the latents",
+            ));
         }
         Ok(dims)
     }
@@ -380,17 +391,17 @@ fn check(config: &DiffusionConfig, range: &std::ops::Range<usize>, schedule: &No
     if blind && range.end == total {
         return Err(Error::argument(
             OP,
-            "the schedule ends in noise alone (rescale_betas_zero_snr), where predicting noise teaches nothing; \
-             set prediction_type to \"v_prediction\" or max_timestep below the last",
+            "the schedule ends in pure noise (rescale_betas_zero_snr), where predicting noise teaches nothing; set \
+             prediction_type to \"v_prediction\", or max_timestep below the last timestep",
         ));
     }
     Ok(())
 }
 
-/// The min-SNR-γ weight of each timestep for what the schedule's model predicts.
+/// The min-SNR-γ weight of each timestep, for the prediction type of the schedule.
 fn min_snr_weights(schedule: &NoiseSchedule, gamma: f64) -> Vec<f64> {
     let weight = |snr: f64| match schedule.prediction_type() {
-        // min(SNR, γ) / SNR, defined at 0 too.
+        // This is min(SNR, γ) / SNR, written so that it is defined for SNR 0 too.
         PredictionType::Epsilon => (gamma / snr).min(1.0),
         PredictionType::VPrediction => snr.min(gamma) / (snr + 1.0),
     };

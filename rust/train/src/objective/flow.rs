@@ -17,19 +17,21 @@ pub struct FlowMatching {
 
 /// A noised batch: the model's input and its target.
 pub struct Noised {
-    /// (1 - σ) · data + σ · noise, the shape of the data.
+    /// (1 - σ) · data + σ · noise, in the shape of the data.
     pub sample: Tensor,
     /// Noise levels σ (B), f32.
     pub sigmas: Tensor,
-    /// noise - data, the shape of the data.
+    /// noise - data, in the shape of the data.
     pub target: Tensor,
 }
 
 impl FlowMatching {
-    /// An objective with noise levels from `distribution`, shifted by `shift` as in [`NoiseLevels::new`].
+    /// An objective that draws noise levels from `distribution` and shifts them by `shift` as [`NoiseLevels::new`]
+    /// does.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the shift or the deviation is not above 0, the mean not finite, or the mode's scale out of range.
+    /// [`Error::Argument`] if the shift or the deviation is not above 0, if the mean is not finite, or if the mode's
+    /// scale is out of range.
     pub fn new(distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         Ok(Self { levels: NoiseLevels::new(OP, distribution, shift)? })
     }
@@ -44,8 +46,8 @@ impl FlowMatching {
         noised(data, &noise, &sigmas)
     }
 
-    /// [`noise`](Self::noise) from the streams of `seed`: the sample with number `samples[i]` gets the same noise at the same level
-    /// every time, in any batch. The library's generator does not advance.
+    /// As [`noise`](Self::noise), with noise and levels from the streams of `seed`: the sample with number `samples[i]`
+    /// gets the same noise and level every time, in any batch. The library's generator does not advance.
     ///
     /// # Errors
     /// As [`noise`](Self::noise); [`Error::Shape`] if there is not a number for each example.
@@ -53,7 +55,8 @@ impl FlowMatching {
         self.keyed(data, samples, seed, [Purpose::Level, Purpose::Noise])
     }
 
-    /// [`noise_for`](Self::noise_for) for a validation loss, from streams that no training draws from.
+    /// As [`noise_for`](Self::noise_for), for a validation loss: training draws nothing from the streams that this
+    /// uses.
     ///
     /// # Errors
     /// As [`noise_for`](Self::noise_for).
@@ -109,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sample_lies_between_data_and_noise() {
+    fn samples_are_mixtures_of_data_and_noise() {
         let cpu = Device::Cpu;
         let data = Tensor::new(&[[1f32, 2.0], [3.0, 4.0], [5.0, 6.0]], &cpu).unwrap();
         let noise = Tensor::new(&[[-1f32, 0.0], [1.0, 0.0], [7.0, 8.0]], &cpu).unwrap();
@@ -121,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_numbers_of_samples_decide_on_noise_and_levels() {
+    fn the_number_of_a_sample_determines_its_noise_and_level() {
         let values = |x: &Tensor| x.to_vec::<f32>().unwrap();
         for distribution in ["uniform", "logit_normal", "mode"] {
             let flow = FlowMatching::new(distribution.parse().unwrap(), 3.0).unwrap();

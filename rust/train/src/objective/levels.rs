@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 use trainable_candle_core::rng::{self, Purpose};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
-/// The distribution of noise levels in (0, 1), 0 being data and 1 noise.
+/// The distribution of noise levels in (0, 1), where 0 is data and 1 is noise.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum SigmaDistribution {
     /// Uniform.
@@ -20,7 +20,7 @@ pub enum SigmaDistribution {
     /// 1 − u − scale · (cos²(π u / 2) − 1 + u) for uniform u: favours the middle for positive scales and both ends for negative ones
     /// (arXiv:2403.03206, section 3.1, "mode sampling with heavy tails").
     Mode {
-        /// From −1 to 2 / (π − 2), the range in which the function decreases with u.
+        /// A number from −1 to 2 / (π − 2), the range in which the function decreases with u.
         scale: f64,
     },
 }
@@ -46,7 +46,7 @@ impl std::str::FromStr for SigmaDistribution {
     }
 }
 
-/// Noise levels from a distribution, shifted.
+/// Draws noise levels from a distribution and shifts them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NoiseLevels {
     distribution: SigmaDistribution,
@@ -54,12 +54,12 @@ pub struct NoiseLevels {
 }
 
 impl NoiseLevels {
-    /// Levels from `distribution`, shifted by `shift` towards noise (above 1) or data (below 1):
-    /// σ → shift · σ / (1 + (shift - 1) · σ). Large images need about 3 (arXiv:2403.03206, section 5.3.2); 1 changes nothing.
+    /// Levels from `distribution`, shifted by `shift` towards noise (above 1) or data (below 1): σ → shift · σ / (1 +
+    /// (shift - 1) · σ). Large images need a shift of about 3 (arXiv:2403.03206, section 5.3.2); 1 changes nothing.
     ///
     /// # Errors
-    /// [`Error::Argument`] in the name of `op` if the shift or the deviation is not above 0, the mean not finite, or the mode's
-    /// scale out of range.
+    /// [`Error::Argument`], which names `op`, if the shift or the deviation is not above 0, if the mean is not finite,
+    /// or if the mode's scale is out of range.
     pub fn new(op: &'static str, distribution: SigmaDistribution, shift: f64) -> Result<Self> {
         if !(shift > 0.0 && shift.is_finite()) {
             return Err(Error::argument(op, format!("shift is {shift}, expected a number above 0")));
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn impossible_settings_are_refused() {
+    fn impossible_settings_are_rejected() {
         assert!(NoiseLevels::new("test", SigmaDistribution::Uniform, 0.0).is_err());
         let wide = SigmaDistribution::LogitNormal { mean: 0.0, std: f64::NAN };
         assert!(NoiseLevels::new("test", wide, 1.0).unwrap_err().to_string().starts_with("test: "));

@@ -1,4 +1,4 @@
-//! The loss of a prediction: a weighted mean over the elements of a batch.
+//! The loss of a prediction as a weighted mean over the elements of a batch.
 
 use trainable_candle_core::ops::loss::{Reduction, huber_loss, l1_loss, mse_loss, smooth_l1_loss};
 use trainable_candle_core::{DType, Error, Result, Tensor};
@@ -46,9 +46,9 @@ pub(crate) enum Delta<'a> {
 /// Weights of the elements of a batch (B, C, ...); all f32 on the batch's device.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Weights<'a> {
-    /// For each example, (B,).
+    /// A weight for each example, (B,).
     pub(crate) examples: Option<&'a Tensor>,
-    /// For each position, (B, 1, ...); [`weighted_loss`] divides them by their mean over the example.
+    /// A weight for each position, (B, 1, ...); [`weighted_loss`] divides them by their mean over the example.
     pub(crate) places: Option<&'a Tensor>,
 }
 
@@ -87,7 +87,7 @@ pub(crate) fn weighted_loss(
     loss(Reduction::None)?.mul(&weight.mul_scalar(share)?)?.sum_all()
 }
 
-/// (B, 1, 1, ...) for the batch of `x`.
+/// The shape (B, 1, 1, ...) with the batch size and the rank of `x`.
 pub(crate) fn per_example(x: &Tensor) -> Vec<usize> {
     let mut dims = vec![1; x.rank()];
     dims[0] = x.dims()[0];

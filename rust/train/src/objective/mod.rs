@@ -1,4 +1,4 @@
-//! Training objectives: they make the model's noised input and the target of its prediction.
+//! Training objectives, which make the model's noised input and the target of its prediction.
 
 mod diffusion;
 mod flow;

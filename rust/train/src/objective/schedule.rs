@@ -14,22 +14,23 @@ const FILE: &str = "scheduler_config.json";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BetaSchedule {
-    /// Evenly.
+    /// The variances grow linearly.
     Linear,
-    /// Their square roots evenly (latent diffusion, Stable Diffusion, SDXL).
+    /// Their square roots grow linearly (latent diffusion, Stable Diffusion, SDXL).
     ScaledLinear,
-    /// So that √ᾱ follows a cosine (Nichol & Dhariwal 2021, arXiv:2102.09672); `beta_start` and `beta_end` play no part.
+    /// They grow so that √ᾱ follows a cosine (Nichol & Dhariwal 2021, arXiv:2102.09672); `beta_start` and `beta_end`
+    /// are ignored.
     #[serde(rename = "squaredcos_cap_v2")]
     SquaredCosine,
 }
 
-/// What the model predicts of x = √ᾱ · data + √(1 - ᾱ) · noise.
+/// The quantity that the model predicts from x = √ᾱ · data + √(1 - ᾱ) · noise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PredictionType {
     /// The noise.
     Epsilon,
-    /// √ᾱ · noise - √(1 - ᾱ) · data (Salimans & Ho 2022, arXiv:2202.00512).
+    /// The velocity √ᾱ · noise - √(1 - ᾱ) · data (Salimans & Ho 2022, arXiv:2202.00512).
     VPrediction,
 }
 
@@ -37,11 +38,11 @@ pub enum PredictionType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TimestepSpacing {
-    /// From the last to the first, evenly.
+    /// Evenly spaced from the last timestep to the first.
     Linspace,
-    /// Multiples of a whole number, from 0 up; the last timestep is left out.
+    /// Multiples of a whole number, counted from 0 up; the last timestep is not among them.
     Leading,
-    /// From the last down.
+    /// Evenly spaced, counted down from the last timestep.
     Trailing,
 }
 
@@ -87,13 +88,13 @@ pub struct NoiseScheduleConfig {
     pub beta_start: f64,
     /// β of the last timestep, in (0, 1).
     pub beta_end: f64,
-    /// β of every timestep, in place of the three above.
+    /// β of every timestep, instead of the three fields above.
     pub trained_betas: Option<Vec<f64>>,
     /// The number of timesteps, at least 2.
     pub num_train_timesteps: usize,
     /// What the model predicts.
     pub prediction_type: PredictionType,
-    /// Move the schedule so that the last timestep is noise alone (arXiv:2305.08891, algorithm 1).
+    /// Rescale the schedule so that the last timestep is pure noise (arXiv:2305.08891, algorithm 1).
     pub rescale_betas_zero_snr: bool,
     /// How samplers pick timesteps.
     pub timestep_spacing: TimestepSpacing,
@@ -128,7 +129,7 @@ impl NoiseSchedule {
     /// Compute the schedule of a configuration.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are less than 2 timesteps or a β is not in (0, 1).
+    /// [`Error::Argument`] if there are fewer than 2 timesteps or a β is not in (0, 1).
     pub fn new(config: NoiseScheduleConfig) -> Result<Self> {
         let mut alphas_cumprod: Vec<f64> = betas(&config)?
             .into_iter()
@@ -173,7 +174,7 @@ impl NoiseSchedule {
         &self.config
     }
 
-    /// ᾱ of each timestep, falling from about 1: the share of the data in the variance of the noised data.
+    /// ᾱ of each timestep, falling from about 1. It is the data's share of the variance of the noised data.
     pub fn alphas_cumprod(&self) -> &[f64] {
         &self.alphas_cumprod
     }
@@ -193,8 +194,8 @@ impl NoiseSchedule {
         self.alphas_cumprod.iter().map(|a| a / (1.0 - a)).collect()
     }
 
-    /// √((1 - ᾱ) / ᾱ) of each timestep, the noise-to-data ratio (Karras et al. 2022, arXiv:2206.00364). Where no
-    /// data is left, ᾱ counts as 2⁻²⁴, so that a sampler starts from a finite ratio.
+    /// √((1 - ᾱ) / ᾱ) of each timestep, the noise-to-data ratio (Karras et al. 2022, arXiv:2206.00364). At a timestep
+    /// of pure noise, ᾱ counts as 2⁻²⁴, so that samplers start from a finite ratio.
     pub fn sigmas(&self) -> Vec<f64> {
         const LEAST: f64 = 1.0 / 16_777_216.0;
         self.alphas_cumprod.iter().map(|a| a.max(LEAST)).map(|a| ((1.0 - a) / a).sqrt()).collect()
@@ -235,7 +236,7 @@ fn checked(betas: Vec<f64>) -> Result<Vec<f64>> {
     }
 }
 
-/// √ᾱ shifted to 0 at the last timestep and scaled to its old value at the first.
+/// Shift √ᾱ to 0 at the last timestep and scale it so that its value at the first timestep does not change.
 fn rescale_to_zero_snr(alphas_cumprod: &mut [f64]) {
     let (Some(first), Some(last)) = (alphas_cumprod.first(), alphas_cumprod.last()) else { return };
     let (first, last) = (first.sqrt(), last.sqrt());
@@ -249,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn impossible_schedules_are_refused() {
+    fn impossible_schedules_are_rejected() {
         let refused = |config: NoiseScheduleConfig| NoiseSchedule::new(config).unwrap_err().to_string();
         let default = NoiseScheduleConfig::default;
         assert!(refused(NoiseScheduleConfig { num_train_timesteps: 1, ..default() }).contains("at least 2"));
@@ -259,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_snr_ends_in_noise_alone() {
+    fn zero_snr_ends_in_pure_noise() {
         let config = NoiseScheduleConfig { rescale_betas_zero_snr: true, ..NoiseScheduleConfig::default() };
         let (zero, plain) = (NoiseSchedule::new(config).unwrap(), NoiseSchedule::sdxl().unwrap());
         assert_eq!(zero.snr()[999], 0.0);

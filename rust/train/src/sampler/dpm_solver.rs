@@ -14,12 +14,12 @@ pub struct DpmSolver {
     prediction: PredictionType,
     timesteps: Vec<f64>,
     sigmas: Vec<f64>,
-    /// The previous step's estimate of the data, and the number of the step that may use it.
+    /// The previous step's estimate of the data, and the index of the step that follows it.
     previous: Option<(Tensor, usize)>,
 }
 
 impl DpmSolver {
-    /// A run; see [`SamplerKind::start`](super::SamplerKind::start).
+    /// Starts a run; see [`SamplerKind::start`](super::SamplerKind::start).
     ///
     /// # Errors
     /// Those of [`SamplerKind::start`](super::SamplerKind::start).
@@ -74,7 +74,7 @@ impl Sampler for DpmSolver {
         let (sigma, next) = (self.sigmas[i], self.sigmas[i + 1]);
         let ((alpha, noise), (next_alpha, next_noise)) = (shares(sigma), shares(next));
         let data = denoised(self.prediction, &x, &output, alpha, noise)?;
-        // With λ = -ln σ and a step of h in λ, e^-h is the ratio of the noise levels.
+        // In the paper, λ = -ln σ and h is a step's difference of λ, so e^-h is the ratio of the noise levels.
         let factor = next_alpha * (1.0 - next / sigma);
         let direction = match self.previous.take() {
             Some((previous, _)) if i != 0 && i + 1 < steps => {

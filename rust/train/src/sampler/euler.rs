@@ -18,7 +18,7 @@ pub struct Euler {
 }
 
 impl Euler {
-    /// A run; see [`SamplerKind::start`](super::SamplerKind::start).
+    /// Starts a run; see [`SamplerKind::start`](super::SamplerKind::start).
     ///
     /// # Errors
     /// Those of [`SamplerKind::start`](super::SamplerKind::start).

@@ -1,11 +1,11 @@
-//! Euler's method along the paths of rectified flow, over any model given as a closure.
+//! Euler's method along the paths of rectified flow, for any model given as a closure.
 
 use trainable_candle_core::{Error, Result, Tensor, no_grad};
 
 use crate::objective::shift_sigma;
 
-/// The noise levels of `steps` Euler steps: from 1 down to 0, `steps + 1` values, evenly spaced and then moved by `shift` as
-/// in [`FlowMatching::new`](crate::objective::FlowMatching::new).
+/// The noise levels of `steps` Euler steps: `steps + 1` evenly spaced values from 1 down to 0, shifted by `shift` as in
+/// [`FlowMatching::new`](crate::objective::FlowMatching::new).
 ///
 /// # Errors
 /// [`Error::Argument`] if there are no steps or the shift is not above 0.
@@ -13,7 +13,7 @@ pub fn flow_sigmas(steps: usize, shift: f64) -> Result<Vec<f64>> {
     if steps == 0 || !(shift > 0.0 && shift.is_finite()) {
         return Err(Error::argument(
             "flow_sigmas",
-            format!("{steps} steps with shift {shift}; expected at least 1 step, a shift above 0"),
+            format!("found {steps} steps and shift {shift}, expected at least 1 step and a shift above 0"),
         ));
     }
     Ok((0..=steps).map(|i| shift_sigma(1.0 - i as f64 / steps as f64, shift)).collect())
@@ -59,7 +59,7 @@ mod tests {
     use trainable_candle_core::{DType, Device};
 
     #[test]
-    fn straight_paths_are_followed_exactly() {
+    fn euler_follows_straight_paths_exactly() {
         let cpu = Device::Cpu;
         let noise = Tensor::randn(0.0, 1.0, (2, 3), DType::F64, &cpu).unwrap();
         let data = Tensor::randn(0.0, 1.0, (2, 3), DType::F64, &cpu).unwrap();
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn no_steps_are_refused() {
+    fn zero_steps_are_rejected() {
         assert!(flow_sigmas(0, 1.0).is_err());
         assert!(euler(&Tensor::new(1f32, &Device::Cpu).unwrap(), &[1.0], |x, _| Ok(x.clone())).is_err());
     }

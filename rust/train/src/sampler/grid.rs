@@ -8,8 +8,9 @@ use trainable_candle_core::{Error, Result};
 use super::OP;
 use crate::objective::{NoiseSchedule, TimestepSpacing};
 
-/// The first `keep` of `count` falling timesteps. `count` is the number of steps for Euler's method; for DPM-Solver++ it is one more,
-/// for the end of the last step. The trailing spacing does not contain that end and ignores `count`.
+/// The first `keep` of `count` falling timesteps. For Euler's method `count` is the number of steps; for DPM-Solver++
+/// it is one more, because the spacing includes the end of the last step. The trailing spacing does not include that
+/// end and ignores `count`.
 pub(super) fn spaced(schedule: &NoiseSchedule, count: usize, keep: usize) -> Result<Vec<f64>> {
     let config = schedule.config();
     let total = schedule.num_train_timesteps();

@@ -11,7 +11,8 @@ pub fn classifier_free_guidance(negative: &Tensor, positive: &Tensor, scale: f64
     negative.add(&positive.sub(negative)?.mul_scalar(scale)?)
 }
 
-/// A model with a prompt and a negative prompt, guided from the second towards the first.
+/// A model with classifier-free guidance: its output moves away from that for a negative prompt towards that for the
+/// prompt.
 pub struct Guided<M> {
     model: M,
     conditions: Conditions,
@@ -23,22 +24,25 @@ enum Conditions {
     Positive(Vec<Tensor>),
     /// Negative and positive concatenated along the batch: one call with twice the batch.
     Pair(Vec<Tensor>),
-    /// One call for each: half the memory.
+    /// One call for each prompt, which needs half of the memory.
     Each { negative: Vec<Tensor>, positive: Vec<Tensor> },
 }
 
 impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
-    /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`, tensors with the batch first and the same
-    /// shapes. `batched` passes both in one call, with `x` repeated. A `scale` of 1 calls the model with `positive` alone.
+    /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`. Both are lists of tensors with
+    /// the batch first, of the same shapes. `batched` passes both in one call, with `x` repeated. A `scale` of 1 calls
+    /// the model with `positive` alone.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ, [`Error::Shape`] if their shapes do.
+    /// [`Error::Argument`] if the scale is not finite or the numbers of tensors differ, [`Error::Shape`] if their
+    /// shapes differ.
     pub fn new(model: M, positive: Vec<Tensor>, negative: Vec<Tensor>, scale: f64, batched: bool) -> Result<Self> {
         if !scale.is_finite() || positive.len() != negative.len() {
             return Err(Error::argument(
                 "guidance",
                 format!(
-                    "found scale {scale}, {} positive and {} negative tensors; expected a number, and as many of both",
+                    "found scale {scale}, {} positive and {} negative tensors, expected a finite scale and equal \
+                     numbers of tensors",
                     positive.len(),
                     negative.len()
                 ),

@@ -1,7 +1,7 @@
-//! From noise to data.
+//! Samplers, which compute data from noise.
 //!
-//! A [`Sampler`] is one run of a diffusion model's sampler, with its timesteps, noise levels and state. [`sample`] runs one with
-//! a model given as a closure:
+//! A [`Sampler`] is one run of a diffusion model's sampler, with its timesteps, noise levels and state. [`sample`] runs
+//! a sampler with a model given as a closure:
 //!
 //! ```
 //! use trainable_candle_core::{DType, Device, Tensor};
@@ -30,7 +30,7 @@ pub use guidance::{Guided, classifier_free_guidance};
 
 use crate::objective::{NoiseSchedule, PredictionType};
 
-/// One run from noise to data. Samples are f32 throughout (f64 if the noise is), whatever the model computes in.
+/// One run from noise to data. Samples are f32 (f64 if the noise is f64) in any dtype of the model.
 pub trait Sampler: Send {
     /// The timestep that the model receives at each step.
     fn timesteps(&self) -> &[f64];
@@ -50,8 +50,8 @@ pub trait Sampler: Send {
     /// [`Error::Argument`] if there is no step `i`.
     fn scale_input(&self, x: &Tensor, i: usize) -> Result<Tensor>;
 
-    /// Take `x` from step `i` to the next noise level, given the model's output for the scaled `x`. Steps are taken in order; step 0
-    /// starts the run again.
+    /// Compute the sample at the next noise level from `x` at step `i` and the model's output for the scaled `x`. Steps
+    /// are taken in order; step 0 starts the run again.
     ///
     /// # Errors
     /// [`Error::Argument`] if step `i` is not the next one, [`Error::Shape`] if the model's output does not have the shape of `x`.
@@ -82,12 +82,12 @@ impl std::str::FromStr for SamplerKind {
 }
 
 impl SamplerKind {
-    /// A run of `steps` steps for a model trained under `schedule`; `karras` spaces the noise levels as in
-    /// Karras et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
+    /// Start a run of `steps` steps for a model trained with `schedule`. `karras` spaces the noise levels as in Karras
+    /// et al. 2022 (arXiv:2206.00364, equation 5), ρ = 7.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there are no steps or too many: [`Euler`] takes at most as many as the schedule has timesteps,
-    /// [`DpmSolver`] one fewer.
+    /// [`Error::Argument`] if there are no steps or too many: [`Euler`] takes at most as many steps as the schedule has
+    /// timesteps, [`DpmSolver`] one fewer.
     pub fn start(self, schedule: &NoiseSchedule, steps: usize, karras: bool) -> Result<Box<dyn Sampler>> {
         Ok(match self {
             Self::Euler => Box::new(Euler::new(schedule, steps, karras)?),
@@ -96,7 +96,8 @@ impl SamplerKind {
     }
 }
 
-/// Run the sampler from standard normal `noise`; `model` receives the scaled sample and the timestep. No gradients.
+/// Run the sampler from standard normal `noise`, without gradients. `model` receives the scaled sample and the
+/// timestep.
 ///
 /// # Errors
 /// Those of `model` and of the steps.
@@ -150,7 +151,7 @@ fn denoised(prediction: PredictionType, x: &Tensor, output: &Tensor, signal: f64
     match prediction {
         PredictionType::Epsilon => combined(1.0 / signal, x, -noise / signal, output),
         PredictionType::VPrediction => {
-            // The velocity is that of √ᾱ · data + √(1 - ᾱ) · noise, of which x is a multiple.
+            // The velocity is defined for √ᾱ · data + √(1 - ᾱ) · noise, of which x is a multiple.
             let length = signal.hypot(noise);
             combined(signal / (length * length), x, -noise / length, output)
         }

@@ -1,4 +1,4 @@
-//! Runs in f32 against diffusers' schedulers in f64 (tests/golden/samplers).
+//! Compares runs in f32 with diffusers' schedulers in f64 (tests/golden/samplers).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -45,7 +45,7 @@ fn toy(x: &Tensor, timestep: f64, condition: &Tensor) -> Result<Tensor> {
 }
 
 #[test]
-fn schedules_are_those_of_diffusers() {
+fn schedules_equal_diffusers() {
     let golden = load_tensors(&file(), &Device::Cpu).unwrap();
     let schedules: BTreeMap<String, serde_json::Value> = metadata("schedules");
     assert_eq!(schedules.len(), 5);
@@ -57,7 +57,7 @@ fn schedules_are_those_of_diffusers() {
 }
 
 #[test]
-fn runs_are_those_of_diffusers() {
+fn runs_equal_diffusers() {
     let golden = load_tensors(&file(), &Device::Cpu).unwrap();
     let runs: BTreeMap<String, Run> = metadata("runs");
     let scale: f64 = metadata("scale");
@@ -97,13 +97,13 @@ fn runs_are_those_of_diffusers() {
 }
 
 #[test]
-fn a_run_over_a_closure_is_its_steps() {
+fn sampling_with_a_closure_equals_its_steps() {
     let schedule = NoiseSchedule::sdxl().unwrap();
     let noise = Tensor::randn(0.0, 1.0, (2, 4, 3), DType::F32, &Device::Cpu).unwrap();
     let model = |x: &Tensor, timestep: f64| x.mul_scalar(0.3 + timestep / 2000.0);
     for kind in [SamplerKind::Euler, SamplerKind::DpmSolver] {
         let mut sampler = kind.start(&schedule, 5, false).unwrap();
-        // Again with the same sampler: step 0 starts anew.
+        // The second run uses the same sampler, because step 0 starts a new run.
         let runs = [(); 2].map(|()| sample(&mut *sampler, &noise, model).unwrap().to_vec::<f32>().unwrap());
         let mut x = sampler.init_noise(&noise).unwrap();
         for i in 0..5 {
@@ -116,7 +116,7 @@ fn a_run_over_a_closure_is_its_steps() {
 }
 
 #[test]
-fn guidance_of_one_asks_for_the_prompt_alone() {
+fn guidance_of_1_calls_the_model_with_the_prompt_alone() {
     let x = Tensor::randn(0.0, 1.0, (2, 3), DType::F32, &Device::Cpu).unwrap();
     let condition = |value: f64| vec![Tensor::full(value, (2, 1), DType::F32, &Device::Cpu).unwrap()];
     let mut calls = 0;
@@ -134,7 +134,7 @@ fn guidance_of_one_asks_for_the_prompt_alone() {
 }
 
 #[test]
-fn what_cannot_be_sampled_is_refused() {
+fn invalid_steps_and_inputs_are_rejected() {
     let schedule = NoiseSchedule::sdxl().unwrap();
     for kind in [SamplerKind::Euler, SamplerKind::DpmSolver] {
         assert!(kind.start(&schedule, 0, false).is_err());

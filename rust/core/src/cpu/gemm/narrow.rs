@@ -6,8 +6,8 @@
 use super::kernel::Target;
 use crate::cpu::{Elem, Real, dispatch};
 
-/// Most columns for which the matrix is read in place. For more, packing it once is less work than converting it for
-/// every four columns.
+/// Most columns for which the matrix is read in place. For more columns, packing the matrix once is less work than
+/// converting it for every four columns.
 pub const MAX_COLUMNS: usize = 8;
 /// Columns whose sums are kept at a time.
 const COLUMNS: usize = 4;

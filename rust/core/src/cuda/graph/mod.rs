@@ -7,8 +7,8 @@
 //! eagerly again, and the third records.
 //!
 //! All graphs of a device share one pool of memory for temporaries, because they run one after the other; eager work
-//! between two replays may use it. A call returns copies; it is an error if a function keeps any other tensor that it
-//! has created. A graph keeps alive the tensors outside the pool that it reads or writes. Random draws read the
+//! between two replays may use the pool. A call returns copies; it is an error if a function keeps any other tensor
+//! that it has created. A graph keeps alive the tensors outside the pool that it reads or writes. Random draws read the
 //! position of the generator from device memory and advance it by the number of draws. Values that the function creates
 //! on the CPU are constants of the graph; it is an error if one changes between calls, or if the function reads a
 //! value. When host state that the work depends on ([`HostState`](crate::capture::HostState)) changes, the graph is
@@ -84,7 +84,7 @@ impl Captured {
         let own = |(index, input): (usize, &&Tensor)| {
             if input.requires_grad() {
                 let message = format!(
-                    "input {index} needs a gradient, which would be that of a copy; let the function use the variable itself"
+                    "input {index} needs a gradient, but calls copy their inputs; let the function use the variable itself"
                 );
                 return Err(Error::autograd(OP, message));
             }
@@ -193,7 +193,8 @@ impl Captured {
         let known = noting.finish();
         let mut effects = run.finish();
         let outputs = values(outputs)?.iter().map(|output| Ok(Tensor::from_raw(&duplicate(OP, output)?))).collect();
-        // The function may have stored where gradients are, so it has to run once more before a capture.
+        // The function may have stored addresses of gradients that have moved now, so it runs eagerly once more before
+        // a capture.
         self.stage = if effects.settle_gradients()? { Stage::New } else { Stage::Ran(effects, known) };
         outputs
     }
@@ -253,7 +254,7 @@ impl Graph {
         let generator = empty(OP, gpu, &[2], DType::I64)?;
         let start = rng::state();
         // Draws during the recording advance this stream alone; each launch of the graph reserves its draws from the
-        // real one.
+        // thread's generator.
         let _stream = rng::Stream::enter(start);
         let recording = Recording::begin(gpu, address(OP, &generator)?, start, known)?;
         let outputs = function(inputs).and_then(values);
@@ -274,15 +275,15 @@ impl Graph {
         if constants.has_refused() {
             return Err(Error::device(
                 OP,
-                "the function copies a value from the CPU that the call before did not, so it changes from call to call; pass it \
-                 as an input, or make it before",
+                "the function copies a value from the CPU that the call before did not copy, so the value differs \
+                 from call to call; pass it as an input, or make it before",
             ));
         }
         let outputs = outputs?;
         let template = template?;
         let draws = moved.offset.wrapping_sub(start.offset);
         if effects.has_seeded || moved.seed != start.seed || draws >= FORWARD {
-            let message = "the function sets the random generator, which replays would not; seed it outside";
+            let message = "the function seeds the random generator, but replays would not; seed it outside";
             return Err(Error::device(OP, message));
         }
         if let Some(name) = effects.stale() {

@@ -29,7 +29,7 @@ static ATTENTION: OpInfo = OpInfo::expensive("scaled_dot_product_attention");
 
 /// softmax(scale · q kᵀ + mask) v: `q (..., S, D)`, `k (..., L, D)`, `v (..., L, E)` → `(..., S, E)`.
 ///
-/// `mask` broadcasts to `(..., S, L)`: numbers to add to the scores, or u8 where 0 keeps a query from seeing a key. With
+/// `mask` broadcasts to `(..., S, L)`: numbers to add to the scores, or u8, where 0 hides a key from a query. With
 /// `is_causal` query i sees the keys up to i. Both may be given. `scale` is 1/√D unless given. A query that sees no key gets
 /// zeros. Scores are in f32 (f64 for f64).
 ///

@@ -96,8 +96,8 @@ impl Rotary {
             _ => {
                 let found = x.dims();
                 let message = format!(
-                    "found {heads} heads over {key_heads} of keys and a projection of shape {found:?}, expected heads in whole groups, and \
-                     (rows, ({heads} + 2 * {key_heads}) * an even width)"
+                    "found {heads} heads of queries, {key_heads} of keys and a projection of shape {found:?}, expected \
+                     heads in whole groups, and (rows, ({heads} + 2 * {key_heads}) * an even width)"
                 );
                 return Err(Error::shape(op, message));
             }

@@ -103,7 +103,7 @@ impl Columns {
                 _ => {
                     let (found, input) = (before.dims(), x.dims());
                     let message =
-                        format!("the tensor before has shape {found:?}, expected the rows of shape {input:?}");
+                        format!("`before` has shape {found:?}, expected as many rows as the input of shape {input:?}");
                     return Err(Error::shape(op, message));
                 }
             };

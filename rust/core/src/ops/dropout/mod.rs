@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_probability_is_refused() {
+    fn a_wrong_probability_is_rejected() {
         let ones = Tensor::ones(2, DType::F32, &Device::Cpu).unwrap();
         for p in [-0.1, 1.5, f64::NAN] {
             let message = dropout(&ones, p, false).unwrap_err().to_string();

@@ -148,7 +148,7 @@ impl Tensor {
     /// The slices of dimension `dim` that the vector `ids` names, in its order; an id may repeat.
     ///
     /// # Errors
-    /// [`Error::Index`] if `dim` or an id is out of range (a negative id is), [`Error::Shape`] if `ids` is not a vector,
+    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if `ids` is not a vector,
     /// [`Error::DType`] if it is not i64 or u32.
     pub fn index_select(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(INDEX_SELECT.name, self, dim)?;
@@ -168,11 +168,11 @@ impl Tensor {
     }
 
     /// One element along `dim` for each id: with `dim` 1 in three dimensions, `y[i][j][k] = x[i][ids[i][j][k]][k]`.
-    /// `ids` has as many
-    /// dimensions as this tensor and is no larger, except along `dim`; the result has the shape of `ids`.
+    /// `ids` has as many dimensions as this tensor and is no larger, except along `dim`; the result has the shape of
+    /// `ids`.
     ///
     /// # Errors
-    /// [`Error::Index`] if `dim` or an id is out of range (a negative id is), [`Error::Shape`] if the shapes do not fit,
+    /// [`Error::Index`] if `dim` or an id is out of range (as every negative id is), [`Error::Shape`] if the shapes do not fit,
     /// [`Error::DType`] if `ids` is not i64 or u32.
     pub fn gather(&self, ids: &Self, dim: usize) -> Result<Self> {
         check_dim(GATHER.name, self, dim)?;
@@ -206,7 +206,7 @@ impl Tensor {
 /// `features`. Of a quantized weight, only these rows are dequantized.
 ///
 /// # Errors
-/// [`Error::Index`] if an id is out of range (a negative id is), [`Error::Shape`] if `weight` is not a matrix,
+/// [`Error::Index`] if an id is out of range (as every negative id is), [`Error::Shape`] if `weight` is not a matrix,
 /// [`Error::DType`] if `ids` is not i64 or u32, [`Error::Argument`] if the rows of a quantized weight cannot be read
 /// separately.
 pub fn embedding<'a>(weight: impl Into<WeightRef<'a>>, ids: &Tensor) -> Result<Tensor> {

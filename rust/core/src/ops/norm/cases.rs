@@ -5,7 +5,7 @@ use super::{group, rms_norm_rope, row};
 use crate::ops::case::{Case, Entry};
 use crate::{Result, Tensor};
 
-/// Two results as one whose gradient reaches both.
+/// Both results in one tensor, whose gradient reaches both.
 fn joined((sum, y): (Tensor, Tensor)) -> Result<Tensor> {
     sum.mul(&y)
 }
@@ -83,7 +83,7 @@ fn modulated_layer_norm() -> Vec<Case> {
         Case::new("plus x", &[&[2, 3, 8], &[2, 8], &[2, 8]], move |x| plus_input(x, run))
             .plain(move |x| plus_input(x, plain)),
         Case::new("rows", &[&[3, 7], &[3, 7], &[3, 7]], run),
-        Case::new("pictures", &[&[2, 3, 2, 8], &[2, 8], &[2, 8]], run),
+        Case::new("images", &[&[2, 3, 2, 8], &[2, 8], &[2, 8]], run),
         Case::new("frozen input", &[&[2, 7], &[2, 7]], |x| {
             super::modulated_layer_norm(&frozen(&[2, 5, 7], &x[0])?, &x[0], &x[1], EPS)
         }),
@@ -136,7 +136,7 @@ fn group_norm() -> Vec<Case> {
     vec![
         Case::new("scale and shift", &[&[2, 5, 6], &[6], &[6]], run).plain(plain),
         Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
-        Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
+        Case::new("image", &[&[2, 3, 5, 6], &[6]], run),
         Case::new("plus x", &[&[2, 5, 6], &[6]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
         Case::new("plus a sum", &[&[2, 4, 24], &[24]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
         Case::new("groups of one", &[&[2, 5, 3], &[3], &[3]], run).plain(plain),
@@ -158,7 +158,7 @@ fn group_norm_silu() -> Vec<Case> {
         Case::new("plain", &[&[2, 5, 6]], run).plain(plain),
         Case::new("plus x", &[&[2, 4, 24], &[24]], move |x| plus_input(x, run)).plain(move |x| plus_input(x, plain)),
         Case::new("plus a sum", &[&[2, 5, 6], &[6]], move |x| plus_sum(x, run)).plain(move |x| plus_sum(x, plain)),
-        Case::new("picture", &[&[2, 3, 5, 6], &[6]], run),
+        Case::new("image", &[&[2, 3, 5, 6], &[6]], run),
         Case::new("frozen input", &[&[6], &[6]], |x| {
             let input = frozen(&[2, 3, 6], &x[0])?;
             super::group_norm_silu(&input, 3, Some(&x[0]), Some(&x[1]), EPS)

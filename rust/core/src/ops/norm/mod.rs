@@ -98,8 +98,8 @@ impl<'a> Affine<'a> {
         std::iter::once(x).chain(self.weight).chain(self.bias).collect()
     }
 
-    /// Saves what the backward pass needs of scale and shift. `computes_again`: it computes the scaled and shifted
-    /// values again.
+    /// Saves what the backward pass needs of scale and shift. `computes_again`: whether the backward pass recomputes
+    /// the scaled and shifted values.
     fn save(&self, saver: &mut Saver<'_>, computes_again: bool) -> SavedAffine {
         let place =
             |parameter: &Tensor, index| Place { index, dims: parameter.dims().to_vec(), dtype: parameter.dtype() };

@@ -257,7 +257,7 @@ impl Tensor {
         )
     }
 
-    /// The sums of the elements up to each one along `dim`.
+    /// The cumulative sums along `dim`: result i is the sum of the elements 0 to i.
     ///
     /// # Errors
     /// [`Error::Index`] if the dimension is out of range, [`Error::DType`] if the tensor is not floating point.

@@ -82,8 +82,8 @@ impl Rounded {
         Ok(Self { codes, scales, rows, columns })
     }
 
-    /// Write its scaled product with the transpose of the codes (n, columns) at `w` to the columns of `to`. Returns
-    /// false if the device has no such products.
+    /// Write the scaled product of these codes and the transpose of the codes (n, columns) at `w` to the columns of
+    /// `to`. Returns false if the device has no 8-bit products.
     fn product(&self, gpu: &Gpu, kind: Codes, (w, n): (u64, usize), to: &Columns<'_>) -> Result<bool> {
         let at_once = (SUMS / (4 * n)).max(FEWEST_ROWS) / MULTIPLE * MULTIPLE;
         let sums = empty(OP, gpu, &[at_once.min(self.codes.dims()[0]), n], DType::U32)?;
@@ -137,7 +137,7 @@ struct Columns<'a> {
     bias: Option<&'a Raw>,
 }
 
-/// x Wᵀ + b; `None` if the device has no such products.
+/// x Wᵀ + b; `None` if the device has no 8-bit products.
 pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Option<Raw>> {
     let (gpu, kind) = (Gpu::of(OP, x)?, w.kind());
     let bias = bias.map(compute::contiguous).transpose()?;
@@ -158,7 +158,7 @@ pub(super) fn product(w: &Quantized, x: &Raw, bias: Option<&Raw>) -> Result<Opti
     Ok(Some(y))
 }
 
-/// g W; `None` if the device has no such products.
+/// g W; `None` if the device has no 8-bit products.
 pub(super) fn input_gradient(w: &Quantized, g: &Raw) -> Result<Option<Raw>> {
     let (gpu, kind) = (Gpu::of(OP, g)?, w.kind());
     let [rows, columns] = w.dims;

@@ -1,4 +1,5 @@
-//! Attention of two streams of tokens to both, and of one to itself, with normalised queries and keys.
+//! Attention of two streams of tokens to the tokens of both, and of one stream to itself, with normalised queries and
+//! keys.
 
 use trainable_candle_core::ops::attention::{
     HeadSizes, Stream as Tokens, normed_attention, scaled_dot_product_attention,
@@ -11,7 +12,7 @@ use trainable_candle_nn::{Init, Linear, LinearGroup, Module, Projected, RmsNorm,
 use super::{BlockSizes, Rope, Sight};
 use crate::saved::Saved;
 
-/// What the projections of one stream are called.
+/// The names of one stream's projections and norms.
 struct Names {
     qkv: [&'static str; 3],
     norms: [&'static str; 2],
@@ -43,7 +44,7 @@ impl Projections {
         Ok(Stream { projected: self.qkv.forward(x)?, norms: self.norms.as_ref(), angles })
     }
 
-    /// What the tape keeps for `tokens` tokens: queries, keys and values, the former two before their norms.
+    /// Counts what the tape keeps for `tokens` tokens: queries, keys and values, the former two before their norms.
     fn saved(&self, tokens: usize, saved: &mut Saved) {
         let inside = tokens * self.sizes.dim();
         saved.layers(&self.qkv.layers(), (inside, tokens), true);
@@ -61,7 +62,7 @@ impl Module for Projections {
     }
 }
 
-/// Tokens that attend: projections whose first columns or members are queries, keys and values.
+/// One stream of tokens in an attention. The first columns or members of its projections are queries, keys and values.
 pub(crate) struct Stream<'a> {
     pub projected: Projected,
     /// Norms of queries and keys, per head.
@@ -69,8 +70,8 @@ pub(crate) struct Stream<'a> {
     pub angles: Option<Rope>,
 }
 
-/// Attention of the tokens of all streams to the keys that `mask` allows (u8, broadcast to (B, heads, Σ S, Σ S)) →
-/// (B, Σ S, D), stream by stream.
+/// Attention of the tokens of all streams to the keys of all streams that `mask` allows (u8, broadcast to (B, heads, Σ
+/// S, Σ S)). The result is (B, Σ S, D), stream by stream.
 pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tensor>) -> Result<Tensor> {
     let tokens: Option<Vec<Tokens<'_>>> = streams.iter().map(Stream::as_tokens).collect();
     if let Some(tokens) = tokens {
@@ -92,7 +93,7 @@ pub(crate) fn mix(streams: &[Stream<'_>], sizes: BlockSizes, mask: Option<&Tenso
 }
 
 impl Stream<'_> {
-    /// The stream as input of the fused operation, which takes joined projections and norms that are not trained.
+    /// The stream as input of the fused operation; None if its projections are not joined or its norms are trainable.
     fn as_tokens(&self) -> Option<Tokens<'_>> {
         let (Projected::Joined(x), Some(norms)) = (&self.projected, self.norms) else { return None };
         let norms = norms.each_ref().map(|norm| norm.weight.as_ref());
@@ -131,17 +132,17 @@ impl Stream<'_> {
     }
 }
 
-/// Attention of an image and a text to both.
+/// Attention of an image's and a text's tokens to the tokens of both.
 pub struct JointAttention {
     image: Projections,
     text: Projections,
     to_out: Linear<Tensor>,
-    /// None where nothing reads the text afterwards.
+    /// None if nothing reads the text afterwards.
     to_add_out: Option<Linear<Tensor>>,
 }
 
 impl JointAttention {
-    /// Parameters below `weights`; with `image_only`, the text's result is left out.
+    /// Takes parameters below `weights`. With `image_only`, the text's result is not computed.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -169,14 +170,14 @@ impl JointAttention {
         Ok((image, text))
     }
 
-    /// What the tape keeps for an image of `area` tokens and a text of `length`.
+    /// Counts what the tape keeps for an image of `area` tokens and a text of `length`.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         self.text.saved(length, saved);
         self.image.saved(area, saved);
         let dim = self.to_out.in_features();
         saved.attention(area + length, area + length, dim);
         saved.keep((area + length) * dim);
-        // The result is in one tensor with the other stream's, so a copy goes into the layer.
+        // The results of both streams are in one tensor, so the layer reads a copy of its part.
         saved.cheap_linear(&self.to_out, (area * dim, area));
         if let Some(layer) = &self.to_add_out {
             saved.cheap_linear(layer, (length * dim, length));
@@ -200,7 +201,7 @@ pub struct SelfAttention {
 }
 
 impl SelfAttention {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -219,12 +220,12 @@ impl SelfAttention {
         self.to_out.forward(&mix(&[stream], self.stream.sizes, sight.mask)?)
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         self.stream.saved(tokens, saved);
         saved.attention(tokens, tokens, self.to_out.in_features());
         saved.keep(tokens * self.to_out.in_features());
-        // The input of this layer is that result.
+        // The attention already keeps this layer's input.
         saved.linear(&self.to_out, (0, tokens));
     }
 }

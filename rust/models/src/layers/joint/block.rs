@@ -8,25 +8,26 @@ use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, FeedForward, FeedForwardKind, Sight};
 use crate::saved::Saved;
 
-/// What modulates the image and the text.
+/// The layers that modulate the image and the text.
 const NORMS: [&str; 2] = ["norm1.linear", "norm1_context.linear"];
 
-/// What distinguishes the blocks of a model.
+/// Properties in which the blocks of models differ.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DoubleBlockKind {
     /// Whether the image also attends to itself alone (SD3.5-medium's "dual attention").
     pub dual: bool,
-    /// Whether the block returns the text unchanged: after the last block nothing reads it.
+    /// Whether the block returns the text unchanged, as the last block does, because nothing reads its text.
     pub image_only: bool,
-    /// Whether the model gives the modulation, and the block has no layers for it.
+    /// Whether the model passes the modulation to the block, which then has no layers for it.
     pub told_modulation: bool,
     /// Its feed-forward layers.
     pub feed_forward: FeedForwardKind,
 }
 
-/// Attention of an image and a text to both, then a feed-forward layer for each; all modulated, gated and added to their input.
+/// Attention of an image's and a text's tokens to the tokens of both, then a feed-forward layer for each stream. All of
+/// these are modulated, gated and added to their input.
 pub struct DoubleBlock {
-    /// What modulates the image and the text, unless the model gives it.
+    /// The layers that modulate the image and the text, unless the model passes the modulation.
     norms: Option<[Linear<Tensor>; 2]>,
     dim: usize,
     attn: JointAttention,
@@ -36,7 +37,7 @@ pub struct DoubleBlock {
 }
 
 impl DoubleBlock {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -58,11 +59,12 @@ impl DoubleBlock {
         })
     }
 
-    /// The modulation of the image and of the text by the condition `(B, D)`, after SiLU; for
-    /// [`forward`](Self::forward).
+    /// The modulation of the image and of the text, for [`forward`](Self::forward), from the condition `(B, D)` after
+    /// SiLU.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model gives the modulation.
+    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the block has no layers for the
+    /// modulation.
     pub fn modulation(&self, condition: &Tensor) -> Result<[Tensor; 2]> {
         let Some([image, text]) = &self.norms else {
             return Err(Error::argument("DoubleBlock", "the block has no modulation of its own"));
@@ -85,7 +87,7 @@ impl DoubleBlock {
         let to_image = |index| part(image_modulation, index);
         let to_text = |index| part(text_modulation, index);
         let normed = modulated(image, [&to_image(0)?, &to_image(1)?])?;
-        // The last norm of the text has the scale first, as the norm before the output does.
+        // The text's last norm has the scale first, like the norm before the output.
         let order = if self.ff_context.is_some() { [0, 1] } else { [1, 0] };
         let normed_text = modulated(text, [&to_text(order[0])?, &to_text(order[1])?])?;
         let (mixed, mixed_text) = self.attn.forward(&normed, &normed_text, sight)?;
@@ -97,7 +99,8 @@ impl DoubleBlock {
             }
             _ => text.clone(),
         };
-        // The image comes last: the backward pass does not read the last product, so checkpoints do not recompute it.
+        // The image is computed last, because the backward pass does not read the last product, and checkpoints do not
+        // recompute it then.
         let mut result = gated_add(image, &mixed, &to_image(2)?)?;
         if let Some(attn2) = &self.attn2 {
             let normed = modulated(image, [&to_image(6)?, &to_image(7)?])?;
@@ -108,7 +111,7 @@ impl DoubleBlock {
         Ok([image, text])
     }
 
-    /// What the tape keeps for an image of `area` tokens and a text of `length`.
+    /// Counts what the tape keeps for an image of `area` tokens and a text of `length`.
     pub fn saved(&self, area: usize, length: usize, saved: &mut Saved) {
         let dim = self.dim;
         saved.outside(|saved| self.norms.iter().flatten().for_each(|layer| saved.linear(layer, (dim, 1))));
@@ -120,7 +123,7 @@ impl DoubleBlock {
                 saved.keep(area * dim);
                 attn2.saved(area, saved);
             }
-            // Gates that are adapted keep what they multiply; norms keep the sums.
+            // If a gate's layer is adapted, the tape keeps the gate's factor; norms keep the sums.
             if let Some(ff) = &self.ff_context {
                 saved.keep_product(length * dim, gates[1]);
                 saved.keep_cheap(length * dim);

@@ -9,7 +9,7 @@ use crate::layers::timestep::LINEAR;
 use crate::layers::{Sinusoids, TimestepEmbedding};
 use crate::saved::Saved;
 
-/// Sinusoids of the time and of the guidance.
+/// The number of sinusoids of the time, and of the guidance.
 const SINUSOIDS: usize = 256;
 
 /// The sizes of a [`TimeTextEmbedding`].
@@ -34,7 +34,7 @@ pub struct TimeTextEmbedding {
 }
 
 impl TimeTextEmbedding {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -57,8 +57,8 @@ impl TimeTextEmbedding {
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if an input does not fit.
     pub fn forward(&self, times: &Tensor, pooled: Option<&Tensor>, guidance: Option<&Tensor>) -> Result<Tensor> {
-        // The times stay in f32 up to their sinusoids; diffusers rounds them to the dtype of the model; bf16 represents
-        // few of them.
+        // The times stay in f32 until their sinusoids are computed. diffusers rounds them to the dtype of the model,
+        // although bf16 represents few of them exactly.
         let mut condition = self.time.forward(&self.sinusoids.forward(times)?)?;
         if let (Some(embedding), Some(guidance)) = (&self.guidance, guidance) {
             condition = condition.add(&embedding.forward(&self.sinusoids.forward(guidance)?)?)?;
@@ -69,7 +69,7 @@ impl TimeTextEmbedding {
         condition.silu()
     }
 
-    /// What the tape keeps for one sample.
+    /// Counts what the tape keeps for one sample.
     pub fn saved(&self, saved: &mut Saved) {
         self.time.saved(saved);
         self.guidance.iter().for_each(|guidance| guidance.saved(saved));

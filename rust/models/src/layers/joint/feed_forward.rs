@@ -8,7 +8,7 @@ use trainable_candle_nn::{Linear, Module, Visitor, Weights};
 use super::BlockSizes;
 use crate::saved::Saved;
 
-/// The activation between the two linear layers, and the names of these.
+/// The activation between the two linear layers, and the layers' names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FeedForwardKind {
     /// GELU (its tanh form) in a middle four times as wide as the tokens; `net.0.proj` and `net.2`.
@@ -26,7 +26,7 @@ impl FeedForwardKind {
         }
     }
 
-    /// Width of the middle, as a multiple of the tokens'.
+    /// Width of the middle, as a multiple of the tokens' width.
     const fn ratio(self) -> usize {
         match self {
             Self::Gelu => 4,
@@ -34,7 +34,7 @@ impl FeedForwardKind {
         }
     }
 
-    /// Outputs of the first layer for each feature of the middle.
+    /// The number of outputs of the first layer for each feature of the middle.
     const fn parts(self) -> usize {
         match self {
             Self::Gelu => 1,
@@ -51,7 +51,7 @@ pub struct FeedForward {
 }
 
 impl FeedForward {
-    /// Parameters below `weights`.
+    /// Takes parameters below `weights`.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -77,7 +77,7 @@ impl FeedForward {
         })
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let middle = tokens * self.last.in_features();
         saved.cheap_linear(&self.first, (tokens * self.first.in_features(), tokens));

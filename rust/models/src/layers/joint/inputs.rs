@@ -1,4 +1,4 @@
-//! The inputs of transformers over tokens, checked against their configuration.
+//! Checks the inputs of transformers over tokens against the configuration.
 
 use trainable_candle_core::raw::is_float;
 use trainable_candle_core::{Error, Result, Tensor};
@@ -88,7 +88,8 @@ impl TokenSizes {
         }
         if inputs.guidance.is_some() != self.guidance {
             let message = if self.guidance {
-                "guidance is missing: the model takes a scale: 1 in training, about 3.5 for drawing"
+                "guidance is missing, but the model takes a scale of guidance; give 1 in training, about 3.5 for \
+                 drawing"
             } else {
                 "found guidance, but this model takes none (guidance_embeds is false)"
             };

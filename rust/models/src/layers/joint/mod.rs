@@ -1,6 +1,7 @@
-//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4): an image and a text, each with
-//! weights of its own, attend to both. Names are diffusers'. Follows
-//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/attention.py#L580> and
+//! The blocks of a multimodal diffusion transformer (Esser et al. 2024, arXiv:2403.03206, section 4). The tokens of an
+//! image and of a text have separate weights, and attend to the tokens of both. Names are diffusers'. Follows
+//! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/attention.py#L580>
+//! and
 //! <https://github.com/huggingface/diffusers/blob/58eb52c0803ea9af3abec60841c2a093bdf1f951/src/diffusers/models/transformers/transformer_flux.py>.
 
 mod attention;

@@ -1,4 +1,5 @@
-//! Scales, shifts and gates that a condition gives (adaLN-zero, arXiv:2212.09748, section 3.2).
+//! Modulation by scales, shifts and gates that are computed from a condition (adaLN-zero, arXiv:2212.09748, section
+//! 3.2).
 
 use trainable_candle_core::ops::gated_add;
 use trainable_candle_core::ops::norm::modulated_layer_norm;
@@ -15,7 +16,7 @@ pub fn modulated(x: &Tensor, [shift, scale]: [&Tensor; 2]) -> Result<Tensor> {
     modulated_layer_norm(x, scale, shift, EPS)
 }
 
-/// `x (B, S, D)` plus `y` of its shape times `gate (B, D)`.
+/// `x + gate · y` for `x` and `y` (B, S, D) and `gate (B, D)`.
 ///
 /// # Errors
 /// [`Error::Shape`](trainable_candle_core::Error::Shape) if they do not fit each other.

@@ -9,15 +9,16 @@ use crate::saved::Saved;
 const NORM: &str = "norm_out.linear";
 const PROJECTION: &str = "proj_out";
 
-/// A norm, a scale and a shift that the condition gives, and a projection to the values of the patches.
+/// A norm, a scale and a shift computed from the condition, and a projection to the values of the patches.
 pub struct ModulatedOutput {
-    /// The layer that makes the modulation, unless the model gives it.
+    /// The layer that computes the modulation, unless the model passes it.
     norm: Option<Linear<Tensor>>,
     projection: Linear<Tensor>,
 }
 
 impl ModulatedOutput {
-    /// Parameters `norm_out.linear` and `proj_out` of `weights`, from tokens `dim` wide to `out` values; with biases or without.
+    /// Takes the parameters `norm_out.linear` and `proj_out` below `weights`. Tokens are `dim` wide and become `out`
+    /// values; `bias` says whether the layers have biases.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -28,7 +29,7 @@ impl ModulatedOutput {
         })
     }
 
-    /// As [`new`](Self::new), for models that give the modulation: only `proj_out` exists.
+    /// As [`new`](Self::new), for models that pass the modulation: only `proj_out` exists.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -39,14 +40,15 @@ impl ModulatedOutput {
     /// `x (B, S, D)` under the condition `(B, D)`, after SiLU → (B, S, out).
     ///
     /// # Errors
-    /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the model gives the modulation.
+    /// [`Error::Shape`] if an input does not fit, [`Error::Argument`] if the layer was made by
+    /// [`with_given_modulation`](Self::with_given_modulation).
     pub fn forward(&self, x: &Tensor, condition: &Tensor) -> Result<Tensor> {
         let Some(norm) = &self.norm else {
             return Err(Error::argument("ModulatedOutput", "the layer has no modulation of its own"));
         };
         let modulation = norm.forward(condition)?;
         let dim = norm.in_features();
-        // diffusers has the scale first here.
+        // Here diffusers has the scale first.
         self.modulated(x, [&modulation.narrow(1, dim, dim)?, &modulation.narrow(1, 0, dim)?])
     }
 
@@ -63,7 +65,7 @@ impl ModulatedOutput {
         self.projection.weight.dtype()
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.projection.in_features();
         saved.outside(|saved| {

@@ -18,11 +18,11 @@ pub struct RopeAxes {
 }
 
 impl RopeAxes {
-    /// Check that a configuration's `widths` are even and add up to `head_dim`, the width of a head; `model` is named
-    /// in the message.
+    /// Check that a configuration's `widths` are even and add up to `head_dim`, the width of a head. The message names
+    /// `model`.
     ///
     /// # Errors
-    /// [`Error::Config`] if they do not.
+    /// [`Error::Config`] if they are not.
     pub fn check(model: &str, widths: &[usize], head_dim: usize) -> Result<()> {
         if widths.iter().sum::<usize>() == head_dim && widths.iter().all(|width| width.is_multiple_of(2)) {
             return Ok(());
@@ -35,7 +35,7 @@ impl RopeAxes {
     /// Axes that take `widths` of a head's features (even numbers), with angles of position · `theta`^(−2i / width).
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be brought to the device.
+    /// [`trainable_candle_core::Error::Candle`] if the frequencies cannot be copied to the device.
     pub fn new(widths: &[usize], theta: f64, device: &Device) -> Result<Self> {
         let axis = |&width: &usize| {
             let pairs = width / 2;
@@ -45,8 +45,8 @@ impl RopeAxes {
         Ok(Self { frequencies: widths.iter().map(axis).collect::<Result<_>>()? })
     }
 
-    /// The angles of tokens at `ids (S, axes)`. Computed in f64: positions go up to hundreds, and cosines of rounded angles would not
-    /// be those that the models were trained with.
+    /// The angles of tokens at `ids (S, axes)`. They are computed in f64: positions reach hundreds, and the cosines of
+    /// rounded angles would differ from those that the models were trained with.
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if the number of axes is wrong.
@@ -67,7 +67,7 @@ impl Rope {
     /// The angles of `length` tokens from `start`.
     ///
     /// # Errors
-    /// [`trainable_candle_core::Error::Index`] if there are fewer.
+    /// [`trainable_candle_core::Error::Index`] if there are fewer tokens.
     pub fn narrow(&self, start: usize, length: usize) -> Result<Self> {
         let part = |table: &Tensor| table.narrow(table.rank() - 2, start, length);
         Ok(Self { cos: part(&self.cos)?, sin: part(&self.sin)? })
@@ -87,7 +87,7 @@ impl Rope {
         Ok(Self { cos: row(&self.cos)?, sin: row(&self.sin)? })
     }
 
-    /// The angles of samples that differ, each (S, width / 2).
+    /// Stack the angles of samples that differ, each (S, width / 2).
     ///
     /// # Errors
     /// [`trainable_candle_core::Error::Shape`] if they differ in length.

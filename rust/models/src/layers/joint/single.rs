@@ -1,4 +1,5 @@
-//! The block of one stream, attention and feed-forward layer side by side (Dehghani et al. 2023, arXiv:2302.05442, section 2.1).
+//! The block of one stream, in which attention and feed-forward layer are parallel (Dehghani et al. 2023,
+//! arXiv:2302.05442, section 2.1).
 
 use trainable_candle_core::ops::activation::Gelu;
 use trainable_candle_core::ops::beside::{Activation, activate_beside};
@@ -10,15 +11,15 @@ use super::modulation::{gated_add, modulated};
 use super::{BlockSizes, Sight};
 use crate::saved::Saved;
 
-/// Width of the feed-forward layer's middle, as a multiple of the tokens'.
+/// Width of the feed-forward layer's middle, as a multiple of the tokens' width.
 const RATIO: usize = 4;
-/// What modulates the tokens.
+/// The layer that modulates the tokens.
 const NORM: &str = "norm.linear";
 
-/// One product of the modulated input gives queries, keys, values and the feed-forward layer's middle. Another projects
-/// the results of both, to be gated and added to the input.
+/// One product computes queries, keys, values and the feed-forward layer's middle from the modulated input. Another
+/// projects the results of attention and feed-forward layer together; its result is gated and added to the input.
 pub struct SingleBlock {
-    /// The layer that makes the modulation, unless the model gives it.
+    /// The layer that computes the modulation, unless the model passes it.
     norm: Option<Linear<Tensor>>,
     /// `attn.to_q`, `attn.to_k`, `attn.to_v` and `proj_mlp`.
     projections: LinearGroup,
@@ -29,7 +30,8 @@ pub struct SingleBlock {
 }
 
 impl SingleBlock {
-    /// Parameters below `weights`; with `told_modulation` the model gives the modulation, and the block has no layer for it.
+    /// Takes parameters below `weights`. With `told_modulation` the model passes the modulation, and the block has no
+    /// layer for it.
     ///
     /// # Errors
     /// As [`Weights::get`].
@@ -46,10 +48,11 @@ impl SingleBlock {
         })
     }
 
-    /// The modulation by the condition `(B, D)`, after SiLU, for [`forward`](Self::forward).
+    /// The modulation for [`forward`](Self::forward), from the condition `(B, D)` after SiLU.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the model gives the modulation.
+    /// [`Error::Shape`] if the condition does not fit, [`Error::Argument`] if the block has no layer for the
+    /// modulation.
     pub fn modulation(&self, condition: &Tensor) -> Result<Tensor> {
         let Some(norm) = &self.norm else {
             return Err(Error::argument("SingleBlock", "the block has no modulation of its own"));
@@ -74,7 +77,7 @@ impl SingleBlock {
         gated_add(x, &self.proj_out.forward(&both)?, &part(2)?)
     }
 
-    /// What the tape keeps for `tokens` tokens.
+    /// Counts what the tape keeps for `tokens` tokens.
     pub fn saved(&self, tokens: usize, saved: &mut Saved) {
         let dim = self.sizes.dim();
         let inside = tokens * dim;
@@ -83,11 +86,12 @@ impl SingleBlock {
         saved.block(inside, false, |saved| {
             saved.keep(inside);
             saved.layers(&self.projections.layers(), (inside, tokens), true);
-            // The result of the first layers, and that of the attention.
+            // The tape keeps the result of the first layers and that of the attention.
             saved.attention(tokens, tokens, dim);
             saved.keep((3 + 1 + RATIO) * inside);
             saved.cheap_linear(&self.proj_out, ((1 + RATIO) * inside, tokens));
-            // What the gate multiplies, if the gate is adapted; otherwise checkpoints do not recompute it.
+            // The tape keeps the gate's factor if the gate's layer is adapted; otherwise checkpoints do not recompute
+            // that factor.
             saved.keep(if gate { inside } else { 0 });
         });
     }

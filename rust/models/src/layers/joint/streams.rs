@@ -1,26 +1,26 @@
-//! The blocks one after another: those of two streams, then those of one.
+//! Runs a model's blocks one after another: those of two streams, and those of one.
 
 use trainable_candle_core::{Result, Tensor};
 use trainable_candle_nn::Blocks;
 
 use super::{DoubleBlock, Rope, SingleBlock};
 
-/// What attention takes beside its tokens.
+/// The inputs of attention besides the tokens: angles and mask.
 #[derive(Clone, Copy, Default)]
 pub struct Sight<'a> {
     /// The angles of the text's tokens, then of the image's.
     pub angles: Option<&'a Rope>,
-    /// Which keys are seen, u8, (B, 1, 1, tokens of the text and of the image); None for all.
+    /// 1 for keys that attention reads, u8, (B, 1, 1, tokens of the text and of the image); None if it reads all keys.
     pub mask: Option<&'a Tensor>,
 }
 
 impl Sight<'_> {
-    /// As inputs of a block, which its checkpoint keeps.
+    /// Angles and mask as inputs of a block, so that its checkpoint keeps them.
     pub(crate) fn inputs(&self) -> impl Iterator<Item = &Tensor> {
         self.angles.into_iter().flat_map(|Rope { cos, sin }| [cos, sin]).chain(self.mask)
     }
 
-    /// Call `run` with the value that [`inputs`](Self::inputs) was made from; `rotates` says whether they begin with
+    /// Call `run` with the [`Sight`] whose [`inputs`](Self::inputs) these are; `rotates` says whether they begin with
     /// angles.
     pub(crate) fn of<R>(rotates: bool, inputs: &[Tensor], run: impl FnOnce(Sight<'_>) -> R) -> R {
         let (angles, mask) = inputs.split_at(if rotates { 2 } else { 0 });
@@ -29,8 +29,8 @@ impl Sight<'_> {
     }
 }
 
-/// The image (B, S, D) and the text (B, L, D) after all blocks. `modulation` gives the modulation of both in the block
-/// at an index.
+/// The image (B, S, D) and the text (B, L, D) after all blocks. `modulation` computes the modulation of both in the
+/// block at an index.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Shape`] if an input does not fit.

@@ -1,4 +1,4 @@
-//! What others read of the states on a device, and set.
+//! Reads and writes an optimizer's device state for code outside of the step.
 
 use trainable_candle_core::compute::copy_into;
 use trainable_candle_core::raw::to_vec;
@@ -16,7 +16,7 @@ impl OnDevice {
         self.shared.as_ref().map_or_else(|| Ok(Vec::new()), to_vec::<f64>)
     }
 
-    /// Replaces those numbers; captured steps go on with the new ones.
+    /// Replaces the numbers that the steps of all variables share; captured steps use the new ones.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -25,7 +25,7 @@ impl OnDevice {
         copy_into(shared, &Raw::from_slice(numbers, numbers.len(), shared.device())?)
     }
 
-    /// The steps that each variable has taken; waits for the device.
+    /// The number of steps that each variable has taken; waits for the device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -34,7 +34,8 @@ impl OnDevice {
         Ok(slots.of.iter().map(|&slot| steps[slot]).collect())
     }
 
-    /// A state in f32 of variable number `index`, without a copy, and its f32 values where the variable is shorter.
+    /// State number `state` (f32) of variable number `index`, and, if the variable is f16 or bf16, its f32 master
+    /// values. Both are views, not copies.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -47,14 +48,14 @@ impl OnDevice {
         Ok((part, place.master.as_ref().map(|master| master.values.clone())))
     }
 
-    /// The value of variable number `index` is again that of its f32 values.
+    /// Marks the f32 master values of variable number `index` as current, after the variable was set back to them.
     pub(in crate::optim) fn follow(&self, var: &Var, index: usize) {
         if let Some(master) = &self.places[index].master {
             var.set_followed_by(&master.follower);
         }
     }
 
-    /// The variables with their states, on the host. Waits for the device.
+    /// Copies the variables' states to the host. Waits for the device.
     pub(in crate::optim) fn download<C>(&self, groups: &[Group<C>]) -> Result<Vec<Parameter>> {
         let (steps, slots) = (self.settings.steps()?, self.slots.get());
         let host = |buffer: &Raw| {

@@ -1,4 +1,4 @@
-//! Norms of gradients, clipping and loss scaling. Norm, clip factor and scale stay on the device.
+//! Norms of gradients, clipping and loss scaling. The norm, the clip factor and the loss scale stay on the device.
 
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::gradient::{
@@ -16,8 +16,8 @@ use trainable_candle_core::{Error, Raw, Result};
 pub struct Clip(Raw);
 
 impl Clip {
-    /// The norm of all `vectors` together, the largest magnitude if `is_max`, else the root of the sum of squares, after division by
-    /// `loss_scale`; and `max_norm / (norm + 1e-6)`, if that is less than 1, as the factor.
+    /// Computes the norm of all `vectors` together, divided by `loss_scale`: the largest magnitude if `is_max`, else
+    /// the root of the sum of squares. The factor is `max_norm / (norm + 1e-6)`, at most 1.
     ///
     /// # Errors
     /// [`Error::Device`] if a vector is on another device, [`Error::DType`] if one is not floating point.
@@ -43,7 +43,7 @@ impl Clip {
             let grads = input(op, vector)?;
             let arguments = GradientNormL2 { grads, count: vector.elem_count() as u64, parts: room };
             let shape = Shape::linear(op, blocks(vector), 256)?;
-            // SAFETY: there is room for one number of each block.
+            // SAFETY: the result has room for one number per block.
             unsafe { function.launch(op, gpu, shape, arguments) }?;
             count += blocks(vector);
             room = room.behind(blocks(vector) * size_of::<f64>());
@@ -57,12 +57,12 @@ impl Clip {
             loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
             clip: output(op, &clip)?,
         };
-        // SAFETY: there are this many parts, and the two numbers of the result.
+        // SAFETY: the parts have this many numbers, and the result has two.
         unsafe { function.launch(op, gpu, Shape::linear(op, 1, 256)?, arguments) }?;
         Ok(Self(clip))
     }
 
-    /// The norm, f64 without dimensions; not finite if a gradient is not.
+    /// The norm, a scalar f64; it is non-finite if a gradient is.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -71,7 +71,8 @@ impl Clip {
     }
 }
 
-/// gradients *= factor of `clip` / `loss_scale`, in place; nothing is read or written if that is 1.
+/// Multiplies gradients in place by the factor of `clip` divided by `loss_scale`. If the product is 1, the kernel reads
+/// and writes nothing.
 ///
 /// # Errors
 /// [`Error::Argument`] if the gradients are not contiguous, [`Error::DType`] if they are not floating point.
@@ -96,13 +97,13 @@ pub fn scale_gradients(
         clip: optional_input(op, clip.map(|clip| &clip.0))?,
         loss_scale: optional_input(op, loss_scale.map(|scale| &scale.0))?,
     };
-    // Few blocks, so that a launch with nothing to scale is cheap.
+    // A small number of blocks makes a launch with nothing to scale cheap.
     let each = count.div_ceil(256 * 2048).max(4);
     // SAFETY: there are this many gradients.
     unsafe { function.launch(op, gpu, Shape::flat(count, each), arguments) }
 }
 
-/// The state of dynamic loss scaling: the scale and the good steps in a row.
+/// The state of dynamic loss scaling: the scale, and the number of finite steps in a row.
 #[derive(Clone, Debug)]
 pub struct LossScale(Raw);
 
@@ -115,7 +116,7 @@ impl LossScale {
         Ok(Self(Raw::from_vec(vec![scale, f64::from_bits(growth_tracker)], 2, device)?))
     }
 
-    /// The storage of the scale, f64 without dimensions.
+    /// The scale as a scalar f64, without a copy.
     ///
     /// # Errors
     /// None that a caller could cause.
@@ -123,7 +124,7 @@ impl LossScale {
         Ok(self.0.narrow(0, 0, 1)?.reshape(())?)
     }
 
-    /// The scale and the good steps in a row; waits for the device.
+    /// The scale and the number of finite steps in a row; waits for the device.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -141,7 +142,7 @@ impl LossScale {
     }
 
     /// Updates the state after a step with gradients of this `norm` (f64). The scale is multiplied by `backoff` if the
-    /// norm is not finite, and by `growth` after `interval` good steps in a row, unless f32 cannot hold the result.
+    /// norm is non-finite, and by `growth` after `interval` finite steps in a row, unless f32 cannot hold the result.
     ///
     /// # Errors
     /// [`Error::Device`] if `norm` is on another device.
@@ -152,7 +153,7 @@ impl LossScale {
         let function = gpu.function(&LOSS_SCALE_UPDATE, &[])?;
         let (loss_scale, norm) = (output(OP, &self.0)?, input(OP, norm)?);
         let arguments = LossScaleUpdate { loss_scale, norm, growth, backoff, interval };
-        // SAFETY: the state has its two numbers, the norm one.
+        // SAFETY: the state has two numbers and the norm has one.
         unsafe { function.launch(OP, gpu, Shape::linear(OP, 1, 1)?, arguments) }
     }
 

@@ -1,4 +1,5 @@
-//! The step on CUDA variables: states, hyper-parameters and step counters in device memory, one launch for all variables.
+//! Steps of CUDA variables. States, hyper-parameters and step counters are in device memory, and one launch updates all
+//! variables.
 
 mod access;
 mod gradient;
@@ -26,24 +27,24 @@ pub(super) use gradient::{Clip, LossScale, scale_gradients};
 
 const _: () = assert!(STATE_BLOCK == BLOCK_SIZE);
 
-/// The number of cached tables for other sets of variables.
+/// The number of tables that are cached, one for each set of variables that a launch has updated.
 const TABLES: usize = 32;
 
 type Specs = SmallVec<[StateSpec; 4]>;
 
 /// The device state of an optimizer.
 pub(super) struct OnDevice {
-    /// Settings, coefficients and steps, for each set of variables that share them. There is room for one group per
+    /// Settings, coefficients and steps of each set of variables that share them. There is room for one set per
     /// variable.
     settings: Groups,
-    /// A captured step works with the slots that it was captured with alone.
+    /// A captured step is valid only with the slots that it was captured with.
     slots: HostState<Arc<Slots>>,
-    /// In the order of the optimizer's variables.
+    /// The places of the states, in the order of the optimizer's variables.
     places: Vec<Place>,
-    /// The states of all variables that have the same kinds of states.
+    /// The states, one layout for each combination of kinds of states.
     layouts: Vec<Layout>,
     tables: Vec<(usize, Arc<Work>)>,
-    /// f64 numbers that the steps of all variables share, if the optimizer has such.
+    /// f64 numbers that the steps of all variables share, if the optimizer has any.
     shared: Option<Raw>,
 }
 
@@ -67,21 +68,21 @@ struct Place {
     layout: usize,
     /// The first block of each of its states.
     blocks: SmallVec<[u32; 4]>,
-    /// How many f32 its update needs besides.
+    /// The number of f32 that its update needs as scratch memory.
     scratch: usize,
     master: Option<DeviceMaster>,
 }
 
-/// f32 values of an f16 or bf16 variable.
+/// The f32 master values of an f16 or bf16 variable.
 #[derive(Clone)]
 struct DeviceMaster {
     values: Raw,
-    /// The variable's version that they belong to.
+    /// Follows the version of the variable that the values belong to.
     follower: Follower,
 }
 
 impl DeviceMaster {
-    /// Takes the master values of a variable from the host, if it has current ones, else the variable's own.
+    /// Takes the master values from the host if it has current ones, otherwise from the variable itself.
     fn take(&self, parameter: &Parameter) -> Result<()> {
         let version = parameter.var.version();
         match parameter.master.as_ref().filter(|master| master.version == version) {
@@ -95,7 +96,7 @@ impl DeviceMaster {
         Ok(())
     }
 
-    /// Takes the values of the variable if it was set outside the optimizer.
+    /// Takes the variable's values if it was set outside the optimizer.
     fn refresh(&self, var: &Var) -> Result<()> {
         if !var.is_followed_by(&self.follower) {
             copy_into(&self.values, var.raw())?;
@@ -105,7 +106,7 @@ impl DeviceMaster {
     }
 }
 
-/// States of the same kinds.
+/// The states of all variables with the same kinds of states.
 struct Layout {
     specs: Specs,
     /// One for each of `specs`.
@@ -118,12 +119,13 @@ impl Layout {
     }
 }
 
-/// Entries of a state of `blocks` blocks of elements.
+/// The number of entries that a state of `kind` has for `blocks` blocks of elements.
 const fn entries(kind: StateKind, blocks: usize) -> usize {
     if matches!(kind, StateKind::Scales) { blocks } else { blocks * STATE_BLOCK }
 }
 
-/// Blocks of the state of a variable of shape `dims`. States for each element, in whatever form, have the same blocks.
+/// The number of blocks that a state takes for a variable of shape `dims`. All kinds with an entry per element, in any
+/// form, take the same number of blocks.
 fn blocks(kind: StateKind, dims: &[usize]) -> usize {
     let elements = match kind {
         StateKind::Float | StateKind::Codes | StateKind::Scales => dims.iter().product(),
@@ -141,12 +143,12 @@ fn settings<R: Rule>(config: &R::Config, step: u64) -> Result<Settings> {
 }
 
 fn no_kernels(op: &'static str) -> Error {
-    Error::device(op, "has no CUDA form")
+    Error::device(op, "there is no CUDA kernel for this optimizer")
 }
 
 impl OnDevice {
-    /// Brings the states of `groups` to the device of their variables: those that training or loading has made, zeros otherwise.
-    /// `shared` are the numbers that the steps of all variables share.
+    /// Moves the states of `groups` to the device of their variables; variables without states get zeros. `shared` are
+    /// the numbers that the steps of all variables share.
     pub(super) fn new<R: Rule>(groups: &mut [Group<R::Config>], shared: &[f64]) -> Result<Self> {
         let count: usize = groups.iter().map(|group| group.parameters.len()).sum();
         let first = groups.first().and_then(|group| group.parameters.first());
@@ -162,7 +164,7 @@ impl OnDevice {
         if !shared.is_empty() {
             made.shared = Some(Raw::from_slice(shared, shared.len(), &device)?);
         }
-        // Of each state of each layout.
+        // The end, in blocks, of each state of each layout.
         let mut ends: Vec<SmallVec<[usize; 4]>> = Vec::new();
         for group in groups.iter() {
             for parameter in &group.parameters {
@@ -195,8 +197,8 @@ impl OnDevice {
         Ok(made)
     }
 
-    /// Takes over the states, steps and settings of `groups`, which the host forgets. Device addresses do not change,
-    /// so that captured steps go on with the new values.
+    /// Takes over the states, steps and settings of `groups` and drops them on the host. Device addresses do not
+    /// change, so captured steps continue from the new values.
     pub(super) fn take<R: Rule>(&mut self, groups: &mut [Group<R::Config>]) -> Result<()> {
         let slots = self.slots.get();
         let (slots, steps) = match slots.steps(groups) {
@@ -224,7 +226,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Writes the states of the variables to the device, zeros for those that have none yet.
+    /// Writes the states of the variables to the device, with zeros for variables without states.
     fn write_states<C>(&self, groups: &[Group<C>]) -> Result<()> {
         for (index, layout) in self.layouts.iter().enumerate() {
             let held: Vec<(&Place, &Parameter)> = parameters(groups)
@@ -248,7 +250,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// One vector for the f32 values of all variables in f16 and bf16.
+    /// Makes one vector for the f32 master values of all f16 and bf16 variables.
     fn make_masters<C>(&mut self, groups: &[Group<C>], device: &Device) -> Result<()> {
         let short = |var: &Var| matches!(var.dtype(), DType::F16 | DType::BF16);
         let total: usize = parameters(groups).filter(|p| short(&p.var)).map(|p| p.var.elem_count()).sum();
@@ -265,14 +267,14 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Whether the states of group `index` would be the same with other hyper-parameters.
+    /// Whether group `index` would have the same states with the hyper-parameters `config`.
     pub(super) fn states_are<R: Rule>(&self, groups: &[Group<R::Config>], index: usize, config: &R::Config) -> bool {
         let before: usize = groups[..index].iter().map(|group| group.parameters.len()).sum();
         let places = groups[index].parameters.iter().zip(&self.places[before..]);
         places.into_iter().all(|(p, place)| self.layouts[place.layout].specs == R::states(config, p.var.dims()))
     }
 
-    /// Sets the hyper-parameters of one of the optimizer's groups between the steps before and after.
+    /// Sets the hyper-parameters of one of the optimizer's groups, for the steps that are queued after this call.
     pub(super) fn configure<R: Rule>(&self, index: usize, config: &R::Config) -> Result<()> {
         let (settings, slots) = (settings::<R>(config, 0)?, self.slots.get());
         let group_of = &slots.group_of;
@@ -280,7 +282,7 @@ impl OnDevice {
         of_group.try_for_each(|slot| self.settings.configure(R::NAME, slot, settings, Some(slot)))
     }
 
-    /// One step of the variables that are `wanted` and have a gradient.
+    /// Queues a step of the variables that are `wanted` and have a gradient.
     pub(super) fn step<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
@@ -338,8 +340,8 @@ impl OnDevice {
         Ok(())
     }
 
-    /// Variables that have taken different numbers of steps must not share a counter. If only some of those that share
-    /// one take part in a step, they get another.
+    /// Variables that have taken different numbers of steps must not share a counter. If only some variables of a slot
+    /// take part in a step, this moves them to a new slot, with its own counter.
     fn split_slots<R: Rule>(
         &mut self,
         groups: &[Group<R::Config>],
@@ -348,7 +350,7 @@ impl OnDevice {
     ) -> Result<()> {
         let old = self.slots.get();
         let Some((new, split)) = old.split(vars, found.iter().map(|(index, _)| *index)) else { return Ok(()) };
-        // Before anything is queued: a captured function cannot change slots.
+        // This must be before anything is queued, because it fails in a captured function, which cannot change slots.
         self.slots.set(Arc::new(new))?;
         for (new, slot) in (old.group_of.len()..).zip(split) {
             let settings = settings::<R>(&groups[old.group_of[slot]].config, 0)?;
@@ -357,7 +359,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// After this no step can use the state, not even a captured one.
+    /// Invalidates the device state: no later step can use it, not even a captured step.
     ///
     /// # Errors
     /// [`Error::Device`] within a captured function.
@@ -365,7 +367,7 @@ impl OnDevice {
         self.slots.set(Arc::default())
     }
 
-    /// The launches of a step: variables with states of the same kinds and with the same dtypes share one.
+    /// The launches of a step. Variables with the same kinds of states and the same dtypes share a launch.
     fn launches(&self, vars: &[&Var], slots: &Slots, found: Vec<(usize, Raw)>) -> Result<Vec<Launch>> {
         let mut launches: Vec<Launch> = Vec::new();
         for (index, grads) in found {
@@ -382,7 +384,7 @@ impl OnDevice {
             let group = u16::try_from(slots.of[index]).map_err(|_| {
                 Error::argument("step", "more than 65536 sets of variables have taken different numbers of steps")
             })?;
-            // Parameters without a copy go with those that have one in bf16.
+            // Parameters without a copy share the launch of those with a bf16 copy.
             let key = (place.layout, grads.dtype(), copy.as_ref().map_or(DType::BF16, Raw::dtype));
             let state = place.blocks.first().copied().unwrap_or(0);
             let member = Member { params, grads, copy, state, group };
@@ -424,7 +426,7 @@ impl OnDevice {
         Ok(())
     }
 
-    /// The work of a launch, made if it is new.
+    /// The table of a launch, from the cache or made now.
     fn work<R: Rule>(&mut self, vars: &[&Var], launch: &Launch) -> Result<Arc<Work>> {
         for (known, work) in &self.tables {
             if *known == launch.layout && work.known().is_of(R::NAME, &launch.members)? {
@@ -450,16 +452,16 @@ impl OnDevice {
     }
 }
 
-/// Variables that one launch updates.
+/// The variables that one launch updates.
 struct Launch {
     key: (usize, DType, DType),
     layout: usize,
     members: Vec<Member>,
-    /// Their indices.
+    /// Indices of the variables.
     variables: Vec<usize>,
 }
 
-/// The copy of an f32 variable in f16 or bf16, which the launch can write.
+/// The f16 or bf16 copy of an f32 variable, if it has one; the launch writes it.
 fn short_copy(var: &Var) -> Option<Raw> {
     var.copy_storage().filter(|copy| matches!(copy.dtype(), DType::F16 | DType::BF16))
 }

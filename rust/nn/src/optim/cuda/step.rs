@@ -1,6 +1,7 @@
-//! Steps of optimizers: hyper-parameters and counters in device memory, one launch for any number of variables.
+//! Launches the steps of optimizers: hyper-parameters and counters are in device memory, and one launch updates any
+//! number of variables.
 //!
-//! A step needs nothing from the host but launches, with the same arguments each time, so it can be captured.
+//! In a step the host only launches kernels, with the same arguments each time, so steps can be captured.
 
 use candle_core::{DType, Device};
 use trainable_candle_cuda::kernels::optim::{AdamPrepare, AdamStep, OPTIM_CONFIGURE, OptimConfigure};
@@ -16,7 +17,7 @@ use trainable_candle_core::{Error, Raw, Result, capture};
 
 use super::gradient::LossScale;
 
-/// Elements that share the scale of 8-bit states, and to whose multiples the states of a variable are aligned.
+/// The number of elements that share a scale of 8-bit states. The states of each variable start at a multiple of it.
 pub const STATE_BLOCK: usize = 256;
 
 /// The most elements that one block of threads updates.
@@ -29,7 +30,7 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// Room for `capacity` groups.
+    /// Memory for `capacity` groups.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the device is full.
@@ -39,8 +40,8 @@ impl Groups {
         Ok(Self { settings: room(size_of::<Settings>())?, coefficients: room(size_of::<Coefficients>())? })
     }
 
-    /// Sets a group's hyper-parameters, and its steps to those of the group `like` or to those in `settings`. Takes
-    /// effect between the steps queued before and after it; nothing waits.
+    /// Sets a group's hyper-parameters, and its step counter to that of the group `like` or, if that is None, to the
+    /// one in `settings`. This applies to the steps that are queued after it; the host does not wait.
     ///
     /// # Errors
     /// [`Error::Device`] if the driver reports an error.
@@ -54,7 +55,7 @@ impl Groups {
         unsafe { function.launch(op, gpu, Shape::linear(op, 1, 1)?, arguments) }
     }
 
-    /// The number of a group that there is room for.
+    /// Checks that there is room for a group, and returns its number.
     fn index(&self, op: &'static str, group: usize) -> Result<u32> {
         if group < self.settings.elem_count() / size_of::<Settings>() {
             return count32(op, group);
@@ -62,8 +63,9 @@ impl Groups {
         Err(Error::argument(op, format!("there is no room for group {group}")))
     }
 
-    /// Begins a step of the groups `groups` by the kernel `<kernel>_prepare`: counts it and computes their coefficients. Gradients are to be divided by
-    /// `loss_scale`; if `norm` (f64) is not finite, the step counts nothing and changes nothing.
+    /// Begins a step of `groups` with the kernel `<kernel>_prepare`, which increments their step counters and computes
+    /// their coefficients. The step will divide gradients by `loss_scale`. If `norm` (f64) is non-finite, the step is
+    /// skipped: counters and variables do not change.
     ///
     /// # Errors
     /// [`Error::Device`] if `norm` or `loss_scale` is on another device.
@@ -94,21 +96,22 @@ impl Groups {
             coefficients: output(op, &self.coefficients)?.behind(groups.start * size_of::<Coefficients>()),
         };
         let shape = Shape::linear(op, count.div_ceil(32) as usize, 32)?;
-        // SAFETY: there are this many groups from there on, and as many coefficients.
+        // SAFETY: there are this many settings and coefficients from the first group on.
         unsafe { function.launch(op, gpu, shape, arguments) }
     }
 
-    /// The coefficients of a group and of those after it.
+    /// The address of the coefficients of a group, followed by those of later groups.
     pub(super) fn coefficients_from(&self, op: &'static str, group: usize) -> Result<Const> {
         Ok(input(op, &self.coefficients)?.behind(group * size_of::<Coefficients>()))
     }
 
-    /// The settings of a group and of those after it.
+    /// The address of the settings of a group, followed by those of later groups.
     pub(super) fn settings_from(&self, op: &'static str, group: usize) -> Result<Const> {
         Ok(input(op, &self.settings)?.behind(group * size_of::<Settings>()))
     }
 
-    /// The steps that each group has taken; waits for the device. Groups that were never configured have any number.
+    /// The number of steps that each group has taken; waits for the device. For groups that were never configured, the
+    /// number is arbitrary.
     ///
     /// # Errors
     /// [`Error::Device`] if the device fails.
@@ -124,14 +127,14 @@ impl Groups {
     }
 }
 
-/// One variable's part in a step. All tensors are contiguous, on one device, and of one size.
+/// One variable's part in a step. Its tensors are contiguous, on one device, and have the same number of elements.
 #[derive(Clone, Debug)]
 pub struct Member {
-    /// f32.
+    /// The parameters or master values, f32.
     pub params: Raw,
-    /// f32, or the dtype of the copy.
+    /// The gradient, in f32 or the dtype of the copy.
     pub grads: Raw,
-    /// f16 or bf16; takes the new parameters.
+    /// An f16 or bf16 tensor to which the step also writes the new parameters.
     pub copy: Option<Raw>,
     /// Where its states begin, in units of [`STATE_BLOCK`] elements.
     pub state: u32,
@@ -139,7 +142,7 @@ pub struct Member {
     pub group: u16,
 }
 
-/// The addresses of a member's parameters, gradients and copy (0 if there is none), and its other facts.
+/// The addresses of a member's parameters, gradients and copy (0 if there is none), with its size, state and group.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Place {
     addresses: [Address; 3],
@@ -152,25 +155,26 @@ struct Place {
 pub struct Known {
     places: Vec<Place>,
     pub(super) dtypes: &'static [&'static str],
-    /// The first group, which the others are counted from.
+    /// The first group; the other groups are numbered relative to it.
     pub(super) first_group: u16,
-    /// What the addresses are those of.
+    /// The tensors at the addresses.
     pub(super) members: Vec<Member>,
 }
 
 impl Known {
-    /// Of `members`, which have at least one element together. Their gradients have one dtype, and so have their copies.
+    /// Collects `members`, which must have at least one element in total. Their gradients must share a dtype, and so
+    /// must their copies.
     ///
     /// # Errors
-    /// [`Error::DType`] if there is no kernel for the dtypes, [`Error::Argument`] while a graph is captured: tables are
-    /// made by a step before it.
+    /// [`Error::DType`] if there is no kernel for the dtypes; [`Error::Argument`] while a graph is captured, because an
+    /// earlier step must have made the table.
     pub fn new(op: &'static str, members: Vec<Member>) -> Result<Self> {
         if members.is_empty() {
             return Err(Error::argument(op, "found no variables"));
         }
         if capture::is_capturing() {
-            let message = "this step updates other variables than that of the first call; a captured function must do the same in \
-                           each call";
+            let message = "this step updates other variables than in the first call; a captured function must do the \
+                same in each call";
             return Err(Error::argument(op, message));
         }
         let dtypes = suffixes(op, &members)?;
@@ -179,12 +183,13 @@ impl Known {
         Ok(Self { places, dtypes, first_group, members })
     }
 
-    /// The addresses of parameters, gradients and (or 0) copy, and the group counted from the first, of each variable.
+    /// For each variable, the addresses of parameters, gradients and copy (0 if there is none), and its group relative
+    /// to the first.
     pub fn addresses(&self) -> impl Iterator<Item = ([Address; 3], u16)> {
         self.places.iter().map(|place| (place.addresses, place.group - self.first_group))
     }
 
-    /// Whether these are the same members.
+    /// Whether `members` are the same tensors and groups.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -201,7 +206,7 @@ impl Known {
     }
 }
 
-/// The work of one launch: pieces of variables, in device memory.
+/// The table of one launch in device memory: pieces of variables.
 pub struct Table {
     known: Known,
     pieces: Raw,
@@ -210,7 +215,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// The pieces of variables.
+    /// Cuts the variables into pieces and copies them to the device.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] if the device is full.
@@ -234,7 +239,7 @@ impl Table {
     }
 }
 
-/// The dtypes of gradients and copies at the end of a kernel's name.
+/// The suffixes of a kernel's name: the dtypes of gradients and copies.
 fn suffixes(op: &'static str, members: &[Member]) -> Result<&'static [&'static str]> {
     let grads = members.first().map_or(DType::F32, |member| member.grads.dtype());
     let copy = members.iter().find_map(|member| member.copy.as_ref().map(Raw::dtype));
@@ -264,7 +269,7 @@ fn place(op: &'static str, member: &Member) -> Result<Place> {
     Ok(Place { addresses: [params?, grads?, copy?], len, state: member.state, group: member.group })
 }
 
-/// The words of a piece as they are in memory.
+/// A piece as 32-bit words, as laid out in memory.
 const fn words(piece: &Piece) -> [u32; 4] {
     let Piece { start, segment, state, length, group } = *piece;
     [start, segment, state, length as u32 | (group as u32) << 16]
@@ -274,15 +279,15 @@ const fn addresses(segment: &Segment) -> [Address; 3] {
     [segment.params, segment.grads, segment.copy]
 }
 
-/// Pieces and segments as kernels read them.
+/// Pieces and segments in the layout that kernels read.
 struct Work {
     pieces: Vec<Piece>,
     segments: Vec<Segment>,
 }
 
 impl Work {
-    /// Cuts variables into pieces of at most `longest` elements. Variables that are adjacent in all three vectors share
-    /// a segment.
+    /// Cuts variables into pieces of at most `longest` elements. Variables that are neighbours in parameters, gradients
+    /// and copies share a segment.
     fn cut(places: &[Place], sizes: [usize; 3], longest: usize, first_group: u16) -> Self {
         let mut work = Self { pieces: Vec::new(), segments: Vec::new() };
         for place in places {
@@ -304,7 +309,8 @@ impl Work {
         work
     }
 
-    /// The segment that a place is in and its offset in elements; a new one if it is not in the last.
+    /// The index of the segment that contains a place, and the place's offset in elements. If the last segment does not
+    /// contain it, this starts a new one.
     fn locate(&mut self, place: Segment, sizes: [usize; 3]) -> (u32, u32) {
         if let Some(last) = self.segments.last() {
             let base = addresses(last);
@@ -324,8 +330,9 @@ impl Work {
     }
 }
 
-/// Updates the variables of `table` by the kernel `<kernel>_step` with the coefficients of the last [`Groups::prepare`] of their groups,
-/// and zeroes their gradients if `zero_grads`. `states` are f32, or 8-bit codes (u8) each with their scales (f32).
+/// Updates the variables of `table` with the kernel `<kernel>_step` and the coefficients of the last
+/// [`Groups::prepare`] of their groups, and zeroes their gradients if `zero_grads`. `states` are f32, or pairs of 8-bit
+/// codes (u8) and scales (f32).
 ///
 /// # Errors
 /// [`Error::Device`] if the states are on another device, or there is no such kernel.
@@ -342,7 +349,7 @@ pub fn step(
     let coefficients = groups.coefficients_from(op, usize::from(table.known.first_group))?;
     let zero_grads = u32::from(zero_grads);
     let state = |index: usize| optional_output(op, states.get(index));
-    // SAFETY: there are coefficients of all groups of the table, and states of all its pieces.
+    // SAFETY: there are coefficients for all groups of the table, and states for all its pieces.
     unsafe {
         if states.first().is_some_and(|state| state.dtype() == DType::U8) {
             let (codes1, scales1, codes2, scales2) = (state(0)?, state(1)?, state(2)?, state(3)?);
@@ -360,7 +367,7 @@ pub fn step(
     }
 }
 
-/// Warps take pieces in turn; there are as many blocks as run at a time.
+/// The launch has as many blocks as run at a time; their warps take the pieces in turn.
 fn shape_8bit(op: &'static str, gpu: &Gpu, pieces: usize) -> Result<Shape> {
     const BLOCKS: usize = 3;
     const WARPS: usize = 8;
@@ -384,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn words_lie_as_the_piece_does() {
+    fn words_have_the_memory_layout_of_a_piece() {
         let piece = piece([1, 2, 3], 0x1234, 0x5678);
         // SAFETY: a piece has no padding.
         let bytes: [u32; 4] = unsafe { std::mem::transmute(piece) };
@@ -403,7 +410,8 @@ mod tests {
     #[test]
     fn loose_variables_have_segments_of_their_own() {
         let cases = [
-            // Another order, a gap in the gradients, a copy that the first one lacks, parameters further than 32 bits count.
+            // The order differs, gradients have a gap, only one has a copy, or parameters are more than 2^32 elements
+            // apart.
             [place([4096, 8192, 0], 3, 0, 0), place([64, 8204, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 9000, 0], 3, 1, 0)],
             [place([4096, 8192, 0], 3, 0, 0), place([4108, 8204, 512], 3, 1, 0)],
@@ -417,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_of_more_elements_than_32_bits_count_goes_on_in_another_segment() {
+    fn a_variable_with_more_elements_than_32_bits_can_count_spans_two_segments() {
         let base: Address = 1 << 40;
         let mut work = Work { pieces: Vec::new(), segments: vec![segment([base, base, 0])] };
         let far = base + 4 * (u64::from(u32::MAX) + 1);

@@ -1,4 +1,4 @@
-//! States between the host and a device.
+//! Copies states between the host and a device.
 
 use std::ops::Range;
 
@@ -31,7 +31,7 @@ pub(super) fn to_device(data: &StateData, part: Range<usize>, device: &Device) -
     })
 }
 
-/// Overwrites a vector part by part, so that only one part is in memory twice.
+/// Overwrites a vector part by part, so that at most one part of it is in memory twice.
 pub(super) fn overwrite(buffer: &Raw, values: impl Fn(Range<usize>) -> Result<Raw>) -> Result<()> {
     const PART: usize = 1 << 24;
     let len = buffer.elem_count();

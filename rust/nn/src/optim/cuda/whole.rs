@@ -1,4 +1,4 @@
-//! Steps of optimizers that see a whole variable: one block of threads for each.
+//! Steps of optimizers whose update needs a whole variable. One block of threads updates each variable.
 
 use candle_core::{DType, Device};
 use trainable_candle_core::cuda::Gpu;
@@ -9,17 +9,17 @@ use trainable_candle_cuda::structs::{Address, Whole};
 
 use super::step::{Groups, Known};
 
-/// The threads of a block: WHOLE_THREADS of the kernels.
+/// The number of threads of a block: WHOLE_THREADS in the kernels.
 const THREADS: u32 = 512;
 
-/// What a kernel needs to know of a variable besides its addresses.
+/// The shape, states and scratch memory of a variable.
 #[derive(Clone, Debug)]
 pub struct Extent {
     /// Its shape.
     pub dims: Vec<usize>,
     /// Where each of its states begins, in units of [`STATE_BLOCK`](super::step::STATE_BLOCK).
     pub states: Vec<u32>,
-    /// How many f32 its update needs besides.
+    /// The number of f32 that its update needs as scratch memory.
     pub scratch: usize,
 }
 
@@ -28,17 +28,17 @@ pub struct WholeTable {
     known: Known,
     variables: Raw,
     count: usize,
-    /// What the update of each variable needs besides the states.
+    /// The scratch memory of all variables.
     _scratch: Raw,
 }
 
 impl WholeTable {
-    /// Of variables of these extents.
+    /// A table of variables with these extents.
     ///
     /// # Errors
     /// [`Error::Argument`] if a variable is too large, [`Error::OutOfMemory`] if the device is full.
     pub fn new(op: &'static str, known: Known, extents: &[Extent]) -> Result<Self> {
-        /// f32, so that each variable's begins at a multiple of 256 bytes.
+        /// In f32, so that each variable's scratch memory begins at a multiple of 256 bytes.
         const ALIGNMENT: usize = 64;
         let gpu = Gpu::of(op, &known.members[0].params)?;
         let sizes = extents.iter().map(|extent| extent.scratch.next_multiple_of(ALIGNMENT));
@@ -87,7 +87,7 @@ fn whole(
     })
 }
 
-/// A variable in memory, which is in the order of its fields.
+/// A variable's structure as 32-bit words, in the order of its fields.
 fn words(whole: &Whole) -> [u32; 20] {
     let Whole { params, grads, copy, scratch, count, first, rows, columns, group, states, unused } = *whole;
     let mut words = [0; 20];
@@ -100,23 +100,23 @@ fn words(whole: &Whole) -> [u32; 20] {
     words
 }
 
-/// What a kernel does in a step.
+/// One kernel's part in a step.
 #[derive(Clone, Copy, Debug)]
 pub struct Call {
     /// The kernel's name, without the dtypes.
     pub kernel: &'static str,
-    /// One block for all variables, whatever their dtypes, instead of one for each.
+    /// Launch one block for all variables, whatever their dtypes, instead of one block per variable.
     pub is_single: bool,
     /// Clear the gradients.
     pub zero_grads: bool,
-    /// The first of the step's launches of this kernel.
+    /// Whether this is the step's first launch of the kernel.
     pub is_first: bool,
-    /// The last one.
+    /// Whether this is the step's last launch of the kernel.
     pub is_last: bool,
 }
 
-/// Launches a kernel over the variables of `table`, after the last [`Groups::prepare`] of their groups. `states` are f32; `shared` is what
-/// the optimizer's variables have in common (f64).
+/// Launches a kernel over the variables of `table`, with the coefficients of the last [`Groups::prepare`] of their
+/// groups. `states` are f32; `shared` are the f64 numbers that the steps of all variables share.
 ///
 /// # Errors
 /// [`Error::Device`] if the states are on another device, or there is no such kernel.
@@ -149,7 +149,7 @@ pub fn launch(
     };
     let (blocks, dtypes) = if call.is_single { (1, &[][..]) } else { (table.count, table.known.dtypes) };
     let shape = Shape::linear(op, blocks, THREADS)?;
-    // SAFETY: settings and coefficients are of all groups of the table, whose variables are in the states.
+    // SAFETY: there are settings and coefficients for all groups of the table, and states for all its variables.
     unsafe { gpu.named(call.kernel, "", dtypes)?.launch(op, gpu, shape, arguments) }
 }
 
@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_lie_as_the_structure_does() {
+    fn words_have_the_memory_layout_of_the_structure() {
         let extent = Extent { dims: vec![2, 3, 5, 7], states: vec![1 << 31, 9, 11, 13, 17], scratch: 0 };
         let whole = whole("test", [1 << 40 | 1, 2, 3 << 33], 19, &extent, 23).unwrap();
         // SAFETY: the structure has no padding.

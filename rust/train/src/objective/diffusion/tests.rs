@@ -39,7 +39,7 @@ fn difference(found: &[f64], expected: &[f64]) -> f64 {
 }
 
 #[test]
-fn schedule_noise_velocity_and_weights_are_those_of_diffusers() {
+fn schedule_noise_velocity_and_weights_equal_diffusers() {
     let golden = golden();
     let [latents, noise, timesteps] = ["x0", "noise", "timesteps"].map(|name| &golden[name]);
     let alphas = schedule(PredictionType::Epsilon).alphas_cumprod().to_vec();
@@ -53,7 +53,7 @@ fn schedule_noise_velocity_and_weights_are_those_of_diffusers() {
         let noised = objective.noise_at(latents, noise, timesteps).unwrap();
         assert!(difference(&values(&noised.sample), &values(&golden["ddpm_noised"])) < 1e-6);
         assert!(difference(&values(&noised.target), &values(&golden[target])) < 1e-6);
-        // The loss of one example that is off by 1 everywhere is its weight.
+        // If a prediction differs from the target by 1 everywhere, the loss of the example is its weight.
         for (t, expected) in values(&golden[weight]).into_iter().enumerate().step_by(37) {
             let timesteps = Tensor::new(&[t as i64], &CPU).unwrap();
             let noised = objective.noise_at(&randn(&[1, 4, 2, 2]), &randn(&[1, 4, 2, 2]), &timesteps).unwrap();
@@ -63,7 +63,7 @@ fn schedule_noise_velocity_and_weights_are_those_of_diffusers() {
     }
 }
 
-/// The definition of the loss, one element after the other in f64.
+/// The loss by its definition, element by element in f64.
 #[allow(clippy::too_many_arguments)]
 fn reference(
     prediction: &[f64],
@@ -196,7 +196,7 @@ fn multiresolution_noise_has_large_structures_and_deviation_1() {
             DiffusionConfig { multires_noise_iterations, multires_noise_discount: 0.9, ..DiffusionConfig::default() };
         objective(PredictionType::Epsilon, config).noise(&latents).unwrap().target
     };
-    // The variance of the means of 8 x 8 pixels; of independent ones it is 1 / 64.
+    // The variance of the means of 8 x 8 pixels; if the pixels are independent, it is 1 / 64.
     let coarse = |noise: &Tensor| {
         let means = noise.reshape((8, 4, 4, 8, 6, 8)).unwrap().mean(&[3, 5], false).unwrap();
         means.var(&[0, 1, 2, 3], false, 0.0).unwrap().item().unwrap()
@@ -209,7 +209,7 @@ fn multiresolution_noise_has_large_structures_and_deviation_1() {
 }
 
 #[test]
-fn the_numbers_of_samples_decide_on_noise_and_timesteps() {
+fn the_number_of_a_sample_determines_its_noise_and_timestep() {
     let config = DiffusionConfig { noise_offset: 0.3, multires_noise_iterations: 4, ..DiffusionConfig::default() };
     let objective = objective(PredictionType::Epsilon, config);
     let (latents, before) = (Tensor::zeros((4, 3, 2, 2), DType::F32, &CPU).unwrap(), rng::state());
@@ -250,7 +250,7 @@ fn validation_noise_belongs_to_the_example() {
 }
 
 #[test]
-fn dtypes_are_those_that_the_model_wants() {
+fn samples_keep_the_dtype_of_the_latents_and_targets_are_f32() {
     let objective = objective(PredictionType::Epsilon, DiffusionConfig::default());
     let noised = objective.noise(&randn(&[2, 4, 2, 2]).to_dtype(DType::BF16).unwrap()).unwrap();
     assert_eq!((noised.sample.dtype(), noised.target.dtype()), (DType::BF16, DType::F32));
@@ -259,7 +259,7 @@ fn dtypes_are_those_that_the_model_wants() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn inputs_that_do_not_fit_are_rejected() {
     let refused = |prediction, config: DiffusionConfig| {
         DiffusionObjective::new(&schedule(prediction), config, &CPU).unwrap_err().to_string()
     };

@@ -31,7 +31,7 @@ pub(super) struct Attention {
     pub scores: Vec<usize>,
     pub scale: f64,
     pub sight: Sight,
-    /// How many heads of queries in a row share a head of keys and values.
+    /// How many consecutive heads of queries share a head of keys and values.
     pub group: usize,
 }
 
@@ -161,7 +161,8 @@ fn add_mask<R: Real>(mask: &[R], keys: &Range<usize>, scores: &mut [R]) {
     }
 }
 
-/// The number to subtract from scores: `x` is their maximum or log-sum, negative infinity if no key is seen; then zero.
+/// The number to subtract from scores: `x`, their maximum or log-sum, or zero if `x` is negative infinity because no
+/// key is seen.
 #[inline(always)]
 fn finite_or_zero<R: Real>(x: R) -> R {
     if x == R::NEG_INFINITY { R::ZERO } else { x }

@@ -420,7 +420,7 @@ fn result_heads(op: &'static str, grad: Option<&Raw>) -> Result<Option<Heads>> {
     if storage_identity(&heads.raw).0 != storage_identity(grad).0 {
         return Err(Error::shape(
             op,
-            format!("a gradient has strides {:?}, expected rows of neighbours", grad.stride()),
+            format!("a gradient has strides {:?}, expected rows of contiguous elements", grad.stride()),
         ));
     }
     Ok(Some(heads))

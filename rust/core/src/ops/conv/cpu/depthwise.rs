@@ -10,12 +10,12 @@ use crate::ops::rows::rows_per_block;
 /// Number of channels whose weight gradients one thread sums at a time.
 const CHANNELS: usize = 128;
 
-/// The position of the source that a position of the target meets, unless it is padding.
+/// The position of the source that a position of the target reads, unless it is padding.
 fn met(axis: &Axis, position: usize, offset: isize) -> Option<usize> {
     usize::try_from((position * axis.step) as isize + offset).ok().filter(|&met| met < axis.source)
 }
 
-/// The images of the target of a stencil with a group for each channel.
+/// The target of each image, for a stencil with a group for each channel.
 pub(super) fn run<T: Elem>(
     stencil: &Stencil,
     geometry: &Geometry,

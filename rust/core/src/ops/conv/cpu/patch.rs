@@ -9,9 +9,11 @@ use crate::cpu::{Elem, Real, dispatch};
 
 /// The most positions of a part in a line.
 const MAX_COLUMNS: usize = 96;
-/// The most elements of a copy of more than the fewest lines, so that it stays in the second-level cache.
+/// The maximum number of elements of a copy, so that it stays in the second-level cache. A copy of [`MIN_LINES`] lines
+/// may exceed this.
 const MAX_PATCH: usize = 128 << 10;
-/// The fewest lines of a part, if there are enough: smaller parts would mostly copy shared lines.
+/// The minimum number of lines of a part, if the image has as many: smaller parts would mostly copy lines that
+/// neighbouring parts copy too.
 const MIN_LINES: usize = 4;
 
 /// One direction of a stencil.
@@ -26,7 +28,8 @@ pub(in crate::ops::conv) struct Axis {
     pub source: usize,
     /// Positions of the source from one position of the target to the next.
     pub step: usize,
-    /// The places of the kernel by rising offset: position `i` meets position `i · step + offset` of the source.
+    /// The places of the kernel by rising offset: at a place, position `i` reads position `i · step + offset` of the
+    /// source.
     pub places: SmallVec<[(usize, isize); 8]>,
 }
 
@@ -40,22 +43,24 @@ impl Axis {
         self.places.last().map_or(0, |&(_, offset)| offset.abs_diff(self.origin()))
     }
 
-    /// Positions of the source from one position of a copy to the next: a single place skips those in between.
+    /// Distance in the source between neighbouring positions of a copy. With a single place, the copy has only the
+    /// positions that are read, and these are `step` apart.
     fn jump(&self) -> usize {
         if self.span() == 0 { self.step } else { 1 }
     }
 
-    /// Positions of a copy from one position of the target to the next.
+    /// Distance between the positions of a copy that neighbouring target positions read at the same place.
     fn copy_step(&self) -> usize {
         self.step / self.jump()
     }
 
-    /// Positions of a copy that `count` positions of the target meet.
+    /// The number of positions of a copy that `count` positions of the target read.
     fn copied(&self, count: usize) -> usize {
         (count - 1) * self.copy_step() + self.span() + 1
     }
 
-    /// Of a copy for `range` of the target: its positions inside the source, and the source's position of its first.
+    /// For a copy for `range` of the target: the range of the copy's positions that are inside the source, and the
+    /// position in the source of the copy's first position, which may be outside.
     fn inside(&self, range: &Range<usize>) -> (Range<usize>, isize) {
         let (jump, first) = (self.jump() as isize, (range.start * self.step) as isize + self.origin());
         let until = |position: isize| ((position - first).max(0) as usize).div_ceil(jump as usize);
@@ -64,7 +69,7 @@ impl Axis {
         (start..end.max(start), first)
     }
 
-    /// Whether neighbouring places meet neighbouring positions of the source.
+    /// Whether neighbouring places read neighbouring positions of the source.
     pub fn is_dense(&self) -> bool {
         self.places.windows(2).all(|pair| pair[1].1 - pair[0].1 == 1)
     }
@@ -104,7 +109,7 @@ pub(super) struct Patch {
     channels: usize,
     /// Lines and columns of the copy.
     size: [usize; 2],
-    /// Positions of the copy from one position of the target to the next.
+    /// Distance between the positions of the copy that neighbouring target positions read at the same place.
     step: [usize; 2],
     inside: [Range<usize>; 2],
     first: [isize; 2],
@@ -145,12 +150,12 @@ impl Patch {
         self.step[0] * self.line_len()
     }
 
-    /// The element of the copy that a position of the part meets with its first place.
+    /// The element of the copy that a position of the part reads at the first place.
     pub fn at(&self, line: usize, column: usize) -> usize {
         line * self.line_step() + column * self.column_step()
     }
 
-    /// The stretches of the copy that the places of the first position meet, and the length of each.
+    /// The stretches of the copy that the first position reads at all places, and the length of each.
     pub fn runs(&self, axes: &[Axis; 2]) -> (Vec<Run>, usize) {
         let width = axes[1].places.len();
         let dense = axes[1].is_dense();

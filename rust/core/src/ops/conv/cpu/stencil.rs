@@ -29,7 +29,7 @@ pub(in crate::ops::conv) struct Stencil {
     pub source: [usize; 3],
     /// Height, width, channels.
     pub target: [usize; 3],
-    /// Positions of the target that meet the same places, as their lines and their columns.
+    /// Sets of target positions that use the same places of the kernel, each given by its lines and its columns.
     pub phases: Vec<[Axis; 2]>,
     weight: WeightStrides,
 }
@@ -73,7 +73,7 @@ impl Stencil {
     }
 
     /// From the gradient of the result to that of the image: pixel i meets result o at place k if
-    /// o · stride = i + padding - k · dilation. Pixels meet the same places if they are a multiple of the stride apart.
+    /// o · stride = i + padding - k · dilation. Pixels use the same places if they are a multiple of the stride apart.
     pub fn transposed(geometry: &Geometry) -> Self {
         let options = &geometry.options;
         let axis = |i: usize, first: usize| {
@@ -102,7 +102,7 @@ impl Stencil {
         }
     }
 
-    /// The images of the target.
+    /// The target of each image in `source`.
     pub fn run<T: Elem>(&self, source: &[T], weight: &[T], bias: Option<&[T]>) -> Vec<T::Acc> {
         let len = self.batch * self.target.iter().product::<usize>();
         let mut target = Vec::<T::Acc>::with_capacity(len);
@@ -313,15 +313,14 @@ struct Tiles<'a, T, W> {
     part: &'a Part<'a>,
     patch: &'a Patch,
     memory: *const T,
-    /// The stretches of the patch that the places of a position meet, in the order of the weight, and the length of
-    /// each.
+    /// The stretches of the patch under the places of a position, in the order of the weight, and the length of each.
     runs: &'a (Vec<Run>, usize),
     weight: W,
     target: *mut T,
     accumulate: bool,
 }
 
-/// Columns of the next tile, when `rest` remain and a tile has at most `most`: no narrow tile is left for the end.
+/// Columns of the next tile, when `rest` remain and a tile has at most `most`; chosen so that the last tile is not narrow.
 fn tile_columns(rest: usize, most: usize) -> usize {
     if rest > most && rest < most + 8 { rest.div_ceil(2).next_multiple_of(4).min(most) } else { rest.min(most) }
 }

@@ -1,5 +1,5 @@
 //! The gradient of the weight: for each place of the kernel, the products of the channels of the gradient and of the
-//! pixels that they meet, summed over the positions. Vectors run along the channels of the image, which are adjacent in
+//! pixels at that place, summed over the positions. Vectors run along the channels of the image, which are adjacent in
 //! memory.
 
 use std::ops::Range;
@@ -13,7 +13,7 @@ use crate::cpu::gemm::{Along, Broadcast, Run, Side, Target, Tile, TileShape, pac
 use crate::cpu::pool::{SharedMut, par_ranges};
 use crate::cpu::{Elem, Real, vectorized};
 
-/// A stretch of the weight of one output channel whose elements meet adjacent elements of the copy.
+/// A stretch of the weight of one output channel that is multiplied with adjacent elements of the copy.
 struct Stretch {
     /// Start in the weight.
     weight: usize,
@@ -120,8 +120,8 @@ impl Part<'_> {
         });
     }
 
-    /// The stretches of an output channel's weight that meet the channels of this part: one per line of the kernel if
-    /// the part has all channels and places are dense, otherwise one per place.
+    /// The stretches of an output channel's weight that are multiplied with the channels of this part: one per line of
+    /// the kernel if the part has all channels and places are dense, otherwise one per place.
     fn stretches(&self, patch: &Patch) -> Vec<Stretch> {
         let (depth, channels) = (self.geometry.channels_per_group(), self.channels.len());
         let kernel_width = self.geometry.kernel[1];

@@ -95,7 +95,8 @@ impl Plan {
 }
 
 /// One direction of the gradient of the input, as `grad_input_axis` of the kernels: the number of pixels of a phase,
-/// the number of taps that they meet, the pixel of the result that the first tap meets, and the step to the next.
+/// the number of taps that contribute to them, the pixel of the result that the first tap reads, and the step from
+/// there to the pixel that the next tap reads.
 #[derive(Clone, Copy)]
 struct Axis {
     pixels: i64,
@@ -137,7 +138,7 @@ impl Sizes {
         [self.grad_input_axis(0, phase / self.stride[1]), self.grad_input_axis(1, phase % self.stride[1])]
     }
 
-    /// The windows of the gradient of the result for a phase; `None` if no pixel of the phase meets any.
+    /// The windows of the gradient of the result for a phase; `None` if no window contains a pixel of the phase.
     fn grad_windows(&self, phase: u32) -> Option<Windows> {
         let axes = self.grad_input_axes(phase);
         if axes.iter().any(|axis| axis.pixels == 0 || axis.taps == 0) {

@@ -42,7 +42,8 @@ struct Sizes {
     pub groups: u32,
 }
 
-/// Blocks that fill a large GPU; sums are split where there are fewer. The same on every GPU, so that results are.
+/// The number of blocks that fills a large GPU; sums are split where there are fewer. It is the same on every GPU, so
+/// that results are the same too.
 const BLOCKS: usize = 132;
 /// The largest grid in its second and third dimension.
 const MOST: u32 = 65_535;
@@ -293,7 +294,7 @@ fn run(op: &'static str, sizes: Sizes, dims: [usize; 4], [x, weight]: [&Raw; 2],
     Ok(y)
 }
 
-/// Runs the forward pass on tensor cores; returns false if the operands do not suit them.
+/// Runs the forward pass on tensor cores; returns false if they cannot take the operands.
 fn on_tensor_cores(op: &'static str, gpu: &Gpu, sizes: &Sizes, y: &Raw, operands: Operands) -> Result<bool> {
     if hopper::forward(op, gpu, sizes, y, operands)? {
         return Ok(true);

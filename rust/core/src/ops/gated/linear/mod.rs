@@ -1,5 +1,5 @@
-//! Gated units of adapted linear maps. On CUDA the kernel of the unit computes the maps' second low-rank products while
-//! it reads its input, so that they need no pass of their own over it.
+//! Gated units of adapted linear maps. On CUDA the kernel of the unit computes the maps' second low-rank products while it reads its
+//! input, which saves a pass over this input.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -27,7 +27,8 @@ pub(super) static SWIGLU_LINEAR_GROUP: OpInfo = OpInfo::expensive("swiglu_linear
 pub fn swiglu_linear_group(x: &Tensor, group: LinearGroup<'_>) -> Result<Tensor> {
     let op = SWIGLU_LINEAR_GROUP.name;
     if checkpoint::is_selective() {
-        // A selective checkpoint keeps only the results of the maps; of one operation it would keep the unit's too.
+        // A selective checkpoint keeps only the results of the maps; if maps and unit were one operation, it would also keep the
+        // result of the unit.
         return swiglu(&linear_group(x, group)?);
     }
     group.check(op, x)?;

@@ -20,8 +20,8 @@ const OP: &str = "cross_entropy";
 /// The target that torch ignores by default.
 pub const IGNORE_INDEX: i64 = -100;
 
-/// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32: torch's, with the
-/// classes in the last dimension.
+/// The cross-entropy of `logits (..., classes)` and the class ids `targets (...)`, i64 or u32, as torch's `cross_entropy` but
+/// with the classes in the last dimension.
 ///
 /// Rows whose target is `ignore_index` (usually [`IGNORE_INDEX`]) have loss 0 and no gradient, and the mean is over the
 /// others: NaN if there is none. `label_smoothing`, from 0 to 1, is the share of each target that is spread evenly over all

@@ -1,8 +1,8 @@
 //! The head of a language model and its loss as one operation, so that the matrix of all logits never exists.
 //!
-//! Logits are computed for some rows at a time, and their loss and its gradient at once. As the result is a sum, the
-//! backward pass only multiplies the saved gradients by a number (Hsu et al. 2024, Liger Kernel, arXiv:2410.10989;
-//! Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009).
+//! The forward pass computes the logits of some rows at a time, with their loss and its gradient. As the result is a sum, the backward
+//! pass only multiplies the saved gradients by a number (Hsu et al. 2024, Liger Kernel, arXiv:2410.10989; Wijmans et al. 2024, Cut
+//! Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009).
 
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -175,9 +175,8 @@ struct Head<'a> {
 }
 
 impl Head<'_> {
-    /// Call `turn` with the logits of each chunk and its range of rows; it returns a result and, if gradients are
-    /// wanted, the gradient of the logits. Returns all results and the gradients of states and weight, the latter in
-    /// f32 (f64 for f64).
+    /// Call `turn` with the logits of each chunk and its range of rows; `turn` returns a result and, if gradients are wanted, the
+    /// gradient of the logits. Returns all results and the gradients of states and weight, the latter in f32 (f64 for f64).
     fn run<R>(
         &self,
         mut turn: impl FnMut(Raw, Range<usize>) -> Result<(R, Option<Raw>)>,

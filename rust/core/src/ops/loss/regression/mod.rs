@@ -293,7 +293,8 @@ pub fn l1_loss(input: &Tensor, target: &Tensor, reduction: Reduction) -> Result<
 }
 
 /// The loss of Huber (1964, "Robust estimation of a location parameter") for `input` and `target` of the same shape:
-/// d²/2 up to the distance `delta`, `delta` (|d| - `delta`/2) beyond. Like torch's `huber_loss`, not divided by `delta`.
+/// d²/2 up to the distance `delta`, `delta` (|d| - `delta`/2) beyond. Like torch's `huber_loss`, it is not divided by
+/// `delta`.
 ///
 /// # Errors
 /// As [`mse_loss`], and [`Error::Argument`] if `delta` is not positive.

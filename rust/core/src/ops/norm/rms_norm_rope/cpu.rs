@@ -173,8 +173,8 @@ struct BackwardPass<'a, T: Elem> {
     weight: &'a [T::Acc],
 }
 
-/// The fewest rows of a block, whose shares of the weight's gradient are one partial sum: bounds the memory for the
-/// partial sums.
+/// The minimum number of rows of a block. Each block has a partial sum of the weight's gradient, so this bounds the
+/// memory for the partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {

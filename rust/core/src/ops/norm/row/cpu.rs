@@ -63,7 +63,8 @@ pub(super) struct BackwardPass<'a, T: Elem> {
     pub scale: &'a [T::Acc],
 }
 
-/// The fewest rows of a block, whose parameter gradients are one partial sum: bounds the memory for the partial sums.
+/// The minimum number of rows of a block. Each block has a partial sum of the parameters' gradients, so this bounds the
+/// memory for the partial sums.
 const MIN_BLOCK: usize = 16;
 
 impl<T: Elem> BackwardPass<'_, T> {

@@ -70,8 +70,8 @@ impl Kind {
         !matches!(self, Self::Rms)
     }
 
-    /// Whether results can be computed again: a modulated norm's scale and shift are results themselves, and are not
-    /// kept for that.
+    /// Whether backward passes may recompute the result instead of saving it. Not for modulated norms, whose scale and shift
+    /// are results themselves and would have to be saved for that.
     const fn is_remade(self) -> bool {
         !matches!(self, Self::Modulated)
     }
@@ -223,7 +223,7 @@ impl Backward for RowNormBackward {
 
 impl RowNormBackward {
     fn on_cpu(&self, context: &mut BackwardContext<'_>, [x, grad, rstd]: [&Raw; 3], mean: Option<&Raw>) -> Result<()> {
-        // RMS norm does not read a mean: any tensor serves.
+        // The kernel of RMS norm does not read the mean, so any tensor can be passed.
         let mean = mean.unwrap_or(rstd);
         dispatch_float!(x.dtype(), self.op, T => {
             let scale = self.kind.factors(self.affine.scale(self.size.len)?);

@@ -81,8 +81,8 @@ impl HeadNorms<'_> {
         on_device!(x.device(), cuda => cuda::forward(self, x, y), cpu => self.forward_on_cpu(x, y))
     }
 
-    /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, from the
-    /// gradient `grad` of its result, which may be the same memory.
+    /// Writes the gradient of the columns that [`forward`](Self::forward) read to `dx (B, S, heads · width)`, from the gradient `grad`
+    /// of its result. `dx` and `grad` may be the same memory.
     pub fn backward(&self, x: &Raw, grad: &Raw, statistics: &HeadStatistics, dx: &Raw) -> Result<()> {
         on_device!(
             x.device(),
