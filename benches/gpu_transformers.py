@@ -109,10 +109,14 @@ class Case:
         return int(self.config[TEXT_WIDTH[self.kind]])
 
     @property
+    def recomputes_all(self) -> bool:
+        return self.checkpointing in {"full", "offloaded"}
+
+    @property
     def step_flops(self) -> float:
         """Backward costs as much as forward in frozen layers, 2.5 times as much in attention."""
         linear, attention = self.flops
-        again = linear + attention if self.checkpointing == "full" else 0
+        again = linear + attention if self.recomputes_all else 0
         return 2 * linear + 3.5 * attention + again
 
 
@@ -132,6 +136,7 @@ def cases() -> list[Case]:
         if config is FLUX or config is KLEIN:
             found.append(Case(name, config, tokens, flops, "selective", "adamw"))
         found.append(Case(name, config, tokens, flops, "full", "adamw8bit"))
+        found.append(Case(name, config, tokens, flops, "offloaded", "adamw8bit"))
     return found
 
 
@@ -253,7 +258,7 @@ def theirs(torch: Any, case: Case) -> Callable[[], object]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.data = parameter.data.float()
-    if case.checkpointing == "full":
+    if case.recomputes_all:
         model.enable_gradient_checkpointing()
     model.train()
     given = their_inputs(torch, case)

@@ -92,7 +92,7 @@ def test_nothing_else_that_fits_is_faster(flux: Model) -> None:
     there = budget(16, "RTX 4090")
     found = flux.plan(there)
     estimate = flux.estimate(flux.config(), there.memory)
-    for policy, base, blocks in product(("none", "selective", "full"), (SAME, *FORMATS), (0, 57)):
+    for policy, base, blocks in product(CHECKPOINTING, (SAME, *FORMATS), (0, 57)):
         by_hand = flux.config(
             gradient_checkpointing=policy,
             base_precision=base,

@@ -82,3 +82,18 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
         Err(status) => Err(status),
     }
 }
+
+/// Queue a copy to pinned memory; in a capture it becomes a node of the graph.
+///
+/// # Errors
+/// The driver's error.
+///
+/// # Safety
+/// Both places have `size` bytes. The target is pinned memory that stays allocated until the copy is done, and while a graph contains it.
+pub unsafe fn copy_pinned(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
+    if size == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    check(unsafe { driver::cuMemcpyDtoHAsync_v2(to.cast(), from, size, stream) })
+}

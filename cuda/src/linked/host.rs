@@ -50,6 +50,21 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.size) }
     }
 
+    /// Its address, for copies by the GPU.
+    pub const fn address(&self) -> *mut u8 {
+        self.address.cast()
+    }
+
+    /// The number of its bytes.
+    pub const fn len(&self) -> usize {
+        self.size
+    }
+
+    /// Whether it has no bytes.
+    pub const fn is_empty(&self) -> bool {
+        self.size == 0
+    }
+
     /// Never free the memory.
     pub const fn leak(&mut self) {
         self.size = 0;

@@ -27,7 +27,7 @@ FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")
 """The formats whose codes can be multiplied directly."""
-CHECKPOINTING: Final = ("none", "full", "selective")
+CHECKPOINTING: Final = ("none", "full", "selective", "offloaded")
 
 
 class Streaming(TypedDict):
@@ -93,7 +93,7 @@ class Machine(Group):
     gradient_checkpointing: Annotated[
         str,
         Setting(
-            "which activations to recompute",
+            "which activations to recompute; offloaded: full, with inputs of blocks in host memory",
             choices=(AUTO, *CHECKPOINTING),
             free=True,
             bare="full",
@@ -137,6 +137,11 @@ class Machine(Group):
     def checkpointing(self) -> str:
         """The kind of checkpointing; `none` while `auto` is not resolved."""
         return "none" if self.gradient_checkpointing == AUTO else self.gradient_checkpointing
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether checkpointing keeps only the inputs of blocks."""
+        return self.checkpointing in {"full", "offloaded"}
 
     @property
     def streaming(self) -> Streaming:

@@ -52,7 +52,8 @@ class Estimate:
     work: Work | None = None
     """The arithmetic and transfers of a micro-batch, if the task estimates them."""
     host: int = 0
-    """Bytes of host memory in addition to GPU memory: streamed weights, the original for LoftQ."""
+    """Bytes of host memory in addition to GPU memory: streamed weights, offloaded inputs of blocks, the
+    original weights for LoftQ."""
 
     @property
     def place(self) -> str:
@@ -204,7 +205,7 @@ def trained_model(
     if config.qat is not None:
         items.append(_rounded(component, facts, adapter, config))
     work = work_of(facts, adapter, config, itemsize, **sizes)
-    host = int(work.streamed + work.modulation)
+    host = int(work.streamed + work.modulation + work.offloaded)
     start: dict[str, list[Item]] = {}
     if config.init == LOFTQ and not config.resume:
         original = facts.weight_bytes(config.precision)
@@ -220,7 +221,9 @@ def activations(
     component: str, facts: PartFacts, adapter: LoraConfig, config: TrainConfig, **sizes: int
 ) -> Item:
     """The tape's memory for a micro-batch; the arguments are those of `trained_model`."""
-    values = facts.saved_values(adapter, config.checkpointing, **sizes) * config.batch_size
+    # On the CPU nothing is offloaded, because it would stay in the same memory.
+    policy = config.checkpointing if config.on_gpu or not config.recomputes_all else "full"
+    values = facts.saved_values(adapter, policy, **sizes)[0] * config.batch_size
     return Item(component, "activations", values * ITEM_BYTES[config.precision])
 
 
@@ -235,7 +238,7 @@ def _rounded(component: str, facts: PartFacts, adapter: LoraConfig, config: Trai
     layers: Mapping[str, Shape] = facts.layers
     counts = [math.prod(layers[name]) for name in adapter.select(dict(layers))]
     kept = sum(counts)
-    if config.checkpointing == "full":
+    if config.recomputes_all:
         kept //= max(1, facts.blocks)
     in_f32 = config.qat == "int4" or config.qat_learned_scales
     bytes_each = ITEM_BYTES[config.precision] + (4 if in_f32 else 0)

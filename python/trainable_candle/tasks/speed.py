@@ -44,6 +44,9 @@ class Work:
     """Bytes of blocks' weights in host memory, copied in the forward and in the backward pass."""
     modulation: float
     """Bytes of modulation weights in host memory, copied once a step."""
+    offloaded: float
+    """Bytes of blocks' inputs, copied to host memory in the forward pass and back in the backward
+    pass."""
     blocks: int
     """How many blocks of the model can be streamed."""
     has_modulation: bool
@@ -107,16 +110,18 @@ def work_of(
         sizes: `height`, `width` and `tokens` of a sample, as for `PartFacts.saved_values`.
     """
     layers, attention = facts.forward_flops(**sizes)
-    kept = facts.saved_values(adapter, "none", **sizes) * itemsize
+    kept = facts.saved_values(adapter, "none", **sizes)[0] * itemsize
+    _, offloaded = facts.saved_values(adapter, config.checkpointing, **sizes)
     count = config.batch_size
     base = config.base_format
     return Work(
         layers * count,
         attention * count,
         kept * count,
-        config.checkpointing == "full",
+        config.recomputes_all,
         facts.elements if base else 0,
         *facts.streamed_bytes(config.precision, base, **config.streaming),
+        offloaded * itemsize * count if config.on_gpu else 0,
         facts.blocks,
         facts.has_modulation,
         facts.can_be_quantized,
@@ -136,5 +141,5 @@ def seconds(work: Work, rates: Rates) -> float:
     traffic = (1 + _AGAIN * again) * _TRAFFIC * work.kept / rates.memory
     decoding = (2 + again) * _DECODED * work.decoded / rates.memory
     computing = products + attention + traffic + decoding + _STEP
-    copying = (2 * work.streamed + work.modulation) / rates.link
+    copying = (2 * (work.streamed + work.offloaded) + work.modulation) / rates.link
     return float((computing**_BESIDE + copying**_BESIDE) ** (1 / _BESIDE))

@@ -7,7 +7,10 @@
 //!
 //! [`Policy::Full`] keeps the function's inputs only (Chen et al. 2016, arXiv:1604.06174). [`Policy::Selective`] also
 //! keeps the results of expensive operations before the last saved value, so that no matrix product runs twice
-//! (Korthikanti et al. 2022, arXiv:2205.05198).
+//! (Korthikanti et al. 2022, arXiv:2205.05198). [`Policy::Offloaded`] is the full policy with large inputs in the
+//! memory of the host (see `checkpoint/inputs.rs`).
+
+mod inputs;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -15,13 +18,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::TensorId;
 
+use self::inputs::KeptInputs;
 use crate::capture::Version;
 use crate::memory::SavedBytes;
 use crate::raw::Raw;
 use crate::rng;
-use crate::tape::{
-    Backward, BackwardContext, Cost, Inputs, Leaf, Node, OpInfo, Saved, flags, set_grad_enabled, set_recording,
-};
+use crate::tape::{Cost, OpInfo, Saved, flags, set_grad_enabled, set_recording};
 use crate::tensor::Tensor;
 use crate::{Error, Result};
 
@@ -35,6 +37,17 @@ pub enum Policy {
     Full,
     /// The inputs and the results of expensive operations. Only cheap ones (norms, activations, sums) are recomputed.
     Selective,
+    /// As [`Full`](Self::Full), but large inputs wait for the backward pass in the memory of the host: they are copied
+    /// there while the function runs, and back while the function after it is recomputed. On the CPU it is
+    /// [`Full`](Self::Full).
+    Offloaded,
+}
+
+impl Policy {
+    /// Whether everything but the inputs is recomputed.
+    pub const fn recomputes_all(self) -> bool {
+        matches!(self, Self::Full | Self::Offloaded)
+    }
 }
 
 impl std::str::FromStr for Policy {
@@ -45,9 +58,10 @@ impl std::str::FromStr for Policy {
             "none" => Ok(Self::None),
             "full" => Ok(Self::Full),
             "selective" => Ok(Self::Selective),
+            "offloaded" => Ok(Self::Offloaded),
             other => Err(Error::argument(
                 "checkpoint",
-                format!("unknown policy \"{other}\"; expected \"none\", \"full\" or \"selective\""),
+                format!("unknown policy \"{other}\"; expected \"none\", \"full\", \"selective\" or \"offloaded\""),
             )),
         }
     }
@@ -91,7 +105,7 @@ where
     }
     let region = Arc::new(Region {
         policy,
-        inputs: inputs.iter().map(|t| (keep_input(t), Origin::of(t))).collect(),
+        inputs: KeptInputs::new(inputs, policy)?,
         function: Box::new(function),
         state: Mutex::default(),
     });
@@ -102,54 +116,14 @@ where
     if let Some(Recorder::Record(recording)) = scope.leave() {
         region.seal(recording, draws);
     }
+    region.inputs.settle()?;
     Ok(outputs)
-}
-
-/// Keep an input; an input of an inner checkpoint becomes a slot of the outer one.
-fn keep_input(tensor: &Tensor) -> Saved {
-    if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
-}
-
-/// The origin of an input. Operations hold variables but save computed values, so the inputs of a recomputation must
-/// have the same origins.
-#[derive(Clone, Copy)]
-enum Origin {
-    Constant,
-    Variable,
-    Computed,
-}
-
-impl Origin {
-    fn of(tensor: &Tensor) -> Self {
-        match &tensor.node {
-            None => Self::Constant,
-            Some(node) if node.leaf().is_some() => Self::Variable,
-            Some(_) => Self::Computed,
-        }
-    }
-
-    fn node(self, raw: &Raw) -> Option<Node> {
-        match self {
-            Self::Constant => None,
-            Self::Variable => Some(Node::leaf_node(Leaf::of(raw))),
-            Self::Computed => Some(Node::op_node("checkpoint", Inputs::new(), Box::new(MadeElsewhere))),
-        }
-    }
-}
-
-/// The backward of an input that was computed outside the function. Gradients flow through the nodes of the first run.
-struct MadeElsewhere;
-
-impl Backward for MadeElsewhere {
-    fn backward(&self, _: &mut BackwardContext<'_>) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// One checkpointed call.
 pub(crate) struct Region {
     policy: Policy,
-    inputs: Vec<(Saved, Origin)>,
+    inputs: KeptInputs,
     function: Function,
     state: Mutex<RegionState>,
 }
@@ -253,8 +227,7 @@ impl Region {
             }
             (state.slots.len(), state.kept.iter().cloned().collect::<VecDeque<_>>(), state.draws.clone())
         };
-        let inputs = self.inputs.iter().map(|(saved, origin)| Ok(replayed(saved.get()?, *origin)));
-        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let inputs = self.inputs.get()?;
         let selective = self.policy == Policy::Selective;
         let scope = Scope::enter(Recorder::Replay(Replaying {
             expected,
@@ -282,11 +255,6 @@ impl Region {
         }
         Ok(())
     }
-}
-
-fn replayed(raw: Raw, origin: Origin) -> Tensor {
-    let node = origin.node(&raw).map(Arc::new);
-    Tensor { raw, node, version: None }
 }
 
 fn nondeterministic() -> Error {

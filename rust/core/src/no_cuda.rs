@@ -206,6 +206,54 @@ pub mod streaming {
     }
 }
 
+pub mod offload {
+    //! Tensors that wait in the memory of the host: unavailable in this build.
+
+    use std::convert::Infallible;
+
+    use crate::{Raw, Result};
+
+    /// The values of a tensor in pinned memory.
+    pub struct Away(Infallible);
+
+    impl Away {
+        /// # Errors
+        /// [`Error::Device`](crate::Error::Device): this build has no CUDA device.
+        pub fn new(x: &Raw) -> Result<Self> {
+            super::no_device("checkpoint", x.device())
+        }
+
+        /// The tensor's memory may be used for something else.
+        ///
+        /// # Errors
+        /// None.
+        pub const fn left(&self) -> Result<()> {
+            match self.0 {}
+        }
+
+        /// Copy the values back.
+        ///
+        /// # Errors
+        /// None.
+        pub const fn fetch(&self) -> Result<Arriving> {
+            match self.0 {}
+        }
+    }
+
+    /// A tensor whose values are being copied to it.
+    pub struct Arriving(Infallible);
+
+    impl Arriving {
+        /// The tensor.
+        ///
+        /// # Errors
+        /// None.
+        pub const fn wait(self) -> Result<Raw> {
+            match self.0 {}
+        }
+    }
+}
+
 pub mod exchange {
     //! Memory shared with other libraries that use their own streams of the device.
 

@@ -159,11 +159,12 @@ impl PartFacts {
         Ok((all - streamed.blocks - streamed.modulation + streamed.slots, streamed))
     }
 
-    /// The approximate number of values that the tape holds at its peak, for one sample of `size`.
+    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and in
+    /// the memory of the host, which [`Policy::Offloaded`] uses.
     ///
     /// # Errors
     /// As [`Saved::values`].
-    pub fn saved_values(&self, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<usize> {
+    pub fn saved_values(&self, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<[usize; 2]> {
         Saved::values(self.model.as_ref(), config, policy, size)
     }
 

@@ -43,6 +43,8 @@ pub struct Saved {
     together: usize,
     /// Whether the input of those blocks is counted.
     is_entered: bool,
+    /// Values in the memory of the host: inputs of offloaded checkpoints.
+    offloaded: usize,
     flops: Flops,
 }
 
@@ -63,16 +65,17 @@ struct Block {
 }
 
 impl Saved {
-    /// The approximate number of values that the tape holds at its peak, for one sample of `size`.
+    /// The approximate number of values that the tape holds at its peak, for one sample of `size`: on the device, and in
+    /// the memory of the host.
     ///
     /// # Errors
     /// As [`LoraConfig::select`].
-    pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<usize> {
+    pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<[usize; 2]> {
         let layers = model.named_layers();
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
         let rank = |(name, layer): &(String, Layer<'_>)| Some((key(*layer), *selected.get(name)?));
         let saved = Self::of(model, layers.iter().filter_map(rank).collect(), policy, size);
-        Ok(saved.held + saved.again)
+        Ok([saved.held + saved.again, saved.offloaded])
     }
 
     /// The operations of a forward pass over one sample of `size`.
@@ -91,6 +94,7 @@ impl Saved {
             block: Block::default(),
             together: 0,
             is_entered: false,
+            offloaded: 0,
             flops: Flops::default(),
         };
         model.saved(size, &mut saved);
@@ -118,16 +122,24 @@ impl Saved {
     /// Count a block under one checkpoint. `enters` is the number of values of inputs that only this block needs. With
     /// `goes_on`, full checkpointing recomputes the block together with the previous one.
     pub fn block(&mut self, enters: usize, goes_on: bool, add: impl FnOnce(&mut Self)) {
-        if self.policy != Policy::Full {
+        if !self.policy.recomputes_all() {
             return self.outside(add);
         }
+        let offloads = self.policy == Policy::Offloaded;
+        let goes_on = goes_on && !offloads;
         let was_reached = self.reached;
         add(self);
         let Block { kept, .. } = std::mem::take(&mut self.block);
         self.together = kept + if goes_on { self.together } else { 0 };
         self.is_entered &= goes_on;
         if (was_reached || kept > 0) && !self.is_entered {
-            self.held += enters;
+            if offloads && was_reached {
+                // The input of this block, and that of the block before, which is copied meanwhile.
+                self.offloaded += enters;
+                self.together += 2 * enters;
+            } else {
+                self.held += enters;
+            }
             self.is_entered = true;
         }
         self.again = self.again.max(self.together);

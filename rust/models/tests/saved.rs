@@ -39,7 +39,7 @@ fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, ru
             let before = saved_bytes();
             let result = run().unwrap();
             let held = (saved_bytes() - before) as f64;
-            let found = (4 * batch * Saved::values(model, &config, policy, size).unwrap()) as f64;
+            let found = (4 * batch * Saved::values(model, &config, policy, size).unwrap()[0]) as f64;
             drop(result);
             let ratio = found / held;
             // Under full checkpointing the backward pass recomputes some blocks, which the estimate counts too.

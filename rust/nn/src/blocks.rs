@@ -99,10 +99,15 @@ impl<B> Blocks<B> {
         self.blocks.iter().map(AsRef::as_ref)
     }
 
-    /// The number of blocks that are recomputed together under [`Policy::Full`], at least 1. It is 1 if weights are
-    /// streamed, because they are copied one block at a time.
+    /// The number of blocks that are recomputed together if everything is recomputed, at least 1. It is 1 if weights are
+    /// streamed, because they are copied one block at a time, or if inputs are offloaded, because these then take no
+    /// memory of the device.
     pub fn stretch(&self) -> usize {
-        if self.nested && !self.kept.streams() { self.blocks.len().div_ceil(STRETCHES).max(1) } else { 1 }
+        if self.nested && !self.kept.streams() && self.kept.policy() != Policy::Offloaded {
+            self.blocks.len().div_ceil(STRETCHES).max(1)
+        } else {
+            1
+        }
     }
 }
 
@@ -182,7 +187,7 @@ impl<B: Send + Sync + 'static> Blocks<B> {
         F: Fn(&B, &Tensor, &[Tensor]) -> Result<Tensor> + Copy + Send + Sync + 'static,
     {
         let (policy, mut x) = (self.kept.policy(), x.clone());
-        let together = if policy == Policy::Full { self.stretch() } else { 1 };
+        let together = if policy.recomputes_all() { self.stretch() } else { 1 };
         for (index, blocks) in self.blocks.chunks(together).enumerate() {
             let turn = if together == 1 { self.kept.turn(index) } else { None };
             let blocks = blocks.to_vec();

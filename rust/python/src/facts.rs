@@ -196,10 +196,13 @@ impl PartFacts {
     ///
     /// Args:
     ///     config: the layers that get adapters, and the ranks.
-    ///     policy: "none", "full" or "selective" checkpointing.
+    ///     policy: "none", "full", "selective" or "offloaded" checkpointing.
     ///     height: the height of the latents or the image that is the model's input.
     ///     width: the width of the same.
     ///     tokens: the number of tokens of the text.
+    ///
+    /// Returns:
+    ///     The values on the device, and those in the memory of the host ("offloaded" alone).
     ///
     /// Raises:
     ///     ConfigError: if a pattern is not a regular expression.
@@ -212,10 +215,11 @@ impl PartFacts {
         height: Integer,
         width: Integer,
         tokens: Integer,
-    ) -> Result<usize> {
+    ) -> Result<(usize, usize)> {
         let size = sample_size("saved_values", [height, width, tokens])?;
         let (policy, config) = (policy.parse()?, config.inner());
-        detached(py, || self.0.saved_values(&config, policy, size))
+        let [device, host] = detached(py, || self.0.saved_values(&config, policy, size))?;
+        Ok((device, host))
     }
 }
 

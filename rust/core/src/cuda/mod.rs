@@ -26,6 +26,7 @@ pub mod launch;
 mod loader;
 mod low_rank;
 mod memory;
+pub mod offload;
 mod product_calls;
 pub(crate) mod profile;
 mod random;

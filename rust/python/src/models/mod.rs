@@ -358,7 +358,7 @@ impl Model {
     ///
     /// Args:
     ///     policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
-    ///         attention.
+    ///         attention; "offloaded" keeps the inputs of blocks in the memory of the host.
     ///
     /// Raises:
     ///     ArgumentError: if the policy is unknown.

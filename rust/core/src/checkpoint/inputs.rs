@@ -1,0 +1,176 @@
+//! [`KeptInputs`]: the inputs of a checkpointed function, on their device or in the memory of the host.
+//!
+//! An input that is offloaded is copied to the host while the function runs; the device's memory is free when the
+//! function has returned. Checkpoints are recomputed in the reverse of their order, so the recomputation of one starts
+//! the copies of the one before it, which are done when that one needs them.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use super::{Policy, save};
+use crate::Result;
+use crate::capture;
+use crate::cuda::offload::{Arriving, Away};
+use crate::raw::Raw;
+use crate::tape::{Backward, BackwardContext, Inputs, Leaf, Node, Saved, flags};
+use crate::tensor::Tensor;
+
+/// Inputs below this many bytes stay on the device: a copy would cost more than their memory is worth.
+const LEAST: usize = 1 << 20;
+
+/// What a checkpoint keeps of its inputs.
+pub(super) struct KeptInputs {
+    inputs: Vec<(Place, Origin)>,
+    offloaded: Option<Arc<Offloaded>>,
+}
+
+enum Place {
+    Here(Saved),
+    /// The number of an offloaded input.
+    Offloaded(usize),
+}
+
+impl KeptInputs {
+    /// Keep the inputs of a function that is about to run.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the host has no more pinned memory.
+    pub(super) fn new(inputs: &[&Tensor], policy: Policy) -> Result<Self> {
+        // An inner checkpoint keeps nothing of its own: the outer one recomputes its inputs.
+        let offloads = policy == Policy::Offloaded && !flags().recording();
+        let mut parts = Vec::new();
+        let mut placed = Vec::with_capacity(inputs.len());
+        for &tensor in inputs {
+            let origin = Origin::of(tensor);
+            if offloads && is_worth_it(tensor, origin) {
+                placed.push((Place::Offloaded(parts.len()), origin));
+                parts.push(Away::new(&tensor.raw)?);
+            } else {
+                placed.push((Place::Here(keep(tensor)), origin));
+            }
+        }
+        let offloaded = if parts.is_empty() { None } else { Some(Offloaded::new(parts)) };
+        Ok(Self { inputs: placed, offloaded })
+    }
+
+    /// The function has returned: have the device finish the copies to the host before it frees the inputs.
+    ///
+    /// # Errors
+    /// [`Error::Device`](crate::Error::Device) if the driver reports an error.
+    pub(super) fn settle(&self) -> Result<()> {
+        self.offloaded.iter().flat_map(|offloaded| &offloaded.parts).try_for_each(Away::left)
+    }
+
+    /// The inputs, for a recomputation.
+    ///
+    /// # Errors
+    /// Those of [`Saved::get`]; [`Error::OutOfMemory`](crate::Error::OutOfMemory) if an offloaded input no longer fits
+    /// on the device.
+    pub(super) fn get(&self) -> Result<Vec<Tensor>> {
+        let arrived = self.offloaded.as_ref().map_or_else(|| Ok(Vec::new()), |offloaded| offloaded.arrived())?;
+        let value = |(place, origin): &(Place, Origin)| {
+            let raw = match place {
+                Place::Here(saved) => saved.get()?,
+                Place::Offloaded(number) => arrived[*number].clone(),
+            };
+            let node = origin.node(&raw).map(Arc::new);
+            Ok(Tensor { raw, node, version: None })
+        };
+        self.inputs.iter().map(value).collect()
+    }
+}
+
+/// Whether an input is large, and needed for nothing else: constants and variables stay on the device anyway.
+fn is_worth_it(tensor: &Tensor, origin: Origin) -> bool {
+    let bytes = tensor.raw.elem_count() * tensor.raw.dtype().size_in_bytes();
+    matches!(origin, Origin::Computed) && bytes >= LEAST && tensor.raw.is_contiguous() && !tensor.raw.device().is_cpu()
+}
+
+/// Keep an input where it is; an input of an inner checkpoint becomes a slot of the outer one.
+fn keep(tensor: &Tensor) -> Saved {
+    if flags().recording() { save(&tensor.raw).unwrap_or_else(|| Saved::keep(tensor)) } else { Saved::keep(tensor) }
+}
+
+/// The offloaded inputs of one checkpoint.
+struct Offloaded {
+    parts: Vec<Away>,
+    /// The copies back that are queued already.
+    arriving: Mutex<Vec<Arriving>>,
+    /// The inputs of the checkpoint before, which a backward pass needs next.
+    before: Weak<Offloaded>,
+    is_captured: bool,
+}
+
+thread_local! {
+    static LAST: RefCell<Weak<Offloaded>> = const { RefCell::new(Weak::new()) };
+}
+
+impl Offloaded {
+    fn new(parts: Vec<Away>) -> Arc<Self> {
+        let new = |before| Self { parts, arriving: Mutex::default(), before, is_captured: capture::is_capturing() };
+        LAST.with_borrow_mut(|last| {
+            let new = Arc::new(new(std::mem::take(last)));
+            *last = Arc::downgrade(&new);
+            new
+        })
+    }
+
+    /// Queue the copies to the device, unless they are queued already.
+    fn start(&self, arriving: &mut Vec<Arriving>) -> Result<()> {
+        if arriving.is_empty() {
+            *arriving = self.parts.iter().map(Away::fetch).collect::<Result<_>>()?;
+        }
+        Ok(())
+    }
+
+    /// The inputs on the device; the copies of the checkpoint before begin, in parallel with the work queued next.
+    fn arrived(&self) -> Result<Vec<Raw>> {
+        let arriving = {
+            let mut arriving = self.arriving.lock().unwrap_or_else(PoisonError::into_inner);
+            self.start(&mut arriving)?;
+            std::mem::take(&mut *arriving)
+        };
+        let arrived = arriving.into_iter().map(Arriving::wait).collect::<Result<_>>()?;
+        // A recorded copy cannot wait for one that ran eagerly.
+        if let Some(before) = self.before.upgrade().filter(|before| before.is_captured == self.is_captured) {
+            before.start(&mut before.arriving.lock().unwrap_or_else(PoisonError::into_inner))?;
+        }
+        Ok(arrived)
+    }
+}
+
+/// The origin of an input. Operations hold variables but save computed values, so the inputs of a recomputation must
+/// have the same origins.
+#[derive(Clone, Copy)]
+enum Origin {
+    Constant,
+    Variable,
+    Computed,
+}
+
+impl Origin {
+    fn of(tensor: &Tensor) -> Self {
+        match &tensor.node {
+            None => Self::Constant,
+            Some(node) if node.leaf().is_some() => Self::Variable,
+            Some(_) => Self::Computed,
+        }
+    }
+
+    fn node(self, raw: &Raw) -> Option<Node> {
+        match self {
+            Self::Constant => None,
+            Self::Variable => Some(Node::leaf_node(Leaf::of(raw))),
+            Self::Computed => Some(Node::op_node("checkpoint", Inputs::new(), Box::new(MadeElsewhere))),
+        }
+    }
+}
+
+/// The backward of an input that was computed outside the function. Gradients flow through the nodes of the first run.
+struct MadeElsewhere;
+
+impl Backward for MadeElsewhere {
+    fn backward(&self, _: &mut BackwardContext<'_>) -> Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,189 @@
+//! Tensors that wait in pinned memory of the host while the device uses their memory for something else.
+//!
+//! All copies to and from this memory are queued in one stream (see `copies.rs`), in whose order a buffer can be used
+//! again at once. Buffers stay allocated for the next step; one for each tensor that is away at the same time. Graphs
+//! share buffers of their own: a replay writes what it reads, but would destroy what eager work has put there.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::DType;
+use trainable_candle_cuda::host::Pinned as Memory;
+use trainable_candle_cuda::{download, upload};
+
+use super::copies::{Copies, Event};
+use super::error::{driver_error, status_error};
+use super::gpu::Gpu;
+use super::launch::{address, empty};
+use super::recorder;
+use crate::{Error, Raw, Result, capture};
+
+const OP: &str = "checkpoint";
+
+/// Pinned memory for one tensor.
+struct Buffer {
+    memory: Memory,
+    gpu: &'static Gpu,
+    /// Recorded after the copy to the host.
+    left: Event,
+    /// Recorded after the copy back.
+    arrived: Event,
+}
+
+/// The buffers of all devices. A buffer is free if only its pool owns it.
+struct Pools {
+    eager: Vec<Arc<Buffer>>,
+    graphs: Vec<Arc<Buffer>>,
+}
+
+static POOLS: Mutex<Pools> = Mutex::new(Pools { eager: Vec::new(), graphs: Vec::new() });
+
+/// The place of the smallest free buffer with at least `bytes`.
+fn free(pool: &[Arc<Buffer>], gpu: &'static Gpu, bytes: usize) -> Option<usize> {
+    let size = |buffer: &Arc<Buffer>| buffer.memory.len();
+    let fits =
+        |buffer: &Arc<Buffer>| Arc::strong_count(buffer) == 1 && std::ptr::eq(buffer.gpu, gpu) && size(buffer) >= bytes;
+    (0..pool.len()).filter(|&place| fits(&pool[place])).min_by_key(|&place| size(&pool[place]))
+}
+
+fn take(gpu: &'static Gpu, bytes: usize) -> Result<Arc<Buffer>> {
+    let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+    let Pools { eager, graphs } = &mut *pools;
+    if capture::is_capturing() {
+        if let Some(place) = free(graphs, gpu, bytes) {
+            return Ok(graphs[place].clone());
+        }
+        // The driver allocates no pinned memory during a capture. The run before the recording has freed its own.
+        let Some(place) = free(eager, gpu, bytes) else {
+            let message = "a recorded function needs more offloaded memory than the call before the recording has used; \
+                           drop the results of that call before";
+            return Err(Error::device(OP, message));
+        };
+        let buffer = eager.swap_remove(place);
+        graphs.push(buffer.clone());
+        return Ok(buffer);
+    }
+    if let Some(place) = free(eager, gpu, bytes) {
+        return Ok(eager[place].clone());
+    }
+    let event = || Event::new().map_err(|error| driver_error(OP, error));
+    gpu.stream().context().bind_to_thread().map_err(|error| driver_error(OP, error))?;
+    let memory = Memory::new(bytes).map_err(|status| {
+        if status.is_out_of_memory() {
+            let mib = bytes as f64 / (1u64 << 20) as f64;
+            let message = format!(
+                "the system gives no further {mib:.1} MiB of pinned memory, to which inputs of checkpoints are offloaded; use \"full\" \
+                 checkpointing, which keeps them on the device (under WSL2 a .wslconfig with more memory raises the limit)"
+            );
+            return Error::OutOfMemory { op: OP, message };
+        }
+        status_error(OP, status)
+    })?;
+    let buffer = Arc::new(Buffer { memory, gpu, left: event()?, arrived: event()? });
+    eager.push(buffer.clone());
+    Ok(buffer)
+}
+
+/// The values of a tensor in pinned memory.
+pub struct Away {
+    copies: &'static Copies,
+    buffer: Arc<Buffer>,
+    dims: Vec<usize>,
+    dtype: DType,
+    has_left: AtomicBool,
+}
+
+impl Away {
+    /// Queue a copy of a dense tensor to the host, after all work that is queued now. The tensor must live until
+    /// [`left`](Self::left).
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the system gives no more pinned memory, [`Error::Device`] if the tensor is not on a
+    /// CUDA device or the driver reports an error.
+    pub fn new(x: &Raw) -> Result<Self> {
+        let gpu = Gpu::of(OP, x)?;
+        recorder::check_thread(OP)?;
+        let copies = gpu.copies()?;
+        let bytes = x.elem_count() * x.dtype().size_in_bytes();
+        let buffer = take(gpu, bytes)?;
+        let from = address(OP, x)?;
+        let stream = copies.fork(gpu.stream()).map_err(|error| driver_error(OP, error))?;
+        // SAFETY: both places have these bytes. The buffer stays allocated, and all its copies are queued in this
+        // stream; the caller keeps the tensor until the copy is done.
+        unsafe { download::copy_pinned(buffer.memory.address(), from, bytes, stream.cast()) }
+            .map_err(|status| status_error(OP, status))?;
+        buffer.left.record(stream).map_err(|error| driver_error(OP, error))?;
+        Ok(Self { copies, buffer, dims: x.dims().to_vec(), dtype: x.dtype(), has_left: AtomicBool::new(false) })
+    }
+
+    /// Let the device's stream wait for the copy, so that the tensor's memory may be used for something else.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver reports an error.
+    pub fn left(&self) -> Result<()> {
+        if self.has_left.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let stream = self.buffer.gpu.stream().cu_stream();
+        self.buffer.left.before(stream).map_err(|error| driver_error(OP, error))
+    }
+
+    /// Queue a copy to new memory of the device, in parallel with work that is queued later.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the device has too little memory, [`Error::Device`] if the driver reports an error.
+    pub fn fetch(&self) -> Result<Arriving> {
+        let gpu = self.buffer.gpu;
+        recorder::check_thread(OP)?;
+        let raw = empty(OP, gpu, &self.dims, self.dtype)?;
+        let to = address(OP, &raw)?;
+        let stream = self.copies.fork(gpu.stream()).map_err(|error| driver_error(OP, error))?;
+        let bytes = raw.elem_count() * self.dtype.size_in_bytes();
+        // SAFETY: both places have these bytes; the buffer is pinned and stays allocated, and the tensor is not freed
+        // before the device's stream has waited for the copy.
+        unsafe { upload::copy_pinned(to, self.buffer.memory.address(), bytes, stream.cast()) }
+            .map_err(|status| status_error(OP, status))?;
+        self.buffer.arrived.record(stream).map_err(|error| driver_error(OP, error))?;
+        Ok(Arriving { raw, buffer: self.buffer.clone(), is_awaited: false })
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        // After an error of the function, too, the tensor is freed after the copy. A driver that cannot wait frees nothing.
+        let _ = self.left();
+    }
+}
+
+/// A tensor whose values are being copied to it.
+pub struct Arriving {
+    raw: Raw,
+    buffer: Arc<Buffer>,
+    is_awaited: bool,
+}
+
+impl Arriving {
+    /// The tensor; work that is queued from now on waits for its values.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if the driver reports an error.
+    pub fn wait(mut self) -> Result<Raw> {
+        self.join().map_err(|error| driver_error(OP, error))?;
+        Ok(self.raw.clone())
+    }
+
+    fn join(&mut self) -> std::result::Result<(), candle_core::cuda_backend::cudarc::driver::DriverError> {
+        if !std::mem::replace(&mut self.is_awaited, true) {
+            self.buffer.gpu.stream().context().bind_to_thread()?;
+            self.buffer.arrived.before(self.buffer.gpu.stream().cu_stream())?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Arriving {
+    fn drop(&mut self) {
+        // The tensor's memory is freed in the order of the device's stream. A driver that cannot wait frees nothing.
+        let _ = self.join();
+    }
+}

@@ -1,0 +1,159 @@
+"""Checkpoints whose inputs are in host memory until the backward pass."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+
+LAYERS = 6
+ROWS, WIDTH = 1024, 512
+BYTES = ROWS * WIDTH * 4
+CHAIN = f"""
+    weights = [tc.Var(tc.randn(({WIDTH}, {WIDTH})) * 0.05, device="cuda") for _ in range({LAYERS})]
+    x = tc.randn(({ROWS}, {WIDTH}), device="cuda")
+
+    def step(x):
+        for weight in weights:
+            x = tc.checkpoint(lambda x, weight=weight: (x @ weight).tanh(), x, policy="offloaded")
+        loss = x.square().mean()
+        loss.backward()
+        return loss
+"""
+
+
+def to_host(run: Any) -> list[Any]:
+    return [call for call in run.of("copy") if call["kind"].startswith("cuMemcpyDtoHAsync")]
+
+
+def to_device(run: Any) -> list[Any]:
+    return [call for call in run.of("copy") if call["kind"].startswith("cuMemcpyHtoDAsync")]
+
+
+def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
+    run = cuda.run(
+        CHAIN
+        + """
+    step(x)
+    mark("second")
+    step(x)
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    second = run.after("second")
+    # The first input is a constant, which stays on the device.
+    assert [int(call["size"]) for call in to_host(second)] == [BYTES] * (LAYERS - 1)
+    assert [int(call["size"]) for call in to_device(second)] == [BYTES] * (LAYERS - 1)
+    assert {call["pageable"] for call in to_host(second) + to_device(second)} == {"0"}
+    # The buffers are those of the first step, and nothing waits for the GPU.
+    assert second.of("alloc-pinned") == []
+    assert second.waits == []
+
+
+def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: Any) -> None:
+    run = cuda.run(
+        CHAIN
+        + """
+    step(x)
+    mark("second")
+    step(x)
+    mark("end")
+    """
+    )
+    calls = run.after("second").calls
+    back = [i for i, call in enumerate(calls) if call in to_device(run.after("second"))]
+    work = [i for i, call in enumerate(calls) if call.kind in {"launch", "product"}]
+    for earlier, later in pairwise(back):
+        assert any(earlier < i < later for i in work)
+    side = calls[back[0]]["stream"]
+    waits = [i for i, call in enumerate(calls) if call.kind == "wait" and call["stream"] != side]
+    # Between a copy and the wait for it, the layer after is recomputed.
+    for start in back[1:]:
+        awaited = next(i for i in waits if i > start)
+        assert any(start < i < awaited for i in work)
+
+
+def test_a_graph_has_the_copies(cuda: Any) -> None:
+    run = cuda.run(
+        CHAIN
+        + """
+    recorded = tc.cuda.capture(step, [x])
+    for call in range(4):
+        mark(f"call-{call}")
+        recorded(x)
+    assert recorded.is_recorded
+    mark("eager")
+    step(x)
+    mark("end")
+    """
+    )
+    assert run.of("refused") == []
+    assert all(end["valid"] == "1" for end in run.of("capture-end"))
+    replay = run.after("call-3").of("replay")
+    assert int(replay[0]["copies"]) >= 2 * (LAYERS - 1)
+    # Eager work does not use the memory of graphs.
+    assert len(run.after("eager").of("alloc-pinned")) == LAYERS - 1
+
+
+def test_without_pinned_memory_the_error_names_the_cure(cuda: Any) -> None:
+    run = cuda.run(
+        CHAIN
+        + """
+    try:
+        step(x)
+    except tc.errors.OutOfMemoryError as error:
+        print(error)
+    """,
+        settings={"PINNED": str((8 << 20) + 3 * BYTES)},
+    )
+    assert 'use "full" checkpointing' in run.output
+
+
+def gradients(policy: str, device: str, *, recorded: bool = False) -> tuple[list[np.ndarray], int]:
+    """The loss and the gradients of a step, and the peak of memory on the device."""
+    tc.manual_seed(0)
+    weights = [tc.Var(tc.randn((WIDTH, WIDTH)) * 0.05, device=device) for _ in range(4 * LAYERS)]
+    x = tc.randn((4 * ROWS, WIDTH)).to(device)
+
+    def step(x: tc.Tensor) -> tc.Tensor:
+        for weight in weights:
+
+            def layer(x: tc.Tensor, weight: tc.Var = weight) -> tc.Tensor:
+                return (x @ weight).tanh()
+
+            x = tc.checkpoint(layer, x, policy=policy)
+        loss = x.square().mean()
+        loss.backward()
+        return loss
+
+    run = tc.cuda.capture(step, [x]) if recorded else step
+    peak = 0
+    for _ in range(4 if recorded else 2):
+        for weight in weights:
+            weight.zero_grad()
+        if device != "cpu":
+            tc.cuda.reset_peak_memory_stats(device)
+        loss = run(x)
+        if device != "cpu":
+            peak = tc.cuda.memory_stats(device)["peak_allocated"]
+    return [loss.numpy(), *(weight.grad.numpy() for weight in weights)], peak
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    full, offloaded = (gradients(policy, "cpu")[0] for policy in ("full", "offloaded"))
+    for a, b in zip(full, offloaded, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recorded", [False, True])
+def test_offloading_changes_no_bit_and_frees_memory(gpu: str, *, recorded: bool) -> None:
+    full, most = gradients("full", gpu)
+    offloaded, least = gradients("offloaded", gpu, recorded=recorded)
+    for a, b in zip(full, offloaded, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if not recorded:
+        assert most - least > 3 * LAYERS * 4 * BYTES
