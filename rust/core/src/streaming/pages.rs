@@ -69,9 +69,8 @@ impl Pages {
 
     fn map(file: File, len: usize) -> Result<Self> {
         // SAFETY: a new mapping at a place that the system chooses.
-        let address = unsafe {
-            mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0)
-        };
+        let address =
+            unsafe { mmap(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, &file, 0) };
         let address = address.map_err(|error| no_memory(len, error))?;
         let Some(address) = NonNull::new(address.cast()) else {
             return Err(Error::argument(OP, "the system has mapped memory at address 0"));
