@@ -9,6 +9,10 @@ checkpointing. One GPU then trains twice: with one batch a step, to compare time
 batches a step as there are GPUs, to compare losses. Sums are timed for f32 vectors, with everything
 that a step waits for.
 
+`--stream 57` keeps so many blocks of Flux in host memory, in one copy for all processes, with
+`--apart` in one for each: the step, the memory of the GPUs, the memory of each process (Pss, which
+divides what processes share among them) and what the machine has less than before.
+
 With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards that cannot.
 `--machines` makes NCCL take every GPU for one on another machine, so that sums go through sockets.
 """
@@ -16,6 +20,7 @@ With NCCL_P2P_DISABLE=1 the GPUs do not access each other's memory, as on cards 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -23,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +37,7 @@ from gpu_transformers import cases, inputs_of, model_of
 import trainable_candle as tc
 from trainable_candle.distributed.group import Group, make_group
 from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.streamed import shared_streams
 from trainable_candle.distributed.world import from_environment
 from trainable_candle.families.sdxl import SDXL
 from trainable_candle.train import Callback, StepReport, Trainer
@@ -92,9 +99,9 @@ def sdxl(device: str) -> Network:
     return Network(model.add_adapter(config), inputs, loss)
 
 
-def flux(device: str) -> Network:
+def flux(device: str, stream: int = 0) -> Network:
     found = [case for case in cases() if case.title.startswith("flux-dev, full")]
-    model = model_of(found[0], device)
+    model = model_of(found[0], device, stream_blocks=stream, stream_modulation=stream > 0)
     model.enable_gradient_checkpointing("full")
     config = tc.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=found[0].layers)
     image, text, *others = inputs_of(found[0], device)
@@ -113,9 +120,32 @@ def flux(device: str) -> Network:
 NETWORKS = {"sdxl": sdxl, "flux": flux}
 
 
-def train(network: str, group: Group, device: str, steps: int, accumulation: int) -> dict[str, Any]:
+def host_bytes() -> int:
+    """The memory of this process, with its part of what it shares."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def train(
+    network: str,
+    group: Group,
+    device: str,
+    steps: int,
+    accumulation: int,
+    *,
+    stream: int = 0,
+    apart: bool = False,
+) -> dict[str, Any]:
     tc.manual_seed(0)
-    adapter, inputs, loss = NETWORKS[network](device)
+    make = functools.partial(flux, stream=stream) if stream else NETWORKS[network]
+    free = tc.memory.available_bytes() or 0
+    group.barrier()
+    started = time.perf_counter()
+    with nullcontext() if apart else shared_streams(group):
+        adapter, inputs, loss = make(device)
+    group.barrier()
+    loaded = time.perf_counter() - started
+    taken = free - (tc.memory.available_bytes() or 0)
     parameters = adapter.named_parameters()
     optimizer = tc.optim.AdamW8bit(list(parameters.values()), lr=1e-4)
     seen = Times()
@@ -141,6 +171,9 @@ def train(network: str, group: Group, device: str, steps: int, accumulation: int
         "losses": seen.losses,
         "parameters": values,
         "peak": tc.cuda.memory_stats(device)["peak_allocated"],
+        "loaded": loaded,
+        "host": host_bytes(),
+        "taken": taken,
     }
 
 
@@ -168,15 +201,23 @@ def timed(group: Group, vector: dict[str, tc.Var], tail: tc.Tensor, count: int) 
     return 1e3 * statistics.median(pauses)
 
 
-def child(network: str, steps: int, accumulation: int, *, with_sums: bool) -> None:
+def child(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     world = from_environment()
     device = "cuda" if world is None else world.device(tc.cuda.device_count())
     group = make_group(world, device, {})
     result: dict[str, Any] = {"join": time.perf_counter() - started}
-    if with_sums and world is not None:
+    if options.sums and world is not None:
         result["sums"] = sums(group, device)
-    result |= train(network, group, device, steps, accumulation)
+    result |= train(
+        options.model,
+        group,
+        device,
+        options.steps,
+        options.accumulation,
+        stream=options.stream,
+        apart=options.apart,
+    )
     result["version"] = tc.__version__
     group.close()
     print(json.dumps(result), flush=True)
@@ -197,6 +238,7 @@ def start(
         command = [sys.executable, __file__, "--child", "--model", options.model]
         command += ["--steps", str(steps)]
         command += ["--accumulation", str(accumulation), *(["--sums"] if with_sums else [])]
+        command += ["--stream", str(options.stream), *(["--apart"] if options.apart else [])]
         processes = [
             subprocess.Popen(
                 command,
@@ -212,6 +254,19 @@ def start(
     return [json.loads(answer.splitlines()[-1]) for answer in answers]
 
 
+def streamed(options: argparse.Namespace) -> None:
+    """Flux with blocks in host memory, on all GPUs."""
+    found = start(options.gpus, options, options.steps, 1, with_sums=False)
+    copies = "one for each process" if options.apart else "one for all"
+    print(
+        f"{options.stream} blocks, {copies}: {found[0]['ms']:.1f} ms a step, loaded in "
+        f"{found[0]['loaded']:.0f} s, peak {found[0]['peak'] / 2**30:.2f} GiB of a GPU"
+    )
+    each = ", ".join(f"{one['host'] / 2**30:.2f}" for one in found)
+    print(f"host memory of each process: {each} GiB; taken: {found[0]['taken'] / 2**30:.2f} GiB")
+    print(f"losses: {found[0]['losses'][:3]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=NETWORKS, default="sdxl")
@@ -219,11 +274,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--machines", action="store_true")
+    parser.add_argument("--stream", type=int, default=0)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--sums", action="store_true")
     options = parser.parse_args()
     if options.child:
-        child(options.model, options.steps, options.accumulation, with_sums=options.sums)
+        child(options)
+        return
+    if options.stream:
+        streamed(options)
         return
     several = start(options.gpus, options, options.steps, 1, with_sums=True)
     first = several[0]

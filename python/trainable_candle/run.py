@@ -18,6 +18,7 @@ from trainable_candle.data.folder import counted
 from trainable_candle.distributed import device_of
 from trainable_candle.distributed.agreement import require_same
 from trainable_candle.distributed.group import Group, make_group
+from trainable_candle.distributed.streamed import shared_streams
 from trainable_candle.errors import ConfigError, OutOfMemoryError
 from trainable_candle.files import held, write_atomically
 from trainable_candle.placement import Placement, choose
@@ -297,13 +298,15 @@ def _train(
     output = Path(config.output).expanduser()
     if config.threads is not None:
         tc.set_num_threads(config.threads)
-    prepared = task.prepare(data, report, group)
+    with shared_streams(group):
+        prepared = task.prepare(data, report, group)
     if config.epochs is not None:
         config = _in_steps(config, prepared.train, task.noun, group.size, report)
         _require_steps_left(config, run_state.read_state(start).step if start else -1)
     # Training must not depend on how many random numbers the preparation drew.
     tc.manual_seed(config.seed)
-    adapters = task.attach(fresh=start is None)
+    with shared_streams(group):
+        adapters = task.attach(fresh=start is None)
     if config.initial_adapter and start is None:
         adapters.load(config.initial_adapter_path)
         report(f"adapter: starts as {config.initial_adapter}")

@@ -1,4 +1,4 @@
-"""Blocks in host memory, on the simulated device: copies, their order, graphs.
+"""Blocks in host memory, on the simulated device: copies, their order, graphs, sharing.
 
 The kernels do not compute. What streamed blocks compute is in `tests/models/test_streaming.py`.
 """
@@ -187,3 +187,97 @@ def test_too_little_pinned_memory_is_said(cuda: Any) -> None:
         settings={"PINNED": str((8 << 20) + (64 << 10))},
     )
     assert "stream fewer blocks" in run.output
+
+
+TOGETHER = """
+    import threading
+    from trainable_candle import _core
+
+    barrier, messages = threading.Barrier(2), [b"", b""]
+
+    def exchange_of(rank):
+        def exchange(message):
+            messages[rank] = message
+            barrier.wait(60)
+            found = list(messages)
+            barrier.wait(60)
+            return found
+        return exchange
+
+    def together(work):
+        errors = [None, None]
+
+        def run(rank):
+            try:
+                _core.share_streamed(rank, exchange_of(rank))
+                work(rank, f"cuda:{rank}")
+            except Exception as error:
+                errors[rank] = error
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors
+
+    def shared(device, quantize=None):
+        return FluxTransformer.from_pretrained(
+            folder + "/transformer", dtype="bf16", device=device, quantize=quantize,
+            stream_blocks=STREAMED,
+        )
+""".replace("STREAMED", str(COUNT))
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_ranks_pin_one_copy(cuda: Any, quantize: str | None) -> None:
+    run = cuda.run(
+        STEP
+        + TOGETHER
+        + f"""
+    def work(rank, device):
+        model = shared(device, {quantize!r})
+        with tc.no_grad():
+            model(**{{name: value.to(device) for name, value in zip(names, inputs)}})
+        tc.cuda.synchronize(device)
+        found = {{
+            line.split()[4]: int(line.split()[0].split("-")[1], 16)
+            - int(line.split()[0].split("-")[0], 16)
+            for line in open("/proc/self/maps") if "memfd:trainable-candle" in line
+        }}
+        exchange_of(rank)(b"")
+        if rank == 0:
+            print(sum(found.values()))
+        exchange_of(rank)(b"")
+
+    assert together(work) == [None, None]
+    """,
+        settings={"DEVICES": "2"},
+    )
+    assert run.of("refused") == []
+    pinned = [int(call["bytes"]) for call in run.of("register")]
+    # A copy of the blocks and one of their modulation, which both ranks pin.
+    assert len(pinned) == 4
+    assert sum(pinned) == 2 * int(run.output)
+    assert len(run.of("unregister")) == 4
+    # Other pinned memory is that for copies of values, which is not the model's.
+    assert {call["bytes"] for call in run.of("alloc-pinned")} == {str(8 << 20)}
+    found = copies(run)
+    assert found
+    assert {call["pageable"] for call in found} == {"0"}
+
+
+def test_too_little_memory_to_pin_is_said_by_all(cuda: Any) -> None:
+    run = cuda.run(
+        STEP
+        + TOGETHER
+        + """
+    for error in together(lambda rank, device: shared(device)):
+        print(error)
+    """,
+        settings={"DEVICES": "2", "PINNED": str((16 << 20) + (64 << 10))},
+    )
+    assert len(run.output.splitlines()) == 2
+    for line in run.output.splitlines():
+        assert "the driver cannot pin the " in line
+        assert "raise the memory limit of the container" in line

@@ -1,6 +1,7 @@
 """The settings that a plan chooses for the available memory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -144,8 +145,37 @@ def test_processes_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tc.memory, "available_bytes", lambda: 16 * GIB)
     found = find_budget(group, TrainConfig(device="cpu"))
     assert (found.memory, found.host) == (8 * GIB, 8 * GIB)
+    assert (found.processes, found.sharing) == (2, 2)
     given = find_budget(group, TrainConfig(device="cpu", vram=3.0))
     assert given.memory == 3 * GIB
+
+
+def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
+    there = budget(12, "RTX 4090")
+    plan = flux.plan(there)
+    need = plan.estimate.host
+    assert need > 0
+    enough = Budget(there.memory, need / 4 + 1, there.rates, processes=4, sharing=4)
+    assert enough.host_need(plan.estimate) == need / 4
+    assert flux.plan(enough).config == plan.config
+    # If each has its own copy, other settings are needed.
+    alone = Budget(there.memory, need / 4 + 1, there.rates, processes=4)
+    assert alone.host_need(plan.estimate) == need
+    assert flux.plan(alone).config != plan.config
+
+
+def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None:
+    there = budget(6)
+    need = flux.plan(there).estimate.host
+    message = rf"there and {need / GIB:.2f} GiB of the host, which has 512\.0 MiB free"
+    with pytest.raises(OutOfMemoryError, match=message):
+        flux.plan(Budget(there.memory, GIB / 4, there.rates, processes=2, sharing=2))
+
+
+def test_originals_for_loftq_are_not_shared(flux: Model) -> None:
+    there = Budget(1.0, 1.0, processes=2, sharing=2)
+    streamed = flux.plan(budget(12)).estimate
+    assert there.host_need(replace(streamed, host=streamed.host + GIB)) == streamed.host / 2 + GIB
 
 
 def test_a_plan_says_what_it_chose_and_what_more_memory_would_bring(flux: Model) -> None:

@@ -67,6 +67,8 @@ unsafe extern "C" {
     pub fn cuMemFreeHost(address: *mut c_void) -> c_int;
     pub fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int;
     pub fn cuMemHostAlloc(address: *mut *mut c_void, size: usize, flags: u32) -> c_int;
+    pub fn cuMemHostRegister_v2(address: *mut c_void, size: usize, flags: u32) -> c_int;
+    pub fn cuMemHostUnregister(address: *mut c_void) -> c_int;
     pub fn cuMemMap(address: u64, size: usize, offset: usize, handle: u64, flags: u64) -> c_int;
     pub fn cuMemRelease(handle: u64) -> c_int;
     pub fn cuMemSetAccess(address: u64, size: usize, access: *const Access, count: usize) -> c_int;

@@ -1,6 +1,7 @@
 //! Pinned host memory with an owner, who says when it is freed.
 
 use std::ffi::c_void;
+use std::ptr::NonNull;
 
 use super::driver;
 use super::memory::{Status, check};
@@ -78,4 +79,26 @@ impl Drop for Pinned {
             unsafe { driver::cuMemFreeHost(self.address) };
         }
     }
+}
+
+/// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for all contexts of the process.
+const PORTABLE: u32 = 1;
+
+/// Pin memory of the process, which may be shared with others, so that the GPU's copies access it directly. A device must be current on
+/// this thread.
+///
+/// # Errors
+/// The driver's error.
+///
+/// # Safety
+/// The memory has `size` bytes, starts and ends at a page, and stays mapped until [`unregister`].
+pub unsafe fn register(address: NonNull<u8>, size: usize) -> Result<(), Status> {
+    // SAFETY: the caller's promise.
+    check(unsafe { driver::cuMemHostRegister_v2(address.as_ptr().cast(), size, PORTABLE) })
+}
+
+/// Undo [`register`]; the owner says that no copy accesses the memory any more.
+pub fn unregister(address: NonNull<u8>) {
+    // SAFETY: the driver checks that the memory is registered.
+    unsafe { driver::cuMemHostUnregister(address.as_ptr().cast()) };
 }

@@ -10,6 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final
 
 import trainable_candle as tc
+from trainable_candle.distributed.streamed import least_sharing, machine
 from trainable_candle.errors import OutOfMemoryError
 from trainable_candle.placement import AUTO
 from trainable_candle.settings.config import group_of
@@ -65,16 +66,25 @@ class Budget:
     memory: float
     """Bytes of the memory that it computes in."""
     host: float
-    """Bytes of host memory, for weights that are streamed from there."""
+    """Bytes of host memory for each process, for weights that are streamed from there."""
     rates: Rates | None = None
     """The speed of the GPU; None if it is not known."""
     margin: float = 0.0
     """The share of the memory that a plan leaves free, because estimates may be wrong."""
+    processes: int = 1
+    """The processes of a machine, among which its host memory is divided."""
+    sharing: int = 1
+    """How many of them share one copy of the streamed weights."""
 
     @property
     def planned(self) -> float:
         """Bytes that a plan may fill."""
         return self.memory * (1 - self.margin)
+
+    def host_need(self, found: Estimate) -> float:
+        """Bytes of host memory for each process, with its share of what the processes share."""
+        streamed = found.work.streamed + found.work.modulation if found.host and found.work else 0
+        return found.host - streamed + streamed / self.sharing
 
     def below(self, bytes_held: float) -> Budget:
         """A budget smaller than `bytes_held`, the need of a plan that did not fit."""
@@ -93,7 +103,7 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
     memory = memory_limit(config)
     if not config.on_gpu and config.vram is None:
         memory /= group.local_size
-    mine = {"memory": memory, "host": host, "name": name}
+    mine = {"memory": memory, "host": host, "name": name, "machine": machine()}
     found = [json.loads(facts) for facts in group.exchange(json.dumps(mine).encode())]
     known = [rates for facts in found if (rates := rates_of(facts["name"])) is not None]
     return Budget(
@@ -101,6 +111,8 @@ def find_budget(group: Group, config: TrainConfig) -> Budget:
         min(facts["host"] for facts in found),
         min(known, key=lambda rates: rates.products, default=None),
         _MARGIN if config.on_gpu else 0.0,
+        group.local_size,
+        min(group.local_size, least_sharing([facts["machine"] for facts in found])),
     )
 
 
@@ -231,8 +243,9 @@ def _plan_batch(
             return replace(best, nearest=nearest)
     on_the_gpu = [found for found in plans if found.estimate.peak <= budget.planned]
     if on_the_gpu:
-        least_host = min((found.estimate for found in on_the_gpu), key=lambda found: found.host)
-        return refuse_for_the_host(first.estimate, least_host, groups, budget.host)
+        least = min((found.estimate for found in on_the_gpu), key=budget.host_need)
+        host = (budget.host_need(least) * budget.processes, budget.host * budget.processes)
+        return refuse_for_the_host(first.estimate, least, groups, host)
     smallest = min(plans, key=lambda found: found.estimate.peak)
     return refuse(first.estimate, smallest.config, groups, budget.planned, estimate)
 
@@ -272,7 +285,7 @@ def _ladders(
 
 def _fits(plan: Plan, budget: Budget) -> bool:
     found = plan.estimate
-    return found.peak <= budget.planned and found.host <= budget.host
+    return found.peak <= budget.planned and budget.host_need(found) <= budget.host
 
 
 def _cost(plan: Plan, budget: Budget) -> float:

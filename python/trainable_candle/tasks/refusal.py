@@ -66,7 +66,10 @@ def refuse(
 
 
 def refuse_for_the_host(
-    found: Estimate, fitting: Estimate, groups: Collection[type[Group]], host: float
+    found: Estimate,
+    fitting: Estimate,
+    groups: Collection[type[Group]],
+    host: tuple[float, float],
 ) -> NoReturn:
     """Raise that a run fits on the GPU only with more host memory than is available.
 
@@ -74,15 +77,16 @@ def refuse_for_the_host(
         found: the estimate of the run without any savings.
         fitting: the estimate with settings that fit on the GPU.
         groups: the groups of settings that the model takes.
-        host: available bytes of host memory.
+        host: bytes of host memory that all processes of a machine need, and those available.
 
     Raises:
         OutOfMemoryError: always.
     """
+    need, there = host
     raise OutOfMemoryError(
         f"memory of the host: the run needs about {size(found.peak)} on the GPU or, with a part of "
-        f"it in the memory of the host, {size(fitting.peak)} there and {size(fitting.host)} of the "
-        f"host, which has {size(host)} free; end other programs, or use {_last(groups)}another "
+        f"it in the memory of the host, {size(fitting.peak)} there and {size(need)} of the "
+        f"host, which has {size(there)} free; end other programs, or use {_last(groups)}another "
         "machine"
     )
 

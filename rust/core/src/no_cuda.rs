@@ -139,10 +139,12 @@ pub mod streaming {
 
     use std::any::Any;
     use std::convert::Infallible;
+    use std::ops::Range;
     use std::sync::Arc;
 
     use candle_core::Device;
 
+    use crate::streaming::Pages;
     use crate::{Raw, Result};
 
     /// Copies to slots of a device.
@@ -168,6 +170,19 @@ pub mod streaming {
             match self.0 {}
         }
 
+        /// Shared memory, pinned.
+        ///
+        /// # Errors
+        /// None.
+        pub fn register(&self, _pages: Pages) -> Result<Arc<Registered>> {
+            match self.0 {}
+        }
+
+        /// A part of it.
+        pub fn part(&self, _registered: &Arc<Registered>, _range: Range<usize>) -> Pinned {
+            match self.0 {}
+        }
+
         /// Copy to a slot.
         ///
         /// # Errors
@@ -189,6 +204,9 @@ pub mod streaming {
             match self.0 {}
         }
     }
+
+    /// Shared memory, pinned.
+    pub struct Registered(Infallible);
 
     /// Pinned memory of the host.
     pub struct Pinned(Infallible);

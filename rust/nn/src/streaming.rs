@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use trainable_candle_core::streaming::{Ring, Streamed, Unit};
+use trainable_candle_core::streaming::{Ring, Sharing, Streamed, Unit};
 use trainable_candle_core::{Device, Error, Result, Tensor, Weight};
 
 use crate::quantization::Quantizable;
@@ -65,11 +65,14 @@ pub struct Streaming {
     runs: Units,
     /// For the weights of the modulation, which is computed before a block runs.
     asides: Units,
+    /// The processes that load the model at the same time, if there are others.
+    sharing: Option<Arc<Sharing>>,
 }
 
 impl Streaming {
     /// Stream some blocks of a model, spread evenly over all: what computes between two of them hides the copies.
-    /// `shapes` is the model without memory, `layers` those of its layers that are in blocks.
+    /// `shapes` is the model without memory, `layers` those of its layers that are in blocks. Processes that load the
+    /// model together ([`Sharing::set`]) share one copy of the weights.
     ///
     /// # Errors
     /// [`Error::Argument`] if the model has fewer blocks, or no layers that make modulations.
@@ -91,7 +94,8 @@ impl Streaming {
         };
         let asides =
             if layers.modulation.is_empty() { Units::default() } else { Units::new(chosen(options.modulation)) };
-        Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides })
+        let sharing = Sharing::current();
+        Ok(Self { device: device.clone(), layers, runs: Units::new(chosen(false)), asides, sharing })
     }
 
     /// How many blocks of a model can be streamed.
@@ -116,6 +120,10 @@ impl Streaming {
 
     /// A weight, which is on the CPU, as a streamed one of a unit.
     pub(crate) fn weight(&self, unit: &Unit, weight: Weight) -> Result<Weight> {
+        let weight = match &self.sharing {
+            Some(sharing) => unit.share(weight, sharing.is_writer())?,
+            None => weight,
+        };
         Ok(Weight::Streamed(Streamed::new(weight, &self.device, unit)?))
     }
 
@@ -139,7 +147,7 @@ impl Streaming {
     pub fn start(&self, model: &dyn Module) -> Result<()> {
         let ring = |units: &Units| match units.units.as_slice() {
             [] => Ok(None),
-            units => Ring::new(&self.device, units).map(Some),
+            units => Ring::new(&self.device, units, self.sharing.as_deref()).map(Some),
         };
         let (runs, asides) = (ring(&self.runs)?, ring(&self.asides)?);
         model.visit(&mut Visitor::new(&mut |part| {

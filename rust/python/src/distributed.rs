@@ -4,14 +4,17 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 use tc::compute;
 use tc::device::communicator::{self, Communicator};
 use tc::raw::own_copy;
+use tc::streaming::{self, Sharing};
 use trainable_candle_core as tc;
 
+use crate::autograd::Function;
 use crate::call::detached;
 use crate::device::{DeviceArg, pip_folders};
-use crate::error::Result;
+use crate::error::{Result, from_callback};
 use crate::optim::Variables;
 use crate::tensor::Tensor;
 use crate::var::Var;
@@ -206,4 +209,39 @@ pub fn set_gradient_vectors(py: Python<'_>, parameters: Variables, vectors: Vec<
         }
         gradients.iter().zip(&vectors).try_for_each(|(gradient, vector)| compute::copy_into(gradient, vector.raw()))
     })
+}
+
+/// Return the name of the machine, its process numbers and the user: processes with equal names can share memory. None if the system
+/// does not say.
+#[pyfunction]
+pub fn memory_machine() -> Option<String> {
+    streaming::machine()
+}
+
+/// Let the models that this thread loads from now on share the weights that are streamed from host memory: the processes of a machine
+/// have one copy of them. All processes must then load the same models in the same order.
+///
+/// Args:
+///     rank: which of the processes this is, from 0.
+///     exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
+///
+/// Raises:
+///     ArgumentError: if `exchange` returns too few messages.
+#[pyfunction]
+#[pyo3(signature = (rank=0, exchange=None))]
+pub fn share_streamed(py: Python<'_>, rank: usize, exchange: Option<Function>) -> Result<()> {
+    let Some(exchange) = exchange else {
+        Sharing::set(None);
+        return Ok(());
+    };
+    let exchange = move |message: &[u8]| {
+        Python::attach(|py| {
+            let messages = exchange.0.call1(py, (PyBytes::new(py, message),))?;
+            messages.extract::<Vec<Vec<u8>>>(py).map_err(PyErr::from)
+        })
+        .map_err(from_callback)
+    };
+    let sharing = detached(py, || Sharing::new(rank, Box::new(exchange)))?;
+    Sharing::set(Some(sharing));
+    Ok(())
 }

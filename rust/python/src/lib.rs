@@ -56,7 +56,10 @@ mod _core {
         cuda_unavailable_reason,
     };
     #[pymodule_export]
-    use crate::distributed::{NcclCommunicator, gradient_vectors, nccl_unique_id, nccl_version, set_gradient_vectors};
+    use crate::distributed::{
+        NcclCommunicator, gradient_vectors, memory_machine, nccl_unique_id, nccl_version, set_gradient_vectors,
+        share_streamed,
+    };
     #[pymodule_export]
     use crate::dlpack::from_dlpack;
     #[pymodule_export]

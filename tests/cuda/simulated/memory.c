@@ -398,7 +398,8 @@ CUresult cuMemAllocHost(void **address, size_t bytes) { LOCKED(host_alloc(addres
 static CUresult host_free(void *address) {
     TRY(simulated_unsafe("cuMemFreeHost"));
     struct range *range = find(&pinned_ranges, (uintptr_t)address);
-    if (!range || range->start != (uintptr_t)address) return simulated_fail("cuMemFreeHost", CUDA_ERROR_INVALID_VALUE, "address");
+    if (!range || range->start != (uintptr_t)address || range->kind == MAPPED)
+        return simulated_fail("cuMemFreeHost", CUDA_ERROR_INVALID_VALUE, "address");
     munmap(address, round_up(range->bytes, 4096));
     pinned_bytes -= range->bytes;
     simulated_log("free-pinned bytes=%zu", range->bytes);
@@ -406,6 +407,35 @@ static CUresult host_free(void *address) {
     return CUDA_SUCCESS;
 }
 CUresult cuMemFreeHost(void *address) { LOCKED(host_free(address)); }
+
+// Memory of the process becomes pinned, also what it shares with others; it is not the driver's to free.
+static CUresult host_register(void *address, size_t bytes, unsigned flags) {
+    TRY(simulated_ready(true));
+    TRY(simulated_unsafe("cuMemHostRegister"));
+    bool whole = bytes && (uintptr_t)address % 4096 == 0 && bytes % 4096 == 0;
+    if (!whole || flags & ~(unsigned)CU_MEMHOSTREGISTER_PORTABLE || find(&pinned_ranges, (uintptr_t)address))
+        return simulated_fail("cuMemHostRegister", CUDA_ERROR_INVALID_VALUE, "arguments");
+    const char *limit = getenv("SIMULATED_CUDA_PINNED");
+    if (limit && pinned_bytes + bytes > strtoull(limit, NULL, 10))
+        return simulated_fail("cuMemHostRegister", CUDA_ERROR_OUT_OF_MEMORY, "pinned-memory");
+    insert(&pinned_ranges, (struct range){.start = (uintptr_t)address, .bytes = bytes, .kind = MAPPED});
+    pinned_bytes += bytes;
+    simulated_log("register bytes=%zu", bytes);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) { LOCKED(host_register(address, bytes, flags)); }
+
+static CUresult host_unregister(void *address) {
+    TRY(simulated_unsafe("cuMemHostUnregister"));
+    struct range *range = find(&pinned_ranges, (uintptr_t)address);
+    if (!range || range->start != (uintptr_t)address || range->kind != MAPPED)
+        return simulated_fail("cuMemHostUnregister", CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "address");
+    pinned_bytes -= range->bytes;
+    simulated_log("unregister bytes=%zu", range->bytes);
+    take_out(&pinned_ranges, range);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemHostUnregister(void *address) { LOCKED(host_unregister(address)); }
 
 static CUresult pointer_attribute(void *data, CUpointer_attribute attribute, CUdeviceptr address) {
     TRY(simulated_ready(false));

@@ -4,11 +4,12 @@
 //! needs it waits for its end.
 
 use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::Device;
 use candle_core::cuda_backend::cudarc::driver::result;
-use trainable_candle_cuda::host::Pinned as Memory;
+use trainable_candle_cuda::host::{self, Pinned as Own};
 use trainable_candle_cuda::upload;
 
 use super::copies::{Copies, Event};
@@ -16,6 +17,7 @@ use super::error::{driver_error, status_error};
 use super::gpu::Gpu;
 use super::launch::address;
 use super::recorder;
+use crate::streaming::Pages;
 use crate::{Error, Raw, Result, capture};
 
 const OP: &str = "stream_blocks";
@@ -53,7 +55,7 @@ impl Copier {
     pub fn pinned(&self, bytes: usize) -> Result<Pinned> {
         let bind = || self.gpu.stream().context().bind_to_thread();
         bind().map_err(|error| driver_error(OP, error))?;
-        let memory = Memory::new(bytes).map_err(|status| {
+        let memory = Own::new(bytes).map_err(|status| {
             if status.is_out_of_memory() {
                 let gib = bytes as f64 / (1u64 << 30) as f64;
                 let message = format!(
@@ -64,7 +66,35 @@ impl Copier {
             }
             status_error(OP, status)
         })?;
-        Ok(Pinned { memory, gpu: self.gpu, copies: self.copies })
+        Ok(Pinned { memory: Memory::Own(memory), gpu: self.gpu, copies: self.copies })
+    }
+
+    /// Pin memory that other processes share.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] if the system does not let the driver pin as much.
+    pub fn register(&self, pages: Pages) -> Result<Arc<Registered>> {
+        let bind = || self.gpu.stream().context().bind_to_thread();
+        bind().map_err(|error| driver_error(OP, error))?;
+        let (address, size) = pages.mapping();
+        // SAFETY: the mapping is whole pages, and lives as long as the registration, which owns it.
+        unsafe { host::register(address, size) }.map_err(|status| {
+            if status.is_out_of_memory() {
+                let gib = size as f64 / (1u64 << 30) as f64;
+                let message = format!(
+                    "the driver cannot pin the {gib:.2} GiB of memory that processes share for streamed blocks; raise the memory limit of \
+                     the container or `ulimit -l`, stream fewer blocks, or quantize the base"
+                );
+                return Error::OutOfMemory { op: OP, message };
+            }
+            status_error(OP, status)
+        })?;
+        Ok(Arc::new(Registered(pages)))
+    }
+
+    /// A part of shared memory.
+    pub fn part(&self, registered: &Arc<Registered>, range: Range<usize>) -> Pinned {
+        Pinned { memory: Memory::Shared(registered.clone(), range), gpu: self.gpu, copies: self.copies }
     }
 
     /// Queue copies to `slot` after all work that is queued now. `owner` owns the sources; a graph that has the copies
@@ -108,6 +138,22 @@ impl Drop for Copier {
     }
 }
 
+/// Memory that other processes share, pinned in this one.
+pub struct Registered(Pages);
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        host::unregister(self.0.mapping().0);
+    }
+}
+
+enum Memory {
+    /// Of this process alone.
+    Own(Own),
+    /// A part of memory that other processes share.
+    Shared(Arc<Registered>, Range<usize>),
+}
+
 /// Pinned host memory from which copies read.
 pub struct Pinned {
     memory: Memory,
@@ -118,12 +164,17 @@ pub struct Pinned {
 impl Pinned {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        self.memory.bytes()
+        match &self.memory {
+            Memory::Own(own) => own.bytes(),
+            Memory::Shared(registered, range) => registered.0.bytes(range.clone()),
+        }
     }
 
-    /// Set bytes from `start` on, before anything is copied.
+    /// Set bytes of this process alone from `start` on, before anything is copied.
     pub fn write(&mut self, start: usize, bytes: &[u8]) {
-        self.memory.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
+        if let Memory::Own(own) = &mut self.memory {
+            own.bytes_mut()[start..start + bytes.len()].copy_from_slice(bytes);
+        }
     }
 }
 
@@ -138,7 +189,10 @@ impl Drop for Pinned {
         };
         // Leak the memory if a copy may still read it; during a capture it is not possible to wait.
         if recorder::is_capturing_anywhere() || wait().is_err() {
-            self.memory.leak();
+            match &mut self.memory {
+                Memory::Own(own) => own.leak(),
+                Memory::Shared(registered, _) => std::mem::forget(registered.clone()),
+            }
         }
     }
 }

@@ -7,13 +7,19 @@
 //! values by mistake: operations get them from [`Streamed::here`], and a backward pass gets them again.
 
 mod packing;
+mod pages;
 mod ring;
+mod sharing;
+mod unit;
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 use candle_core::{DType, Device};
 
-pub use ring::{Ring, Unit};
+pub(crate) use pages::Pages;
+pub use ring::Ring;
+pub use sharing::{Exchange, Sharing, machine};
+pub use unit::Unit;
 
 use crate::quantized::Weight;
 use crate::raw::Raw;
@@ -82,13 +88,8 @@ impl Streamed {
         if tensors.len() != parts.len() {
             return Ok(None);
         }
-        let all = Tensor::cat(&tensors, 0)?.detach();
-        let mut start = 0;
-        let mut members = Vec::with_capacity(tensors.len());
-        for tensor in &tensors {
-            members.push(new(all.narrow(0, start, tensor.dims()[0])?.into())?);
-            start += tensor.dims()[0];
-        }
+        let (all, parts) = first.0.unit.cat(&tensors)?;
+        let members = parts.into_iter().map(|part| new(part.into())).collect::<Result<_>>()?;
         Ok(Some((new(all.into())?, members)))
     }
 
@@ -129,9 +130,12 @@ impl Streamed {
     /// The weight on the CPU, at any time; a copy if it is in a ring.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the copy does not fit.
+    /// [`Error::OutOfMemory`] if the copy does not fit, [`Error::Argument`] if another process has its values.
     pub fn host(&self) -> Result<Weight> {
         match &*self.state() {
+            State::Gathered(_) if self.0.unit.is_hollow() => {
+                Err(Error::argument(OP, "another process has the values of a weight until the model is complete"))
+            }
             State::Gathered(weight) => Ok(weight.clone()),
             State::Placed { ring, unit, view } => view.map(|raw| ring.read(*unit, raw)),
         }
@@ -187,6 +191,8 @@ impl Weight {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Barrier, Mutex};
+
     use super::*;
     use crate::ops::linear::linear;
     use crate::quantized::Format;
@@ -211,7 +217,7 @@ mod tests {
             [new(weight(seed).into()), new(codes.into())]
         };
         let weights = units.iter().enumerate().map(of).collect();
-        (Ring::new(&Device::Cpu, &units).unwrap(), weights)
+        (Ring::new(&Device::Cpu, &units, None).unwrap(), weights)
     }
 
     #[test]
@@ -250,7 +256,7 @@ mod tests {
             (0..3).map(|seed| Streamed::new(weight(seed).into(), &Device::Cpu, &unit).unwrap()).collect();
         let (joined, members) = Streamed::join(&parts.iter().collect::<Vec<_>>()).unwrap().unwrap();
         drop(parts);
-        let ring = Ring::new(&Device::Cpu, &[unit]).unwrap();
+        let ring = Ring::new(&Device::Cpu, &[unit], None).unwrap();
         assert_eq!(ring.host_bytes(), 3 * SIDE * SIDE * 4);
         assert_eq!(ring.slot_bytes(), ring.host_bytes());
         ring.enter(0).unwrap();
@@ -259,5 +265,84 @@ mod tests {
             assert_eq!(values(&member.values(DType::F32).unwrap()), values(&weight(index)));
             assert_eq!(all[index * SIDE * SIDE..][..SIDE * SIDE], values(&weight(index)));
         }
+    }
+
+    /// Has `size` threads, as processes of one machine, do `work`, with what connects them.
+    fn together<T: Send>(size: usize, work: impl Fn(usize, Box<Exchange>) -> T + Sync) -> Vec<T> {
+        let (barrier, messages) = (Arc::new(Barrier::new(size)), Arc::new(Mutex::new(vec![Vec::new(); size])));
+        let run = |rank: usize| {
+            let (barrier, messages) = (barrier.clone(), messages.clone());
+            let exchange = move |message: &[u8]| {
+                messages.lock().unwrap()[rank] = message.to_vec();
+                barrier.wait();
+                let found = messages.lock().unwrap().clone();
+                barrier.wait();
+                Ok(found)
+            };
+            work(rank, Box::new(exchange))
+        };
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..size).map(|rank| scope.spawn(move || run(rank))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// Three units, each with two joined weights and a quantized one, whose values are those of `first` and following.
+    fn shared(first: usize, rank: usize, exchange: Box<Exchange>) -> Result<(Arc<Ring>, Vec<Vec<Streamed>>)> {
+        let sharing = Sharing::new(rank, exchange)?;
+        let units: Vec<Unit> = (0..3).map(|_| Unit::default()).collect();
+        let mut weights = Vec::new();
+        for (number, unit) in units.iter().enumerate() {
+            let new = |weight: Weight| Streamed::new(unit.share(weight, sharing.is_writer())?, &Device::Cpu, unit);
+            let seed = first + 10 * number;
+            let parts = [new(weight(seed).into())?, new(weight(seed + 1).into())?];
+            let (all, parts) = Streamed::join(&[&parts[0], &parts[1]])?.unwrap();
+            let codes = new(Quantized::new(&weight(seed + 2), Format::Nf4)?.into())?;
+            assert_eq!(all.host().is_ok(), rank == 0);
+            weights.push([vec![all, codes], parts].concat());
+        }
+        Ok((Ring::new(&Device::Cpu, &units, Some(&sharing))?, weights))
+    }
+
+    #[test]
+    fn processes_use_one_copy() {
+        let found = together(3, |rank, exchange| {
+            let (ring, weights) = shared(0, rank, exchange).unwrap();
+            let x = weight(50);
+            for unit in [0, 1, 2, 1, 0] {
+                ring.enter(unit).unwrap();
+                let [all, codes, first, second] = weights[unit].as_slice() else { panic!("four weights") };
+                let run = |weight: &Streamed| values(&linear(&x, WeightRef::Streamed(weight), None).unwrap());
+                let (one, other) = (weight(10 * unit), weight(10 * unit + 1));
+                assert_eq!(values(&all.values(DType::F32).unwrap()), [values(&one), values(&other)].concat());
+                assert_eq!(run(first), values(&linear(&x, &one, None).unwrap()));
+                assert_eq!(run(second), values(&linear(&x, &other, None).unwrap()));
+                let expected = Quantized::new(&weight(10 * unit + 2), Format::Nf4).unwrap();
+                assert_eq!(run(codes), values(&linear(&x, &expected, None).unwrap()));
+            }
+            assert_eq!(values(&weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
+            ring.host_bytes()
+        });
+        // As much as without others, in each of them: joined weights are there once.
+        assert!(found.iter().all(|&bytes| bytes == found[0] && bytes < 3 * 3 * SIDE * SIDE * 4), "{found:?}");
+    }
+
+    #[test]
+    fn other_weights_in_one_process_are_an_error_in_all() {
+        let found = together(2, |rank, exchange| shared(7 * rank, rank, exchange).err().unwrap().to_string());
+        for error in &found {
+            assert!(error.contains("rank 1 has other weights than rank 0 in streamed block 0"), "{error}");
+        }
+    }
+
+    #[test]
+    fn an_error_of_one_process_ends_all() {
+        let found = together(2, |rank, exchange| {
+            let sharing = Sharing::new(rank, exchange).unwrap();
+            let used = |_| if rank == 1 { Err(Error::argument(OP, "no room")) } else { Ok(()) };
+            sharing.pages(1, |_| Ok(()), used).unwrap_err().to_string()
+        });
+        assert!(found[0].contains("rank 1 has failed: ") && found[0].contains("no room"), "{found:?}");
+        assert!(!found[1].contains("has failed") && found[1].contains("no room"), "{found:?}");
     }
 }

@@ -1,5 +1,7 @@
 //! The placement of the weights of a unit side by side.
 
+use std::collections::HashMap;
+
 use candle_core::DType;
 
 use crate::quantized::Weight;
@@ -10,6 +12,10 @@ use super::OP;
 
 /// Parts are aligned to this many bytes, with which copies and kernels are fastest.
 const ALIGNMENT: usize = 256;
+
+/// Where parts of weights without values are: by the identity of their storage, that of the whole and the index of the
+/// first element in it.
+pub(super) type Joined = HashMap<usize, (usize, usize)>;
 
 /// A piece of storage of weights, and its offset in elements of its dtype.
 struct Part {
@@ -24,11 +30,12 @@ struct Part {
 #[derive(Default)]
 pub(super) struct Packing {
     parts: Vec<Part>,
+    joined: Joined,
 }
 
 impl Packing {
-    /// The packing of some weights on the CPU.
-    pub(super) fn of(weights: &[Weight]) -> Result<Self> {
+    /// The packing of some weights on the CPU; `hollow` if they have no values.
+    pub(super) fn of(weights: &[Weight], hollow: Option<&Joined>) -> Result<Self> {
         let mut raws = Vec::new();
         for weight in weights {
             weight.map(|raw| {
@@ -38,14 +45,14 @@ impl Packing {
         }
         // Larger tensors first, so that parts are found in them.
         raws.sort_by_key(|raw| std::cmp::Reverse(raw.elem_count()));
-        let mut packing = Self::default();
+        let mut packing = Self { joined: hollow.cloned().unwrap_or_default(), ..Self::default() };
         for raw in raws {
-            if !raw.is_contiguous() {
+            if hollow.is_none() && !raw.is_contiguous() {
                 return Err(Error::argument(OP, "found a weight that is not contiguous"));
             }
             if packing.place(&raw).is_none() {
                 let offset = packing.count(raw.dtype());
-                let (storage, start) = (storage_identity(&raw).0, raw.layout().start_offset());
+                let (storage, start) = packing.origin(&raw);
                 packing.parts.push(Part { storage, start, raw, offset });
             }
         }
@@ -54,13 +61,19 @@ impl Packing {
 
     /// The index of the first element of `raw` among those of its dtype; `None` if it has no place.
     pub(super) fn place(&self, raw: &Raw) -> Option<usize> {
-        let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
+        let (storage, start) = self.origin(raw);
         let has = |part: &&Part| {
             part.storage == storage
                 && part.start <= start
                 && start + raw.elem_count() <= part.start + part.raw.elem_count()
         };
         self.parts.iter().find(has).map(|part| part.offset + (start - part.start))
+    }
+
+    /// The identity of the storage of `raw`, and the index of its first element there.
+    fn origin(&self, raw: &Raw) -> (usize, usize) {
+        let (storage, start) = (storage_identity(raw).0, raw.layout().start_offset());
+        self.joined.get(&storage).copied().unwrap_or((storage, start))
     }
 
     /// The number of elements of `dtype`, rounded up so that the next part is aligned.

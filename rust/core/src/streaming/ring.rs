@@ -1,37 +1,23 @@
 //! [`Ring`]: the slots on the device, and the units in them.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::fmt::Write as _;
+use std::hash::{Hash, Hasher};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_core::{DType, Device};
+use rustc_hash::FxHasher;
 
 use super::packing::Packing;
-use super::{Inner, OP, Streamed};
+use super::pages::Pages;
+use super::sharing::Sharing;
+use super::{OP, Streamed, Unit};
 use crate::cuda::streaming::{Copier, Pinned};
 use crate::raw::{Raw, own_copy, with_bytes};
 use crate::tape::{Backward, BackwardContext, Inputs, Node};
 use crate::{Error, Result, Tensor, checkpoint, compute};
 
 const SLOTS: usize = 2;
-
-/// The weights that are used together, those of a block; collects them while a model is built.
-#[derive(Clone, Default)]
-pub struct Unit(Arc<Mutex<Vec<Weak<Inner>>>>);
-
-impl Unit {
-    pub(super) fn add(&self, weight: &Streamed) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&weight.0));
-    }
-
-    pub(super) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-
-    /// The weights that still exist.
-    fn weights(&self) -> Vec<Streamed> {
-        let weights = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
-    }
-}
 
 /// Two slots on a device for units in the memory of the host. Unit i is copied to slot i mod 2.
 pub struct Ring {
@@ -49,6 +35,8 @@ struct Held(Vec<(DType, Bytes)>);
 enum Bytes {
     /// The bytes of a unit of a ring on the CPU.
     Plain(Raw),
+    /// The same, in memory that processes share.
+    Shared(Arc<Pages>, Range<usize>),
     Pinned(Pinned),
 }
 
@@ -69,15 +57,19 @@ enum Direction {
 
 impl Ring {
     /// Move the weights of `units` to pinned memory of the host, which `device` can read by itself. Units are used in
-    /// their order, and in reverse order by backward passes.
+    /// their order, and in reverse order by backward passes. With `sharing`, one copy of them serves all processes of
+    /// a machine; then all processes call this.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host.
-    pub fn new(device: &Device, units: &[Unit]) -> Result<Arc<Self>> {
+    /// [`Error::OutOfMemory`] if the slots do not fit on the device, or the units in the memory of the host,
+    /// [`Error::Argument`] if another process has other weights or has failed.
+    pub fn new(device: &Device, units: &[Unit], sharing: Option<&Sharing>) -> Result<Arc<Self>> {
         let gathered: Vec<Vec<Streamed>> = units.iter().map(Unit::weights).collect();
         let mut sizes: [Vec<(DType, usize)>; SLOTS] = Default::default();
-        for (index, weights) in gathered.iter().enumerate() {
-            let (packing, sizes) = (packing(weights)?, &mut sizes[index % SLOTS]);
+        let mut described = Vec::with_capacity(units.len());
+        for (index, (weights, unit)) in gathered.iter().zip(units).enumerate() {
+            let (packing, sizes) = (unit.packing(weights)?, &mut sizes[index % SLOTS]);
+            described.push(description(&packing, unit));
             for dtype in packing.dtypes() {
                 let count = packing.count(dtype);
                 match sizes.iter_mut().find(|(known, _)| *known == dtype) {
@@ -91,20 +83,73 @@ impl Ring {
         };
         let slots = [slot(&sizes[0])?, slot(&sizes[1])?];
         let copier = if device.is_cpu() { None } else { Some(Copier::new(device, SLOTS)?) };
-        let units = units.iter().map(|_| OnceLock::new()).collect();
-        let ring = Arc::new(Self { units, slots, copier, state: Mutex::default() });
-        for (unit, weights) in gathered.into_iter().enumerate() {
-            ring.take(unit, weights)?;
+        let empty = units.iter().map(|_| OnceLock::new()).collect();
+        let ring = Arc::new(Self { units: empty, slots, copier, state: Mutex::default() });
+        if let Some(sharing) = sharing {
+            sharing.agree(&described)?;
+            ring.share(units, gathered, sharing)?;
+            return Ok(ring);
+        }
+        // The originals of a unit are freed before the next unit is moved.
+        for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
+            let packing = unit.packing(&weights)?;
+            let held = Held::new(&packing, ring.copier.as_ref())?;
+            ring.place(index, &weights, &packing)?;
+            drop(ring.units[index].set(Arc::new(held)));
         }
         Ok(ring)
     }
 
-    /// Move the weights of a unit. The originals are freed before the next unit is moved.
-    fn take(self: &Arc<Self>, unit: usize, weights: Vec<Streamed>) -> Result<()> {
-        let packing = packing(&weights)?;
+    /// Move the weights of all units to memory that the processes of the machine share, or use what another process
+    /// has moved there.
+    fn share(self: &Arc<Self>, units: &[Unit], gathered: Vec<Vec<Streamed>>, sharing: &Sharing) -> Result<()> {
+        let mut ranges: Vec<Vec<(DType, Range<usize>)>> = Vec::with_capacity(units.len());
+        let mut end = 0;
+        for (weights, unit) in gathered.iter().zip(units) {
+            let packing = unit.packing(weights)?;
+            let range = |dtype: DType| {
+                let start = end;
+                end += packing.count(dtype) * dtype.size_in_bytes();
+                (dtype, start..end)
+            };
+            ranges.push(packing.dtypes().into_iter().map(range).collect());
+        }
+        let fill = |mut pages: Option<&mut Pages>| {
+            for (index, (weights, unit)) in gathered.into_iter().zip(units).enumerate() {
+                let packing = unit.packing(&weights)?;
+                for (dtype, range) in &ranges[index] {
+                    let Some(pages) = &mut pages else { continue };
+                    for (offset, raw) in packing.parts(*dtype) {
+                        let start = range.start + offset * dtype.size_in_bytes();
+                        with_bytes(raw, |bytes| pages.write(start, bytes))??;
+                    }
+                }
+                self.place(index, &weights, &packing)?;
+            }
+            Ok(())
+        };
+        let used = |pages: Pages| {
+            let bytes: Box<dyn Fn(Range<usize>) -> Bytes> = if let Some(copier) = &self.copier {
+                let registered = copier.register(pages)?;
+                Box::new(move |range| Bytes::Pinned(copier.part(&registered, range)))
+            } else {
+                let pages = Arc::new(pages);
+                Box::new(move |range| Bytes::Shared(pages.clone(), range))
+            };
+            for (unit, ranges) in self.units.iter().zip(&ranges) {
+                let parts = ranges.iter().map(|(dtype, range)| (*dtype, bytes(range.clone())));
+                drop(unit.set(Arc::new(Held(parts.collect()))));
+            }
+            Ok(())
+        };
+        sharing.pages(end, fill, used)
+    }
+
+    /// Let the weights of a unit be views of its slot, and drop the originals.
+    fn place(self: &Arc<Self>, unit: usize, weights: &[Streamed], packing: &Packing) -> Result<()> {
         let slot = &self.slots[unit % SLOTS];
         let mut views = Vec::with_capacity(weights.len());
-        for weight in &weights {
+        for weight in weights {
             views.push(weight.gathered()?.map(|raw| {
                 let part = slot.iter().find(|part| part.dtype() == raw.dtype());
                 let (Some(offset), Some(part)) = (packing.place(raw), part) else {
@@ -113,8 +158,6 @@ impl Ring {
                 Ok(part.narrow(0, offset, raw.elem_count())?.reshape(raw.shape())?)
             })?);
         }
-        let held = Held::new(&packing, self.copier.as_ref())?;
-        drop(self.units[unit].set(Arc::new(held)));
         for (weight, view) in weights.iter().zip(views) {
             weight.place(self, unit, view);
         }
@@ -171,6 +214,11 @@ impl Ring {
             let Some(to) = self.slots[slot].iter().find(|part| part.dtype() == *dtype) else { continue };
             match bytes {
                 Bytes::Plain(raw) => compute::copy_into(&to.narrow(0, 0, raw.elem_count())?, raw)?,
+                Bytes::Shared(pages, range) => {
+                    let count = range.len() / dtype.size_in_bytes();
+                    let raw = Raw::from_raw_buffer(pages.bytes(range.clone()), *dtype, &[count], &Device::Cpu)?;
+                    compute::copy_into(&to.narrow(0, 0, count)?, &raw)?;
+                }
                 Bytes::Pinned(bytes) => pinned.push((bytes, to)),
             }
         }
@@ -191,14 +239,13 @@ impl Ring {
         let held = self.units[unit].get().and_then(|held| held.0.iter().find(|(dtype, _)| *dtype == view.dtype()));
         let Some((_, bytes)) = held else { return Err(Error::argument(OP, "a unit is not complete")) };
         let (start, count) = (view.layout().start_offset(), view.elem_count());
-        match bytes {
-            Bytes::Plain(raw) => Ok(own_copy(&raw.narrow(0, start, count)?)?.reshape(view.shape())?),
-            Bytes::Pinned(pinned) => {
-                let size = view.dtype().size_in_bytes();
-                let bytes = &pinned.bytes()[start * size..(start + count) * size];
-                Ok(Raw::from_raw_buffer(bytes, view.dtype(), view.dims(), &Device::Cpu)?)
-            }
-        }
+        let size = view.dtype().size_in_bytes();
+        let all = match bytes {
+            Bytes::Plain(raw) => return Ok(own_copy(&raw.narrow(0, start, count)?)?.reshape(view.shape())?),
+            Bytes::Shared(pages, range) => pages.bytes(range.clone()),
+            Bytes::Pinned(pinned) => pinned.bytes(),
+        };
+        Ok(Raw::from_raw_buffer(&all[start * size..][..count * size], view.dtype(), view.dims(), &Device::Cpu)?)
     }
 
     /// Bytes of the slots on the device.
@@ -253,13 +300,24 @@ impl Bytes {
     fn len(&self) -> usize {
         match self {
             Self::Plain(raw) => raw.elem_count() * raw.dtype().size_in_bytes(),
+            Self::Shared(_, range) => range.len(),
             Self::Pinned(pinned) => pinned.bytes().len(),
         }
     }
 }
 
-fn packing(weights: &[Streamed]) -> Result<Packing> {
-    Packing::of(&weights.iter().map(Streamed::gathered).collect::<Result<Vec<_>>>()?)
+/// A unit for a comparison between processes: its bytes in each dtype, where its parts are, and the digest of its values.
+fn description(packing: &Packing, unit: &Unit) -> String {
+    let mut text = String::new();
+    let mut places = FxHasher::default();
+    for dtype in packing.dtypes() {
+        for (offset, raw) in packing.parts(dtype) {
+            (offset, raw.dims()).hash(&mut places);
+        }
+        // Writing to a string does not fail.
+        let _ = write!(text, "{} bytes of {}, ", packing.count(dtype) * dtype.size_in_bytes(), dtype.as_str());
+    }
+    format!("{text}digest {:016x}{:016x}", places.finish(), unit.digest())
 }
 
 /// Brings the unit to its slot for the backward pass; the gradient passes unchanged.

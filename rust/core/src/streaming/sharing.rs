@@ -1,0 +1,134 @@
+//! [`Sharing`]: the processes of a machine that stream the same weights from one copy.
+//!
+//! The lowest rank of a machine writes the copy, and the others map it. All processes take the same steps: they build
+//! the same model, compare what they would copy, and exchange messages, which also orders writing and reading. Each
+//! process reads every weight once, to compare the digests; all but the writer keep its shape alone.
+
+use std::cell::RefCell;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+use super::OP;
+use super::pages::Pages;
+use crate::{Error, Result};
+
+/// Sends a message to all processes and returns the messages of all, by rank.
+pub type Exchange = dyn Fn(&[u8]) -> Result<Vec<Vec<u8>>> + Send + Sync;
+
+/// The processes that load the same model at the same time.
+pub struct Sharing {
+    exchange: Box<Exchange>,
+    rank: usize,
+    /// The rank that writes the copy of this machine.
+    writer: usize,
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Arc<Sharing>>> = const { RefCell::new(None) };
+}
+
+/// The name of what processes must have in common to share memory: the system, its process numbers and the user.
+/// `None` if the system does not say.
+pub fn machine() -> Option<String> {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let numbers = std::fs::read_link("/proc/self/ns/pid").ok()?;
+    let user = std::fs::metadata("/proc/self").ok()?.uid();
+    Some(format!("{} {} {user}", boot.trim(), numbers.display()))
+}
+
+impl Sharing {
+    /// Find out which processes are on one machine; all of them call this. `rank` is that of this process.
+    ///
+    /// # Errors
+    /// Those of `exchange`; [`Error::Argument`] if it returns too few messages.
+    pub fn new(rank: usize, exchange: Box<Exchange>) -> Result<Arc<Self>> {
+        // A process that does not know its machine is alone on it.
+        let mine = machine().unwrap_or_else(|| format!("rank {rank}"));
+        let found = exchange(mine.as_bytes())?;
+        let Some(writer) = found.iter().position(|theirs| theirs == mine.as_bytes()).filter(|_| rank < found.len())
+        else {
+            let count = found.len();
+            return Err(Error::argument(OP, format!("found {count} messages of processes, expected more than {rank}")));
+        };
+        Ok(Arc::new(Self { exchange, rank, writer }))
+    }
+
+    /// Let the models that this thread loads from now on share their streamed weights; None ends this.
+    pub fn set(sharing: Option<Arc<Self>>) {
+        CURRENT.set(sharing);
+    }
+
+    /// What [`set`](Self::set) has set on this thread.
+    pub fn current() -> Option<Arc<Self>> {
+        CURRENT.with_borrow(Clone::clone)
+    }
+
+    /// Whether this process writes the copy of its machine.
+    pub const fn is_writer(&self) -> bool {
+        self.rank == self.writer
+    }
+
+    /// Check that all processes have the same units; `mine` describes each of those of this process.
+    pub(super) fn agree(&self, mine: &[String]) -> Result<()> {
+        let ((), every) = self.tell(Ok(()), |()| mine.join("\n"))?;
+        let first: Vec<&str> = every[0].split('\n').collect();
+        for (rank, theirs) in every.iter().enumerate() {
+            let theirs: Vec<&str> = theirs.split('\n').collect();
+            let differs = (0..first.len().max(theirs.len())).find(|&unit| first.get(unit) != theirs.get(unit));
+            if let Some(unit) = differs {
+                let [found, expected] = [&theirs, &first].map(|units| units.get(unit).copied().unwrap_or("none"));
+                return Err(Error::argument(
+                    OP,
+                    format!(
+                        "rank {rank} has other weights than rank 0 in streamed block {unit}: {found}, expected {expected}; give all \
+                         processes the same files and settings"
+                    ),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// The memory of this machine, of at least `bytes`. `fill` is called in every process, in the writer with the
+    /// memory; `used` uses it in this process. When this returns, all processes have done so.
+    pub(super) fn pages<T>(
+        &self,
+        bytes: usize,
+        fill: impl FnOnce(Option<&mut Pages>) -> Result<()>,
+        used: impl FnOnce(Pages) -> Result<T>,
+    ) -> Result<T> {
+        let written = if self.is_writer() {
+            Pages::create(bytes).and_then(|mut pages| {
+                fill(Some(&mut pages))?;
+                Ok((pages.description()?, Some(pages)))
+            })
+        } else {
+            fill(None).map(|()| (String::new(), None))
+        };
+        let ((_, made), every) = self.tell(written, |(description, _)| description.clone())?;
+        let opened = made.map_or_else(|| Pages::open(&every[self.writer]), Ok);
+        // The descriptor of the writer must stay open until all have opened it.
+        let (mut pages, _) = self.tell(opened, |_| String::new())?;
+        pages.close();
+        Ok(self.tell(used(pages), |_| String::new())?.0)
+    }
+
+    /// Exchange the texts of what all processes have; if one of them has an error instead, all return an error.
+    fn tell<T>(&self, mine: Result<T>, text: impl FnOnce(&T) -> String) -> Result<(T, Vec<String>)> {
+        let message = match &mine {
+            Ok(found) => format!("+{}", text(found)),
+            Err(error) => format!("-{error}"),
+        };
+        let every = (self.exchange)(message.as_bytes())?;
+        let mine = mine?;
+        let read = |(rank, message): (usize, Vec<u8>)| {
+            let text = String::from_utf8_lossy(&message).into_owned();
+            match text.split_at_checked(1) {
+                Some(("+", text)) => Ok(text.to_owned()),
+                Some((_, error)) => Err(Error::argument(OP, format!("rank {rank} has failed: {error}"))),
+                None => Err(Error::argument(OP, format!("rank {rank} has sent nothing"))),
+            }
+        };
+        Ok((mine, every.into_iter().enumerate().map(read).collect::<Result<_>>()?))
+    }
+}

@@ -1,0 +1,119 @@
+//! [`Unit`]: the weights that are used together, while a model is built.
+
+use std::hash::Hasher;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use candle_core::Device;
+use rustc_hash::FxHasher;
+
+use super::packing::{Joined, Packing};
+use super::{Inner, Streamed};
+use crate::quantized::Weight;
+use crate::raw::{Raw, storage_identity, with_bytes};
+use crate::{Result, Tensor};
+
+/// The weights that are used together, those of a block; collects them while a model is built.
+#[derive(Clone, Default)]
+pub struct Unit(Arc<Mutex<Contents>>);
+
+#[derive(Default)]
+struct Contents {
+    weights: Vec<Weak<Inner>>,
+    /// Of the values that were shared, in their order.
+    digest: u64,
+    /// If the weights have no values.
+    hollow: Option<Joined>,
+    /// The storage that `hollow` names, so that no other takes its address.
+    kept: Vec<Raw>,
+}
+
+impl Unit {
+    pub(super) fn add(&self, weight: &Streamed) {
+        self.contents().weights.push(Arc::downgrade(&weight.0));
+    }
+
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    /// The weights that still exist.
+    pub(super) fn weights(&self) -> Vec<Streamed> {
+        self.contents().weights.iter().filter_map(Weak::upgrade).map(Streamed).collect()
+    }
+
+    /// A weight on the CPU for a [`Sharing`](super::Sharing): itself in the process that writes it for the others,
+    /// elsewhere (`is_written` is false) one of the same shape without memory. All weights of a unit are of one kind.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`](crate::Error::OutOfMemory) if the system gives no memory.
+    pub fn share(&self, weight: Weight, is_written: bool) -> Result<Weight> {
+        let mut digest = FxHasher::default();
+        digest.write_u64(self.contents().digest);
+        weight.map(|raw| {
+            with_bytes(raw, |bytes| digest.write(bytes))?;
+            Ok(raw.clone())
+        })?;
+        let mut contents = self.contents();
+        contents.digest = digest.finish();
+        if is_written {
+            return Ok(weight);
+        }
+        contents.hollow.get_or_insert_default();
+        weight.map(|raw| hollow(raw, raw.dims()))
+    }
+
+    /// The digest of the values that were shared.
+    pub(super) fn digest(&self) -> u64 {
+        self.contents().digest
+    }
+
+    /// Whether its weights have no values.
+    pub(super) fn is_hollow(&self) -> bool {
+        self.contents().hollow.is_some()
+    }
+
+    /// The packing of some of its weights, which are not in a ring yet.
+    pub(super) fn packing(&self, weights: &[Streamed]) -> Result<Packing> {
+        let weights = weights.iter().map(Streamed::gathered).collect::<Result<Vec<_>>>()?;
+        Packing::of(&weights, self.contents().hollow.as_ref())
+    }
+
+    /// Tensors stacked along their first dimension, and each of them as a part of the result.
+    pub(super) fn cat(&self, tensors: &[&Tensor]) -> Result<(Tensor, Vec<Tensor>)> {
+        let rows = tensors.iter().map(|tensor| tensor.dims()[0]).sum();
+        let contents = &mut *self.contents();
+        let all = match &contents.hollow {
+            None => Tensor::cat(tensors, 0)?.detach(),
+            Some(_) => {
+                let mut dims = tensors[0].dims().to_vec();
+                dims[0] = rows;
+                Tensor::constant(hollow(&tensors[0].raw, &dims)?)
+            }
+        };
+        let (mut start, mut parts) = (0, Vec::with_capacity(tensors.len()));
+        for tensor in tensors {
+            let count = tensor.dims()[0];
+            parts.push(match &mut contents.hollow {
+                None => all.narrow(0, start, count)?,
+                Some(joined) => {
+                    let part = hollow(&tensor.raw, tensor.dims())?;
+                    let first = start * tensor.elem_count() / count.max(1);
+                    joined.insert(storage_identity(&part).0, (storage_identity(&all.raw).0, first));
+                    contents.kept.extend([part.clone(), all.raw.clone()]);
+                    Tensor::constant(part)
+                }
+            });
+            start += count;
+        }
+        Ok((all, parts))
+    }
+
+    fn contents(&self) -> MutexGuard<'_, Contents> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A tensor on the CPU that has the dtype of `like` and one element in memory.
+fn hollow(like: &Raw, dims: &[usize]) -> Result<Raw> {
+    Ok(Raw::zeros((), like.dtype(), &Device::Cpu)?.broadcast_as(dims)?)
+}

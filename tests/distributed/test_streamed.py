@@ -1,0 +1,133 @@
+"""Processes of a machine stream blocks from one copy in host memory."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainable_candle.distributed.launch import gpu_environment
+from trainable_candle.distributed.streamed import least_sharing
+
+FLUX = Path(__file__).parents[1] / "golden" / "flux"
+BLOCKS = sum(
+    json.loads((FLUX / "transformer" / "config.json").read_text())[name]
+    for name in ("num_layers", "num_single_layers")
+)
+
+# Prints the losses and gradients of two steps, and the shared memory of the process.
+STEPS = """
+import hashlib
+import json
+import sys
+
+import trainable_candle as tc
+from trainable_candle import distributed
+from trainable_candle.distributed.streamed import shared_streams
+from trainable_candle.models import FluxTransformer
+from trainable_candle.nn.functional import mse_loss
+
+folder, blocks, quantize, device, graph = json.loads(sys.argv[1])
+device = distributed.init(device)
+with shared_streams(distributed._group):
+    model = FluxTransformer.from_pretrained(
+        folder + "/transformer", dtype="f32" if device == "cpu" else "bf16", device=device,
+        quantize=quantize, stream_blocks=blocks, stream_modulation=blocks > 0,
+    )
+case = tc.load_file(folder + "/transformer_forward.safetensors")
+names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids",
+         "txt_ids", "guidance")
+inputs = [case[name].to(device) for name in names]
+tc.manual_seed(0)
+model.enable_gradient_checkpointing("full")
+adapter = model.add_adapter(tc.LoraConfig(r=4, target_modules=["all-linear"]))
+optimizer = tc.optim.AdamW(adapter.parameters(), lr=1e-2)
+
+def step(*inputs):
+    y = model(**dict(zip(names, inputs))).to("f32")
+    loss = mse_loss(y, tc.ones(y.shape, device=device))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+run = tc.cuda.capture(step, inputs) if graph else step
+losses = [run(*inputs).item() for _ in range(5 if graph else 2)]
+digest = hashlib.sha256(b"".join(var.detach().numpy().tobytes() for var in adapter.parameters()))
+mapped, private, is_ours = {}, 0, False
+for line in open("/proc/self/smaps"):
+    words = line.split()
+    if not words[0].endswith(":"):
+        is_ours = "memfd:trainable-candle" in line
+        if is_ours:
+            mapped[words[4]] = 0
+            inode = words[4]
+    elif is_ours and words[0] == "Size:":
+        mapped[inode] += int(words[1])
+distributed.barrier()
+print(json.dumps({"losses": losses, "digest": digest.hexdigest(), "mapped": mapped}))
+distributed.close()
+"""
+
+
+def run(
+    size: int, blocks: int, quantize: str | None, *, device: str = "cpu", graph: bool = False
+) -> list[dict[str, Any]]:
+    """What `size` processes print."""
+    arguments = json.dumps([str(FLUX), blocks, quantize, device, graph])
+    with tempfile.TemporaryDirectory(dir="/tmp") as meeting:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", STEPS, arguments],
+                env=gpu_environment(Path(meeting), rank, size),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * size
+    return [json.loads(output) for output in outputs]
+
+
+def assert_one_copy(found: list[dict[str, Any]], resident: dict[str, Any]) -> None:
+    """All processes map the same memory, and compute what resident blocks do."""
+    # Blocks, and their modulation.
+    assert len(found[0]["mapped"]) == 2
+    for one in found:
+        assert one["mapped"] == found[0]["mapped"]
+        assert (one["losses"], one["digest"]) == (resident["losses"], resident["digest"])
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+def test_processes_compute_with_one_copy(quantize: str | None) -> None:
+    (resident,) = run(1, 0, quantize)
+    assert resident["mapped"] == {}
+    assert_one_copy(run(2, BLOCKS, quantize), resident)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_gpus_compute_with_one_copy(gpu: str, quantize: str | None, *, graph: bool) -> None:
+    import trainable_candle as tc
+
+    if tc.cuda.device_count() < 2:
+        pytest.skip(f"{gpu} is the only GPU")
+    (resident,) = run(1, 0, quantize, device="cuda", graph=graph)
+    assert_one_copy(run(2, BLOCKS, quantize, device="cuda", graph=graph), resident)
+
+
+def test_a_single_process_has_a_copy_of_its_own() -> None:
+    (found,) = run(1, BLOCKS, None)
+    assert found["mapped"] == {}
+
+
+def test_the_fewest_that_share_count() -> None:
+    assert least_sharing(["a", "a"]) == 2
+    assert least_sharing(["a", "a", "b"]) == 1
+    # Processes that do not know their machine share nothing.
+    assert least_sharing(["", ""]) == 1
