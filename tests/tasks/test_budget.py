@@ -13,7 +13,7 @@ import pytest
 import trainable_candle as tc
 from trainable_candle import families
 from trainable_candle.errors import OutOfMemoryError
-from trainable_candle.settings.machine import FORMATS, SAME
+from trainable_candle.settings.machine import CHECKPOINTING, FORMATS, SAME
 from trainable_candle.tasks.budget import Budget, Plan, find_budget, make_plan, step_seconds
 from trainable_candle.tasks.estimate import RUNTIME_BYTES, Estimate, Item
 from trainable_candle.tasks.speed import GPUS, Work

@@ -52,8 +52,8 @@ class Estimate:
     work: Work | None = None
     """The arithmetic and transfers of a micro-batch, if the task estimates them."""
     host: int = 0
-    """Bytes of host memory in addition to GPU memory: streamed weights, offloaded inputs of blocks, the
-    original weights for LoftQ."""
+    """Bytes of host memory in addition to GPU memory: streamed weights, offloaded inputs of blocks,
+    the original weights for LoftQ."""
 
     @property
     def place(self) -> str:
