@@ -4306,6 +4306,12 @@ def manual_seed(seed: SupportsIndex) -> None:
         seed: 0 to 2**64 - 1.
     """
 
+def memory_machine() -> str | None:
+    """
+    Return the name of the machine, its process numbers and the user: processes with equal names can share memory. None if the system
+    does not say.
+    """
+
 def modulated_layer_norm(
     input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = ...
 ) -> Tensor:
@@ -4838,6 +4844,19 @@ def set_w8a8(enabled: bool) -> None:
     Args:
         enabled: whether they do, from now on. The default is that they multiply the values that codes represent. Captured graphs
             keep what they were recorded with.
+    """
+
+def share_streamed(rank: SupportsIndex = 0, exchange: Callable[..., Any] | None = None) -> None:
+    """
+    Let the models that this thread loads from now on share the weights that are streamed from host memory: the processes of a machine
+    have one copy of them. All processes must then load the same models in the same order.
+
+    Args:
+        rank: which of the processes this is, from 0.
+        exchange: sends bytes to all processes and returns those of all, by rank; None ends the sharing.
+
+    Raises:
+        ArgumentError: if `exchange` returns too few messages.
     """
 
 def smooth_l1_loss(

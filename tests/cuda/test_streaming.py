@@ -238,7 +238,7 @@ def test_ranks_pin_one_copy(cuda: Any, quantize: str | None) -> None:
     def work(rank, device):
         model = shared(device, {quantize!r})
         with tc.no_grad():
-            model(**{{name: value.to(device) for name, value in zip(names, inputs)}})
+            model(**{{name: case[name].to(device) for name in names}})
         tc.cuda.synchronize(device)
         found = {{
             line.split()[4]: int(line.split()[0].split("-")[1], 16)

@@ -83,6 +83,25 @@ def test_two_processes_equal_one_with_twice_the_accumulation(
         np.testing.assert_allclose(found[name].numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+def test_runs_with_streamed_blocks_equal_those_without(
+    digits_base: Path, digits_folder: Path, tmp_path: Path
+) -> None:
+    if not tc.cuda.is_available() or tc.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = []
+    for blocks in (0, 2):
+        output = tmp_path / str(blocks)
+        more = {"gpus": 2, "device": "cuda", "precision": "bf16", "stream_blocks": blocks}
+        more |= {"gradient_checkpointing": "full", "base_precision": "same"}
+        result = run(training(digits_base, digits_folder, output, **more))
+        assert result.returncode == 0, result.stderr
+        adapter = tc.load_file(output / "adapter.safetensors")
+        values = {name: tensor.numpy().tobytes() for name, tensor in adapter.items()}
+        found.append((losses(output), values))
+    assert found[0] == found[1]
+
+
 def test_two_machines_are_one_run(
     alone: Path, digits_base: Path, digits_folder: Path, tmp_path: Path, device: str
 ) -> None:

@@ -1,5 +1,6 @@
 """The settings that a plan chooses for the available memory."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -165,11 +166,16 @@ def test_what_processes_share_counts_once_on_their_machine(flux: Model) -> None:
 
 
 def test_the_host_memory_in_messages_is_that_of_the_machine(flux: Model) -> None:
-    there = budget(6)
-    need = flux.plan(there).estimate.host
-    message = rf"there and {need / GIB:.2f} GiB of the host, which has 512\.0 MiB free"
-    with pytest.raises(OutOfMemoryError, match=message):
-        flux.plan(Budget(there.memory, GIB / 4, there.rates, processes=2, sharing=2))
+    def need(**processes: int) -> float:
+        found = Budget(budget(6).memory, GIB / 4, processes=2, **processes)
+        message = r"there and ([\d.]+) GiB of the host, which has 512\.0 MiB free"
+        with pytest.raises(OutOfMemoryError, match=message) as caught:
+            flux.plan(found)
+        (gib,) = re.findall(message, str(caught.value))
+        return float(gib)
+
+    # Two copies need twice the memory of one.
+    assert need(sharing=1) == pytest.approx(2 * need(sharing=2), abs=0.02)
 
 
 def test_originals_for_loftq_are_not_shared(flux: Model) -> None:

@@ -243,9 +243,9 @@ def _plan_batch(
             return replace(best, nearest=nearest)
     on_the_gpu = [found for found in plans if found.estimate.peak <= budget.planned]
     if on_the_gpu:
-        least = min((found.estimate for found in on_the_gpu), key=budget.host_need)
-        host = (budget.host_need(least) * budget.processes, budget.host * budget.processes)
-        return refuse_for_the_host(first.estimate, least, groups, host)
+        fits = min((found.estimate for found in on_the_gpu), key=budget.host_need)
+        host = (budget.host_need(fits) * budget.processes, budget.host * budget.processes)
+        return refuse_for_the_host(first.estimate, fits, groups, host)
     smallest = min(plans, key=lambda found: found.estimate.peak)
     return refuse(first.estimate, smallest.config, groups, budget.planned, estimate)
 

@@ -320,7 +320,7 @@ mod tests {
                 let expected = Quantized::new(&weight(10 * unit + 2), Format::Nf4).unwrap();
                 assert_eq!(run(codes), values(&linear(&x, &expected, None).unwrap()));
             }
-            assert_eq!(values(&weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
+            assert_eq!(values(weights[2][2].host().unwrap().tensor().unwrap()), values(&weight(20)));
             ring.host_bytes()
         });
         // As much as without others, in each of them: joined weights are there once.
