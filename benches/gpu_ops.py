@@ -86,9 +86,9 @@ def attention(heads: int, tokens: int, keys: int, dim: int = 64) -> Case:
     )
 
 
-def packed_attention(heads: int, key_heads: int, segments: int, dim: int = 128) -> Case:
-    """Causal attention of segments of 2048 tokens in one row; torch runs a call for each."""
-    length = 2048
+def packed_attention(heads: int, key_heads: int, segments: int, length: int = 2048) -> Case:
+    """Causal attention of segments in one row, heads 128 wide; torch gets a call a segment."""
+    dim = 128
     rows = segments * length
     bounds: list[tc.Tensor] = []
 
@@ -184,6 +184,7 @@ def cases() -> list[Case]:
         attention(20, 1024, 77),
         attention(24, 4608, 4608, 128),
         packed_attention(12, 2, 4),
+        packed_attention(12, 2, 32, 256),
         packed_attention(32, 8, 2),
         convolution((128, 128, 4), 320, 3),
         convolution((128, 128, 320), 320, 3),

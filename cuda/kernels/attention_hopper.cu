@@ -23,7 +23,7 @@
     attention_hopper_forward_w##w##_##dtype(float *log_sums, float *parts, BY_VALUE AttentionForwardMaps maps,                     \
                                             BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                           \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
-        HopperForward<type, w, 128, groups, Schedule>{maps, shape, schedule, shared_address(shared)}.run(log_sums, parts);                   \
+        HopperForward<type, w, 128, groups, Schedule>{maps, shape, schedule, shared_address(shared)}.run(log_sums, parts);         \
     }
 
 // attention_hopper_sum_w{64,128}_{f16,bf16}: o and log_sums of split items from their parts.
@@ -43,7 +43,7 @@
     attention_hopper_statistics_w##w##_##dtype(const type *o, const type *d_o, const float *log_sums, float *statistics,           \
                                                uint32_t *turns, BY_VALUE Strides o_strides, BY_VALUE Strides do_strides,           \
                                                BY_VALUE AttentionShape shape) {                                                    \
-        backward_statistics<type, w, m>(o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);                        \
+        backward_statistics<type, w, m>(blockIdx.x, o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);            \
     }
 
 // attention_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of whole items. Writes dk and dv of each part of a split
@@ -56,7 +56,8 @@
                                              BY_VALUE AttentionBackwardMaps maps, BY_VALUE AttentionShape shape,                   \
                                              BY_VALUE Schedule schedule) {                                                         \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
-        HopperBackward<type, w, m>{maps, shape, schedule, shared_address(shared)}.run(statistics, sums, turns, parts);             \
+        const Order<m> order(schedule, shape);                                                                                     \
+        HopperBackward<type, w, m, Order<m>>{maps, shape, order, shared_address(shared)}.run(statistics, sums, turns, parts);      \
     }
 
 // attention_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts.
@@ -66,12 +67,13 @@
     attention_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, type *dq, type *dk, type *dv,                    \
                                            BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides, BY_VALUE Strides dv_strides,  \
                                            BY_VALUE AttentionShape shape, BY_VALUE Schedule schedule) {                            \
-        backward_finish<type, w, m>(sums, parts, dq, dk, dv, dq_strides, dk_strides, dv_strides, shape, schedule);                 \
+        backward_finish<type, w, m>(sums, parts, dq, dk, dv, dq_strides, dk_strides, dv_strides, shape,                            \
+                                    Order<m>(schedule, shape));                                                                    \
     }
 
 #define KERNELS(w, dtype, type, groups, m)                                                                                         \
-    static_assert(HopperForward<type, w, 128, groups, Schedule>::SHARED == (w == 64 ? 139360 : 229472));                                     \
-    static_assert(HopperBackward<type, w, m>::SHARED == (w == 64 ? 216216 : 214680));                                              \
+    static_assert(HopperForward<type, w, 128, groups, Schedule>::SHARED == (w == 64 ? 139360 : 229472));                           \
+    static_assert(HopperBackward<type, w, m, Order<m>>::SHARED == (w == 64 ? 216216 : 214680));                                    \
     FORWARD(w, dtype, type, groups)                                                                                                \
     SUM(w, dtype, type, groups)                                                                                                    \
     STATISTICS(w, dtype, type, m)                                                                                                  \

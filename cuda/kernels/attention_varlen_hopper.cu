@@ -1,27 +1,86 @@
-// The attention of attention_varlen.cu on compute capability 9.0, forward (for sm_90a alone), with the same operands and spans: for f16
-// and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples of 16 bytes.
+// The attention of attention_varlen.cu on compute capability 9.0, forward and backward (for sm_90a alone), with the same operands and
+// spans: for f16 and bf16, widths that are a multiple of 8 up to 64 (w64) or 128 (w128), and pointers and strides that are multiples of 16
+// bytes.
 //
-// `maps` as in attention_hopper.cu, with the heads of each tensor.
-#include "../include/attention/hopper/forward.cuh"
+// `maps` as in attention_hopper.cu, with the heads of each tensor. In the backward pass K = heads / group is the number of heads of keys,
+// M = 128 (w64) or 64 (w128) the number of queries in a tile, and `blocks` the number of multiprocessors. `Shares`
+// (include/attention/hopper/shares.cuh) divides the work by `plan` (ceil(rows / 128) + 1 + blocks). heads ceil(rows / M) ceil(rows / 128)
+// is below 2^31.
+#include "../include/attention/hopper/finish.cuh"
+#include "../include/attention/hopper/shares.cuh"
 
 #define BY_VALUE const __grid_constant__
+#define ENTRY(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+#define SHARES(m) const Shares<m> shares(Spans{spans, shape.queries, group}, plan, shape.heads / group, blocks)
 
 // attention_varlen_hopper_forward_w{64,128}_{f16,bf16}: o (through its map) and log_sums. `taken`, one number, is zero before and
 // after.
 // Grid (at most ceil(rows / R) heads, with R = 192 (w64) or 128 (w128)), 512 threads (w64) or 384 (w128). Dynamic shared memory: w64 139392
 // bytes, w128 229504.
 #define FORWARD(w, dtype, type, groups)                                                                                            \
-    static_assert(HopperForward<type, w, 128, groups, Queue>::SHARED == (w == 64 ? 139392 : 229504));                              \
-    extern "C" __global__ void __launch_bounds__((groups + 1) * WARPGROUP, 1)                                                      \
-        attention_varlen_hopper_forward_w##w##_##dtype(float *log_sums, const uint32_t *spans, uint32_t *taken,                    \
-                                                       BY_VALUE AttentionForwardMaps maps, BY_VALUE AttentionShape shape,          \
-                                                       uint32_t group) {                                                           \
+    ENTRY((groups + 1) * WARPGROUP)                                                                                                \
+    attention_varlen_hopper_forward_w##w##_##dtype(float *log_sums, const uint32_t *spans, uint32_t *taken,                        \
+                                                   BY_VALUE AttentionForwardMaps maps, BY_VALUE AttentionShape shape,              \
+                                                   uint32_t group) {                                                               \
         extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
         const Queue queue{Spans{spans, shape.queries, group}, taken, shape.heads, 64 * groups, 128};                               \
         HopperForward<type, w, 128, groups, Queue>{maps, shape, queue, shared_address(shared)}.run(log_sums, nullptr);             \
     }
 
-FORWARD(64, f16, __half, 3)
-FORWARD(64, bf16, __nv_bfloat16, 3)
-FORWARD(128, f16, __half, 2)
-FORWARD(128, bf16, __nv_bfloat16, 2)
+// attention_varlen_hopper_statistics_w{64,128}_{f16,bf16}: plan, and statistics (heads, ceil(rows / M), 2, M) from o, d_o and log_sums;
+// turns (heads, ceil(rows / M)) become zero.
+// Grid (1 + heads ceil(rows / M)), 256 threads. No dynamic shared memory.
+#define STATISTICS(w, dtype, type, m)                                                                                              \
+    ENTRY(FINISH_THREADS)                                                                                                          \
+    attention_varlen_hopper_statistics_w##w##_##dtype(                                                                             \
+        const type *o, const type *d_o, const float *log_sums, const uint32_t *spans, uint32_t *plan, float *statistics,           \
+        uint32_t *turns, BY_VALUE Strides o_strides, BY_VALUE Strides do_strides, BY_VALUE AttentionShape shape, uint32_t group,   \
+        uint32_t blocks) {                                                                                                         \
+        SHARES(m);                                                                                                                 \
+        if (blockIdx.x == 0)                                                                                                       \
+            shares.template make_plan<FINISH_THREADS>(plan);                                                                       \
+        else                                                                                                                       \
+            backward_statistics<type, w, m>(blockIdx.x - 1, o, d_o, log_sums, statistics, turns, o_strides, do_strides, shape);    \
+    }
+
+// attention_varlen_hopper_backward_w{64,128}_{f16,bf16}: dk and dv (through their maps) of whole items. Writes dk and dv of each part of a
+// split item to parts (2 blocks, 2, 128, width) with width = 64 or 128, and dq / scale to sums (heads ceil(rows / M), M width). The
+// blocks wait for one another, so all of them must run at the same time.
+// Grid (blocks), 384 threads. Dynamic shared memory: w64 216216 bytes, w128 214680.
+#define BACKWARD(w, dtype, type, m)                                                                                                \
+    ENTRY(3 * WARPGROUP)                                                                                                           \
+    attention_varlen_hopper_backward_w##w##_##dtype(const float *statistics, const uint32_t *spans, const uint32_t *plan,          \
+                                                    float *sums, uint32_t *turns, float *parts,                                    \
+                                                    BY_VALUE AttentionBackwardMaps maps, BY_VALUE AttentionShape shape,            \
+                                                    uint32_t group, uint32_t blocks) {                                             \
+        extern __shared__ __align__(1024) unsigned char shared[];                                                                  \
+        SHARES(m);                                                                                                                 \
+        HopperBackward<type, w, m, Shares<m>>{maps, shape, shares, shared_address(shared)}.run(statistics, sums, turns, parts);    \
+    }
+
+// attention_varlen_hopper_finish_w{64,128}_{f16,bf16}: dq from sums, and dk and dv of split items from their parts. Null gradients are
+// not written.
+// Grid (heads ceil(rows / M) + (blocks - 1) width / 8) with width = 64 or 128, 256 threads. No dynamic shared memory.
+#define FINISH(w, dtype, type, m)                                                                                                  \
+    ENTRY(FINISH_THREADS)                                                                                                          \
+    attention_varlen_hopper_finish_w##w##_##dtype(const float *sums, const float *parts, const uint32_t *spans,                    \
+                                                  const uint32_t *plan, type *dq, type *dk, type *dv,                              \
+                                                  BY_VALUE Strides dq_strides, BY_VALUE Strides dk_strides,                        \
+                                                  BY_VALUE Strides dv_strides, BY_VALUE AttentionShape shape, uint32_t group,      \
+                                                  uint32_t blocks) {                                                               \
+        SHARES(m);                                                                                                                 \
+        backward_finish<type, w, m>(sums, parts, dq, dk, dv, dq_strides, dk_strides, dv_strides, shape, shares);                   \
+    }
+
+#define KERNELS(w, dtype, type, groups, m)                                                                                         \
+    static_assert(HopperForward<type, w, 128, groups, Queue>::SHARED == (w == 64 ? 139392 : 229504));                              \
+    static_assert(HopperBackward<type, w, m, Shares<m>>::SHARED == (w == 64 ? 216216 : 214680));                                   \
+    FORWARD(w, dtype, type, groups)                                                                                                \
+    STATISTICS(w, dtype, type, m)                                                                                                  \
+    BACKWARD(w, dtype, type, m)                                                                                                    \
+    FINISH(w, dtype, type, m)
+
+KERNELS(64, f16, __half, 3, 128)
+KERNELS(64, bf16, __nv_bfloat16, 3, 128)
+KERNELS(128, f16, __half, 2, 64)
+KERNELS(128, bf16, __nv_bfloat16, 2, 64)

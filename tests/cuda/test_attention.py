@@ -65,7 +65,7 @@ SEGMENTS = """
 
 
 @pytest.mark.parametrize(("width", "dtype", "form"), [(128, "bf16", "w128"), (64, "f16", "w64")])
-def test_segments_take_one_launch_forward_and_no_wait(
+def test_segments_take_the_kernels_of_their_gpu_and_nothing_waits(
     cuda: Any, width: int, dtype: str, form: str
 ) -> None:
     code = SEGMENTS
@@ -78,14 +78,28 @@ def test_segments_take_one_launch_forward_and_no_wait(
         "attention_varlen_spans",
         f"attention_varlen_hopper_forward_{form}_{dtype}",
     ]
-    # 256 tiles of keys would leave multiprocessors idle: the six heads that share them are split.
     assert [name for name in backward.launches if name.startswith("attention")] == [
-        f"attention_delta_{dtype}",
-        f"attention_varlen_backward_{form}_{dtype}",
-        f"attention_sum_parts_{dtype}",
+        f"attention_varlen_hopper_{name}_{form}_{dtype}"
+        for name in ("statistics", "backward", "finish")
     ]
     assert forward.waits == []
     assert backward.waits == []
+
+
+def test_short_rows_take_the_general_kernels(cuda: Any) -> None:
+    code = SEGMENTS
+    for name, value in {"ROWS": 200, "WIDTH": 64, "DTYPE": "bf16", "HEADS": 12}.items():
+        code = code.replace(name, str(value))
+    run = cuda.run(code)
+    assert run.of("refused") == []
+    assert run.after("forward").launches[1:] == ["attention_varlen_forward_w64_bf16"]
+    backward = run.after("backward").launches
+    # Eight tiles of keys would leave multiprocessors idle: the six heads that share them are split.
+    assert [name for name in backward if name.startswith("attention")] == [
+        "attention_delta_bf16",
+        "attention_varlen_backward_w64_bf16",
+        "attention_sum_parts_bf16",
+    ]
 
 
 def test_segments_of_wide_heads_take_the_plain_kernels(cuda: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,6 +63,33 @@ def test_attention_inside_texts(
 
     expected = gradients(attend("cpu"), arrays, "f64", "cpu")
     same(gradients(attend("cuda"), arrays, dtype, "cuda"), expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "bounds", [[0, 2048], [0, 700, 701, 1500, 2048], [256 * i for i in range(9)]]
+)
+def test_attention_inside_texts_is_that_of_each(bounds: list[int], width: int, dtype: str) -> None:
+    heads, key_heads = 12, 2
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((bounds[-1], n, width)) for n in (heads, key_heads, key_heads)]
+
+    def packed(q: tc.Tensor, k: tc.Tensor, v: tc.Tensor) -> tc.Tensor:
+        return F.varlen_attention(q, k, v, tc.tensor(bounds).to("cuda"))
+
+    def one_by_one(*row: tc.Tensor) -> tc.Tensor:
+        parts = []
+        for start, end in pairwise(bounds):
+            q, k, v = (x[start:end].transpose(0, 1).contiguous() for x in row)
+            of_group = (key_heads, heads // key_heads, end - start, width)
+            k, v = (x.unsqueeze(1).expand(of_group).reshape(q.shape) for x in (k, v))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            parts.append(mixed.transpose(0, 1))
+        return tc.cat(parts, 0)
+
+    expected = gradients(one_by_one, arrays, dtype, "cuda")
+    same(gradients(packed, arrays, dtype, "cuda"), expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])

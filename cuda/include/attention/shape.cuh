@@ -52,9 +52,8 @@ struct Spans {
 
     __device__ __forceinline__ uint32_t group() const { return heads_a_key; }
     __device__ __forceinline__ uint32_t first_key(uint32_t query) const { return spans[min(query, rows - 1)]; }
-    __device__ __forceinline__ uint32_t query_end(uint32_t key, const AttentionShape &) const {
-        return spans[rows + min(key, rows - 1)];
-    }
+    __device__ __forceinline__ uint32_t query_end(uint32_t key) const { return spans[rows + min(key, rows - 1)]; }
+    __device__ __forceinline__ uint32_t query_end(uint32_t key, const AttentionShape &) const { return query_end(key); }
 };
 
 __host__ __device__ constexpr uint32_t ceil_divide(uint32_t a, uint32_t b) { return (a + b - 1) / b; }

@@ -1,47 +1,16 @@
 // The backward pass with the matrix instructions and the copy engine of compute capability 9.0. A block has a tile of 128 keys, 64
 // for each of its two groups of four warps, and goes over tiles of queries; one thread copies what the groups multiply.
 //
-// The gradients of a tile's queries are sums over all tiles of keys. The blocks add to them, in f32 in memory, in an order that depends
-// on the sizes alone: the order in which blocks would reach the tile if all steps took equally long, so waits are short. As blocks wait
-// for each other, all must run at the same time: one on each multiprocessor, in one stream.
+// The gradients of a tile's queries are sums over the tiles of keys that it sees. The blocks add to them, in f32 in memory, in an order
+// that is known in advance: the order in which blocks would reach the tile if all steps took equally long, so waits are short. As blocks
+// wait for each other, all must run at the same time: one on each multiprocessor, in one stream.
 #pragma once
 
 #include "copies.cuh"
-#include "schedule.cuh"
+#include "order.cuh"
 
-constexpr int KEYS_AT_ONCE = 128;
-
-// The order in which an item takes the tiles of queries, and in which blocks add to their gradients. An item is a tile of keys with one
-// step for each tile of `M` queries.
-template <int M> struct Order {
-    const Schedule &schedule;
-    uint32_t tiles;
-
-    __device__ __forceinline__ Order(const Schedule &schedule, const AttentionShape &shape)
-        : schedule(schedule), tiles(ceil_divide(shape.keys, KEYS_AT_ONCE)) {}
-
-    // The tiles of keys begin with different tiles of queries, spread evenly over all.
-    __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
-    __device__ __forceinline__ uint32_t queries(uint32_t tile, uint32_t step) const {
-        const uint32_t place = step + first(tile);
-        return place < schedule.steps ? place : place - schedule.steps;
-    }
-
-    // How many tiles of keys add to the gradients of a tile of queries before the tile of `task`, which reaches these queries at
-    // `time`. All lanes of the warp take part and get the result.
-    __device__ __forceinline__ uint32_t turn(const Task &task, uint32_t queries, uint32_t time) const {
-        uint32_t before = 0;
-        for (uint32_t tile = threadIdx.x % WARP; tile < tiles; tile += WARP) {
-            const uint32_t begin = first(tile), step = queries >= begin ? queries - begin : queries + schedule.steps - begin;
-            const uint32_t other = schedule.time(task.index * tiles + tile, step);
-            before += other < time || (other == time && tile < task.tile);
-        }
-        return __reduce_add_sync(ALL_LANES, before);
-    }
-};
-
-// Tiles of M queries.
-template <typename T, int D, int M> struct HopperBackward {
+// Tiles of M queries. Blocks take their work from an `Order`: that of `Schedule`, or the `Shares` of packed rows.
+template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
     static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;
     // The gradients of the scores, a row for each key; and for each group the sums of dq of 64 queries by 64 columns, in f32.
@@ -59,11 +28,12 @@ template <typename T, int D, int M> struct HopperBackward {
 
     const AttentionBackwardMaps &maps;
     const AttentionShape &shape;
-    const Schedule &schedule;
+    const Order &order;
     uint32_t shared;
 
-    __device__ __forceinline__ Task task(const Span &span) const {
-        return Task(span.item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape.heads);
+    // The place of a tile of queries among those of all heads.
+    __device__ __forceinline__ uint32_t place(const Task &queries) const {
+        return queries.index * ceil_divide(shape.queries, M) + queries.tile;
     }
 
     __device__ __forceinline__ void init() const {
@@ -78,35 +48,35 @@ template <typename T, int D, int M> struct HopperBackward {
     }
 
     __device__ __forceinline__ void copy(const float *statistics) const {
-        const Order<M> order(schedule, shape);
-        ScheduleWalk walk(schedule);
+        typename Order::Walk walk(order);
         Span span;
         Ring<1> item;
         Ring<QUERY_STAGES> q;
         Ring<GRADIENT_STAGES> d_o;
-        while (walk.next(schedule, span)) {
-            const Task task = this->task(span);
-            for (uint32_t step = span.begin; step < span.end; step++) {
-                const uint32_t tile = order.queries(task.tile, step);
+        while (walk.next(order, span)) {
+            const Task keys = order.keys(span.item);
+            typename Order::Way way(order, span, keys);
+            for (uint32_t step = span.begin; step < span.end; step++, way.advance(order)) {
+                const Task queries = way.queries(order, keys);
                 const uint32_t q_full = shared + Q_FULL + q.stage * 8, do_full = shared + DO_FULL + d_o.stage * 8;
                 barrier_wait(shared + Q_EMPTY + q.stage * 8, q.parity ^ 1);
                 barrier_expect(q_full, QUERY_BYTES + STATISTICS_BYTES);
-                fetch_rows<D, M, M>(shared + Q + q.stage * QUERY_BYTES, maps.q, q_full, tile * M, task);
-                fetch_bytes(shared + STATISTICS + q.stage * STATISTICS_BYTES,
-                            statistics + (uint64_t(task.index) * schedule.steps + tile) * (2 * M), STATISTICS_BYTES, q_full);
+                fetch_rows<D, M, M>(shared + Q + q.stage * QUERY_BYTES, maps.q, q_full, queries.tile * M, queries);
+                fetch_bytes(shared + STATISTICS + q.stage * STATISTICS_BYTES, statistics + uint64_t(place(queries)) * (2 * M),
+                            STATISTICS_BYTES, q_full);
                 q.advance();
                 if (step == span.begin) {
-                    const uint32_t row = task.tile * KEYS_AT_ONCE;
+                    const uint32_t row = keys.tile * KEYS_AT_ONCE;
                     barrier_wait(shared + KV_EMPTY, item.parity ^ 1);
                     item.advance();
                     barrier_expect(shared + K_FULL, KEY_BYTES);
-                    fetch_rows<D, KEYS_AT_ONCE, KEYS_AT_ONCE>(shared + K, maps.k, shared + K_FULL, row, task);
+                    fetch_rows<D, KEYS_AT_ONCE, KEYS_AT_ONCE>(shared + K, maps.k, shared + K_FULL, row, keys);
                     barrier_expect(shared + V_FULL, KEY_BYTES);
-                    fetch_rows<D, KEYS_AT_ONCE, KEYS_AT_ONCE>(shared + V, maps.v, shared + V_FULL, row, task);
+                    fetch_rows<D, KEYS_AT_ONCE, KEYS_AT_ONCE>(shared + V, maps.v, shared + V_FULL, row, keys);
                 }
                 barrier_wait(shared + DO_EMPTY + d_o.stage * 8, d_o.parity ^ 1);
                 barrier_expect(do_full, QUERY_BYTES);
-                fetch_rows<D, M, M>(shared + DO + d_o.stage * QUERY_BYTES, maps.d_o, do_full, tile * M, task);
+                fetch_rows<D, M, M>(shared + DO + d_o.stage * QUERY_BYTES, maps.d_o, do_full, queries.tile * M, queries);
                 d_o.advance();
             }
         }
@@ -115,23 +85,22 @@ template <typename T, int D, int M> struct HopperBackward {
     // Adds the sums of the groups to the gradients of the queries when it is the block's turn. Steps are dealt to the `ADDERS` warps in
     // rotation, as waiting for memory takes longer than a step.
     __device__ __forceinline__ void add(uint32_t adder, float *sums, uint32_t *turns) const {
-        const Order<M> order(schedule, shape);
-        ScheduleWalk walk(schedule);
+        typename Order::Walk walk(order);
         Span span;
         uint32_t count = 0, next = adder, parity = 0;
-        while (walk.next(schedule, span)) {
-            const Task task = this->task(span);
-            for (uint32_t step = span.begin; step < span.end; step++, count++) {
+        while (walk.next(order, span)) {
+            const Task keys = order.keys(span.item);
+            typename Order::Way way(order, span, keys);
+            for (uint32_t step = span.begin; step < span.end; step++, count++, way.advance(order)) {
                 if (count != next) continue;
                 next += ADDERS;
-                const uint32_t tile = order.queries(task.tile, step);
-                const uint32_t turn = order.turn(task, tile, span.time + step - span.begin);
+                const uint32_t turn = order.turn(keys, way, span.time + step - span.begin);
                 if (threadIdx.x % WARP == 0) {
-                    const uint32_t place = task.index * schedule.steps + tile;
+                    const uint32_t place = this->place(way.queries(order, keys));
                     float *const to = sums + uint64_t(place) * (GROUPS * SUM_BYTES / 4);
                     uint32_t now;
                     do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turns + place) : "memory");
-                    while (now != turn);
+                    while (now < turn);
                     barrier_wait(shared + DQ_FULL + adder * 8, parity);
                     publish_to_products();
                     if (turn == 0)
@@ -171,20 +140,21 @@ template <typename T, int D, int M> struct HopperBackward {
     }
 
     __device__ __forceinline__ void work(float *parts) const {
-        const int group = warpgroup(), lane = threadIdx.x % WARP;
+        const int group = warpgroup();
         const float scale = static_cast<float>(shape.scale) * LOG2_E;
         const uint32_t keys = shared + K + group * 64 * ROW_BYTES, values = shared + V + group * 64 * ROW_BYTES;
-        ScheduleWalk walk(schedule);
+        typename Order::Walk walk(order);
         Span span;
         Ring<1> item, sums;
         Ring<ADDERS> adder;
         Ring<QUERY_STAGES> q;
         Ring<GRADIENT_STAGES> d_o;
         Ring<2> ds;
-        while (walk.next(schedule, span)) {
+        while (walk.next(order, span)) {
             float dk[D / 2] = {}, dv[D / 2] = {}, scores[M / 2];
-            const uint32_t key = task(span).tile * KEYS_AT_ONCE + group * 64 + threadIdx.x / WARP % 4 * 16 + lane / 4;
-            const bool is_last = (task(span).tile + 1) * KEYS_AT_ONCE > shape.keys;
+            const Task keys_of_item = order.keys(span.item);
+            typename Order::Way way(order, span, keys_of_item);
+            const typename Order::Sight sight(order, keys_of_item.tile * KEYS_AT_ONCE + group * 64);
             barrier_wait(shared + K_FULL, item.parity);
             barrier_wait(shared + Q_FULL + q.stage * 8, q.parity);
             multiply_keys(scores, keys, shared + Q + q.stage * QUERY_BYTES);
@@ -192,7 +162,7 @@ template <typename T, int D, int M> struct HopperBackward {
             products_are_ready(scores);
             barrier_wait(shared + V_FULL, item.parity);
             item.advance();
-            for (uint32_t step = span.begin; step < span.end; step++) {
+            for (uint32_t step = span.begin; step < span.end; step++, way.advance(order)) {
                 const uint32_t q_stage = q.stage, q_tile = shared + Q + q_stage * QUERY_BYTES;
                 const uint32_t do_tile = shared + DO + d_o.stage * QUERY_BYTES, ds_tile = shared + DS + ds.stage * SCORE_BYTES;
                 barrier_wait(shared + DO_FULL + d_o.stage * 8, d_o.parity);
@@ -210,11 +180,8 @@ template <typename T, int D, int M> struct HopperBackward {
                             shares[4 * n + i] =
                                 exp2_fast(fmaf(scores[half * 32 + 4 * n + i], scale, i % 2 ? -log_sums.y : -log_sums.x));
                     }
-                    if (is_last) {
-#pragma unroll
-                        for (int i = 0; i < 32; i++)
-                            if (key + i / 2 % 2 * 8 >= shape.keys) shares[i] = 0.0f;
-                    }
+                    const uint32_t query = way.tile * M + half * 64;
+                    if (sight.hides(query)) sight.hide(shares, query);
                     uint32_t weights[4][4];
                     narrow_sums<T>(weights, shares);
                     begin_products();
@@ -327,10 +294,10 @@ template <typename T, int D, int M> struct HopperBackward {
         publish_to_products();
         group_sync(ALONE + group, WARPGROUP);
         if (is_first) {
-            const Task task = this->task(span);
-            const uint32_t row = task.tile * KEYS_AT_ONCE + group * 64;
-            store_rows<D, KEYS_AT_ONCE>(maps.dk, k_rows, row, task);
-            store_rows<D, KEYS_AT_ONCE>(maps.dv, v_rows, row, task);
+            const Task keys = order.keys(span.item);
+            const uint32_t row = keys.tile * KEYS_AT_ONCE + group * 64;
+            store_rows<D, KEYS_AT_ONCE>(maps.dk, k_rows, row, keys);
+            store_rows<D, KEYS_AT_ONCE>(maps.dv, v_rows, row, keys);
             stores_commit();
             stores_have_read();
             barrier_arrive(shared + KV_EMPTY);

@@ -49,14 +49,15 @@ __device__ __forceinline__ void sum_results(T *o, float *log_sums, const float *
 }
 
 // For every tile of M queries: M values log_sums / ln 2, then the M sums over the rows of o ∘ d_o. Queries that do not exist get
-// infinity, so that their weights are zero, and a sum of zero. Clears `turns`.
+// infinity, so that their weights are zero, and a sum of zero. Clears `turns`. `block` is the place of the tile.
 template <typename T, int D, int M>
-__device__ __forceinline__ void backward_statistics(const T *o, const T *d_o, const float *log_sums, float *statistics, uint32_t *turns,
-                                                    const Strides &o_strides, const Strides &do_strides, const AttentionShape &shape) {
+__device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, const T *d_o, const float *log_sums, float *statistics,
+                                                    uint32_t *turns, const Strides &o_strides, const Strides &do_strides,
+                                                    const AttentionShape &shape) {
     constexpr int LANES = D / 8, AT_ONCE = FINISH_THREADS / LANES;
-    const Task task(blockIdx.x, ceil_divide(shape.queries, M), shape.heads);
+    const Task task(block, ceil_divide(shape.queries, M), shape.heads);
     const uint32_t column = threadIdx.x % LANES * 8;
-    if (threadIdx.x == 0) turns[blockIdx.x] = 0;
+    if (threadIdx.x == 0) turns[block] = 0;
     o = o_strides.matrix(o, task.batch, task.head) + column;
     d_o = do_strides.matrix(d_o, task.batch, task.head) + column;
     Pack<T, 8> x[M / AT_ONCE] = {}, y[M / AT_ONCE] = {};
@@ -68,7 +69,7 @@ __device__ __forceinline__ void backward_statistics(const T *o, const T *d_o, co
             y[i] = *reinterpret_cast<const Pack<T, 8> *>(d_o + query * do_strides.row);
         }
     }
-    statistics += uint64_t(blockIdx.x) * 2 * M;
+    statistics += uint64_t(block) * 2 * M;
 #pragma unroll
     for (int i = 0; i < M / AT_ONCE; i++) {
         float sum = 0.0f;
@@ -86,11 +87,11 @@ __device__ __forceinline__ void backward_statistics(const T *o, const T *d_o, co
 }
 
 // dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each; each other block takes 2048
-// values of dk or dv of an item.
-template <typename T, int D, int M>
+// values of dk or dv of an item that is split.
+template <typename T, int D, int M, typename Order>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,
-                                                const Schedule &schedule) {
+                                                const Order &order) {
     const uint32_t tiles = ceil_divide(shape.queries, M) * shape.batch * shape.heads;
     float x[8];
     if (blockIdx.x < tiles) {
@@ -113,19 +114,18 @@ __device__ __forceinline__ void backward_finish(const float *sums, const float *
         return;
     }
     constexpr uint32_t EACH = KEYS_AT_ONCE * D / 8 / FINISH_THREADS;
-    const uint32_t index = blockIdx.x - tiles, item = schedule.whole + index / (2 * EACH), is_value = index / EACH % 2;
+    const uint32_t index = blockIdx.x - tiles, is_value = index / EACH % 2;
     T *to = is_value ? dv : dk;
-    if (to == nullptr) return;
+    SplitItem split;
+    if (to == nullptr || !order.split(index / (2 * EACH), split)) return;
     const Strides &strides = is_value ? dv_strides : dk_strides;
-    const Task task(item, ceil_divide(shape.keys, KEYS_AT_ONCE), shape.heads);
+    const Task task = order.keys(split.item);
     const uint32_t place = index % EACH * FINISH_THREADS + threadIdx.x, row = place / (D / 8), column = place % (D / 8) * 8;
     const uint32_t key = task.tile * KEYS_AT_ONCE + row;
     if (key >= shape.keys || column >= shape.width) return;
-    uint32_t count;
-    const uint32_t first = schedule.first_block(item, count);
     float sum[8] = {};
-    for (uint32_t i = 0; i < count; i++) {
-        read_eight(x, parts + (uint64_t(schedule.slot(item, first + i)) * 2 + is_value) * (KEYS_AT_ONCE * D) + place * 8);
+    for (uint32_t i = 0; i < split.count; i++) {
+        read_eight(x, parts + (uint64_t(order.slot(split, i)) * 2 + is_value) * (KEYS_AT_ONCE * D) + place * 8);
 #pragma unroll
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }

@@ -7,7 +7,7 @@ use trainable_candle_core::{DType, Device, Error, Result, Tensor, grad};
 
 use super::gpu;
 use super::products::{TOLERANCE, compare_with, in_f64, random};
-use super::value_and_gradients;
+use super::{close, value_and_gradients};
 
 struct Row {
     /// Numbers of heads of queries and of keys.
@@ -18,10 +18,21 @@ struct Row {
     window: Option<usize>,
 }
 
+/// The bounds of 40 segments of different lengths, and rows of no segment.
+const MANY: [i64; 41] = {
+    let mut bounds = [0; 41];
+    let mut segment = 0;
+    while segment < 40 {
+        bounds[segment + 1] = bounds[segment] + (segment as i64 * 37) % 190 + 1;
+        segment += 1;
+    }
+    bounds
+};
+
 /// Tiles inside of one segment, tiles with many segments, segments and windows that end inside of tiles, rows of no
-/// segment that begin inside of tiles and fill others, more items than blocks, parts of the gradients of keys, and
+/// segment that begin inside of tiles and fill others, items that several blocks share, blocks with several items, and
 /// widths that the tensor-core kernels do not take: above 128, or no multiple of 8.
-const ROWS: [Row; 15] = [
+const ROWS: [Row; 19] = [
     Row { heads: [12, 2], width: 128, rows: 1024, bounds: &[0, 1024], window: None },
     Row { heads: [12, 2], width: 128, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
     Row { heads: [8, 2], width: 64, rows: 1000, bounds: &[0, 257, 320, 321, 700, 1000], window: None },
@@ -30,6 +41,10 @@ const ROWS: [Row; 15] = [
     Row { heads: [6, 2], width: 64, rows: 600, bounds: &[0, 30, 290, 290, 290], window: None },
     Row { heads: [6, 2], width: 128, rows: 600, bounds: &[0, 30, 290, 290, 290], window: Some(1) },
     Row { heads: [12, 2], width: 64, rows: 2309, bounds: &[0, 2200, 2201, 2202, 2300], window: None },
+    Row { heads: [12, 2], width: 128, rows: 2309, bounds: &[0, 2200, 2201, 2202, 2300], window: None },
+    Row { heads: [4, 2], width: 128, rows: 1500, bounds: &[0, 1400], window: Some(300) },
+    Row { heads: [8, 8], width: 128, rows: 4100, bounds: &MANY, window: None },
+    Row { heads: [8, 4], width: 64, rows: 4100, bounds: &MANY, window: Some(20) },
     Row { heads: [16, 2], width: 96, rows: 1301, bounds: &[0, 1, 2, 300, 301, 427, 559, 600, 1301], window: None },
     Row { heads: [32, 8], width: 128, rows: 640, bounds: &[0, 128, 129, 256, 639, 640], window: None },
     Row { heads: [8, 8], width: 48, rows: 700, bounds: &[0, 191, 192, 384, 385], window: Some(129) },
@@ -123,6 +138,35 @@ fn attention_of_projections_equals_the_cpu_and_repeats() {
                 let again = value_and_gradients(&attend, &moved).unwrap();
                 assert_eq!(to_f64_vec(again.0.raw()).unwrap(), to_f64_vec(first.0.raw()).unwrap(), "{what}");
                 assert_eq!(again.1, first.1, "{what}");
+            }
+        }
+    }
+}
+
+/// Keys whose heads share memory are not for the kernels of compute capability 9.0.
+#[test]
+#[ignore = "needs a CUDA device"]
+fn kernels_of_one_gpu_equal_the_general_ones() {
+    let device = gpu().unwrap();
+    for row in ROWS.iter().filter(|row| row.rows >= 256) {
+        let [heads, key_heads] = [row.heads[0] / row.heads[1] * 2, 2];
+        let attend = |x: &[Tensor], is_general: bool| {
+            let keys = |x: &Tensor| {
+                let shared = x.broadcast_as((row.rows, key_heads, row.width))?;
+                if is_general { Ok(shared) } else { shared.contiguous() }
+            };
+            varlen_attention(&x[0], &keys(&x[1])?, &keys(&x[2])?, &bounds(row.bounds, &device)?, row.window, None)
+        };
+        for (dtype, tolerance) in &TOLERANCE[1..] {
+            let inputs = [heads, 1, 1]
+                .map(|heads| random(&[row.rows, heads, row.width], 1.0, *dtype).to_device(&device).unwrap());
+            let [(value, grads), (expected, expected_grads)] = [false, true]
+                .map(|is_general| value_and_gradients(&|x: &[Tensor]| attend(x, is_general), &inputs).unwrap());
+            let what = format!("{} of {:?}, {:?}", dtype.as_str(), row.bounds, row.window);
+            let [found, wanted] = [value, expected].map(|value| to_f64_vec(value.raw()).unwrap());
+            close(&what, &found, &wanted, *tolerance).unwrap();
+            for (found, expected) in grads.iter().zip(&expected_grads) {
+                close(&what, found, expected, 2.0 * tolerance).unwrap();
             }
         }
     }

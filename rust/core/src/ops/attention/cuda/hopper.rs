@@ -13,7 +13,7 @@ use trainable_candle_cuda::structs::{
     AttentionBackwardMaps, AttentionForwardMaps, AttentionShape, Schedule, Strides, TensorMap,
 };
 
-use super::{Attention, Heads, NO_STRIDES, Width, empty_like};
+use super::{Attention, Heads, Width, empty_like};
 use crate::cuda::Gpu;
 use crate::cuda::launch::{Const, Kernel, Mut, Shape, empty, input, optional_input, optional_output, output, suffix};
 use crate::cuda::tensor_map::Encoder;
@@ -28,7 +28,7 @@ pub(in crate::ops::attention) const STORED: u32 = 64;
 /// How many steps the sum of split items costs.
 const SPLIT_COST: u64 = 5;
 /// Threads in a block of the kernels other than those of the two passes.
-const THREADS: u32 = 256;
+pub(in crate::ops::attention) const THREADS: u32 = 256;
 
 /// The constants of the kernels of one width: tiles, threads and shared memory.
 struct Form {
@@ -113,6 +113,37 @@ pub(in crate::ops::attention) fn map(
     encoder.strided(heads.address, shape, &distances, [64, at_once, 1, 1])
 }
 
+/// Where a backward kernel writes the gradient of keys or values, which it does whether the gradient is wanted or not.
+pub(in crate::ops::attention) fn key_place(
+    op: &'static str,
+    gpu: &Gpu,
+    like: &Heads,
+    wanted: Option<&Heads>,
+) -> Result<Heads> {
+    let width = like.raw.dims()[like.raw.rank() - 1];
+    wanted.map_or_else(|| Heads::new(op, &empty_like(op, gpu, &like.raw, width)?), |wanted| Ok(wanted.clone()))
+}
+
+/// The maps of a backward pass over tiles of `queries` queries; `sizes` are those of queries and those of keys.
+pub(in crate::ops::attention) fn backward_maps(
+    encoder: &Encoder,
+    [q, k, v, grad]: [&Heads; 4],
+    [dk, dv]: [&Heads; 2],
+    [sizes, of_keys]: [&AttentionShape; 2],
+    queries: u32,
+) -> Result<AttentionBackwardMaps> {
+    let query_rows = |heads: &Heads| map(encoder, heads, sizes, sizes.queries, queries);
+    let key_rows = |heads: &Heads, at_once: u32| map(encoder, heads, of_keys, of_keys.keys, at_once);
+    Ok(AttentionBackwardMaps {
+        q: query_rows(q)?,
+        k: key_rows(k, KEYS)?,
+        v: key_rows(v, KEYS)?,
+        d_o: query_rows(grad)?,
+        dk: key_rows(dk, STORED)?,
+        dv: key_rows(dv, STORED)?,
+    })
+}
+
 impl Attention<'_> {
     /// The constants for operands that the general tensor-core kernels take, if these kernels take them too.
     fn hopper_form(
@@ -194,22 +225,9 @@ impl Attention<'_> {
         let statistics = empty(op, gpu, &[tiles, 2 * queries as usize], DType::F32)?;
         let sums = empty(op, gpu, &[tiles, (queries * columns) as usize], DType::F32)?;
         let turns = empty(op, gpu, &[tiles], DType::U32)?;
-        // The kernel writes both gradients, wanted or not.
-        let unwanted = |like: &Heads, wanted: Option<&Heads>| -> Result<Option<Heads>> {
-            let place = || Heads::new(op, &empty_like(op, gpu, &like.raw, sizes.width as usize)?);
-            wanted.is_none().then(place).transpose()
-        };
-        let (other_dk, other_dv) = (unwanted(k, dk)?, unwanted(v, dv)?);
+        let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
         let encoder = Encoder::new(op, dtype)?;
-        let key_rows = |heads: &Heads, at_once: u32| map(&encoder, heads, sizes, sizes.keys, at_once);
-        let maps = AttentionBackwardMaps {
-            q: map(&encoder, q, sizes, sizes.queries, queries)?,
-            k: key_rows(k, KEYS)?,
-            v: key_rows(v, KEYS)?,
-            d_o: map(&encoder, grad, sizes, sizes.queries, queries)?,
-            dk: key_rows(dk.or(other_dk.as_ref()).unwrap_or(k), STORED)?,
-            dv: key_rows(dv.or(other_dv.as_ref()).unwrap_or(v), STORED)?,
-        };
+        let maps = backward_maps(&encoder, [q, k, v, grad], places.each_ref(), [sizes, sizes], queries)?;
         let shape = Shape { grid: [tiles as u32, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Statistics {
             o: o.input(),
@@ -236,9 +254,7 @@ impl Attention<'_> {
         };
         // SAFETY: the maps describe the tensors, there is a place for the parts of every block, and a multiprocessor for each block.
         unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
-        let place =
-            |heads: Option<&Heads>| heads.map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides));
-        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [place(dq), place(dk), place(dv)];
+        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
         let blocks = tiles as u32 + (schedule.items - schedule.whole) * columns / 8;
         let shape = Shape { grid: [blocks, 1, 1], block: [THREADS, 1, 1], shared: 0 };
         let arguments = Finish {

@@ -39,6 +39,7 @@ impl<'a> From<&'a cpu::Attention> for Attention<'a> {
 }
 
 /// A tensor (..., rows, width) as matrices of heads.
+#[derive(Clone)]
 pub(super) struct Heads {
     pub(super) raw: Raw,
     pub(super) address: Address,
@@ -69,6 +70,11 @@ impl Heads {
         Mut::new(self.address, element(self.raw.dtype()))
     }
 
+    /// Where a kernel writes a gradient: null if there is none.
+    pub(super) fn place(gradient: Option<&Self>) -> (Mut, Strides) {
+        gradient.map_or((Mut::NULL, NO_STRIDES), |gradient| (gradient.output(), gradient.strides))
+    }
+
     /// Whether rows can be read 16 bytes at a time.
     pub(super) fn is_aligned(&self) -> bool {
         let Strides { batch, head, row } = self.strides;
@@ -78,7 +84,7 @@ impl Heads {
 }
 
 /// The strides of an absent tensor.
-pub(super) const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
+const NO_STRIDES: Strides = Strides { batch: 0, head: 0, row: 0 };
 
 /// The strides of batch, head and row; `None` if the dimensions before the heads are not evenly spaced.
 fn head_strides(layout: &Layout) -> Option<Strides> {
@@ -280,11 +286,8 @@ impl Attention<'_> {
         let log_sums = input(op, log_sums)?;
         let delta = input(op, &deltas)?;
         if let Some(form) = form {
-            let place = |heads: &Option<Heads>| {
-                heads.as_ref().map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides))
-            };
             let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] =
-                [place(&results[0]), place(&results[1]), place(&results[2])];
+                results.each_ref().map(|result| Heads::place(result.as_ref()));
             let parts = self.parts(&sizes);
             let sizes = AttentionShape { parts, ..sizes };
             let others = wanted[1] || wanted[2];

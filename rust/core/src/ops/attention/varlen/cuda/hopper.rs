@@ -1,17 +1,30 @@
 //! Attention inside segments on compute capability 9.0: the host side of `attention_varlen_hopper.cu`.
 
+use candle_core::DType;
 use trainable_candle_cuda::kernels::attention_varlen_hopper::{
-    ATTENTION_VARLEN_HOPPER_FORWARD_W64, ATTENTION_VARLEN_HOPPER_FORWARD_W128, AttentionVarlenHopperForwardW64, MODULE,
+    ATTENTION_VARLEN_HOPPER_BACKWARD_W64, ATTENTION_VARLEN_HOPPER_BACKWARD_W128, ATTENTION_VARLEN_HOPPER_FINISH_W64,
+    ATTENTION_VARLEN_HOPPER_FINISH_W128, ATTENTION_VARLEN_HOPPER_FORWARD_W64, ATTENTION_VARLEN_HOPPER_FORWARD_W128,
+    ATTENTION_VARLEN_HOPPER_STATISTICS_W64, ATTENTION_VARLEN_HOPPER_STATISTICS_W128,
+    AttentionVarlenHopperBackwardW64 as Backward, AttentionVarlenHopperFinishW64 as Finish,
+    AttentionVarlenHopperForwardW64, AttentionVarlenHopperStatisticsW64 as Statistics, MODULE,
 };
 use trainable_candle_cuda::structs::{AttentionForwardMaps, AttentionShape};
 
-use super::VARLEN;
+use super::{Pass, VARLEN};
 use crate::cuda::Gpu;
-use crate::cuda::launch::{Mut, Shape, input, output, suffix};
+use crate::cuda::launch::{Kernel, Mut, Shape, empty, input, output, suffix};
 use crate::cuda::tensor_map::Encoder;
-use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, is_mapped, map};
+use crate::ops::attention::cuda::hopper::{FEWEST, KEYS, STORED, THREADS, backward_maps, is_mapped, key_place, map};
 use crate::ops::attention::cuda::{Heads, Width};
 use crate::{Raw, Result};
+
+/// Whether the kernels take operands, those with heads of queries and those with heads of keys.
+fn fits(gpu: &Gpu, sizes: [&AttentionShape; 2], operands: [&[&Heads]; 2]) -> bool {
+    gpu.is_hopper()
+        && !MODULE.image.is_empty()
+        && sizes[0].queries >= FEWEST
+        && operands.iter().zip(sizes).all(|(heads, sizes)| heads.iter().all(|heads| is_mapped(heads, sizes)))
+}
 
 /// The result and the logarithms of the sums, on tensor cores; false if only the general kernels take the operands.
 pub fn forward(
@@ -25,12 +38,7 @@ pub fn forward(
 ) -> Result<bool> {
     let (op, dtype) = (VARLEN.name, q.raw.dtype());
     let of_keys = AttentionShape { heads: sizes.heads / group, ..*sizes };
-    let operands = [(q, sizes), (k, &of_keys), (v, &of_keys), (o, sizes)];
-    let fits = gpu.is_hopper()
-        && !MODULE.image.is_empty()
-        && sizes.queries >= FEWEST
-        && operands.iter().all(|(heads, sizes)| is_mapped(heads, sizes));
-    if !fits {
+    if !fits(gpu, [sizes, &of_keys], [&[q, o], &[k, v]]) {
         return Ok(false);
     }
     let (kernel, queries, threads, shared) = match form {
@@ -53,4 +61,115 @@ pub fn forward(
     // every launch.
     unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
     Ok(true)
+}
+
+/// The backward kernels of one width, their queries in a tile, and the shared memory of the pass itself.
+struct Form {
+    columns: u32,
+    queries: u32,
+    statistics: &'static Kernel<Statistics>,
+    backward: (&'static Kernel<Backward>, u32),
+    finish: &'static Kernel<Finish>,
+}
+
+static W64: Form = Form {
+    columns: 64,
+    queries: 128,
+    statistics: &ATTENTION_VARLEN_HOPPER_STATISTICS_W64,
+    backward: (&ATTENTION_VARLEN_HOPPER_BACKWARD_W64, 216_216),
+    finish: &ATTENTION_VARLEN_HOPPER_FINISH_W64,
+};
+
+static W128: Form = Form {
+    columns: 128,
+    queries: 64,
+    statistics: &ATTENTION_VARLEN_HOPPER_STATISTICS_W128,
+    backward: (&ATTENTION_VARLEN_HOPPER_BACKWARD_W128, 214_680),
+    finish: &ATTENTION_VARLEN_HOPPER_FINISH_W128,
+};
+
+impl Pass<'_> {
+    /// Writes the gradients that have a place; false if only the general kernels take the operands.
+    pub(super) fn on_hopper(&self, form: Width) -> Result<bool> {
+        let (op, gpu, dtype, sizes) = (self.attention.op, self.gpu, self.grad.raw.dtype(), &self.sizes);
+        let ([q, k, v], grad, group) = (&self.inputs, &self.grad, self.group);
+        let of_keys = AttentionShape { heads: sizes.heads / group, ..*sizes };
+        let [dq, dk, dv] = self.results.each_ref().map(Option::as_ref);
+        let of_queries: Vec<&Heads> = [q, &self.result, grad].into_iter().chain(dq).collect();
+        let with_keys: Vec<&Heads> = [k, v].into_iter().chain(dk).chain(dv).collect();
+        let form = match form {
+            Width::W64 => &W64,
+            Width::W128 => &W128,
+        };
+        let (queries, columns) = (form.queries, form.columns);
+        let (rows, key_tiles) = (sizes.queries.div_ceil(queries), sizes.keys.div_ceil(KEYS));
+        let steps = u64::from(sizes.heads) * u64::from(rows) * u64::from(key_tiles);
+        if !fits(gpu, [sizes, &of_keys], [&of_queries, &with_keys]) || !self.result.is_aligned() || steps >= 1 << 31 {
+            return Ok(false);
+        }
+        let (tiles, blocks) = (sizes.heads * rows, gpu.multiprocessors() as u32);
+        let floats = |dims: [u32; 2]| empty(op, gpu, &dims.map(|size| size as usize), DType::F32);
+        let numbers = |count: u32| empty(op, gpu, &[count as usize], DType::U32);
+        let (plan, turns) = (numbers(key_tiles + 1 + blocks)?, numbers(tiles)?);
+        let (statistics, sums) = (floats([tiles, 2 * queries])?, floats([tiles, queries * columns])?);
+        let parts = floats([2 * blocks, 2 * KEYS * columns])?;
+        let spans = input(op, self.spans)?;
+        let arguments = Statistics {
+            o: self.result.input(),
+            d_o: grad.input(),
+            log_sums: input(op, self.log_sums)?,
+            spans,
+            plan: output(op, &plan)?,
+            statistics: output(op, &statistics)?,
+            turns: output(op, &turns)?,
+            o_strides: self.result.strides,
+            do_strides: grad.strides,
+            shape: *sizes,
+            group,
+            blocks,
+        };
+        let shape = Shape { grid: [1 + tiles, 1, 1], block: [THREADS, 1, 1], shared: 0 };
+        // SAFETY: the strides stay inside of the tensors, which are of these sizes, and spans inside of the row.
+        unsafe { gpu.function(form.statistics, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        let plan = input(op, &plan)?;
+        let places = [key_place(op, gpu, k, dk)?, key_place(op, gpu, v, dv)?];
+        let encoder = Encoder::new(op, dtype)?;
+        let maps = backward_maps(&encoder, [q, k, v, grad], places.each_ref(), [sizes, &of_keys], queries)?;
+        let (kernel, shared) = form.backward;
+        let shape = Shape { grid: [blocks, 1, 1], block: [384, 1, 1], shared };
+        let arguments = Backward {
+            statistics: input(op, &statistics)?,
+            spans,
+            plan,
+            sums: output(op, &sums)?,
+            turns: output(op, &turns)?,
+            parts: output(op, &parts)?,
+            maps,
+            shape: *sizes,
+            group,
+            blocks,
+        };
+        // SAFETY: the maps describe the tensors, there is a place for the parts of every block, and a multiprocessor for each block.
+        unsafe { gpu.function(kernel, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = [dq, dk, dv].map(Heads::place);
+        let shape = Shape { grid: [tiles + (blocks - 1) * columns / 8, 1, 1], block: [THREADS, 1, 1], shared: 0 };
+        let arguments = Finish {
+            sums: input(op, &sums)?,
+            parts: input(op, &parts)?,
+            spans,
+            plan,
+            dq,
+            dk,
+            dv,
+            dq_strides,
+            dk_strides,
+            dv_strides,
+            shape: *sizes,
+            group,
+            blocks,
+        };
+        // SAFETY: as above; what is not wanted is null.
+        unsafe { gpu.function(form.finish, suffix(op, dtype)?)?.launch(op, gpu, shape, arguments) }?;
+        Ok(true)
+    }
 }

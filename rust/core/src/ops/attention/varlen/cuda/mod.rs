@@ -14,10 +14,10 @@ use trainable_candle_cuda::kernels::attention_varlen::{
 use trainable_candle_cuda::structs::AttentionShape;
 
 use super::{VARLEN, Varlen};
-use crate::cuda::launch::{Kernel, Mut, Shape, accumulator, count32, empty, input, optional_output, output, suffix};
+use crate::cuda::launch::{Kernel, Shape, accumulator, count32, empty, input, optional_output, output, suffix};
 use crate::cuda::{Gpu, contiguous};
 use crate::ops::attention::cpu::SavedValues;
-use crate::ops::attention::cuda::{Attention, Heads, NO_STRIDES, Width, empty_like};
+use crate::ops::attention::cuda::{Attention, Heads, Width, empty_like};
 use crate::ops::index::cuda::id_bytes;
 use crate::{Raw, Result};
 
@@ -162,15 +162,22 @@ pub fn backward_into(
         group: count32(op, varlen.group())?,
         sizes: attention.sizes(width, width)?,
         inputs: [Heads::new(op, q)?, Heads::new(op, k)?, Heads::new(op, v)?],
+        result: Heads::new(op, &saved.result)?,
         grad: Heads::new(op, grad)?,
         log_sums: &saved.log_sums,
         spans,
         results,
         attention,
     };
-    let deltas = attention.deltas(gpu, &pass.sizes, &Heads::new(op, &saved.result)?, &pass.grad)?;
     let operands: Vec<&Heads> = pass.inputs.iter().chain([&pass.grad]).chain(pass.results.iter().flatten()).collect();
-    match attention.tensor_cores(&pass.sizes, &operands, None) {
+    let form = attention.tensor_cores(&pass.sizes, &operands, None);
+    if let Some(form) = form
+        && pass.on_hopper(form)?
+    {
+        return Ok(());
+    }
+    let deltas = attention.deltas(gpu, &pass.sizes, &pass.result, &pass.grad)?;
+    match form {
         Some(form) => pass.on_tensor_cores(form, &deltas),
         None => pass.plain(&deltas),
     }
@@ -182,6 +189,7 @@ struct Pass<'a> {
     sizes: AttentionShape,
     group: u32,
     inputs: [Heads; 3],
+    result: Heads,
     grad: Heads,
     log_sums: &'a Raw,
     spans: &'a Raw,
@@ -198,10 +206,8 @@ impl Pass<'_> {
         let heads_a_part = self.group.div_ceil((BLOCKS / (tiles * key_heads)).clamp(1, self.group));
         let parts = self.group.div_ceil(heads_a_part);
         let sizes = AttentionShape { parts, ..self.sizes };
-        let place = |heads: &Option<Heads>| {
-            heads.as_ref().map_or((Mut::NULL, NO_STRIDES), |heads| (heads.output(), heads.strides))
-        };
-        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] = self.results.each_ref().map(place);
+        let [(dq, dq_strides), (dk, dk_strides), (dv, dv_strides)] =
+            self.results.each_ref().map(|result| Heads::place(result.as_ref()));
         let wanted = self.results.each_ref().map(Option::is_some);
         let partial = |wanted: bool| -> Result<Option<Raw>> {
             let dims = [parts, key_heads, sizes.keys, sizes.width].map(|size| size as usize);

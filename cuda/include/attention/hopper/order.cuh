@@ -1,0 +1,92 @@
+// In which order the blocks of the backward pass take tiles of queries, and add to their gradients. An item is a tile of keys with one
+// step for each tile of `M` queries.
+#pragma once
+
+#include "schedule.cuh"
+
+constexpr int KEYS_AT_ONCE = 128;
+
+// An item that `count` consecutive blocks from `first` on have computed parts of; `starts`: whether it is the first work of the first one.
+struct SplitItem {
+    uint32_t item, first, count;
+    bool starts;
+};
+
+// The order in which every query sees every key.
+template <int M> struct Order {
+    const Schedule &schedule;
+    uint32_t tiles, heads, keys_of_head;
+
+    __device__ __forceinline__ Order(const Schedule &schedule, const AttentionShape &shape)
+        : schedule(schedule), tiles(ceil_divide(shape.keys, KEYS_AT_ONCE)), heads(shape.heads), keys_of_head(shape.keys) {}
+
+    struct Walk : ScheduleWalk {
+        __device__ __forceinline__ explicit Walk(const Order &order) : ScheduleWalk(order.schedule) {}
+        __device__ __forceinline__ bool next(const Order &order, Span &span) { return ScheduleWalk::next(order.schedule, span); }
+    };
+
+    // The tile of keys of an item.
+    __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
+
+    // The tiles of keys begin with different tiles of queries, spread evenly over all.
+    __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * schedule.steps / tiles; }
+
+    // The tile of queries of a step.
+    struct Way {
+        uint32_t tile;
+
+        __device__ __forceinline__ Way(const Order &order, const Span &span, const Task &keys) : tile(span.begin + order.first(keys.tile)) {
+            if (tile >= order.schedule.steps) tile -= order.schedule.steps;
+        }
+        __device__ __forceinline__ void advance(const Order &order) {
+            if (++tile == order.schedule.steps) tile = 0;
+        }
+        __device__ __forceinline__ Task queries(const Order &, Task keys) const {
+            keys.tile = tile;
+            return keys;
+        }
+    };
+
+    // How many tiles of keys are added to the gradients of a tile of queries before `keys`, which comes to it at `time`. All lanes of the
+    // warp take part and get the result.
+    __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
+        const uint32_t queries = way.tile;
+        uint32_t before = 0;
+        for (uint32_t tile = threadIdx.x % WARP; tile < tiles; tile += WARP) {
+            const uint32_t begin = first(tile), step = queries >= begin ? queries - begin : queries + schedule.steps - begin;
+            const uint32_t other = schedule.time(keys.index * tiles + tile, step);
+            before += other < time || (other == time && tile < keys.tile);
+        }
+        return __reduce_add_sync(ALL_LANES, before);
+    }
+
+    // Among the 64 keys from `first` on: whether they exist.
+    struct Sight {
+        uint32_t key, keys;
+        bool is_last;
+
+        __device__ __forceinline__ Sight(const Order &order, uint32_t first)
+            : key(first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4), keys(order.keys_of_head),
+              is_last((first / KEYS_AT_ONCE + 1) * KEYS_AT_ONCE > order.keys_of_head) {}
+
+        // Whether some of the keys are not seen by some of the 64 queries from `query` on.
+        __device__ __forceinline__ bool hides(uint32_t) const { return is_last; }
+        // Sets weights of keys that are not seen to zero.
+        __device__ __forceinline__ void hide(float (&weights)[32], uint32_t) const {
+#pragma unroll
+            for (int i = 0; i < 32; i++)
+                if (key + i / 2 % 2 * 8 >= keys) weights[i] = 0.0f;
+        }
+    };
+
+    // The `index`-th item that blocks share.
+    __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
+        split.item = schedule.whole + index;
+        split.first = schedule.first_block(split.item, split.count);
+        return true;
+    }
+    // The slot of part `index` of such an item.
+    __device__ __forceinline__ uint32_t slot(const SplitItem &split, uint32_t index) const {
+        return schedule.slot(split.item, split.first + index);
+    }
+};

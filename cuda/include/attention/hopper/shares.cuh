@@ -1,0 +1,197 @@
+// How the blocks of the backward pass share a packed row. Only the spans, in device memory, tell how many tiles of queries see a tile of
+// keys, so a kernel before the pass counts them, and the blocks find their work in the counts.
+//
+// An item is a tile of keys of one head; its steps are the tiles of queries that see some of the keys, for one head of queries after the
+// other of those that share the keys. So the sums over these heads stay in registers. The steps of all items form one sequence, of which
+// every block takes an equal part. Parts of items that blocks share are summed later.
+//
+// Blocks add to the gradients of queries in the order in which they would come to them if all steps took equally long. The sequence
+// alone decides it, so results do not depend on when blocks run.
+#pragma once
+
+#include "order.cuh"
+
+// Places in the sequence before the steps of an item, for the time in which its first tiles are loaded and its gradients stored: without
+// them, blocks with many short items would end last.
+constexpr uint32_t ITEM_PLACES = 2;
+
+// Tiles of M queries.
+template <int M> struct Shares {
+    static constexpr uint32_t EACH = KEYS_AT_ONCE / M;
+
+    Spans spans;
+    // For each tile of keys the number of tiles of queries that see earlier ones, then the number of all (tiles + 1); and the item in which
+    // each block's share begins (blocks).
+    const uint32_t *plan;
+    uint32_t heads, tiles, blocks;
+
+    // `heads` is the number of heads of keys.
+    __device__ __forceinline__ Shares(const Spans &spans, const uint32_t *plan, uint32_t heads, uint32_t blocks)
+        : spans(spans), plan(plan), heads(heads), tiles(ceil_divide(spans.rows, KEYS_AT_ONCE)), blocks(blocks) {}
+
+    // The tile of keys of an item.
+    __device__ __forceinline__ Task keys(uint32_t item) const { return Task(item, tiles, heads); }
+
+    // The first tile of queries that may see a tile of keys, and the tiles of queries after the last one. A tile of keys has at least the
+    // tiles of its own positions, so every tile of queries has at least one step.
+    __device__ __forceinline__ uint32_t first(uint32_t tile) const { return tile * EACH; }
+    __device__ __forceinline__ uint32_t end(uint32_t tile) const {
+        const uint32_t all = ceil_divide(spans.rows, M), seen = spans.query_end(tile * KEYS_AT_ONCE + KEYS_AT_ONCE - 1);
+        return min(max(ceil_divide(seen, M), first(tile) + EACH), all);
+    }
+
+    // How many places the items of one head have before a tile of keys, or in all.
+    __device__ __forceinline__ uint32_t places(uint32_t tile) const { return spans.group() * plan[tile] + ITEM_PLACES * tile; }
+    __device__ __forceinline__ uint32_t all_places() const { return heads * places(tiles); }
+    // How many places a block has.
+    __device__ __forceinline__ uint32_t share() const { return ceil_divide(all_places(), blocks); }
+
+    // The places of the steps of an item.
+    struct Places {
+        uint32_t begin, end;
+
+        __device__ __forceinline__ Places(const Shares &shares, uint32_t item) {
+            const Task keys = shares.keys(item);
+            const uint32_t before = keys.index * shares.places(shares.tiles);
+            begin = before + shares.places(keys.tile) + ITEM_PLACES;
+            end = before + shares.places(keys.tile + 1);
+        }
+    };
+
+    // Writes the plan `to` where `plan` is. All threads of one block take part.
+    template <int THREADS> __device__ __forceinline__ void make_plan(uint32_t *to) const {
+        __shared__ uint32_t sums[THREADS / WARP];
+        const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+        uint32_t before = 0;
+        for (uint32_t start = 0; start < tiles; start += THREADS) {
+            const uint32_t tile = start + threadIdx.x, count = tile < tiles ? end(tile) - first(tile) : 0;
+            uint32_t sum = count;
+#pragma unroll
+            for (int offset = 1; offset < WARP; offset *= 2) {
+                const uint32_t other = __shfl_up_sync(ALL_LANES, sum, offset);
+                if (lane >= offset) sum += other;
+            }
+            if (lane == WARP - 1) sums[warp] = sum;
+            __syncthreads();
+            uint32_t all = 0;
+#pragma unroll
+            for (int i = 0; i < THREADS / WARP; i++) {
+                if (i == warp) sum += all;
+                all += sums[i];
+            }
+            if (tile < tiles) to[tile] = before + sum - count;
+            before += all;
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) to[tiles] = before;
+        __syncthreads();
+        const uint32_t of_head = places(tiles), share = this->share();
+        for (uint32_t block = threadIdx.x; block < blocks; block += THREADS) {
+            const uint32_t place = block * share, head = min(place / of_head, heads), rest = place - head * of_head;
+            // Finds the last tile of keys that begins at this place or before.
+            uint32_t low = 0, high = tiles;
+            while (high - low > 1) {
+                const uint32_t middle = low + (high - low) / 2;
+                if (places(middle) <= rest)
+                    low = middle;
+                else
+                    high = middle;
+            }
+            to[tiles + 1 + block] = head * tiles + low;
+        }
+    }
+
+    // A block's way through its share.
+    struct Walk {
+        uint32_t item, start, end;
+
+        __device__ __forceinline__ explicit Walk(const Shares &shares) : item(shares.plan[shares.tiles + 1 + blockIdx.x]) {
+            const uint32_t share = shares.share();
+            start = blockIdx.x * share, end = start + share;
+        }
+
+        __device__ __forceinline__ bool next(const Shares &shares, Span &span) {
+            if (item >= shares.heads * shares.tiles) return false;
+            const Places places(shares, item);
+            const uint32_t begin = max(places.begin, start), stop = min(places.end, end);
+            if (begin >= stop) return false;
+            const bool is_part = begin > places.begin || stop < places.end;
+            // Only the first and the last item of a block can be parts.
+            span = {item++, begin - places.begin, stop - places.begin, 2 * blockIdx.x + (begin != start), begin - start, is_part};
+            return true;
+        }
+    };
+
+    // The tile and the head of queries of a step.
+    struct Way {
+        uint32_t tile, begin, end, member;
+
+        __device__ __forceinline__ Way(const Shares &shares, const Span &span, const Task &keys) : begin(shares.first(keys.tile)) {
+            const uint32_t count = shares.plan[keys.tile + 1] - shares.plan[keys.tile];
+            member = span.begin / count;
+            tile = begin + span.begin - member * count, end = begin + count;
+        }
+        __device__ __forceinline__ void advance(const Shares &) {
+            if (++tile == end) tile = begin, member++;
+        }
+        __device__ __forceinline__ Task queries(const Shares &shares, Task keys) const {
+            keys.tile = tile;
+            keys.head = keys.index = keys.index * shares.spans.group() + member;
+            return keys;
+        }
+    };
+
+    // How many tiles of keys are added to the gradients of a tile of queries before `keys`, which comes to it at `time`. All lanes of the
+    // warp take part and get the result. Whatever the spans are, earlier steps are at least as many, so that no block waits forever.
+    __device__ __forceinline__ uint32_t turn(const Task &keys, const Way &way, uint32_t time) const {
+        const uint32_t own = way.tile / EACH, share = this->share(), before_head = keys.index * places(tiles) + ITEM_PLACES;
+        const uint32_t lowest = min(spans.first_key(way.tile * M) / KEYS_AT_ONCE, own);
+        uint32_t before = 0;
+        for (uint32_t tile = lowest + threadIdx.x % WARP; tile <= own; tile += WARP) {
+            const uint32_t count = plan[tile + 1] - plan[tile], step = way.tile - first(tile);
+            if (step >= count) continue;
+            const uint32_t other = (before_head + places(tile) + way.member * count + step) % share;
+            before += other < time || (other == time && tile < keys.tile);
+        }
+        return __reduce_add_sync(ALL_LANES, before);
+    }
+
+    // Among the 64 keys from `first` on: which queries see them.
+    struct Sight {
+        const Spans &spans;
+        uint32_t first, first_end;
+
+        __device__ __forceinline__ Sight(const Shares &shares, uint32_t first)
+            : spans(shares.spans), first(first), first_end(shares.spans.query_end(first)) {}
+
+        // Whether some of the keys are not seen by some of the 64 queries from `query` on.
+        __device__ __forceinline__ bool hides(uint32_t query) const { return query < first + 63 || query + 64 > first_end; }
+        // Sets weights of keys that are not seen to zero.
+        __device__ __forceinline__ void hide(float (&weights)[32], uint32_t query) const {
+            const uint32_t key = first + threadIdx.x / WARP % 4 * 16 + threadIdx.x % WARP / 4;
+            uint32_t end[2] = {UINT32_MAX, UINT32_MAX};
+            if (query + 64 > first_end) end[0] = spans.query_end(key), end[1] = spans.query_end(key + 8);
+            query += threadIdx.x % 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 32; i++) {
+                const uint32_t at = query + i / 4 * 8 + i % 2;
+                if (at < key + i / 2 % 2 * 8 || at >= end[i / 2 % 2]) weights[i] = 0.0f;
+            }
+        }
+    };
+
+    // The item in which the share of block `index` + 1 begins, if that is the first to begin after the item's first step.
+    __device__ __forceinline__ bool split(uint32_t index, SplitItem &split) const {
+        const uint32_t share = this->share(), start = index * share, place = start + share;
+        if (place >= all_places()) return false;
+        split.item = plan[tiles + 2 + index];
+        const Places places(*this, split.item);
+        split.first = index, split.count = (places.end - 1) / share - index + 1;
+        split.starts = places.begin == start;
+        return start <= places.begin && places.begin < place && place < places.end;
+    }
+    // The slot of part `index` of such an item.
+    __device__ __forceinline__ uint32_t slot(const SplitItem &split, uint32_t index) const {
+        return 2 * (split.first + index) + (index == 0 && !split.starts);
+    }
+};
