@@ -80,6 +80,10 @@ def test_folders_load_with_the_configuration_of_either_place(
             adapter.save(tmp_path / "adapter", format="peft")
         assert not (tmp_path / "adapter").exists()
         return
+    if kind == "oft":
+        with pytest.raises(tc.ArgumentError, match="rotate inputs, and this OFT rotates outputs"):
+            adapter.save(tmp_path / "adapter", format="peft")
+        return
     tmp_path.joinpath("adapter").mkdir()
     adapter.save(tmp_path / "adapter", format="peft")
     expected = merged(unet)

@@ -1,6 +1,6 @@
 //! How many values the tape keeps of a forward pass, computed from the layers alone: each block declares its share beside its forward.
 //!
-//! A frozen layer keeps nothing. An adapter keeps its input and the product between its factors. A norm, a product or an activation
+//! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]): its input and the product between its factors. A norm, a product or an activation
 //! keeps what its backward reads, if a gradient passes through it. Running the forward on weights without memory would count the
 //! same, but takes seconds for SDXL, because it reads every weight.
 
@@ -8,7 +8,7 @@ use std::collections::HashMap;
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor};
-use trainable_candle_nn::adapter::LoraConfig;
+use trainable_candle_nn::adapter::{Kept, LoraConfig};
 use trainable_candle_nn::{Conv2d, Layer, Linear};
 
 use crate::registry::Model;
@@ -27,8 +27,8 @@ pub struct SampleSize {
 /// Values that the tape keeps for one sample, as blocks add them in the order of the forward pass. Nothing is kept before the first
 /// adapter, as no gradient goes there.
 pub struct Saved {
-    /// The ranks of the adapted layers.
-    ranks: HashMap<*const (), usize>,
+    /// What the adapters of layers keep.
+    adapted: HashMap<*const (), Kept>,
     policy: Policy,
     /// Whether a gradient reaches the following layers.
     reached: bool,
@@ -69,8 +69,12 @@ impl Saved {
     pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<usize> {
         let layers = model.named_layers();
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
-        let rank = |(name, layer): &(String, Layer<'_>)| Some((key(*layer), *selected.get(name)?));
-        let saved = Self::of(model, layers.iter().filter_map(rank).collect(), policy, size);
+        let kind = config.kind()?;
+        let mut adapted = HashMap::new();
+        for (name, layer) in layers.iter().filter(|(name, _)| selected.contains_key(name)) {
+            adapted.insert(key(*layer), (kind.kept)(&layer.base(), &config.settings(name)?));
+        }
+        let saved = Self::of(model, adapted, policy, size);
         Ok(saved.held + saved.again)
     }
 
@@ -80,9 +84,9 @@ impl Saved {
     }
 
     /// The sum of what all blocks of a model add.
-    fn of(model: &dyn Model, ranks: HashMap<*const (), usize>, policy: Policy, size: SampleSize) -> Self {
+    fn of(model: &dyn Model, adapted: HashMap<*const (), Kept>, policy: Policy, size: SampleSize) -> Self {
         let mut saved = Self {
-            ranks,
+            adapted,
             policy,
             reached: false,
             held: 0,
@@ -158,7 +162,7 @@ impl Saved {
 
     /// Whether a layer has an adapter.
     pub fn adapts(&self, layer: &Linear<Tensor>) -> bool {
-        self.ranks.contains_key(&key(Layer::Linear(layer)))
+        self.adapted.contains_key(&key(Layer::Linear(layer)))
     }
 
     /// A linear layer over `inputs` values at `positions` places.
@@ -194,12 +198,15 @@ impl Saved {
     /// Layers that share their input; if it is `cheap`, selective checkpointing recomputes it.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
-        let ranks: Vec<usize> = layers.iter().filter_map(|layer| self.ranks.get(&key(*layer)).copied()).collect();
-        if ranks.is_empty() {
+        let kept: Vec<Kept> = layers.iter().filter_map(|layer| self.adapted.get(&key(*layer)).copied()).collect();
+        if kept.is_empty() {
             return;
         }
         self.reached = true;
-        self.block.kept += positions * ranks.iter().sum::<usize>();
+        self.block.kept += positions * kept.iter().map(|kept| kept.values).sum::<usize>();
+        if !kept.iter().any(|kept| kept.input) {
+            return;
+        }
         if cheap && self.policy == Policy::Selective {
             self.block.again += inputs;
         } else {

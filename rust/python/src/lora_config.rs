@@ -33,10 +33,15 @@ use crate::error::Result;
 ///     use_rslora: scale by lora_alpha / sqrt(r).
 ///     rank_pattern: other ranks for layers by name.
 ///     alpha_pattern: other alphas for layers by name.
-///     adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
+///     adapter: the kind of adapter, "lora", "dora", "loha", "lokr" or "oft". OFT has no rank: `r` and `lora_alpha` have no effect.
 ///     wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
 ///     decompose_both: LoKr: whether the smaller factor may be low-rank, too.
 ///     decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
+///     oft_block_size: OFT: the size of the rotated blocks; where it does not divide, the nearest divisor.
+///     oft_side: OFT: "input" rotates the inputs of layers, as peft does, "output" their outputs, as LyCORIS and ComfyUI do; by default
+///         what the programs that load the model's adapters do, and inputs of other models.
+///     use_cayley_neumann: OFT of inputs: a series in place of the Cayley transform (peft's default).
+///     num_cayley_neumann_terms: the terms of that series, at least 2.
 ///     qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
 ///         does, to "int8", "int4", "fp8" or "nf4".
 ///     qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale per token.
@@ -52,7 +57,8 @@ impl LoraConfig {
     #[new]
     #[pyo3(signature = (r=Integer::of(8), lora_alpha=Argument::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Argument::of(0.0),
         use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
-        decompose_both=false, decompose_factor=Integer::of(-1), qat=None, qat_activations=false,
+        decompose_both=false, decompose_factor=Integer::of(-1), oft_block_size=Integer::of(32), oft_side=None, use_cayley_neumann=false,
+        num_cayley_neumann_terms=Integer::of(5), qat=None, qat_activations=false,
         qat_learned_scales=false))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
@@ -69,6 +75,10 @@ impl LoraConfig {
         wd_on_output: bool,
         decompose_both: bool,
         decompose_factor: Integer,
+        oft_block_size: Integer,
+        oft_side: Option<&str>,
+        use_cayley_neumann: bool,
+        num_cayley_neumann_terms: Integer,
         qat: Option<&str>,
         qat_activations: bool,
         qat_learned_scales: bool,
@@ -92,6 +102,11 @@ impl LoraConfig {
             wd_on_output,
             decompose_both,
             decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
+            oft_block_size: oft_block_size.count(OP, "oft_block_size")?,
+            oft_side: oft_side.map(str::parse).transpose()?,
+            cayley_neumann_terms: use_cayley_neumann
+                .then(|| num_cayley_neumann_terms.count(OP, "num_cayley_neumann_terms"))
+                .transpose()?,
             qat: qat.map(str::parse).transpose()?,
             qat_activations,
             qat_learned_scales,
@@ -191,6 +206,30 @@ impl LoraConfig {
     #[getter]
     fn decompose_factor(&self) -> i64 {
         self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
+    }
+
+    /// The size of the blocks that OFT rotates.
+    #[getter]
+    fn oft_block_size(&self) -> usize {
+        self.0.oft_block_size
+    }
+
+    /// The side of layers that OFT rotates; None for that of the programs that load the model's adapters.
+    #[getter]
+    fn oft_side(&self) -> Option<&'static str> {
+        self.0.oft_side.map(adapter::OftSide::name)
+    }
+
+    /// Whether OFT computes peft's series in place of the Cayley transform.
+    #[getter]
+    fn use_cayley_neumann(&self) -> bool {
+        self.0.cayley_neumann_terms.is_some()
+    }
+
+    /// The terms of that series.
+    #[getter]
+    fn num_cayley_neumann_terms(&self) -> usize {
+        self.0.cayley_neumann_terms.unwrap_or(5)
     }
 
     /// The grid that adapted weights are rounded to while training, if any.

@@ -65,7 +65,7 @@ def test_a_model_that_says_no_size_takes_its_familys(name: str, base: Path) -> N
     assert found.resolution
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "loha", "lokr", "oft"])
 def test_a_merged_model_draws_as_with_the_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str
 ) -> None:
