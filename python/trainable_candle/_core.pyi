@@ -1510,10 +1510,15 @@ class LoraConfig:
         use_rslora: scale by lora_alpha / sqrt(r).
         rank_pattern: other ranks for layers by name.
         alpha_pattern: other alphas for layers by name.
-        adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
+        adapter: the kind of adapter, "lora", "dora", "loha", "lokr" or "oft". OFT has no rank: `r` and `lora_alpha` have no effect.
         wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
         decompose_both: LoKr: whether the smaller factor may be low-rank, too.
         decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
+        oft_block_size: OFT: the size of the rotated blocks; where it does not divide, the nearest divisor.
+        oft_side: OFT: "input" rotates the inputs of layers, as peft does, "output" their outputs, as LyCORIS and ComfyUI do; by default
+            what the programs that load the model's adapters do, and inputs of other models.
+        use_cayley_neumann: OFT of inputs: a series in place of the Cayley transform (peft's default).
+        num_cayley_neumann_terms: the terms of that series, at least 2.
         qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
             does, to "int8", "int4", "fp8" or "nf4".
         qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale per token.
@@ -1538,6 +1543,10 @@ class LoraConfig:
         wd_on_output: bool = True,
         decompose_both: bool = False,
         decompose_factor: SupportsIndex = -1,
+        oft_block_size: SupportsIndex = 32,
+        oft_side: str | None = None,
+        use_cayley_neumann: bool = False,
+        num_cayley_neumann_terms: SupportsIndex = 5,
         qat: str | None = None,
         qat_activations: bool = False,
         qat_learned_scales: bool = False,
@@ -1577,6 +1586,21 @@ class LoraConfig:
     def lora_dropout(self, /) -> float:
         """
         The probability of dropping an element of an adapter's input while training.
+        """
+    @property
+    def num_cayley_neumann_terms(self, /) -> int:
+        """
+        The terms of that series.
+        """
+    @property
+    def oft_block_size(self, /) -> int:
+        """
+        The size of the blocks that OFT rotates.
+        """
+    @property
+    def oft_side(self, /) -> str | None:
+        """
+        The side of layers that OFT rotates; None for that of the programs that load the model's adapters.
         """
     def plan(
         self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]], optimizer: str
@@ -1631,6 +1655,11 @@ class LoraConfig:
     def target_modules(self, /) -> list[str]:
         """
         The layers that get an adapter.
+        """
+    @property
+    def use_cayley_neumann(self, /) -> bool:
+        """
+        Whether OFT computes peft's series in place of the Cayley transform.
         """
     @property
     def use_dora(self, /) -> bool:

@@ -71,6 +71,8 @@ SAMPLES: dict[str, Any] = {
     "train_on": "all",
     "adapter": "dora",
     "dora_axis": "input",
+    "oft_block_size": 8,
+    "oft_side": "output",
     "rank": 3,
     "alpha": 2.5,
     "target_modules": ["to_q", "to_k"],

@@ -303,6 +303,7 @@ def test_checkpointing_changes_nothing(
     [
         {"adapter": "dora", "rslora": True, "ema_decay": 0.5},
         {"adapter": "lokr", "optimizer": "adamw8bit"},
+        {"adapter": "oft", "gradient_checkpointing": "full", "ema_decay": 0.5},
         {"precision": "bf16", "optimizer": "lion", "learning_rate": 1e-3},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora_input": EVERYWHERE | {"use_dora": True, "wd_on_output": False},
     "loha": EVERYWHERE | {"adapter": "loha"},
     "lokr": EVERYWHERE | {"adapter": "lokr"},
+    "oft": EVERYWHERE | {"adapter": "oft", "oft_block_size": 8},
     "lokr_both": EVERYWHERE | {"adapter": "lokr", "decompose_both": True, "decompose_factor": 8},
 }
 

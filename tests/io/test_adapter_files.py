@@ -35,9 +35,9 @@ def test_saved_adapters_load_unchanged(
 ) -> None:
     path = tmp_path / "adapter.safetensors"
     adapter = attach(unet, kind)
-    lycoris = kind.startswith(("loha", "lokr"))
+    lycoris = kind.startswith(("loha", "lokr", "oft"))
     cannot = (format == "diffusers" and lycoris) or (
-        format in {"diffusers", "peft"} and kind == "dora_input"
+        format in {"diffusers", "peft"} and kind in {"dora_input", "oft"}
     )
     if cannot:
         with pytest.raises(tc.ArgumentError, match='save with format "kohya"'):

@@ -82,6 +82,10 @@ def test_folders_load_with_a_configuration_in_a_file_or_in_the_header(
             adapter.save(tmp_path / "adapter", format="peft")
         assert not (tmp_path / "adapter").exists()
         return
+    if kind == "oft":
+        with pytest.raises(tc.ArgumentError, match="rotate inputs, and this OFT rotates outputs"):
+            adapter.save(tmp_path / "adapter", format="peft")
+        return
     tmp_path.joinpath("adapter").mkdir()
     adapter.save(tmp_path / "adapter", format="peft")
     expected = merged(unet)

@@ -29,7 +29,7 @@ def moved(adapter: tc.AdapterSet) -> dict[str, np.ndarray]:
     return {name: var.detach().numpy() for name, var in adapter.named_parameters().items()}
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_merged_model_computes_the_same_as_in_training(name: str, kind: str) -> None:
     family: Family = FAMILIES[name]

@@ -61,8 +61,14 @@ def test_a_quantized_model_equals_one_with_its_dequantized_weights(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"use_dora": True}, {"adapter": "loha"}, {"adapter": "lokr"}, {"lora_dropout": 0.1}],
-    ids=["dora", "loha", "lokr", "dropout"],
+    [
+        {"use_dora": True},
+        {"adapter": "loha"},
+        {"adapter": "lokr"},
+        {"adapter": "oft"},
+        {"lora_dropout": 0.1},
+    ],
+    ids=["dora", "loha", "lokr", "oft", "dropout"],
 )
 def test_every_adapter_works_on_a_quantized_base(settings: dict[str, object]) -> None:
     family = FAMILIES["flux"]

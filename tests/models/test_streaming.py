@@ -94,8 +94,14 @@ def test_streamed_blocks_may_be_quantized(name: str, quantize: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [{"use_dora": True}, {"adapter": "loha"}, {"adapter": "lokr"}, {"lora_dropout": 0.1}],
-    ids=["dora", "loha", "lokr", "dropout"],
+    [
+        {"use_dora": True},
+        {"adapter": "loha"},
+        {"adapter": "lokr"},
+        {"adapter": "oft"},
+        {"lora_dropout": 0.1},
+    ],
+    ids=["dora", "loha", "lokr", "oft", "dropout"],
 )
 def test_every_adapter_sits_on_streamed_blocks(kind: dict[str, object]) -> None:
     family = FAMILIES["flux"]

@@ -10,15 +10,22 @@ import trainable_candle as tc
 from trainable_candle.errors import ArgumentError, ConfigError
 from trainable_candle.models import DigitsTransformer
 from trainable_candle.run import train_adapter
+from trainable_candle.settings.adapter import OFT_SIDES
 from trainable_candle.settings.checks import check_settings
 from trainable_candle.tasks.checks import check_format
 from trainable_candle.train import TrainConfig
+from trainable_candle.train.adapters import adapter_config
 
 IDLE: list[tuple[dict[str, Any], str]] = [
     ({"random_crops": 9}, "--random-crops has no effect without --crop random"),
     (
         {"color_variants": 9},
         "--color-variants has no effect without --color-brightness, --color-contrast, .* or",
+    ),
+    ({"oft_side": "input"}, "--oft-side has no effect without --adapter oft"),
+    (
+        {"adapter": "oft", "rslora": True},
+        "--rslora has no effect without an adapter other than oft",
     ),
     ({"bucketing": False, "min_side": 64}, "--min-side has no effect without --bucketing"),
     ({"cache": "memory", "cache_dir": "c"}, "--cache-dir has no effect without --cache disk"),
@@ -76,18 +83,22 @@ def test_bytes_that_are_no_text_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("form", ["kohya", "diffusers", "peft", "comfyui"])
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    [*((kind, None) for kind in ("lora", "dora", "loha", "lokr", "oft"))]
+    + [("oft", side) for side in OFT_SIDES],
+)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_checks_reject_the_formats_that_the_writer_rejects(
-    sdxl_base: Path, tmp_path: Path, form: str, kind: str, parts: int
+    sdxl_base: Path, tmp_path: Path, form: str, kind: str, side: str | None, parts: int
 ) -> None:
     names = ("unet", "text_encoder", "text_encoder_2")[:parts]
     models = [tc.models.load(sdxl_base, subfolder=name) for name in names]
     targets = ["attn2.to_q", "q_proj"]
-    lora = tc.LoraConfig(r=2, lora_alpha=2.0, target_modules=targets, adapter=kind)
-    sets = [model.add_adapter(lora) for model in models]
-    config = TrainConfig(model="sdxl", format=form, adapter=kind)
+    config = TrainConfig(model="sdxl", format=form, adapter=kind, rank=2, alpha=2.0, oft_side=side)
     formats = ("kohya", "diffusers", "peft", "comfyui")
+    lora = adapter_config(config, targets, formats)
+    sets = [model.add_adapter(lora) for model in models]
     assert refuses(lambda: check_format(config, formats, parts)) == refuses(
         lambda: tc.save_adapters(tmp_path / "a.safetensors", sets, format=form)
     )

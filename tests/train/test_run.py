@@ -102,6 +102,8 @@ SETTINGS = [
     {"alpha": 7.0},
     {"rslora": True},
     {"adapter": "dora"},
+    {"adapter": "oft"},
+    {"adapter": "oft", "oft_side": "output", "format": "kohya"},
     {"lora_dropout": 0.5},
     {"qat": "int8"},
     {"target_modules": ["to_q", "to_v"]},

@@ -42,7 +42,7 @@ def run(arguments: Sequence[str], program: str) -> int:
     if not isinstance(base, LatentTask) or not isinstance(tuned, LatentTask):
         raise ConfigError(f"--model {given['model']} writes texts; extract is for models of images")
     layers = base.family.layers()
-    chosen = adapter_config(config, base.family.targets).select(
+    chosen = adapter_config(config, base.family.targets, base.family.formats).select(
         {name: list(shape) for name, shape in layers.items()}
     )
     with tqdm(total=len(chosen), unit="layer") as bar:

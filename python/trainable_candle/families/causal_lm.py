@@ -141,7 +141,7 @@ class CausalLM:
 
     def estimate(self, config: TrainConfig, tokens: int) -> Estimate:
         """The memory of weights, adapters and the tape, for rows of `tokens` tokens."""
-        adapter = adapter_config(config, self.targets)
+        adapter = adapter_config(config, self.targets, self.formats)
         trained = trained_model("model", self._facts, adapter, config, tokens=tokens)
         phases = {**trained.start, "training": trained.items}
         return Estimate(phases, config.on_gpu, trained.work, trained.host)

@@ -160,7 +160,7 @@ class Digits(LatentFamily):
 
     def estimate(self, config: TrainConfig, data: Split[Dataset], limit: float) -> Estimate:  # noqa: ARG002
         """The memory of weights, adapters, activations and images."""
-        adapter = adapter_config(config, self.targets)
+        adapter = adapter_config(config, self.targets, self.formats)
         sizes = {"height": SIDE, "width": SIDE}
         trained = trained_model("model", self._facts, adapter, config, **sizes)
         if not config.on_gpu:

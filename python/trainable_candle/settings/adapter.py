@@ -16,6 +16,9 @@ FORMATS: Final = tuple(choices()["format"])
 GRIDS: Final = tuple(choices()["qat"])
 DORA_AXES: Final = ("output", "input")
 """Whether DoRA has a magnitude for each output, as in the paper, or for each input."""
+OFT: Final = "oft"
+OFT_SIDES: Final = ("input", "output")
+"""OFT rotates the inputs of layers, as peft does, or their outputs, as LyCORIS and ComfyUI do."""
 LOFTQ: Final = "loftq"
 INITS: Final = ("default", LOFTQ)
 """How adapters start: without an effect, or offsetting the quantization error of the base."""
@@ -65,13 +68,23 @@ class Adapter(Group):
     section: ClassVar[str] = sections.ADAPTER
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(("dora_axis",), lambda c: c.adapter == "dora", "--adapter dora"),
+        Condition(("oft_block_size", "oft_side"), lambda c: c.adapter == OFT, "--adapter oft"),
+        Condition(
+            ("rslora", "lora_dropout"),
+            lambda c: c.adapter != OFT,
+            "an adapter other than oft, which adds no product",
+        ),
     )
     contradictions: ClassVar = (_quantization_contradiction,)
 
     adapter: Annotated[str, Setting("kind of adapter", choices=ADAPTERS)] = "lora"
     rank: Annotated[
         int,
-        Setting("rank of the adapter", low=1, synonyms=("network-dim", "lora-rank", "dim", "r")),
+        Setting(
+            "rank of the adapter (oft has none)",
+            low=1,
+            synonyms=("network-dim", "lora-rank", "dim", "r"),
+        ),
     ] = 16
     alpha: Annotated[
         float | None,
@@ -100,6 +113,18 @@ class Adapter(Group):
             rare=True,
         ),
     ] = DORA_AXES[0]
+    oft_block_size: Annotated[
+        int,
+        Setting("size of the rotated blocks; else the nearest divisor of a layer's", low=2),
+    ] = 32
+    oft_side: Annotated[
+        str | None,
+        Setting(
+            "rotate inputs (peft) or outputs (ComfyUI) of layers (default: --format's)",
+            choices=OFT_SIDES,
+            rare=True,
+        ),
+    ] = None
     lora_dropout: Annotated[
         float, Setting("dropout on the adapter's input", low=0, below=1, rare=True)
     ] = 0.0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainable_candle.errors import ConfigError
+from trainable_candle.settings.adapter import OFT
 from trainable_candle.tasks.estimate import adapted_layers
+from trainable_candle.train.adapters import oft_side
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +41,11 @@ def check_format(config: TrainConfig, formats: Sequence[str], parts: int) -> Non
         able = next((other for other in formats if other in {"kohya", "comfyui"}), None)
         instead = f"give --format {able}" if able else "leave it out"
         raise ConfigError(f"{start} --dora-axis input; {instead}")
+    side = oft_side(config, formats)
+    if config.adapter == OFT and (form == "peft") != (side == "input"):
+        able = "peft" if side == "input" else next((f for f in others if f != "peft"), None)
+        instead = f"give --format {able}" if able in formats else "leave it out"
+        raise ConfigError(f"{start} --oft-side {side}; {instead}")
     if form == "peft" and parts > 1:
         raise ConfigError(
             f"{start} several parts of a model, and --train-text-encoder adapts them; {instead}"

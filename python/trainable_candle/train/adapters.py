@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import trainable_candle as tc
 from trainable_candle.lora import start_from_rounding
-from trainable_candle.settings.adapter import INITS, LOFTQ
+from trainable_candle.settings.adapter import INITS, LOFTQ, OFT_SIDES
 from trainable_candle.settings.machine import SAME
 
 if TYPE_CHECKING:
@@ -104,8 +104,24 @@ def start_adapter(adapter: AdapterSet, family: Any) -> None:
     start_from_rounding(adapter, family.model, original)
 
 
-def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig:
-    """The configuration of the adapters; `targets` are the layers if the settings name none."""
+def oft_side(config: TrainConfig, formats: Sequence[str]) -> str:
+    """The side of layers that OFT rotates: by default that of programs which read the files.
+
+    Args:
+        config: the settings.
+        formats: the formats that have names for the layers of the model, the default first.
+    """
+    read = OFT_SIDES[0] if (config.format or formats[0]) == "peft" else OFT_SIDES[1]
+    return config.oft_side or read
+
+
+def adapter_config(
+    config: TrainConfig, targets: Sequence[str], formats: Sequence[str]
+) -> tc.LoraConfig:
+    """The configuration of the adapters; `targets` are the layers if the settings name none.
+
+    `formats` is as for `oft_side`.
+    """
     return tc.LoraConfig(
         r=config.rank,
         lora_alpha=float(config.rank) if config.alpha is None else config.alpha,
@@ -115,6 +131,8 @@ def adapter_config(config: TrainConfig, targets: Sequence[str]) -> tc.LoraConfig
         adapter=config.adapter,
         use_rslora=config.rslora,
         wd_on_output=config.dora_axis == "output",
+        oft_block_size=config.oft_block_size,
+        oft_side=oft_side(config, formats),
         qat=config.qat,
         qat_learned_scales=config.qat_learned_scales,
     )

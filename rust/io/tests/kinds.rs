@@ -1,5 +1,5 @@
 //! Compares every kind of adapter on convolutions and linear layers with peft and LyCORIS
-//! (`tests/golden/peft/make_layers.py`).
+//! (`tests/golden/peft/make_layers.py`, `make_oft.py`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use trainable_candle_core::ops::conv::Conv2dOptions;
 use trainable_candle_core::ops::loss::{Reduction, mse_loss};
 use trainable_candle_core::{DType, Device, Result, Tensor, Var};
 use trainable_candle_io::{TensorFile, load_tensors};
-use trainable_candle_nn::adapter::{AdapterSet, LayerValues, LoraConfig};
+use trainable_candle_nn::adapter::{AdapterSet, LayerValues, LoraConfig, OftSide};
 use trainable_candle_nn::conv::weight_from_file;
 use trainable_candle_nn::{Conv2d, Linear, Module, Visitor};
 
@@ -54,12 +54,14 @@ struct Golden {
 
 impl Golden {
     fn load() -> Self {
-        let path: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/peft/layers.safetensors");
+        let folder: PathBuf = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/peft");
+        let path = folder.join("layers.safetensors");
         let metadata = TensorFile::open(&path).unwrap().metadata();
-        Self {
-            tensors: load_tensors(&path, &Device::Cpu).unwrap(),
-            scales: serde_json::from_str(&metadata["scales"]).unwrap(),
-        }
+        let mut tensors: BTreeMap<String, Tensor> = load_tensors(&path, &Device::Cpu).unwrap();
+        let mut scales: BTreeMap<String, f64> = serde_json::from_str(&metadata["scales"]).unwrap();
+        tensors.extend(load_tensors(&folder.join("oft.safetensors"), &Device::Cpu).unwrap());
+        scales.extend(["oft", "oft_series", "oft_terms", "oft_outputs"].map(|case| (case.to_owned(), 1.0)));
+        Self { tensors, scales }
     }
 
     /// The tensors named `CASE.part.LAYER.PARAMETER`, by layer and parameter.
@@ -77,10 +79,17 @@ impl Golden {
     /// The adapters of a case in the layout of files.
     fn adapters(&self, case: &str) -> BTreeMap<String, LayerValues> {
         let mut layers: BTreeMap<String, LayerValues> = BTreeMap::new();
+        let cayley_neumann_terms = match case {
+            "oft_series" => Some(5),
+            "oft_terms" => Some(3),
+            _ => None,
+        };
         for ((layer, parameter), value) in self.parts(case, "start") {
-            let entry = layers
-                .entry(layer)
-                .or_insert_with(|| LayerValues { parameters: BTreeMap::new(), scale: self.scales[case] });
+            let entry = layers.entry(layer).or_insert_with(|| LayerValues {
+                parameters: BTreeMap::new(),
+                scale: self.scales[case],
+                cayley_neumann_terms,
+            });
             entry.parameters.insert(parameter, value);
         }
         layers
@@ -88,7 +97,7 @@ impl Golden {
 }
 
 /// The largest difference, relative to the largest expected value.
-fn error(found: &Tensor, expected: &Tensor) -> f64 {
+fn error_of(found: &Tensor, expected: &Tensor) -> f64 {
     assert_eq!(found.dims(), expected.dims());
     let values =
         |t: &Tensor| t.to_dtype(DType::F64).and_then(|t| t.contiguous()).and_then(|t| t.to_vec::<f64>()).unwrap();
@@ -106,9 +115,9 @@ fn values_gradients_and_merged_weights_equal_the_references() {
         let set = AdapterSet::attach_values(&golden.adapters(case), &net.named_layers()).unwrap();
         let x = Var::from_tensor(&golden.tensors["x"]).unwrap();
         let y = net.forward(&x).unwrap();
-        assert!(error(&y, get("output")) < 1e-5, "{case}");
+        assert!(error_of(&y, get("output")) < 1e-5, "{case}");
         mse_loss(&y, &golden.tensors["target"], Reduction::Mean).unwrap().backward().unwrap();
-        assert!(error(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
+        assert!(error_of(&x.grad().unwrap(), get("grad_input")) < 1e-4, "{case}");
 
         // Setting the variables to their gradients lets `layers` convert the gradients to the layout of files.
         let gradients = golden.parts(case, "grad");
@@ -119,7 +128,7 @@ fn values_gradients_and_merged_weights_equal_the_references() {
         for layer in set.layers().unwrap() {
             for (parameter, gradient) in &layer.parameters {
                 let expected = &gradients[&(layer.name.to_string(), parameter.to_string())];
-                assert!(error(gradient, expected) < 1e-4, "{case} {} {parameter}", layer.name);
+                assert!(error_of(gradient, expected) < 1e-4, "{case} {} {parameter}", layer.name);
                 compared += 1;
             }
         }
@@ -129,10 +138,10 @@ fn values_gradients_and_merged_weights_equal_the_references() {
         set.merge().unwrap();
         for (name, weight) in net.named_tensors() {
             if let Some(layer) = name.strip_suffix(".weight") {
-                assert!(error(&weight, get(&format!("merged.{layer}"))) < 1e-5, "{case} {layer}");
+                assert!(error_of(&weight, get(&format!("merged.{layer}"))) < 1e-5, "{case} {layer}");
             }
         }
-        assert!(error(&net.forward(&golden.tensors["x"]).unwrap(), get("output")) < 1e-5, "{case}");
+        assert!(error_of(&net.forward(&golden.tensors["x"]).unwrap(), get("output")) < 1e-5, "{case}");
     }
 }
 
@@ -142,7 +151,9 @@ fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_ident
     let base =
         LoraConfig { r: 3, target_modules: vec!["all-linear".into(), "all-conv".into()], ..LoraConfig::default() };
     let lycoris = |adapter: &str| LoraConfig { r: 2, adapter: adapter.into(), ..base.clone() };
+    let oft = LoraConfig { target_modules: vec!["all-linear".into()], oft_block_size: 4, ..lycoris("oft") };
     let configs = [
+        ("oft", oft),
         ("lora", base.clone()),
         ("dora", LoraConfig { use_dora: true, ..base.clone() }),
         ("dora_input", LoraConfig { use_dora: true, wd_on_output: false, ..base.clone() }),
@@ -155,7 +166,7 @@ fn parameters_have_the_names_and_shapes_of_the_references_and_start_as_the_ident
         let net = Net::load(&golden.tensors, DType::F32);
         let before = net.forward(&golden.tensors["x"]).unwrap();
         let set = AdapterSet::attach(config, &net.named_layers()).unwrap();
-        assert!(error(&net.forward(&golden.tensors["x"]).unwrap(), &before) < 1e-6, "{case}");
+        assert!(error_of(&net.forward(&golden.tensors["x"]).unwrap(), &before) < 1e-6, "{case}");
         let mut found = BTreeMap::new();
         for layer in set.layers().unwrap() {
             for (parameter, value) in &layer.parameters {
@@ -174,7 +185,8 @@ fn adapters_of_another_layer_are_rejected() {
     let net = Net::load(&golden.tensors, DType::F32);
     for case in golden.scales.keys() {
         let mut adapters = golden.adapters(case);
-        let conv = adapters.remove("conv").unwrap();
+        // Some are on the linear layer alone.
+        let Some(conv) = adapters.remove("conv") else { continue };
         adapters.insert("pointwise".into(), conv);
         let error = AdapterSet::attach_values(&adapters, &net.named_layers()).err().unwrap().to_string();
         assert!(error.contains("pointwise"), "{case}: {error}");
@@ -192,8 +204,52 @@ fn bf16_layers_keep_f32_parameters_and_their_own_dtype() {
         let set = AdapterSet::attach_values(&golden.adapters(case), &net.named_layers()).unwrap();
         let y = net.forward(&golden.tensors["x"].to_dtype(DType::BF16).unwrap()).unwrap();
         assert_eq!(y.dtype(), DType::BF16);
-        assert!(error(&y, &golden.tensors[&format!("{case}.output")]) < 0.05, "{case}");
+        assert!(error_of(&y, &golden.tensors[&format!("{case}.output")]) < 0.05, "{case}");
         y.to_dtype(DType::F32).unwrap().sqr().unwrap().sum_all().unwrap().backward().unwrap();
         assert!(set.vars().iter().all(|v| v.dtype() == DType::F32 && v.grad().is_some()), "{case}");
+    }
+}
+
+#[test]
+fn oft_of_outputs_is_on_every_layer_and_of_inputs_on_linear_ones() {
+    let golden = Golden::load();
+    let config = LoraConfig {
+        adapter: "oft".into(),
+        target_modules: vec!["all-linear".into(), "all-conv".into()],
+        oft_block_size: 3,
+        ..LoraConfig::default()
+    };
+    let net = Net::load(&golden.tensors, DType::F32);
+    let error = AdapterSet::attach(config.clone(), &net.named_layers()).err().unwrap().to_string();
+    assert!(error.contains("conv: OFT: it is a convolution") && error.contains("--oft-side output"), "{error}");
+
+    let before = net.forward(&golden.tensors["x"]).unwrap();
+    let config = LoraConfig { oft_side: Some(OftSide::Output), ..config };
+    let set = AdapterSet::attach(config, &net.named_layers()).unwrap();
+    assert_eq!(error_of(&net.forward(&golden.tensors["x"]).unwrap(), &before), 0.0);
+    let dims: Vec<_> = set.layers().unwrap().iter().map(|layer| layer.parameters[0].1.dims().to_vec()).collect();
+    // The divisors nearest to 3 of 8, 12 and 10 channels.
+    assert_eq!(dims, [[4, 2, 2], [4, 3, 3], [5, 2, 2]]);
+}
+
+/// What a rotation keeps: the products of all pairs of rows of the weight, or of columns.
+#[test]
+fn merged_weights_are_rotations() {
+    let golden = Golden::load();
+    for (case, dims) in [("oft", [1, 0]), ("oft_outputs", [0, 1])] {
+        let net = Net::load(&golden.tensors, DType::F64);
+        let mut adapters = golden.adapters(case);
+        adapters.retain(|layer, _| layer == "linear");
+        let set = AdapterSet::attach_values(&adapters, &net.named_layers()).unwrap();
+        set.vars().iter().for_each(|var| var.set(&var.mul_scalar(40.0).unwrap()).unwrap());
+        set.merge().unwrap();
+        let products = |weight: &Tensor| {
+            let weight = weight.permute(&dims).unwrap();
+            weight.t().unwrap().matmul(&weight).unwrap()
+        };
+        let merged = net.named_tensors().into_iter().find(|(name, _)| name == "linear.weight").unwrap().1;
+        let before = golden.tensors["base.linear.weight"].to_dtype(DType::F64).unwrap();
+        assert!(error_of(&merged, &before) > 0.1, "{case}");
+        assert!(error_of(&products(&merged), &products(&before)) < 1e-9, "{case}");
     }
 }

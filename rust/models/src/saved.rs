@@ -1,15 +1,15 @@
 //! Estimates from a model's layers alone how many values the tape keeps of a forward pass. Each block declares its part
 //! beside its forward.
 //!
-//! A frozen layer keeps nothing. An adapter keeps its input and the product between its factors. A norm, a product or
-//! an activation keeps what its backward reads, if a gradient passes through it. A forward pass over weights that share
-//! one element would give the same count, but for SDXL it would take seconds.
+//! A frozen layer keeps nothing. An adapter keeps what its kind says ([`Kept`]), such as its input and the product
+//! between its factors. A norm, a product or an activation keeps what its backward reads, if a gradient passes through
+//! it. A forward pass over weights that share one element would give the same count, but for SDXL it would take seconds.
 
 use std::collections::HashMap;
 
 use trainable_candle_core::checkpoint::Policy;
 use trainable_candle_core::{Result, Tensor};
-use trainable_candle_nn::adapter::LoraConfig;
+use trainable_candle_nn::adapter::{Kept, LoraConfig};
 use trainable_candle_nn::{Conv2d, Layer, Linear};
 
 use crate::registry::Model;
@@ -28,8 +28,8 @@ pub struct SampleSize {
 /// Counts the values that the tape keeps for one sample. Blocks add theirs in the order of the forward pass. The tape
 /// keeps nothing before the first adapter, because no gradient is computed there.
 pub struct Saved {
-    /// The ranks of the adapted layers.
-    ranks: HashMap<*const (), usize>,
+    /// What the adapters of layers keep.
+    adapted: HashMap<*const (), Kept>,
     policy: Policy,
     /// Whether a gradient reaches the following layers.
     reached: bool,
@@ -73,8 +73,12 @@ impl Saved {
     pub fn values(model: &dyn Model, config: &LoraConfig, policy: Policy, size: SampleSize) -> Result<[usize; 2]> {
         let layers = model.named_layers();
         let selected = config.select(layers.iter().map(|(name, layer)| (name.as_str(), layer.is_conv())))?;
-        let rank = |(name, layer): &(String, Layer<'_>)| Some((key(*layer), *selected.get(name)?));
-        let saved = Self::of(model, layers.iter().filter_map(rank).collect(), policy, size);
+        let kind = config.kind()?;
+        let mut adapted = HashMap::new();
+        for (name, layer) in layers.iter().filter(|(name, _)| selected.contains_key(name)) {
+            adapted.insert(key(*layer), (kind.kept)(&layer.base(), &config.settings(name)?));
+        }
+        let saved = Self::of(model, adapted, policy, size);
         Ok([saved.held + saved.again, saved.offloaded])
     }
 
@@ -84,9 +88,9 @@ impl Saved {
     }
 
     /// The sum over all blocks of a model.
-    fn of(model: &dyn Model, ranks: HashMap<*const (), usize>, policy: Policy, size: SampleSize) -> Self {
+    fn of(model: &dyn Model, adapted: HashMap<*const (), Kept>, policy: Policy, size: SampleSize) -> Self {
         let mut saved = Self {
-            ranks,
+            adapted,
             policy,
             reached: false,
             held: 0,
@@ -172,7 +176,7 @@ impl Saved {
 
     /// Whether a layer has an adapter.
     pub fn adapts(&self, layer: &Linear<Tensor>) -> bool {
-        self.ranks.contains_key(&key(Layer::Linear(layer)))
+        self.adapted.contains_key(&key(Layer::Linear(layer)))
     }
 
     /// Count a linear layer with `inputs` input values in total, at `positions` positions.
@@ -210,12 +214,15 @@ impl Saved {
     /// Count layers that share their input. If the input is `cheap`, selective checkpointing recomputes it.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
-        let ranks: Vec<usize> = layers.iter().filter_map(|layer| self.ranks.get(&key(*layer)).copied()).collect();
-        if ranks.is_empty() {
+        let kept: Vec<Kept> = layers.iter().filter_map(|layer| self.adapted.get(&key(*layer)).copied()).collect();
+        if kept.is_empty() {
             return;
         }
         self.reached = true;
-        self.block.kept += positions * ranks.iter().sum::<usize>();
+        self.block.kept += positions * kept.iter().map(|kept| kept.values).sum::<usize>();
+        if !kept.iter().any(|kept| kept.input) {
+            return;
+        }
         if cheap && self.policy == Policy::Selective {
             self.block.again += inputs;
         } else {

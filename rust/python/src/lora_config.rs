@@ -33,10 +33,16 @@ use crate::error::Result;
 ///     use_rslora: whether the scale is lora_alpha / sqrt(r).
 ///     rank_pattern: ranks that differ from `r`, by name of layers.
 ///     alpha_pattern: alphas that differ from `lora_alpha`, by name of layers.
-///     adapter: the kind of adapter, "lora", "dora", "loha" or "lokr".
+///     adapter: the kind of adapter, "lora", "dora", "loha", "lokr" or "oft". OFT has no rank: it ignores `r` and
+///         `lora_alpha`.
 ///     wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
 ///     decompose_both: whether LoKr's smaller factor may be low-rank, too.
 ///     decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
+///     oft_block_size: the size of the blocks that OFT rotates; where it does not divide, the nearest divisor.
+///     oft_side: "input": OFT rotates the inputs of layers, as peft does; "output": their outputs, as LyCORIS and ComfyUI
+///         do. By default the side of the programs that load the model's adapters, and inputs of other models.
+///     use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform (peft's default).
+///     num_cayley_neumann_terms: the number of terms of that series, at least 2.
 ///     qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
 ///         the adapted weights of linear layers, as `nn.functional.fake_quantize` does.
 ///     qat_activations: whether the inputs of these layers are rounded too, with a scale per token; needs `qat` "int8"
@@ -53,7 +59,8 @@ impl LoraConfig {
     #[new]
     #[pyo3(signature = (r=Integer::of(8), lora_alpha=Argument::of(8.0), target_modules=None, exclude_modules=None, lora_dropout=Argument::of(0.0),
         use_dora=false, use_rslora=false, rank_pattern=None, alpha_pattern=Argument::of(None), adapter="lora", wd_on_output=true,
-        decompose_both=false, decompose_factor=Integer::of(-1), qat=None, qat_activations=false,
+        decompose_both=false, decompose_factor=Integer::of(-1), oft_block_size=Integer::of(32), oft_side=None, use_cayley_neumann=false,
+        num_cayley_neumann_terms=Integer::of(5), qat=None, qat_activations=false,
         qat_learned_scales=false))]
     #[allow(clippy::too_many_arguments)] // peft's
     fn new(
@@ -70,6 +77,10 @@ impl LoraConfig {
         wd_on_output: bool,
         decompose_both: bool,
         decompose_factor: Integer,
+        oft_block_size: Integer,
+        oft_side: Option<&str>,
+        use_cayley_neumann: bool,
+        num_cayley_neumann_terms: Integer,
         qat: Option<&str>,
         qat_activations: bool,
         qat_learned_scales: bool,
@@ -93,6 +104,11 @@ impl LoraConfig {
             wd_on_output,
             decompose_both,
             decompose_factor: usize::try_from(decompose_factor.signed(OP, "decompose_factor")?).ok(),
+            oft_block_size: oft_block_size.count(OP, "oft_block_size")?,
+            oft_side: oft_side.map(str::parse).transpose()?,
+            cayley_neumann_terms: use_cayley_neumann
+                .then(|| num_cayley_neumann_terms.count(OP, "num_cayley_neumann_terms"))
+                .transpose()?,
             qat: qat.map(str::parse).transpose()?,
             qat_activations,
             qat_learned_scales,
@@ -193,6 +209,30 @@ impl LoraConfig {
     #[getter]
     fn decompose_factor(&self) -> i64 {
         self.0.decompose_factor.and_then(|factor| i64::try_from(factor).ok()).unwrap_or(-1)
+    }
+
+    /// The size of the blocks that OFT rotates.
+    #[getter]
+    fn oft_block_size(&self) -> usize {
+        self.0.oft_block_size
+    }
+
+    /// The side of layers that OFT rotates; None for that of the programs that load the model's adapters.
+    #[getter]
+    fn oft_side(&self) -> Option<&'static str> {
+        self.0.oft_side.map(adapter::OftSide::name)
+    }
+
+    /// Whether OFT computes peft's series in place of the Cayley transform.
+    #[getter]
+    fn use_cayley_neumann(&self) -> bool {
+        self.0.cayley_neumann_terms.is_some()
+    }
+
+    /// The terms of that series.
+    #[getter]
+    fn num_cayley_neumann_terms(&self) -> usize {
+        self.0.cayley_neumann_terms.unwrap_or(5)
     }
 
     /// The format to which adapted weights are rounded in quantization-aware training, if any.

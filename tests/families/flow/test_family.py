@@ -65,7 +65,7 @@ def test_a_model_without_a_size_takes_that_of_its_family(name: str, base: Path) 
     assert found.resolution
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize("adapter", ["lora", "dora", "loha", "lokr", "oft"])
 def test_a_merged_model_draws_as_with_the_adapter(
     name: str, base: Path, configure: Callable[..., TrainConfig], tmp_path: Path, adapter: str
 ) -> None:

@@ -218,7 +218,17 @@ def _patched(weight: np.ndarray, values: Arrays, *, swapped: bool) -> np.ndarray
     known = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"}
     values = {known.get(name, name): value for name, value in values.items()}
     rank = None
-    if "lora_down.weight" in values:
+    if "oft_blocks" in values:
+        blocks = values.pop("oft_blocks").astype(np.float64)
+        q = blocks - blocks.transpose(0, 2, 1)
+        assert np.linalg.norm(q) < alpha.item(), "ComfyUI limits the rotation"
+        eye = np.eye(q.shape[1])
+        rotation = (eye + q) @ np.linalg.inv(eye - q)
+        rows = np.roll(weight, -(len(weight) // 2), axis=0) if swapped else weight
+        rows = rows.reshape(*blocks.shape[:2], -1)
+        delta = (np.einsum("knm,knc->kmc", rotation, rows) - rows).reshape(weight.shape)
+        alpha = None
+    elif "lora_down.weight" in values:
         down, up = values.pop("lora_down.weight"), values.pop("lora_up.weight")
         delta, rank = up @ down, len(down)
     elif "hada_w1_a" in values:

@@ -33,6 +33,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora_input": EVERYWHERE | {"use_dora": True, "wd_on_output": False},
     "loha": EVERYWHERE | {"adapter": "loha"},
     "lokr": EVERYWHERE | {"adapter": "lokr"},
+    "oft": EVERYWHERE | {"adapter": "oft", "oft_block_size": 4},
+    "oft_inputs": EVERYWHERE | {"adapter": "oft", "oft_block_size": 4, "oft_side": "input"},
+    "oft_attention": EVERYWHERE
+    | {"adapter": "oft", "oft_block_size": 4, "target_modules": ["to_q", "to_k"]},
 }
 
 

@@ -32,9 +32,9 @@ def slices(family: Family) -> Slices:
 
 @pytest.mark.parametrize(
     ("format", "kind"),
-    [("comfyui", kind) for kind in KINDS]
+    [("comfyui", kind) for kind in KINDS if kind != "oft_inputs"]
     + [(None, kind) for kind in ("attention", "lora", "rslora", "patterns")]
-    + [("kohya", kind) for kind in ("attention", "lora", "patterns", "dora", "loha")],
+    + [("kohya", kind) for kind in ("attention", "lora", "patterns", "dora", "loha", "oft")],
 )
 def test_comfyui_merges_the_same(
     family: Family, slices: Slices, attach: Callable[..., tc.AdapterSet], tmp_path: Path,

@@ -17,6 +17,11 @@ CANNOT = {
     ("kohya", "dora_attention"): "would change the layers in it that have no adapter",
     ("diffusers", "loha"): 'save with format "comfyui"',
     ("diffusers", "lokr"): 'save with format "comfyui"',
+    ("diffusers", "oft"): 'save with format "comfyui"',
+    ("diffusers", "oft_attention"): 'save with format "comfyui"',
+    **{(form, "oft_inputs"): "--oft-side output" for form in ("comfyui", "kohya", "diffusers")},
+    ("peft", "oft"): "rotate inputs, and this OFT rotates outputs",
+    ("peft", "oft_attention"): "--oft-side input",
     ("diffusers", "dora_input"): "does not support DoRA with a magnitude for each input",
     ("peft", "dora_input"): "does not support DoRA with a magnitude for each input",
 }  # fmt: skip

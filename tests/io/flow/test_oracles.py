@@ -80,7 +80,7 @@ def test_diffusers_computes_the_same_of_the_default_form(
     assert_same(family.predict(model), prediction(family, theirs), base)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft_inputs"])
 def test_peft_computes_the_same(
     family: Family, attach: Callable[..., tc.AdapterSet], tmp_path: Path, kind: str
 ) -> None:

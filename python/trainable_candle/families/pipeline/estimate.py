@@ -43,6 +43,7 @@ class Sizes(Protocol):
 
     component: ClassVar[str]
     targets: ClassVar[tuple[str, ...]]
+    formats: ClassVar[tuple[str, ...]]
     text_tokens: ClassVar[int]
     dtype: str | None
 
@@ -105,7 +106,7 @@ def estimate(
 
     side = int(area**0.5) // facts.factor
     sample = {"height": side, "width": side, "tokens": family.text_tokens}
-    adapter = adapter_config(config, family.targets)
+    adapter = adapter_config(config, family.targets, family.formats)
     model = trained_model(name, facts.parts[name], adapter, config, **sample)
     trained = [*model.items, *cache]
     if config.training_adapter:

@@ -320,7 +320,7 @@ class LatentModel(ABC):
         """
         exclude = [*config.exclude_modules, *self.unread_layers(part)]
         there = config.with_(target_modules=[], exclude_modules=exclude)
-        return adapter_config(there, self.text_targets)
+        return adapter_config(there, self.text_targets, self.formats)
 
     # Files.
 

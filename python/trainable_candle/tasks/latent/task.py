@@ -216,7 +216,8 @@ class LatentTask:
         As `Task.attach`.
         """
         family, config = self.family, self.family.config
-        sets = {family.component: family.model.add_adapter(adapter_config(config, family.targets))}
+        wanted = adapter_config(config, family.targets, family.formats)
+        sets = {family.component: family.model.add_adapter(wanted)}
         if fresh:
             start_adapter(sets[family.component], family)
         if config.train_text_encoder:

@@ -159,7 +159,7 @@ class TextTask:
     def attach(self, fresh: bool = True) -> Adapters:
         """As `Task.attach`."""
         family, config = self.family, self.family.config
-        adapter = family.model.add_adapter(adapter_config(config, family.targets))
+        adapter = family.model.add_adapter(adapter_config(config, family.targets, family.formats))
         if fresh:
             start_adapter(adapter, family)
         if config.checkpointing != "none":

@@ -12,6 +12,7 @@ pub mod beside;
 #[cfg(feature = "testing")]
 pub mod case;
 pub mod cast;
+pub mod cayley;
 pub mod compare;
 pub mod conv;
 pub mod dropout;
@@ -58,6 +59,7 @@ pub static REGISTRY: &[&[Entry]] = &[
     reduce::ENTRIES,
     softmax::ENTRIES,
     matmul::ENTRIES,
+    cayley::ENTRIES,
     linear::ENTRIES,
     linear_group::ENTRIES,
     lora::ENTRIES,

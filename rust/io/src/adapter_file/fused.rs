@@ -3,13 +3,15 @@
 //!
 //! Such a module stacks the rows of its layers. The factors of n layers of rank r become one pair of rank n r: the Bs
 //! are the blocks of a block-diagonal B, and the As are stacked. If the layers have the same A, the module keeps it
-//! once, with rank r. Both pairs of a LoHa are joined in the same way, and magnitudes for each output are stacked.
+//! once, with rank r. Both pairs of a LoHa are joined in the same way. Magnitudes for each output are stacked, and so
+//! are the blocks of outputs that OFT rotates.
 //! Parameters that apply to all rows (LoKr's factors, a magnitude for each input) cannot be joined.
 
 use std::collections::BTreeMap;
 
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 
+use super::oft;
 use crate::form::{Form, swapped};
 
 const OP: &str = "adapter";
@@ -27,6 +29,9 @@ const MAGNITUDES: [&str; 2] = ["lora_magnitude_vector.weight", "dora_scale"];
 const SLOW_ROWS: [&str; 2] = ["lokr_w1", "lokr_w1_a"];
 /// The factors of LoKr whose row index is the faster part.
 const FAST_ROWS: [&str; 2] = ["lokr_w2", "lokr_w2_a"];
+
+/// OFT's blocks of outputs, one after another.
+const BLOCKS: &str = oft::BLOCKS;
 
 /// The parameters of the module that holds the adapters of these layers, which have the same scale.
 ///
@@ -50,6 +55,8 @@ pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
             if shared { all[0].clone() } else { Tensor::cat(&all, 0)? }
         } else if UPS.contains(&name) {
             diagonal(&parts, all[0].dims()[0] / count, of, shared)?
+        } else if name == BLOCKS {
+            stacked(&parts, all[0].dims()[0] / count, of)?
         } else {
             Tensor::cat(&all, 0)?
         };
@@ -109,6 +116,25 @@ fn diagonal(parts: &[(Form, &Tensor)], unit: usize, of: usize, shared: bool) -> 
     Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
 }
 
+/// Stacked blocks, `unit` for each of `of` shares of the module; shares without a layer have blocks of zeros, which rotate nothing.
+fn stacked(parts: &[(Form, &Tensor)], unit: usize, of: usize) -> Result<Tensor> {
+    let (size, dtype) = (parts[0].1.dims()[1], parts[0].1.dtype());
+    let zeros = |shares: usize| Tensor::zeros((shares * unit, size, size), dtype, &Device::Cpu);
+    let (mut blocks, mut at) = (Vec::new(), 0);
+    for (form, value) in parts {
+        let Form::Rows { first, count, .. } = *form else { continue };
+        if first > at {
+            blocks.push(zeros(first - at)?);
+        }
+        blocks.push((*value).clone());
+        at = first + count;
+    }
+    if at < of {
+        blocks.push(zeros(of - at)?);
+    }
+    Tensor::cat(&blocks.iter().collect::<Vec<_>>(), 0)
+}
+
 /// The parameters of the layer with the rows `form` of a module of `rows` rows; `None` if the module does not change
 /// the layer.
 ///
@@ -126,9 +152,10 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
         let per_row = UPS.contains(name)
             || MAGNITUDES.contains(name) && height == rows
             || SLOW_ROWS.contains(name) && height % of == 0
+            || *name == BLOCKS && height % of == 0
             // If the slower factor has one row, the rows of the faster factor are those of the module.
             || FAST_ROWS.contains(name) && slow == Some(1) && height % of == 0;
-        let of_all = MAGNITUDES.contains(name) && !per_row
+        let of_all = (MAGNITUDES.contains(name) || *name == BLOCKS) && !per_row
             || SLOW_ROWS.contains(name) && !per_row && slow != Some(1)
             || FAST_ROWS.contains(name) && slow == Some(1) && !per_row;
         if per_row && (height == 0 || height % of != 0) {
@@ -143,6 +170,12 @@ pub(super) fn split(module: &BTreeMap<&'static str, Tensor>, form: Form, rows: u
             )));
         }
         own.insert(name, if per_row { form.read(value)? } else { value.clone() });
+    }
+    if let (Some(all), Some(share)) = (module.get(BLOCKS), own.get(BLOCKS))
+        && is_zero(share)?
+        && !is_zero(all)?
+    {
+        return Ok(None);
     }
     let Some(kept) = kept(module, (first, count, of))? else { return Ok(Some(own)) };
     if kept.is_empty() {
@@ -202,6 +235,11 @@ fn kept(module: &Parameters, (first, count, of): (usize, usize, usize)) -> Resul
     Ok(Some(runs))
 }
 
+/// Whether all values are 0.
+fn is_zero(value: &Tensor) -> Result<bool> {
+    Ok(value.to_dtype(DType::F32)?.contiguous()?.to_vec::<f32>()?.iter().all(|x| *x == 0.0))
+}
+
 /// Exchanges the two halves of the rows of all parameters.
 fn swap(values: &Parameters) -> Result<Parameters> {
     let slow = SLOW_ROWS.iter().find_map(|name| values.get(name)).map(|value| value.dims()[0]);
@@ -213,6 +251,7 @@ fn swap(values: &Parameters) -> Result<Parameters> {
                 || MAGNITUDES.contains(name) && height > 1
                 || SLOW_ROWS.contains(name) && height % 2 == 0
                 || FAST_ROWS.contains(name) && slow == Some(1) && height % 2 == 0;
+            let own = own || *name == BLOCKS;
             let odd = SLOW_ROWS.contains(name) && height > 1 || own;
             if odd && (height == 0 || height % 2 == 1) {
                 return Err(Error::shape(

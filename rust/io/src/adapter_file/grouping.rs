@@ -6,7 +6,7 @@ use trainable_candle_core::{Error, Result};
 use trainable_candle_nn::adapter::AdaptedLayer;
 
 use super::readers::{self, Tool};
-use super::{AdapterFormat, OP, PartNames, Style};
+use super::{AdapterFormat, OP, PartNames, Style, oft};
 use crate::form::{Form, Key};
 
 /// The modules of a part by their names in a file. Each entry lists the module's layers by index, and which of its rows
@@ -20,8 +20,10 @@ pub(super) struct Adapted<'a> {
     pub kind: &'static str,
     /// For DoRA: whether it has one magnitude for each input.
     pub per_input: bool,
-    /// For `LoKr`: whether its slower factor has an odd number of rows.
+    /// For `LoKr`: whether its slower factor has an odd number of rows; for OFT, whether it has an odd number of blocks.
     pub odd_rows: bool,
+    /// For OFT of outputs: the size of its blocks, if it is known.
+    pub block: Option<usize>,
 }
 
 impl<'a> Adapted<'a> {
@@ -30,12 +32,14 @@ impl<'a> Adapted<'a> {
         let height = |name: &str| {
             layer.parameters.iter().find(|(known, _)| *known == name).and_then(|(_, value)| value.dims().first())
         };
-        let slow = height("lokr_w1").or_else(|| height("lokr_w1_a"));
+        let slow = height("lokr_w1").or_else(|| height("lokr_w1_a")).or_else(|| height(oft::BLOCKS));
+        let blocks = layer.parameters.iter().find(|(name, _)| *name == oft::BLOCKS).map(|(_, value)| value);
         Self {
             name: layer.name,
             kind: layer.kind.name,
             per_input: height("dora_scale").is_some(),
             odd_rows: slow.is_some_and(|rows| rows % 2 == 1),
+            block: blocks.and_then(|blocks| blocks.dims().last().copied()),
         }
     }
 }
@@ -52,7 +56,7 @@ pub fn check_format(
     layers: &[&str],
 ) -> Result<()> {
     let layers: Vec<Adapted<'_>> =
-        layers.iter().map(|name| Adapted { name, kind, per_input: false, odd_rows: false }).collect();
+        layers.iter().map(|name| Adapted { name, kind, per_input: false, odd_rows: false, block: None }).collect();
     modules(format.unwrap_or_else(|| names.default_format()), names, &layers).map(drop)
 }
 
@@ -135,6 +139,10 @@ fn obstacle(members: &[(Form, Adapted<'_>)]) -> Option<&'static str> {
         "dora" if first.per_input => {
             Some("it has one magnitude for each input, which applies to all rows of the matrix")
         }
+        "oft" if members.iter().any(|(_, layer)| layer.block != first.block) => {
+            Some("its layers have blocks of different sizes")
+        }
+        "oft" => None,
         "dora" if shares < of => Some("DoRA would change the layers in it that have no adapter"),
         "dora" => None,
         _ => Some("its parameters apply to all rows of the matrix"),

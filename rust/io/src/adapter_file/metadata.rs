@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value, json};
 use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
 
-use super::{AdapterFormat, PartNames, alpha, peft};
+use super::{AdapterFormat, PartNames, alpha, oft, peft};
 
 /// Entry with peft's configuration of each part, as diffusers writes and reads it.
 pub(super) const CONFIGURATION: &str = "lora_adapter_metadata";
@@ -34,11 +34,16 @@ pub(super) fn entries(
     if let Some(base) = parts.iter().find_map(|(names, _, _)| names.base) {
         let config = parts[0].1.config();
         let layer = parts.iter().flat_map(|(_, _, layers)| layers).find(|layer| layer.settings.rank > 0);
-        let (rank, alpha) = layer.map_or((0, 1.0), |l| (l.settings.rank, alpha::of(l)));
         let kind = parts[0].2.first().map_or("lora", |layer| layer.kind.name);
+        let (rank, alpha) = match layer {
+            Some(layer) if kind == "oft" => (layer.settings.oft_block_size, oft::NO_LIMIT),
+            Some(layer) => (layer.settings.rank, alpha::of(layer)),
+            None => (0, 1.0),
+        };
         let arguments = match kind {
             "lora" => json!({}),
             "dora" => json!({"algo": "lora", "dora_wd": "True", "wd_on_output": python_bool(config.wd_on_output)}),
+            "oft" => json!({"algo": "diag-oft"}),
             other => json!({"algo": other}),
         };
         add("ss_v2", "False".into());

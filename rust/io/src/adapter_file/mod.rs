@@ -10,6 +10,7 @@ mod magnitude;
 mod metadata;
 mod modules;
 mod names;
+mod oft;
 mod peft;
 mod places;
 mod read;
@@ -27,6 +28,7 @@ pub use read::{PartLayers, attach_adapter, attach_training_adapter, load_adapter
 pub use readers::{Alpha, Known, Reader, Tool};
 pub use style::Style;
 use trainable_candle_core::{Error, Result};
+use trainable_candle_nn::adapter::OftSide;
 pub use verify::{ModuleReport, Outline, Report, verify_adapter};
 pub use write::{AdapterFile, SaveOptions, Saved, prepare_adapters, save_adapters};
 
@@ -57,6 +59,14 @@ impl AdapterFormat {
     /// The names of all formats.
     pub fn names() -> impl Iterator<Item = &'static str> {
         Self::NAMES.iter().map(|(name, _)| *name)
+    }
+
+    /// The side of layers that programs which read the format rotate.
+    pub const fn oft_side(self) -> OftSide {
+        match self {
+            Self::Peft => OftSide::Input,
+            Self::Kohya | Self::Diffusers | Self::ComfyUi => OftSide::Output,
+        }
     }
 
     /// The format's name in options and errors.

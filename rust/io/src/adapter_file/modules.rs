@@ -6,7 +6,7 @@ use std::path::Path;
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
 use trainable_candle_nn::adapter::{KINDS, LayerValues};
 
-use super::{metadata, peft};
+use super::{metadata, oft, peft};
 use crate::tensor_file::TensorFile;
 
 /// The adapter of one module.
@@ -22,7 +22,7 @@ impl Stored {
     /// The module's parameters as a layer's values, with scale 1.
     pub(super) fn layer_values(&self) -> LayerValues {
         let parameters = self.parameters.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
-        LayerValues { parameters, scale: 1.0 }
+        LayerValues { parameters, scale: 1.0, cayley_neumann_terms: None }
     }
 }
 
@@ -64,14 +64,23 @@ fn split(key: &str) -> Option<(&str, &'static str)> {
 /// They are needed to round the sum of base and adapter.
 pub(super) const SCALES: &str = "qat_scales.";
 
-/// Endings of keys that occur in the Tucker form of convolutions, which is not supported.
-const TUCKER: [&str; 4] = [".lora_mid.weight", ".hada_t1", ".hada_t2", ".lokr_t2"];
+/// Endings of parameters that are not supported, and the form of adapters that they belong to.
+const UNSUPPORTED: [(&str, &str); 6] = [
+    (".lora_mid.weight", TUCKER),
+    (".hada_t1", TUCKER),
+    (".hada_t2", TUCKER),
+    (".lokr_t2", TUCKER),
+    (".rescale", "OFT with a factor for each output"),
+    (".oft_r", "OFT of peft before 0.16"),
+];
+
+const TUCKER: &str = "the Tucker form of convolutions";
 
 impl Contents {
     /// Read the file at `path`, or peft's file if `path` is a folder.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if it is not a safetensors file or has no tensors, an alpha is not a number, or a module has the Tucker
+    /// [`Error::WeightsFormat`] if it is not a safetensors file or has no tensors, an alpha is not a number, or a module has an unsupported
     /// form; [`Error::Config`] if the configuration beside it is not JSON.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let path = &peft::file_to_read(path);
@@ -87,12 +96,10 @@ impl Contents {
             return Err(Error::weights(path, "no adapter file: it has no tensors"));
         }
         for key in names.into_iter().filter(|key| !key.starts_with(SCALES)) {
-            if let Some(ending) = TUCKER.iter().find(|ending| key.ends_with(*ending)) {
+            if let Some((ending, form)) = UNSUPPORTED.iter().find(|(ending, _)| key.ends_with(ending)) {
                 return Err(Error::weights(
                     path,
-                    format!(
-                        "\"{key}\": the Tucker form of convolutions (\"{ending}\") is not supported; train without it"
-                    ),
+                    format!("\"{key}\": {form} (\"{ending}\") is not supported; train without it"),
                 ));
             }
             let Some((module, parameter)) = split(&key) else {
@@ -117,12 +124,22 @@ impl Contents {
             }
             !orphan
         });
+        for (module, stored) in &mut contents.modules {
+            let wrong = |e: Error| Error::weights(path, format!("{module}: {e}"));
+            oft::apply_limit(stored).map_err(wrong)?;
+            peft::project(contents.config.as_ref(), stored).map_err(wrong)?;
+        }
         Ok(contents)
     }
 
     /// The scale of a layer according to the configuration, for files without alphas.
     pub(super) fn configured_scale(&self, part: &str, layer: &str) -> Option<f64> {
         peft::configured_scale(self.config.as_ref()?, part, layer)
+    }
+
+    /// The terms of the series that OFT computes with according to the configuration.
+    pub(super) fn cayley_neumann_terms(&self) -> Option<usize> {
+        peft::cayley_neumann_terms(self.config.as_ref()?)
     }
 }
 

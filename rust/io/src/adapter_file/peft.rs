@@ -4,13 +4,16 @@
 //! `LyCORIS` and tools that read its files multiply such a LoKr by 1. In peft's files, its factor is therefore divided
 //! by peft's alpha / r.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
-use trainable_candle_core::{DType, Error, Result};
-use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet, LayerValues, LoraConfig};
+use trainable_candle_core::ops::cayley::size_of;
+use trainable_candle_core::{DType, Error, Result, Tensor};
+use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet, LayerValues, LoraConfig, oft_block_size};
 
-use super::alpha;
+use super::modules::Stored;
+use super::{alpha, oft};
 
 const MODEL: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
@@ -76,6 +79,9 @@ pub(super) fn has_rank(layer: &AdaptedLayer<'_>) -> bool {
 /// peft's configuration of a part, with each layer's own rank and alpha; the scale is alpha / r.
 pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<String, Value> {
     let Some(first) = layers.first() else { return Map::new() };
+    if first.kind.name == "oft" {
+        return oft_configuration(set, layers);
+    }
     let common = Common::of(set, layers);
     let (mut ranks, mut alphas) = (Map::new(), Map::new());
     for layer in layers {
@@ -114,6 +120,79 @@ pub(super) fn configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Ma
         fields.extend(own);
     }
     if let Value::Object(fields) = fields { fields } else { Map::new() }
+}
+
+/// peft's configuration of OFT.
+fn oft_configuration(set: &AdapterSet, layers: &[AdaptedLayer<'_>]) -> Map<String, Value> {
+    let terms = layers.first().and_then(|layer| layer.settings.cayley_neumann_terms);
+    let targets: Vec<&str> = layers.iter().map(|layer| module(layer.name)).collect();
+    let fields = json!({
+        "peft_type": "OFT",
+        // Before this release peft had another series.
+        "peft_version": "0.18.0",
+        "r": 0,
+        "oft_block_size": block_size(layers).unwrap_or(set.config().oft_block_size),
+        "target_modules": targets,
+        "use_cayley_neumann": terms.is_some(),
+        "num_cayley_neumann_terms": terms.unwrap_or(5),
+        "coft": false,
+        "block_share": false,
+    });
+    if let Value::Object(fields) = fields { fields } else { Map::new() }
+}
+
+/// The setting from which peft finds the size of every layer's blocks, if there is one.
+pub(super) fn block_size(layers: &[AdaptedLayer<'_>]) -> Option<usize> {
+    let sizes: BTreeSet<(usize, usize)> = layers
+        .iter()
+        .filter_map(|layer| {
+            let (_, triangles) = layer.parameters.iter().find(|(name, _)| *name == oft::TRIANGLES)?;
+            Some((layer.base.inputs(), size_of(*triangles.dims().get(1)?)?))
+        })
+        .collect();
+    let most = sizes.iter().map(|(_, size)| *size).max()?;
+    let makes = |wanted: &usize| sizes.iter().all(|&(inputs, size)| oft_block_size(inputs, *wanted) == size);
+    (2..=2 * most).find(makes)
+}
+
+/// Triangles of `inputs` features: one for all blocks (`block_share`) is repeated for each.
+pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
+    match *triangles.dims() {
+        [1, elements] => {
+            let count = (inputs / size_of(elements).unwrap_or(inputs).max(1)).max(1);
+            triangles.broadcast_as((count, elements))?.contiguous()
+        }
+        _ => Ok(triangles.clone()),
+    }
+}
+
+/// Limit the norm of each block to `eps` / √blocks, as peft does before each forward pass if its configuration says `coft`
+/// (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
+pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()> {
+    let Some(config) = config.filter(|config| config.get("coft").and_then(Value::as_bool) == Some(true)) else {
+        return Ok(());
+    };
+    let Some(triangles) = stored.parameters.get_mut(oft::TRIANGLES).filter(|value| value.rank() == 2) else {
+        return Ok(());
+    };
+    let limit = config.get("eps").and_then(Value::as_f64).unwrap_or(6e-5) / (triangles.dims()[0] as f64).sqrt();
+    let value = triangles.to_dtype(DType::F32)?;
+    // An element of the triangle occurs twice in its matrix.
+    let norms = value.sqr()?.sum(&[1], true)?.mul_scalar(2.0)?.sqrt()?;
+    let factors =
+        norms.to_vec::<f32>()?.into_iter().map(|norm| if f64::from(norm) > limit { limit as f32 / norm } else { 1.0 });
+    let factors = Tensor::from_vec(factors.collect::<Vec<_>>(), norms.dims(), value.device())?;
+    *triangles = value.mul(&factors)?;
+    Ok(())
+}
+
+/// The terms of the series that a configuration of OFT asks for; `None` if it asks for the Cayley transform.
+pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
+    // What a configuration does not say is peft's default.
+    let asked = config.get("use_cayley_neumann").and_then(Value::as_bool).unwrap_or(true);
+    let is_oft = config.get("peft_type").and_then(Value::as_str) == Some("OFT");
+    let terms = config.get("num_cayley_neumann_terms").and_then(Value::as_u64).unwrap_or(5);
+    (is_oft && asked).then(|| usize::try_from(terms).ok()).flatten()
 }
 
 /// The name of a module in a configuration. transformers 5 has removed `text_model.` from the layer names of one of its

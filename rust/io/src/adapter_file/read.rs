@@ -9,7 +9,7 @@ use trainable_candle_nn::{Base, Layer};
 
 use super::modules::{Contents, Stored, non_finite, scales};
 use super::places::places;
-use super::{PartNames, Style, alpha, fused, magnitude, peft};
+use super::{PartNames, Style, alpha, fused, magnitude, oft, peft};
 use crate::form::Form;
 
 /// A part that a file may have adapters for.
@@ -47,7 +47,11 @@ pub fn read_adapters(path: &Path, parts: &[PartLayers<'_>]) -> Result<Vec<BTreeM
             let Some(own) = own(stored, form, base.rows()).map_err(wrong)? else { continue };
             let configured = || contents.configured_scale(part.names.diffusers, layer);
             let alpha = part.names.key(layer, Style::Diffusers).and_then(|key| trained.get(&key).copied());
-            let values = values(&own, &base, divided, alpha, configured).map_err(wrong)?;
+            let mut values = values(&own, &base, divided, alpha, configured).map_err(wrong)?;
+            if let Some(triangles) = values.parameters.get_mut(oft::TRIANGLES) {
+                *triangles = peft::unshared(triangles, base.inputs()).map_err(wrong)?;
+                values.cayley_neumann_terms = contents.cayley_neumann_terms();
+            }
             if let Some(name) = non_finite(&values)? {
                 let cure = "the training that made the file has diverged, or the file is damaged";
                 return Err(Error::weights(path, format!("{module}.{name} has non-finite elements; {cure}")));
@@ -131,7 +135,7 @@ fn values(
     trained: Option<f64>,
     configured: impl Fn() -> Option<f64>,
 ) -> Result<LayerValues> {
-    let mut values = LayerValues { parameters: BTreeMap::new(), scale: 1.0 };
+    let mut values = LayerValues { parameters: BTreeMap::new(), scale: 1.0, cayley_neumann_terms: None };
     for (name, tensor) in &stored.parameters {
         let is_output_scale = *name == "dora_scale" && tensor.dims().first() == Some(&base.rows());
         let name = if is_output_scale { "lora_magnitude_vector.weight" } else { name };

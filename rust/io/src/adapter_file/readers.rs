@@ -98,7 +98,7 @@ impl Known {
 }
 
 /// Every kind of adapter.
-pub const EVERY_KIND: &[&str] = &["lora", "dora", "loha", "lokr"];
+pub const EVERY_KIND: &[&str] = &["lora", "dora", "loha", "lokr", "oft"];
 
 /// peft, which knows its own names for every model.
 pub const PEFT: Reader = Reader {
@@ -129,8 +129,10 @@ pub(super) struct Found<'a> {
     pub kind: &'a str,
     /// The file's name of DoRA's magnitude.
     pub magnitude: Option<&'a str>,
-    /// Whether there is one magnitude for each input.
+    /// Whether there is one magnitude for each input, or OFT rotates inputs.
     pub per_input: bool,
+    /// Whether OFT has an alpha that limits it more in `ComfyUI` than in training.
+    pub limited: bool,
     /// Whether the file has an alpha beside the parameters.
     pub has_alpha: bool,
     /// Where the file has an alpha that gives a scale other than 1.
@@ -159,6 +161,9 @@ impl Reader {
         if !self.kinds.contains(&found.kind) && found.kind != "dora" {
             return Outcome::Not("it only loads LoRA");
         }
+        if found.kind == "oft" {
+            return self.rotates(found);
+        }
         if found.has_alpha && known.alpha == Alpha::Refused {
             return Outcome::Not("it rejects files with an alpha beside the factors");
         }
@@ -179,6 +184,23 @@ impl Reader {
                 Outcome::Part("it ignores the alpha beside the factors")
             }
             AlphaAt::Configuration if !known.configured => Outcome::Part("it ignores the alpha in the header"),
+            _ => Outcome::Whole,
+        }
+    }
+}
+
+impl Reader {
+    /// What the tool does with OFT. A1111: `extensions-builtin/Lora/network_oft.py` at
+    /// <https://github.com/AUTOMATIC1111/stable-diffusion-webui/tree/0550659c>.
+    fn rotates(&self, found: &Found<'_>) -> Outcome {
+        match (self.tool, found.per_input) {
+            (Tool::Peft, true) => Outcome::Whole,
+            (Tool::Peft, false) => Outcome::Not("its OFT rotates inputs; --oft-side input is for it"),
+            (_, true) => Outcome::Not("its OFT rotates outputs; --oft-side output is for it"),
+            (Tool::A1111, false) => Outcome::Part("it rotates biases too"),
+            (_, false) if found.limited => {
+                Outcome::Part("it limits rotations to alpha, not to alpha times the outputs")
+            }
             _ => Outcome::Whole,
         }
     }

@@ -3,13 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
+use trainable_candle_core::ops::cayley::size_of;
 use trainable_candle_core::{DType, Result};
 use trainable_candle_nn::adapter::LayerValues;
 
 use super::modules::{Contents, Stored, non_finite};
 use super::places::{Place, places};
 use super::readers::{AlphaAt, Found, Outcome, Tool};
-use super::{PartNames, Style, alpha, read};
+use super::{PartNames, Style, alpha, oft, read};
 use crate::form::Form;
 
 /// A part of a model without its weights: the names that tools use, and its layers with the shapes of their weights in
@@ -125,7 +126,9 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
                 style: place.style,
                 kind: report.kind.unwrap_or_default(),
                 magnitude: magnitude.into_iter().find(|name| stored.parameters.contains_key(name)),
-                per_input: stored.parameters.get("dora_scale").is_some_and(|scale| scale.dims().first() == Some(&1)),
+                per_input: stored.parameters.get("dora_scale").is_some_and(|scale| scale.dims().first() == Some(&1))
+                    || stored.parameters.contains_key(oft::TRIANGLES),
+                limited: oft::is_limited(stored)?,
                 has_alpha: stored.alpha.is_some(),
                 scaled,
             };
@@ -182,8 +185,25 @@ fn mixes_kohya_names(styles: impl Iterator<Item = Style>) -> bool {
     original && own
 }
 
-/// The reason why a low-rank pair does not fit a weight of `shape`; `None` if it fits.
+/// The reason why a low-rank pair or OFT's blocks do not fit a weight of `shape`; `None` if it fits.
 fn misfit(values: &LayerValues, shape: &[usize]) -> Option<String> {
+    for (name, features) in [(oft::TRIANGLES, shape.get(1)), (oft::BLOCKS, shape.first())] {
+        let Some(value) = values.parameters.get(name) else { continue };
+        let size = match *value.dims() {
+            [_, elements] => size_of(elements),
+            [_, size, columns] if size == columns => Some(size),
+            _ => None,
+        };
+        // One block may be for all inputs.
+        let count = value.dims().first().copied().unwrap_or(0);
+        let is_shared = name == oft::TRIANGLES && count == 1;
+        let fits = size.zip(features).is_some_and(|(size, features)| {
+            if is_shared { features.is_multiple_of(size) } else { count * size == *features }
+        });
+        if !fits {
+            return Some(format!("{name} {:?} does not fit a weight {shape:?}", value.dims()));
+        }
+    }
     let (down, up) = (values.parameters.get("lora_A.weight"), values.parameters.get("lora_B.weight"));
     let (Some(down), Some(up)) = (down, up) else {
         return values.parameters.keys().any(|n| n.starts_with("lora_")).then(|| "a factor is missing".to_owned());
@@ -242,8 +262,10 @@ fn misread_alphas(
 
 /// A remark about modules without an alpha.
 fn unread_scales(contents: &Contents, modules: &[ModuleReport]) -> Option<String> {
+    // OFT has no scale.
+    let modules = modules.iter().filter(|m| m.kind != Some("oft"));
     let without = |m: &&ModuleReport| contents.modules.get(&m.module).is_some_and(|stored| stored.alpha.is_none());
-    let (configured, unknown): (Vec<_>, Vec<_>) = modules.iter().filter(without).partition(|m| m.scale != 1.0);
+    let (configured, unknown): (Vec<_>, Vec<_>) = modules.filter(without).partition(|m| m.scale != 1.0);
     match (configured.len(), unknown.len()) {
         (0, 0) => None,
         (0, unknown) => Some(format!("{unknown} modules have no alpha, so tools use the scale 1")),

@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 
 use trainable_candle_core::raw::{host_copy, is_float};
 use trainable_candle_core::{DType, Device, Error, Result, Tensor};
-use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet};
+use trainable_candle_nn::adapter::{AdaptedLayer, AdapterSet, OftSide};
 
 use super::fused::{self, Parameters};
 use super::grouping::{Adapted, Modules, modules};
 use super::modules::SCALES;
-use super::{AdapterFormat, OP, PartNames, Style, alpha, magnitude, metadata, peft};
+use super::{AdapterFormat, OP, PartNames, Style, alpha, magnitude, metadata, oft, peft};
 use crate::atomic::write_atomically;
 use crate::form::Form;
 use crate::tensor_writer::save_tensors;
@@ -77,6 +77,7 @@ pub fn prepare_adapters(
         ));
     }
     let mut parts = parts.iter().map(|&(names, set)| Ok((names, set, set.layers()?))).collect::<Result<Vec<_>>>()?;
+    parts.iter().try_for_each(|(_, _, layers)| check_oft(format, layers))?;
     let modules: Vec<Modules> = parts
         .iter()
         .map(|(names, _, layers)| modules(format, names, &layers.iter().map(Adapted::of).collect::<Vec<_>>()))
@@ -114,7 +115,11 @@ pub fn prepare_adapters(
                 let rank = RANKED.iter().find_map(|name| values.get(name)).map(|down| down.dims()[0]);
                 let first = &layers[members[0].1];
                 let ranked = rank.map_or_else(|| alpha::of(first), |rank| first.settings.scale * rank as f64);
-                let alpha = if peft::has_rank(first) { ranked } else { 1.0 };
+                let alpha = match oft::side(first) {
+                    Some(_) => oft::NO_LIMIT,
+                    None if peft::has_rank(first) => ranked,
+                    None => 1.0,
+                };
                 values.insert("alpha", Tensor::new(alpha as f32, &Device::Cpu)?);
             }
             for (name, value) in values {
@@ -179,6 +184,34 @@ impl AdapterFile {
 /// DoRA needs.
 fn on_host<'a>(layer: &AdaptedLayer<'a>) -> Result<Vec<(&'static str, Tensor)>> {
     layer.parameters.iter().map(|(name, value)| Ok((*name, Tensor::from_raw(&host_copy(value.raw())?)))).collect()
+}
+
+/// Check that a format can represent the OFT of some layers.
+fn check_oft(format: AdapterFormat, layers: &[AdaptedLayer<'_>]) -> Result<()> {
+    let refuse = |text: String| Err(Error::argument(OP, text));
+    let Some((first, side)) = layers.iter().find_map(|layer| Some((layer, oft::side(layer)?))) else { return Ok(()) };
+    let read = format.oft_side();
+    if side != read {
+        let instead = if side == OftSide::Input { "peft" } else { "kohya\" or \"comfyui" };
+        let (format, side, read) = (format.name(), side.name(), read.name());
+        return refuse(format!(
+            "programs that read format \"{format}\" rotate {read}s, and this OFT rotates {side}s; save with format \"{instead}\", or \
+             train with oft_side=\"{read}\" (--oft-side {read})"
+        ));
+    }
+    if first.settings.scale != 1.0 {
+        return refuse(format!(
+            "files of OFT have no scale, and this adapter has {}; load it with scale=1, or merge it",
+            first.settings.scale
+        ));
+    }
+    if side == OftSide::Input && peft::block_size(layers).is_none() {
+        return refuse(
+            "peft's configuration has one oft_block_size, from which these layers' blocks do not follow; merge it"
+                .into(),
+        );
+    }
+    Ok(())
 }
 
 /// Parameters whose first dimension is the module's rank, in modules of several layers.

@@ -85,7 +85,7 @@ fn adapters() {
     let model = model("digits");
     let (names, layers) = (model.adapter_names(), model.named_layers());
     let mut seeds = Vec::new();
-    for kind in ["lora", "dora", "loha", "lokr"] {
+    for kind in ["lora", "dora", "loha", "lokr", "oft"] {
         let config = LoraConfig {
             r: 2,
             adapter: kind.into(),

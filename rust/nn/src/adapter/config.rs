@@ -6,7 +6,8 @@ use regex::Regex;
 use trainable_candle_core::ops::fake_quantize::Grid;
 use trainable_candle_core::{Error, Result};
 
-use super::{AdapterKind, AdapterSettings, KINDS};
+use super::oft::TERMS;
+use super::{AdapterKind, AdapterSettings, KINDS, OftSide};
 
 /// Which layers get an adapter, and of what kind and size.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +34,14 @@ pub struct LoraConfig {
     pub decompose_both: bool,
     /// LoKr: the size of the smaller factor (peft's name); `None` for one near the root of the layer's size.
     pub decompose_factor: Option<usize>,
+    /// OFT: the size of blocks (peft's name); where it does not divide, the nearest divisor is taken.
+    pub oft_block_size: usize,
+    /// OFT: the side of layers that is rotated; `None` for the inputs, or for what programs that load a model's adapters
+    /// expect.
+    pub oft_side: Option<OftSide>,
+    /// OFT of inputs: the terms of the series in place of the Cayley transform (peft's `use_cayley_neumann` and
+    /// `num_cayley_neumann_terms`); `None` for the transform itself.
+    pub cayley_neumann_terms: Option<usize>,
     /// Scale alpha / √r instead of alpha / r (Kalajdzievski 2023, arXiv:2312.03732).
     pub use_rslora: bool,
     /// Quantization-aware training: the grid that adapted weights are rounded to, in linear layers.
@@ -61,6 +70,9 @@ impl Default for LoraConfig {
             wd_on_output: true,
             decompose_both: false,
             decompose_factor: None,
+            oft_block_size: 32,
+            oft_side: None,
+            cayley_neumann_terms: None,
             use_rslora: false,
             qat: None,
             qat_activations: false,
@@ -114,7 +126,7 @@ impl LoraConfig {
         if self.qat_learned_scales && self.qat.is_none() {
             return Err(Error::Config("LoraConfig: qat_learned_scales has no effect without qat; give that".into()));
         }
-        self.kind()?;
+        self.validate_oft()?;
         if self.decompose_factor == Some(0) {
             return Err(Error::Config(
                 "LoraConfig: decompose_factor is 0, expected at least 1, or -1 for a factor near the root".into(),
@@ -124,6 +136,41 @@ impl LoraConfig {
             return Err(Error::Config(
                 "LoraConfig: target_modules is empty; name layers such as \"to_q\", or \"all-linear\"".into(),
             ));
+        }
+        Ok(())
+    }
+
+    /// Check the settings of OFT, and those that it has no use for.
+    fn validate_oft(&self) -> Result<()> {
+        let wrong = |text: String| Err(Error::Config(format!("LoraConfig: {text}")));
+        if self.kind()?.name != "oft" {
+            return Ok(());
+        }
+        if self.oft_block_size < 2 {
+            return wrong(format!("oft_block_size is {}, expected at least 2", self.oft_block_size));
+        }
+        if let Some(terms) = self.cayley_neumann_terms.filter(|terms| !TERMS.contains(terms)) {
+            return wrong(format!(
+                "num_cayley_neumann_terms is {terms}, expected {} to {}",
+                TERMS.start(),
+                TERMS.end()
+            ));
+        }
+        if self.cayley_neumann_terms.is_some() && self.oft_side == Some(OftSide::Output) {
+            return wrong("use_cayley_neumann is for oft_side \"input\": no program reads it for outputs".into());
+        }
+        if self.lora_dropout > 0.0 {
+            return wrong(format!(
+                "lora_dropout is {}, expected 0 with adapter \"oft\", which adds nothing to drop",
+                self.lora_dropout
+            ));
+        }
+        if self.use_rslora || !self.rank_pattern.is_empty() || !self.alpha_pattern.is_empty() {
+            return wrong(
+                "use_rslora, rank_pattern and alpha_pattern have no effect with adapter \"oft\", which has blocks of oft_block_size; \
+                 leave them out"
+                    .into(),
+            );
         }
         Ok(())
     }
@@ -168,6 +215,9 @@ impl LoraConfig {
         self.adapter = kind.name.into();
         self.use_dora |= kind.name == "dora";
         self.wd_on_output &= settings.wd_on_output;
+        self.oft_block_size = settings.oft_block_size;
+        self.oft_side = Some(settings.oft_side);
+        self.cayley_neumann_terms = settings.cayley_neumann_terms;
         if settings.rank > 0 {
             self.rank_pattern.insert(name.into(), settings.rank);
         }
@@ -189,6 +239,9 @@ impl LoraConfig {
             wd_on_output: self.wd_on_output,
             decompose_both: self.decompose_both,
             decompose_factor: self.decompose_factor,
+            oft_block_size: self.oft_block_size,
+            oft_side: self.oft_side.unwrap_or_default(),
+            cayley_neumann_terms: self.cayley_neumann_terms,
         })
     }
 }
@@ -357,6 +410,21 @@ mod tests {
         assert!(wrong.validate().unwrap_err().to_string().contains("which is nf4; expected int8 or fp8"));
         let wrong = LoraConfig { qat_learned_scales: true, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("no effect without qat"));
+        let oft = LoraConfig { adapter: "oft".into(), ..LoraConfig::default() };
+        assert!(oft.validate().is_ok());
+        for (wrong, part) in [
+            (LoraConfig { oft_block_size: 1, ..oft.clone() }, "oft_block_size is 1"),
+            (LoraConfig { lora_dropout: 0.1, ..oft.clone() }, "lora_dropout is 0.1"),
+            (LoraConfig { use_rslora: true, ..oft.clone() }, "use_rslora"),
+            (LoraConfig { use_dora: true, ..oft.clone() }, "use_dora works with adapter \"lora\""),
+            (LoraConfig { cayley_neumann_terms: Some(1), ..oft.clone() }, "num_cayley_neumann_terms"),
+            (
+                LoraConfig { cayley_neumann_terms: Some(5), oft_side: Some(OftSide::Output), ..oft.clone() },
+                "use_cayley_neumann is for oft_side \"input\"",
+            ),
+        ] {
+            assert!(wrong.validate().unwrap_err().to_string().contains(part), "{part}");
+        }
         let wrong = LoraConfig { r: 0, ..LoraConfig::default() };
         assert!(wrong.validate().unwrap_err().to_string().contains("rank"));
     }

@@ -16,10 +16,28 @@ pub struct AdapterKind {
     pub mark: &'static [&'static str],
     /// The parameters whose first size is the rank; the first that an adapter has counts.
     pub ranked: &'static [&'static str],
+    /// What the tape keeps of a layer with it.
+    pub kept: fn(base: &Base<'_>, settings: &AdapterSettings) -> Kept,
     /// The shapes and initial values of its parameters, such that a layer computes what it did before.
     pub start: fn(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start>,
     /// The adapter over its parameters.
     pub build: Build,
+}
+
+/// What the tape keeps of a layer with an adapter, besides what the layer itself keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// Whether it keeps the layer's input.
+    pub input: bool,
+    /// Further values at each place of the result.
+    pub values: usize,
+}
+
+impl Kept {
+    /// The input, and a product of the adapter's rank.
+    pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
+        Self { input: true, values: settings.rank }
+    }
 }
 
 /// Parameters with their names, in the order of [`AdapterKind::parameters`].

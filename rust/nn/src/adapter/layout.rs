@@ -1,12 +1,14 @@
 //! [`Layout`]: the layout of parameters in files and in memory.
 
-use trainable_candle_core::{Error, Result, Tensor};
+use trainable_candle_core::ops::cayley::size_of;
+use trainable_candle_core::{DType, Error, Result, Tensor};
 
+use super::oft::upper_places;
 use crate::base::Base;
 
 /// How the shape of an adapter's parameter in files differs from its shape in memory, for a convolution of kernel (h,
 /// w). Parameters in memory are channels-last, because convolutions compute so. For a linear layer both shapes are the
-/// same.
+/// same, except for [`UpperTriangle`](Self::UpperTriangle).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// The same as in memory.
@@ -21,6 +23,9 @@ pub enum Layout {
     Channels,
     /// (1, n) in memory, (1, n, 1, 1) in files.
     Row,
+    /// (k, n (n - 1) / 2) in memory, the strict upper triangles of skew-symmetric matrices. Files have (k, n, n), which become
+    /// skew-symmetric when their transposes are subtracted; below the triangles they are zero.
+    UpperTriangle,
 }
 
 impl Layout {
@@ -29,9 +34,12 @@ impl Layout {
     /// # Errors
     /// [`Error::Shape`] if the parameter does not fit the layer.
     pub fn to_file(self, base: &Base<'_>, value: &Tensor) -> Result<Tensor> {
+        if self == Self::UpperTriangle {
+            return squares(value);
+        }
         let (Some([height, width]), dims) = (base.kernel(), value.dims()) else { return Ok(value.clone()) };
         match self {
-            Self::Same => Ok(value.clone()),
+            Self::Same | Self::UpperTriangle => Ok(value.clone()),
             Self::Kernel => value.permute(&[0, 3, 1, 2]),
             Self::FlatKernel => {
                 let channels = dims[1] / (height * width).max(1);
@@ -51,6 +59,9 @@ impl Layout {
     /// # Errors
     /// [`Error::Shape`] if the value does not have the layout of files.
     pub fn from_file(self, base: &Base<'_>, value: &Tensor) -> Result<Tensor> {
+        if self == Self::UpperTriangle {
+            return triangles(value);
+        }
         let Some([height, width]) = base.kernel() else { return Ok(value.clone()) };
         let misfit = |expected: &str| {
             Error::shape(
@@ -59,7 +70,7 @@ impl Layout {
             )
         };
         match (self, value.dims()) {
-            (Self::Same, _) => Ok(value.clone()),
+            (Self::Same | Self::UpperTriangle, _) => Ok(value.clone()),
             (Self::Kernel, &[_, _, _, _]) => value.permute(&[0, 2, 3, 1])?.contiguous(),
             (Self::Kernel, _) => Err(misfit("(n, channels, height, width)")),
             (Self::FlatKernel, &[n, columns]) if columns.is_multiple_of((height * width).max(1)) => value
@@ -74,4 +85,43 @@ impl Layout {
             (Self::Channels | Self::Row, _) => Err(misfit("(1, n, 1, 1)")),
         }
     }
+}
+
+/// Triangles (k, n (n - 1) / 2) as matrices (k, n, n) that are zero elsewhere.
+fn squares(value: &Tensor) -> Result<Tensor> {
+    let (count, elements) = match *value.dims() {
+        [count, elements] => (count, elements),
+        _ => {
+            return Err(Error::shape("adapter", format!("found triangles {:?}, expected (k, elements)", value.dims())));
+        }
+    };
+    let size = size_of(elements).unwrap_or(1);
+    let mut ids = vec![elements as i64; size * size];
+    for (at, (row, column)) in upper_places(size).enumerate() {
+        ids[row * size + column] = at as i64;
+    }
+    let zero = Tensor::zeros((count, 1), value.dtype(), value.device())?;
+    let ids = Tensor::from_vec(ids, size * size, value.device())?;
+    Tensor::cat(&[value, &zero], 1)?.index_select(&ids, 1)?.reshape((count, size, size))
+}
+
+/// The triangles, f32, of matrices (k, n, n) less their transposes.
+fn triangles(value: &Tensor) -> Result<Tensor> {
+    let &[count, size, columns] = value.dims() else {
+        let text = format!(
+            "oft_blocks has shape {:?}, expected (blocks, n, n): the butterfly form is not supported",
+            value.dims()
+        );
+        return Err(Error::shape("adapter", text));
+    };
+    if size != columns || size == 0 {
+        return Err(Error::shape(
+            "adapter",
+            format!("oft_blocks has shape {:?}, expected (blocks, n, n)", value.dims()),
+        ));
+    }
+    let value = value.to_dtype(DType::F32)?;
+    let skew = value.sub(&value.transpose(1, 2)?)?.reshape((count, size * size))?;
+    let ids: Vec<i64> = upper_places(size).map(|(row, column)| (row * size + column) as i64).collect();
+    skew.index_select(&Tensor::from_vec(ids, size * (size - 1) / 2, value.device())?, 1)
 }

@@ -9,7 +9,7 @@
 use trainable_candle_core::{DType, Error, Result, Tensor, Var};
 
 use super::delta::{Added, Delta};
-use super::kind::{Parameters, Start, StartValues, find};
+use super::kind::{Kept, Parameters, Start, StartValues, find};
 use super::{Adapter, AdapterKind, AdapterSettings, Layout};
 use crate::base::Base;
 
@@ -29,6 +29,7 @@ pub static KIND: AdapterKind = AdapterKind {
     ],
     mark: &[SMALL[0], SMALL[1]],
     ranked: &[LARGE[2], SMALL[2]],
+    kept: Kept::low_rank,
     start,
     build,
 };

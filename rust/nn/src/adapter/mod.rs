@@ -14,6 +14,7 @@ mod loha;
 mod lokr;
 mod lora;
 mod merged;
+mod oft;
 mod quantization_aware;
 mod set;
 
@@ -21,10 +22,11 @@ pub use beside::TrainingAdapter;
 pub(crate) use beside::{Beside, Product};
 pub use config::{LoraConfig, scale};
 pub use dora::Dora;
-pub use kind::{AdapterKind, Build, Parameters, Start, StartValues};
+pub use kind::{AdapterKind, Build, Kept, Parameters, Start, StartValues};
 pub use layer::{AdaptedLinear, DoRALinear, DoraLayer, LayerKind, LoRALinear, LoraLayer};
 pub use layout::Layout;
 pub use lora::{LoRABackwardOps, Lora};
+pub use oft::{OftSide, oft_block_size};
 pub use quantization_aware::QuantizationAware;
 pub use set::{AdaptedLayer, AdapterSet, LayerValues};
 use trainable_candle_core::capture::HostState;
@@ -98,13 +100,29 @@ pub struct AdapterSettings {
     pub decompose_both: bool,
     /// LoKr: the size of the smaller factor, if it divides; otherwise as near below it as possible. `None`: near the root.
     pub decompose_factor: Option<usize>,
+    /// OFT: the size of blocks, if it divides; otherwise the nearest divisor.
+    pub oft_block_size: usize,
+    /// OFT: the side that is rotated.
+    pub oft_side: OftSide,
+    /// OFT of inputs: the number of terms of peft's series in place of the Cayley transform, at least 2; `None`: the transform.
+    pub cayley_neumann_terms: Option<usize>,
 }
 
 impl Default for AdapterSettings {
     fn default() -> Self {
-        Self { rank: 8, scale: 1.0, dropout: 0.0, wd_on_output: true, decompose_both: false, decompose_factor: None }
+        Self {
+            rank: 8,
+            scale: 1.0,
+            dropout: 0.0,
+            wd_on_output: true,
+            decompose_both: false,
+            decompose_factor: None,
+            oft_block_size: 32,
+            oft_side: OftSide::Input,
+            cayley_neumann_terms: None,
+        }
     }
 }
 
 /// Every kind of adapter.
-pub static KINDS: &[&AdapterKind] = &[&lora::KIND, &dora::KIND, &loha::KIND, &lokr::KIND];
+pub static KINDS: &[&AdapterKind] = &[&lora::KIND, &dora::KIND, &loha::KIND, &lokr::KIND, &oft::KIND];

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use trainable_candle_core::ops::cayley::size_of;
 use trainable_candle_core::ops::fake_quantize::Grid;
 use trainable_candle_core::{DType, Error, FlatBuffer, Result, Tensor, Var, Weight};
 
 use super::kind::Parameters;
 use super::merged::Merged;
-use super::{Adapter, AdapterKind, AdapterSettings, KINDS, LoraConfig, QuantizationAware};
+use super::{Adapter, AdapterKind, AdapterSettings, KINDS, LoraConfig, OftSide, QuantizationAware};
 use crate::Layer;
 use crate::base::{Base, Operation};
 use crate::slot::AdapterSlot;
@@ -71,6 +72,8 @@ pub struct LayerValues {
     pub parameters: BTreeMap<String, Tensor>,
     /// The factor in front of the low-rank product.
     pub scale: f64,
+    /// OFT: the terms of peft's series, if the file is for it.
+    pub cayley_neumann_terms: Option<usize>,
 }
 
 impl LayerValues {
@@ -157,12 +160,18 @@ impl AdapterSet {
             let kind = given.kind().map_err(|e| Error::Config(format!("load_adapter: {name}: {e}")))?;
             let rank = given.rank()?;
             let parameters = in_memory(name, kind, &layer.base(), &given.parameters)?;
-            let settings = AdapterSettings {
+            let mut settings = AdapterSettings {
                 rank,
                 scale: given.scale,
                 wd_on_output: !given.parameters.contains_key("dora_scale"),
+                cayley_neumann_terms: given.cayley_neumann_terms,
                 ..AdapterSettings::default()
             };
+            if let Some(side) = OftSide::of(parameters.iter().map(|(name, _)| *name)) {
+                settings.oft_side = side;
+                let elements = parameters.first().and_then(|(_, value)| value.dims().get(1)).copied();
+                settings.oft_block_size = elements.and_then(size_of).unwrap_or(settings.oft_block_size);
+            }
             config.describe(name, kind, &settings);
             planned.push(Planned { name, layer, kind, settings, values: parameters });
         }
@@ -346,10 +355,11 @@ impl AdapterSet {
                     return Err(Error::shape(
                         "load_adapter",
                         format!(
-                            "{}.{name} has shape {:?} in the file, {:?} here (channels last); is the rank the same?",
+                            "{}.{name} has shape {:?} in the file, {:?} here (channels last); is the {} the same?",
                             member.name,
                             value.dims(),
-                            var.dims()
+                            var.dims(),
+                            if member.kind.ranked.is_empty() { "oft_block_size" } else { "rank" },
                         ),
                     ));
                 }
@@ -378,6 +388,24 @@ impl AdapterSet {
                 let asked =
                     format!("a \"{}\"; make it with adapter=\"{1}\" (--adapter {1})", member.kind.name, kind.name);
                 return cure(&found, &asked);
+            }
+            let own_side = OftSide::of(member.parameters.iter().map(|(name, _)| *name));
+            if let Some(side) = OftSide::of(given.parameters.keys().map(String::as_str)).filter(|_| own_side.is_some())
+            {
+                if own_side != Some(side) {
+                    let side = side.name();
+                    let asked = format!("of the other side; make it with oft_side=\"{side}\" (--oft-side {side})");
+                    return cure(&format!("OFT of {side}s"), &asked);
+                }
+                if given.cayley_neumann_terms != member.settings.cayley_neumann_terms {
+                    let named = |terms: Option<usize>| {
+                        terms.map_or("use_cayley_neumann=False".into(), |terms| {
+                            format!("use_cayley_neumann=True, num_cayley_neumann_terms={terms}")
+                        })
+                    };
+                    let asked = format!("with {}; make it as the file", named(member.settings.cayley_neumann_terms));
+                    return cure(&named(given.cayley_neumann_terms), &asked);
+                }
             }
             let own_rank = if member.has_rank() { member.settings.rank } else { 0 };
             if (rank == 0) != (own_rank == 0) {

@@ -293,8 +293,11 @@ impl Model {
     /// Raises:
     ///     ConfigError: if no layer matches, or the model has an adapter already.
     fn add_adapter(&self, py: Python<'_>, config: &LoraConfig) -> Result<Py<AdapterSet>> {
-        let config = config.inner();
-        self.adapter.attach(py, "add_adapter", &self.model, || Set::attach(config, &self.model.named_layers()))
+        let mut config = config.inner();
+        self.adapter.attach(py, "add_adapter", &self.model, || {
+            config.oft_side.get_or_insert(self.model.adapter_names().default_format().oft_side());
+            Set::attach(config, &self.model.named_layers())
+        })
     }
 
     /// Put the adapters of a file on the model and multiply their scales by `scale`. The file may have any of the

@@ -1,0 +1,111 @@
+// The Cayley transform of skew-symmetric matrices Q less the identity: D = (I - Q) (I + Q)^-1 - I, the solution of
+// (I + Q) D = -2 Q by Gauss-Jordan elimination. The symmetric part of I + Q is I: each pivot is at least 1, and no rows are
+// exchanged.
+//
+// upper and grad_upper are (count, size (size - 1) / 2), the strict upper triangles of Q row by row; change and its gradient grad are
+// (count, size, size).
+// Launch: block (32, 8), grid min(count, 2^31 - 1); any grid gives the correct result. Dynamic shared memory: 2 size² elements, f32
+// or, for f64, f64.
+
+#include "element.cuh"
+
+namespace {
+
+template <typename A> __device__ __forceinline__ A *shared_memory() {
+    extern __shared__ __align__(16) unsigned char shared[];
+    return reinterpret_cast<A *>(shared);
+}
+
+// f(row, column) for all elements of `rows` rows with columns in [first, last), by all threads of the block.
+template <typename F> __device__ __forceinline__ void for_each(uint32_t rows, uint32_t first, uint32_t last, F f) {
+    for (uint32_t row = threadIdx.y; row < rows; row += blockDim.y)
+        for (uint32_t column = first + threadIdx.x; column < last; column += blockDim.x) f(row, column);
+}
+
+// The place of (row, column) above the diagonal in a triangle.
+__device__ __forceinline__ uint32_t place(uint32_t row, uint32_t column, uint32_t size) {
+    return row * (2 * size - row - 1) / 2 + column - row - 1;
+}
+
+template <typename T>
+__device__ __forceinline__ void forward(const T *__restrict__ upper, T *__restrict__ change, uint64_t count, uint32_t size) {
+    using A = Acc<T>;
+    // Rows (I + Q | -2 Q).
+    A *system = shared_memory<A>();
+    const uint32_t width = 2 * size, triangle = size * (size - 1) / 2;
+    for (uint64_t matrix = blockIdx.x; matrix < count; matrix += gridDim.x) {
+        for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
+            const T *own = upper + matrix * triangle;
+            A q = 0;
+            if (row < column) q = widen(own[place(row, column, size)]);
+            else if (row > column) q = -widen(own[place(column, row, size)]);
+            system[row * width + column] = row == column ? A(1) : q;
+            system[row * width + size + column] = -2 * q;
+        });
+        __syncthreads();
+        for (uint32_t pivot = 0; pivot < size; pivot++) {
+            // The pivot's row is scaled where it is read, and stored afterwards.
+            const A inverse = A(1) / system[pivot * width + pivot];
+            for_each(size, pivot + 1, width, [&](uint32_t row, uint32_t column) {
+                if (row == pivot) return;
+                const A own = system[pivot * width + column] * inverse;
+                system[row * width + column] -= system[row * width + pivot] * own;
+            });
+            __syncthreads();
+            for (uint32_t column = pivot + 1 + threadIdx.y * blockDim.x + threadIdx.x; column < width;
+                 column += blockDim.x * blockDim.y)
+                system[pivot * width + column] *= inverse;
+            __syncthreads();
+        }
+        for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
+            change[(matrix * size + row) * size + column] = narrow<T>(system[row * width + size + column]);
+        });
+        __syncthreads();
+    }
+}
+
+// With V = (I + Q)^-1 = I + D / 2, the gradient of Q is -2 V^T G V^T; an element above the diagonal occurs in Q a second time, negated.
+template <typename T>
+__device__ __forceinline__ void backward(const T *__restrict__ grad, const T *__restrict__ change, T *__restrict__ grad_upper,
+                                         uint64_t count, uint32_t size) {
+    using A = Acc<T>;
+    const uint32_t square = size * size, triangle = size * (size - 1) / 2;
+    A *d = shared_memory<A>(), *left = d + square;
+    for (uint64_t matrix = blockIdx.x; matrix < count; matrix += gridDim.x) {
+        const T *g = grad + matrix * square;
+        for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
+            d[row * size + column] = widen(change[matrix * square + row * size + column]);
+        });
+        __syncthreads();
+        // V^T G.
+        for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
+            A sum = 0;
+            for (uint32_t k = 0; k < size; k++) sum += d[k * size + row] * widen(g[k * size + column]);
+            left[row * size + column] = widen(g[row * size + column]) + A(0.5) * sum;
+        });
+        __syncthreads();
+        const auto element = [&](uint32_t row, uint32_t column) {
+            A sum = 0;
+            for (uint32_t k = 0; k < size; k++) sum += left[row * size + k] * d[column * size + k];
+            return left[row * size + column] + A(0.5) * sum;
+        };
+        for_each(size, 0, size, [&](uint32_t row, uint32_t column) {
+            if (row < column)
+                grad_upper[matrix * triangle + place(row, column, size)] =
+                    narrow<T>(2 * (element(column, row) - element(row, column)));
+        });
+        __syncthreads();
+    }
+}
+
+} // namespace
+
+#define DEFINE_CAYLEY(SUFFIX, T)                                                                                       \
+    extern "C" __global__ void cayley_forward_##SUFFIX(const T *upper, T *change, uint64_t count, uint32_t size) {     \
+        forward(upper, change, count, size);                                                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void cayley_backward_##SUFFIX(const T *grad, const T *change, T *grad_upper, uint64_t count, \
+                                                        uint32_t size) {                                               \
+        backward(grad, change, grad_upper, count, size);                                                               \
+    }
+FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_CAYLEY)

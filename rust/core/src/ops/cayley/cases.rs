@@ -1,0 +1,19 @@
+//! Cases of the Cayley transform.
+
+use super::{CAYLEY, cayley};
+use crate::ops::case::{Case, Entry};
+
+/// Registry entry of this operation.
+pub static ENTRIES: &[Entry] = &[Entry {
+    info: &CAYLEY,
+    cases: || {
+        let case = |label, dims: &[usize]| Case::new(label, &[dims], |x| cayley(&x[0]));
+        vec![
+            case("odd size", &[3, 10]),
+            case("pairs", &[5, 1]),
+            case("one", &[1, 28]),
+            case("no matrices", &[0, 6]),
+            case("single elements", &[3, 0]),
+        ]
+    },
+}];

@@ -1,0 +1,65 @@
+//! The implementation for CUDA, with the kernels in `kernels/cayley.cu`.
+
+use trainable_candle_cuda::kernels::cayley::{CAYLEY_BACKWARD, CAYLEY_FORWARD, CayleyBackward, CayleyForward};
+
+use super::CAYLEY;
+use crate::cuda::launch::{Shape, count32, empty, input, output, suffix};
+use crate::cuda::{Gpu, contiguous};
+use crate::{DType, Error, Raw, Result};
+
+/// Bytes of shared memory that a block of threads may have on every supported card.
+const SHARED: usize = 96 << 10;
+
+/// A block of threads for each matrix, which holds two matrices of its size.
+fn shape(count: usize, size: usize, dtype: DType) -> Result<Shape> {
+    let shared = 2 * size * size * if dtype == DType::F64 { 8 } else { 4 };
+    if shared > SHARED {
+        return Err(Error::shape(
+            CAYLEY.name,
+            format!(
+                "a matrix of {size} x {size} needs {shared} bytes of shared memory, {SHARED} are there; give smaller ones"
+            ),
+        ));
+    }
+    Ok(Shape { grid: [count.min(i32::MAX as usize) as u32, 1, 1], block: [32, 8, 1], shared: shared as u32 })
+}
+
+pub(super) fn forward(upper: &Raw, [count, size, _]: [usize; 3]) -> Result<Raw> {
+    let op = CAYLEY.name;
+    let gpu = Gpu::of(op, upper)?;
+    let upper = contiguous(upper)?;
+    let change = empty(op, gpu, &[count, size, size], upper.dtype())?;
+    if change.elem_count() > 0 {
+        let arguments = CayleyForward {
+            upper: input(op, &upper)?,
+            change: output(op, &change)?,
+            count: count as u64,
+            size: count32(op, size)?,
+        };
+        let kernel = gpu.function(&CAYLEY_FORWARD, suffix(op, upper.dtype())?)?;
+        // SAFETY: the matrices are dense and have the sizes in the arguments.
+        unsafe { kernel.launch(op, gpu, shape(count, size, upper.dtype())?, arguments) }?;
+    }
+    Ok(change)
+}
+
+pub(super) fn backward(grad: &Raw, change: &Raw) -> Result<Raw> {
+    let op = CAYLEY.name;
+    let gpu = Gpu::of(op, grad)?;
+    let (grad, change) = (contiguous(grad)?, contiguous(change)?);
+    let (count, size) = (grad.dims()[0], grad.dims()[1]);
+    let upper = empty(op, gpu, &[count, size * (size - 1) / 2], grad.dtype())?;
+    if upper.elem_count() > 0 {
+        let arguments = CayleyBackward {
+            grad: input(op, &grad)?,
+            change: input(op, &change)?,
+            grad_upper: output(op, &upper)?,
+            count: count as u64,
+            size: count32(op, size)?,
+        };
+        let kernel = gpu.function(&CAYLEY_BACKWARD, suffix(op, grad.dtype())?)?;
+        // SAFETY: the matrices are dense and have the sizes in the arguments.
+        unsafe { kernel.launch(op, gpu, shape(count, size, grad.dtype())?, arguments) }?;
+    }
+    Ok(upper)
+}

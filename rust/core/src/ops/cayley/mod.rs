@@ -1,0 +1,74 @@
+//! The Cayley transform of skew-symmetric matrices (Qiu et al. 2023, "Orthogonal Finetuning", arXiv:2306.07280, section 3.3).
+
+#[cfg(feature = "testing")]
+mod cases;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+
+use crate::compute::on_device;
+use crate::raw::{check_allocation_on, is_float};
+use crate::tape::{Backward, BackwardContext, OpInfo, Saved, record};
+use crate::{Error, Result, Tensor};
+
+#[cfg(feature = "testing")]
+pub use cases::ENTRIES;
+
+static CAYLEY: OpInfo = OpInfo::expensive("cayley");
+
+/// The size n of a matrix whose strict upper triangle has `elements` elements, n (n - 1) / 2; None if there is no such
+/// matrix.
+pub fn size_of(elements: usize) -> Option<usize> {
+    let size = (1 + elements.checked_mul(8)?.checked_add(1)?.isqrt()) / 2;
+    (size * (size - 1) / 2 == elements).then_some(size)
+}
+
+/// How far an orthogonal matrix is from the identity: (I - Q) (I + Q)⁻¹ - I of skew-symmetric Q. `upper (count, n (n - 1) / 2)` has
+/// the strict upper triangles of Q, row by row; the result is (count, n, n). Computed as the solution of (I + Q) D = -2 Q, so that a
+/// small Q loses no digits; I + Q always has an inverse, with pivots of at least 1. Saves the result.
+///
+/// # Errors
+/// [`Error::Shape`] if `upper` is not of that shape, or the matrices are too large for the shared memory of a GPU (n > 110 in f32),
+/// [`Error::DType`] if it is not floating point, [`Error::OutOfMemory`] if the result is too large.
+pub fn cayley(upper: &Tensor) -> Result<Tensor> {
+    let op = CAYLEY.name;
+    let found = match upper.dims() {
+        &[count, elements] => size_of(elements).map(|size| [count, size, size]),
+        _ => None,
+    };
+    let Some(dims) = found else {
+        return Err(Error::shape(
+            op,
+            format!("found shape {:?}, expected (count, n (n - 1) / 2), triangles of n x n", upper.dims()),
+        ));
+    };
+    if !is_float(upper.dtype()) {
+        return Err(Error::dtype(
+            op,
+            format!("expected floating point, found {}; convert it with to()", upper.dtype().as_str()),
+        ));
+    }
+    check_allocation_on(upper.device(), op, &dims, upper.dtype())?;
+    record(
+        &CAYLEY,
+        &[upper],
+        || on_device!(upper.raw.device(), cuda => cuda::forward(&upper.raw, dims), cpu => cpu::forward(&upper.raw, dims)),
+        |saver, result| CayleyBackward { result: saver.save_raw(result) },
+    )
+}
+
+struct CayleyBackward {
+    /// (count, n, n).
+    result: Saved,
+}
+
+impl Backward for CayleyBackward {
+    /// With V = (I + Q)⁻¹ = I + D / 2: the gradient of Q is -2 Vᵀ G Vᵀ, and an element of the triangle occurs in Q twice, once
+    /// negated.
+    fn backward(&self, context: &mut BackwardContext<'_>) -> Result<()> {
+        let (grad, result) = (context.grad(), self.result.get()?);
+        let upper =
+            on_device!(grad.device(), cuda => cuda::backward(grad, &result), cpu => cpu::backward(grad, &result))?;
+        context.add(0, upper)
+    }
+}

@@ -1,0 +1,303 @@
+//! OFT (Qiu et al. 2023, arXiv:2306.07280): rotations of blocks of a layer's inputs or outputs, y = W R x + b or y = R W x + b.
+//!
+//! R is block diagonal. Each block is the Cayley transform (I - Q) (I + Q)⁻¹ of a skew-symmetric Q, of which the strict upper
+//! triangle is trained; Q = 0 is the identity. Activations are rotated, not weights: x + x D with D = Rᵀ - I, so that bf16
+//! activations lose nothing of a small rotation.
+//!
+//! peft rotates inputs, `LyCORIS` and `ComfyUI` outputs; the names of the parameter are theirs. peft may sum the first terms of
+//! a series in place of the inverse (`use_cayley_neumann`), which approximates the inverse rotation and is as trainable.
+//!
+//! Follows <https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L116>,
+//! <https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138aead1b5d2e5c4b1b22c3ba6ba274e7d14/lycoris/modules/diag_oft.py#L87> and
+//! <https://github.com/comfyanonymous/ComfyUI/blob/3684cff31bb470fc106b2c843224e69780266cca/comfy/weight_adapter/oft.py#L118>.
+
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+use trainable_candle_core::ops::cayley::{cayley, size_of};
+use trainable_candle_core::{DType, Device, Error, Result, Tensor, Var};
+
+use super::kind::{Kept, Parameters, Start, StartValues, find};
+use super::{Adapter, AdapterKind, AdapterSettings, Layout};
+use crate::base::{Base, Operation};
+
+/// The triangles of blocks of the inputs, (blocks, n (n - 1) / 2).
+const INPUT: &str = "oft_R.weight";
+/// Those of blocks of the outputs; files have square matrices, from which their transposes are subtracted.
+const OUTPUT: &str = "oft_blocks";
+
+/// How many terms a series may have.
+pub(super) const TERMS: RangeInclusive<usize> = 2..=64;
+
+/// OFT in the registry.
+pub static KIND: AdapterKind = AdapterKind {
+    name: "oft",
+    parameters: &[(INPUT, Layout::Same), (OUTPUT, Layout::UpperTriangle)],
+    mark: &[INPUT, OUTPUT],
+    ranked: &[],
+    kept,
+    start,
+    build,
+};
+
+/// The side of a layer that OFT rotates.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OftSide {
+    /// The inputs, as peft does.
+    #[default]
+    Input,
+    /// The outputs without the bias, as `LyCORIS` and `ComfyUI` do.
+    Output,
+}
+
+impl OftSide {
+    /// The name in configurations.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Input => "input",
+            Self::Output => "output",
+        }
+    }
+
+    /// The side that adapters with these parameters rotate; `None` if they are not OFT.
+    pub fn of<'a>(parameters: impl IntoIterator<Item = &'a str>) -> Option<Self> {
+        parameters.into_iter().find_map(|name| match name {
+            INPUT => Some(Self::Input),
+            OUTPUT => Some(Self::Output),
+            _ => None,
+        })
+    }
+
+    /// The name of the parameter that rotates this side.
+    pub const fn parameter(self) -> &'static str {
+        match self {
+            Self::Input => INPUT,
+            Self::Output => OUTPUT,
+        }
+    }
+
+    /// Features of this side of a layer.
+    fn features(self, base: &Base<'_>) -> usize {
+        match self {
+            Self::Input => base.inputs(),
+            Self::Output => base.rows(),
+        }
+    }
+}
+
+impl FromStr for OftSide {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        [Self::Input, Self::Output].into_iter().find(|side| side.name() == text).ok_or_else(|| {
+            Error::Config(format!("LoraConfig: oft_side is \"{text}\", expected \"input\" or \"output\""))
+        })
+    }
+}
+
+/// The size of blocks on a side of `features`: the divisor nearest to `wanted`, the smaller of two as near. This is peft's
+/// `adjust_oft_parameters`.
+pub fn oft_block_size(features: usize, wanted: usize) -> usize {
+    if wanted >= features {
+        return features;
+    }
+    let lower = (1..=wanted).rev().find(|size| features.is_multiple_of(*size)).unwrap_or(1);
+    let higher = (wanted..=features).find(|size| features.is_multiple_of(*size)).unwrap_or(features);
+    if wanted - lower <= higher - wanted { lower } else { higher }
+}
+
+fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
+    let features = settings.oft_side.features(base);
+    let size = oft_block_size(features, settings.oft_block_size).max(1);
+    vec![(settings.oft_side.parameter(), Start::new([features / size, size * (size - 1) / 2], StartValues::Zero))]
+}
+
+/// The product with the blocks reads what it rotates: the layer's input, or its result.
+fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
+    match settings.oft_side {
+        OftSide::Input => Kept { input: true, values: 0 },
+        OftSide::Output => Kept { input: false, values: base.rows() },
+    }
+}
+
+fn build(parameters: &[(&'static str, Var)], base: &Base<'_>, settings: &AdapterSettings) -> Result<Box<dyn Adapter>> {
+    let (side, upper) = match (find(parameters, INPUT), find(parameters, OUTPUT)) {
+        (Some(upper), None) => (OftSide::Input, upper),
+        (None, Some(upper)) => (OftSide::Output, upper),
+        _ => return Err(Error::Config(format!("OFT: expected one of {INPUT} and {OUTPUT}"))),
+    };
+    if base.operation != Operation::Linear && side == OftSide::Input {
+        return Err(Error::Config(
+            "OFT: it is a convolution, of which outputs alone are rotated; give oft_side=\"output\" (--oft-side output), or leave the \
+             layer out with exclude_modules"
+                .into(),
+        ));
+    }
+    if base.groups() != 1 {
+        return Err(Error::Config(format!(
+            "OFT: a convolution in {} groups cannot carry it; leave the layer out with exclude_modules",
+            base.groups()
+        )));
+    }
+    let features = side.features(base);
+    let size = match *upper.dims() {
+        [count, elements] => size_of(elements).filter(|size| count * size == features),
+        _ => None,
+    };
+    let Some(size) = size else {
+        let text = format!(
+            "{} has triangles {:?}, which do not make blocks of {features} features",
+            side.parameter(),
+            upper.dims()
+        );
+        return Err(Error::shape("OFT", text));
+    };
+    if size == 1 {
+        return Err(Error::Config(format!(
+            "OFT: no divisor of its {features} features is near oft_block_size; give another one, or leave the layer out with \
+             exclude_modules"
+        )));
+    }
+    if let Some(terms) = settings.cayley_neumann_terms.filter(|terms| !TERMS.contains(terms)) {
+        return Err(Error::Config(format!(
+            "OFT: num_cayley_neumann_terms is {terms}, expected {} to {}",
+            TERMS.start(),
+            TERMS.end()
+        )));
+    }
+    let series = settings.cayley_neumann_terms.map(|terms| Series::new(terms, size, upper.device())).transpose()?;
+    Ok(Box::new(Oft { upper, size, side, scale: settings.scale, series }))
+}
+
+/// The places of a matrix's strict upper triangle in the matrix, row by row.
+pub(super) fn upper_places(size: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..size).flat_map(move |row| (row + 1..size).map(move |column| (row, column)))
+}
+
+/// The first terms of the series of peft's `use_cayley_neumann`.
+struct Series {
+    /// The number of terms, at least 2.
+    terms: usize,
+    /// Where the elements of a matrix are among those of its triangle, their negatives and 0.
+    ids: Tensor,
+}
+
+impl Series {
+    fn new(terms: usize, size: usize, device: &Device) -> Result<Self> {
+        let triangle = size * (size - 1) / 2;
+        let mut ids = vec![2 * triangle as i64; size * size];
+        for (at, (row, column)) in upper_places(size).enumerate() {
+            ids[row * size + column] = at as i64;
+            ids[column * size + row] = (triangle + at) as i64;
+        }
+        Ok(Self { terms, ids: Tensor::from_vec(ids, size * size, device)? })
+    }
+
+    /// 2 Q + 2 Q² + … + Qⁿ, the last power once.
+    fn change(&self, upper: &Tensor, size: usize) -> Result<Tensor> {
+        let count = upper.dims()[0];
+        let zero = Tensor::zeros((count, 1), upper.dtype(), upper.device())?;
+        let elements = Tensor::cat(&[upper, &upper.neg()?, &zero], 1)?;
+        let q = elements.index_select(&self.ids, 1)?.reshape((count, size, size))?;
+        let mut change = q.mul_scalar(2.0)?;
+        if self.terms > 2 {
+            let mut power = q.matmul(&q)?;
+            change = change.add(&power.mul_scalar(2.0)?)?;
+            for _ in 3..self.terms - 1 {
+                power = power.matmul(&q)?;
+                change = change.add(&power.mul_scalar(2.0)?)?;
+            }
+            change = change.add(&power.matmul(&q)?)?;
+        }
+        Ok(change)
+    }
+}
+
+/// The rotations of one layer.
+struct Oft {
+    /// (blocks, n (n - 1) / 2).
+    upper: Var,
+    size: usize,
+    side: OftSide,
+    /// A factor in front of R - I, 1 while it is trained.
+    scale: f64,
+    series: Option<Series>,
+}
+
+impl Oft {
+    /// s (R - I) for row vectors, (blocks, n, n), in f32, or f64 for `dtype` f64.
+    fn change(&self, dtype: DType) -> Result<Tensor> {
+        let upper = self.upper.to_dtype(if dtype == DType::F64 { DType::F64 } else { DType::F32 })?;
+        let change = match &self.series {
+            Some(series) => series.change(&upper, self.size)?,
+            None => cayley(&upper)?,
+        };
+        let change = if self.scale == 1.0 { change } else { change.mul_scalar(self.scale)? };
+        match self.side {
+            OftSide::Input => Ok(change),
+            // The references multiply columns of outputs.
+            OftSide::Output => change.transpose(1, 2),
+        }
+    }
+}
+
+/// Row vectors `x (..., features)` times the block diagonal matrix I + `change (blocks, n, n)`.
+fn rotated(x: &Tensor, change: &Tensor) -> Result<Tensor> {
+    let (count, size) = (change.dims()[0], change.dims()[1]);
+    let rows = x.elem_count() / (count * size).max(1);
+    let blocks = x.reshape((rows, count, size))?;
+    let added = blocks.transpose(0, 1)?.matmul(&change.to_dtype(x.dtype())?)?;
+    blocks.add(&added.transpose(0, 1)?)?.reshape(x.dims())
+}
+
+impl Adapter for Oft {
+    fn forward(&self, x: &Tensor, base: &Base<'_>) -> Result<Tensor> {
+        let change = self.change(x.dtype())?;
+        match (self.side, base.bias) {
+            (OftSide::Input, _) => base.forward(&rotated(x, &change)?),
+            (OftSide::Output, None) => rotated(&base.forward(x)?, &change),
+            (OftSide::Output, Some(bias)) => rotated(&Base { bias: None, ..*base }.forward(x)?, &change)?.add(bias),
+        }
+    }
+
+    /// W R or R W.
+    fn adapted_weight(&self, base: &Base<'_>) -> Result<Tensor> {
+        let change = self.change(base.weight.dtype())?.transpose(1, 2)?;
+        let weight = base.weight.values(change.dtype())?;
+        match self.side {
+            OftSide::Input => rotated(&weight, &change),
+            OftSide::Output => {
+                let blocks = weight.reshape((change.dims()[0], self.size, base.columns()))?;
+                blocks.add(&change.matmul(&blocks)?)?.reshape(weight.dims())
+            }
+        }
+    }
+
+    fn scale(&self) -> f64 {
+        self.scale
+    }
+
+    fn set_training(&self, _training: bool) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::oft_block_size;
+
+    /// What `OFTLayer.adjust_oft_parameters` of peft 0.21.2 gives.
+    #[test]
+    fn sizes_of_blocks_are_pefts() {
+        for (features, wanted, expected) in [
+            (2048, 32, 32),
+            (320, 48, 40),
+            (100, 32, 25),
+            (48, 32, 24),
+            (10, 32, 10),
+            (254, 32, 2),
+            (12, 5, 4),
+            (90, 8, 9),
+        ] {
+            assert_eq!(oft_block_size(features, wanted), expected, "{features} by {wanted}");
+        }
+    }
+}

@@ -1,0 +1,91 @@
+"""What peft and LyCORIS compute for OFT, on the network of `layers.safetensors`.
+
+peft rotates the inputs of linear layers, LyCORIS the outputs of every layer.
+
+pip install torch==2.15.0 peft==0.21.2 lycoris-lora==4.1.3 safetensors
+python make_oft.py layers.safetensors oft.safetensors
+"""
+
+import sys
+
+import torch
+from lycoris.modules.diag_oft import DiagOFTModule
+from make_layers import TARGETS, Net
+from peft import OFTConfig, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+PEFT = {"oft_block_size": 4, "target_modules": ["linear"]}
+CASES = {
+    "oft": OFTConfig(**PEFT, use_cayley_neumann=False),
+    "oft_series": OFTConfig(**PEFT, use_cayley_neumann=True),
+    "oft_terms": OFTConfig(**PEFT, use_cayley_neumann=True, num_cayley_neumann_terms=3),
+}
+
+
+class Flat(Net):
+    """peft takes an input of four dimensions for a convolution's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.pointwise(torch.tanh(self.conv(x)))).permute(0, 2, 3, 1)
+        return self.linear(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
+
+
+def inputs(
+    case: str, model: Flat, x: torch.Tensor, target: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    model = inject_adapter_in_model(CASES[case], model)
+    triangles = model.linear.oft_R["default"].weight
+    with torch.no_grad():
+        triangles.normal_(0, 0.3)
+    found = {"start.linear.oft_R.weight": triangles.detach().clone()}
+    found |= step(model, x, target)
+    found["grad.linear.oft_R.weight"] = triangles.grad.clone()
+    with torch.no_grad():
+        rotation = model.linear.get_delta_weight("default")
+        merged = (rotation @ model.linear.base_layer.weight.T).T
+    found |= {f"merged.{name}": getattr(model, name).weight.detach() for name in TARGETS[:2]}
+    return found | {"merged.linear": merged}
+
+
+def outputs(model: Flat, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    found, modules = {}, {}
+    for name in TARGETS:
+        modules[name] = DiagOFTModule(name, getattr(model, name), lora_dim=4)
+        with torch.no_grad():
+            modules[name].oft_blocks.normal_(0, 0.2)
+        found[f"start.{name}.oft_blocks"] = modules[name].oft_blocks.detach().clone()
+        found[f"merged.{name}"] = modules[name].get_merged_weight()[0].detach().clone()
+    weights = {f"{name}.weight": modules[name].make_weight() for name in TARGETS}
+    found |= step(lambda x: torch.func.functional_call(model, weights, (x,)), x, target)
+    # Of the elements above the diagonal; those below have the negative.
+    return found | {
+        f"grad.{name}.oft_blocks": modules[name].oft_blocks.grad.triu(1) for name in TARGETS
+    }
+
+
+def step(model, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    nn.functional.mse_loss(y, target).backward()
+    return {"output": y.detach(), "grad_input": x.grad}
+
+
+def main() -> None:
+    torch.manual_seed(20261125)
+    golden = load_file(sys.argv[1])
+    state = {
+        name.removeprefix("base."): v for name, v in golden.items() if name.startswith("base.")
+    }
+    found = {}
+    for case in [*CASES, "oft_outputs"]:
+        model = Flat()
+        model.load_state_dict(state)
+        data = (golden["x"], golden["target"])
+        values = inputs(case, model, *data) if case in CASES else outputs(model, *data)
+        found |= {f"{case}.{name}": value.contiguous() for name, value in values.items()}
+    save_file(found, sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Files of OFT by the formulas of the programs that write and read them, in numpy."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainable_candle as tc
+from trainable_candle.errors import ArgumentError, ConfigError, WeightsFormatError
+
+Attach = Callable[[tc.models.Model, str], tc.AdapterSet]
+LLAMA = Path(tc.__file__).parent / "assets" / "llama_tiny"
+OUTPUTS: dict[str, Any] = {
+    "adapter": "oft",
+    "oft_block_size": 8,
+    "target_modules": ["to_q", "conv1"],
+}
+LAYER = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+KEY = "lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"
+
+
+def skew(upper: np.ndarray) -> np.ndarray:
+    """Skew-symmetric matrices of strict upper triangles (count, elements)."""
+    size = round((1 + (1 + 8 * upper.shape[1]) ** 0.5) / 2)
+    matrices = np.zeros((len(upper), size, size))
+    rows, columns = np.triu_indices(size, 1)
+    matrices[:, rows, columns] = upper
+    return matrices - matrices.transpose(0, 2, 1)
+
+
+def turned_inputs(weight: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+    """A weight over inputs in blocks that `rotation` turns: x W' = (x R) W."""
+    blocks = weight.reshape(len(weight), *rotation.shape[:2])
+    return np.einsum("oki,kji->okj", blocks, rotation).reshape(weight.shape)
+
+
+def language_model() -> tc.models.CausalLM:
+    return tc.models.CausalLM.from_pretrained(LLAMA, dtype="f32")
+
+
+def weights(model: tc.models.Model) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in model.named_tensors().items()}
+
+
+@pytest.mark.parametrize("alpha", [None, 0.0, 1e-3])
+def test_lycoris_files_turn_outputs(
+    unet: tc.models.SDXLUNet, tmp_path: Path, alpha: float | None
+) -> None:
+    """`DiagOFTModule` limits the norm of Q to alpha times the outputs:
+    https://github.com/KohakuBlueleaf/LyCORIS/blob/01ca138a/lycoris/modules/diag_oft.py#L87"""
+    weight = weights(unet)[f"{LAYER}.weight"]
+    blocks = np.random.default_rng(3).normal(0, 0.3, (len(weight) // 4, 4, 4)).astype(np.float32)
+    tensors = {f"{KEY}.oft_blocks": tc.tensor(blocks)}
+    if alpha is not None:
+        tensors[f"{KEY}.alpha"] = tc.tensor(alpha)
+    tc.save_file(tensors, tmp_path / "a.safetensors")
+    q = blocks.astype(np.float64)
+    q = q - q.transpose(0, 2, 1)
+    if alpha:
+        q *= alpha * len(weight) / np.linalg.norm(q)
+    eye = np.eye(4)
+    rotation = (eye + q) @ np.linalg.inv(eye - q)
+    rows = weight.reshape(-1, 4, weight.shape[1])
+    expected = np.einsum("knm,knc->kmc", rotation, rows).reshape(weight.shape)
+    unet.load_adapter(tmp_path / "a.safetensors")
+    unet.merge_adapter()
+    np.testing.assert_allclose(weights(unet)[f"{LAYER}.weight"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rotation"),
+    [
+        ({"use_cayley_neumann": False}, lambda q, eye: (eye - q) @ np.linalg.inv(eye + q)),
+        ({}, lambda q, eye: eye + 2 * (q + q @ q + q @ q @ q) + q @ q @ q @ q),
+        ({"num_cayley_neumann_terms": 2}, lambda q, eye: eye + 2 * q),
+    ],
+    ids=["exact", "default", "two terms"],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_peft_folders_turn_inputs(
+    tmp_path: Path, settings: dict[str, Any], rotation: Callable[..., np.ndarray], shared: bool
+) -> None:
+    """https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L116"""
+    model = language_model()
+    before = weights(model)
+    layer = next(name for name in before if name.endswith("q_proj.weight")).removesuffix(".weight")
+    weight = before[f"{layer}.weight"]
+    count = 1 if shared else weight.shape[1] // 8
+    upper = np.random.default_rng(4).normal(0, 0.1, (count, 28)).astype(np.float32)
+    tc.save_file(
+        {f"base_model.model.{layer}.oft_R.weight": tc.tensor(upper)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "OFT", "r": 0, "oft_block_size": 8, "block_share": shared, **settings}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    matrices = np.repeat(skew(upper), weight.shape[1] // 8 // count, axis=0)
+    expected = turned_inputs(weight, rotation(matrices, np.eye(8)))
+    adapter = model.load_adapter(tmp_path)
+    saved = tmp_path / "again"
+    adapter.save(saved)
+    model.merge_adapter()
+    np.testing.assert_allclose(weights(model)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
+    # Written with the same rotation.
+    again = language_model()
+    again.load_adapter(saved)
+    again.merge_adapter()
+    np.testing.assert_allclose(weights(again)[f"{layer}.weight"], expected, rtol=1e-5, atol=1e-6)
+    written = json.loads((saved / "adapter_config.json").read_text())
+    assert written["use_cayley_neumann"] == settings.get("use_cayley_neumann", True)
+    assert written["oft_block_size"] == 8
+
+
+def test_the_limit_of_coft_is_applied(tmp_path: Path) -> None:
+    """https://github.com/huggingface/peft/blob/5d602fdb/src/peft/tuners/oft/layer.py#L158"""
+    model = language_model()
+    names = [name for name in weights(model) if name.endswith("q_proj.weight")]
+    layer, columns = names[0].removesuffix(".weight"), weights(model)[names[0]].shape[1]
+    upper = np.random.default_rng(5).normal(0, 0.1, (columns // 8, 28)).astype(np.float32)
+    upper[0] *= 1e-3
+    tc.save_file(
+        {f"base_model.model.{layer}.oft_R.weight": tc.tensor(upper)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "OFT", "oft_block_size": 8, "coft": True, "eps": 0.2}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    limit = 0.2 / len(upper) ** 0.5
+    norms = np.linalg.norm(skew(upper), axis=(1, 2))[:, None]
+    assert norms.min() < limit < norms.max()
+    expected = np.where(norms > limit, upper * limit / norms, upper)
+    (found,) = model.load_adapter(tmp_path).parameters()
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
+
+
+def test_written_files_have_the_form_that_comfyui_reads(
+    unet: tc.models.SDXLUNet, attach: Attach, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    adapter = attach(unet, "oft")
+    assert adapter.save(path) == []
+    tensors = tc.load_file(path)
+    blocks = tensors[f"{KEY}.oft_blocks"].numpy()
+    upper = adapter.named_parameters()[f"{LAYER}.oft_blocks"].numpy()
+    np.testing.assert_array_equal(
+        blocks - blocks.transpose(0, 2, 1), skew(upper).astype(np.float32)
+    )
+    # A limit that no rotation reaches: A1111 takes 0 for no rotation.
+    assert tensors[f"{KEY}.alpha"].item() == 1e4
+    assert all(name.endswith((".oft_blocks", ".alpha")) for name in tensors)
+
+
+def test_adapters_start_as_the_identity_and_learn(unet: tc.models.SDXLUNet) -> None:
+    before = weights(unet)
+    adapter = unet.add_adapter(tc.LoraConfig(**OUTPUTS))
+    unet.merge_adapter()
+    for name, value in weights(unet).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert {name.rpartition(".")[2] for name in adapter.named_parameters()} == {"oft_blocks"}
+
+
+def test_what_a_format_cannot_hold_is_refused(unet: tc.models.SDXLUNet, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    inputs = OUTPUTS | {"oft_side": "input", "target_modules": ["to_q"]}
+    adapter = unet.add_adapter(tc.LoraConfig(**inputs))
+    with pytest.raises(ArgumentError, match=r'save with format "peft", .* \(--oft-side output\)'):
+        adapter.save(path, format="kohya")
+    for var in adapter.parameters():
+        var.set(var + 0.1)
+    adapter.save(tmp_path / "peft", format="peft")
+    unet.remove_adapter()
+    with pytest.raises(ArgumentError, match="load it with scale=1, or merge it"):
+        unet.load_adapter(tmp_path / "peft", scale=0.5).save(path, format="peft")
+    unet.remove_adapter()
+    other = unet.add_adapter(tc.LoraConfig(**OUTPUTS | {"target_modules": ["to_q"]}))
+    with pytest.raises(ConfigError, match=r'oft_side="input" \(--oft-side input\)'):
+        other.load(tmp_path / "peft")
+    unet.remove_adapter()
+    smaller = unet.add_adapter(tc.LoraConfig(**inputs | {"oft_block_size": 4}))
+    with pytest.raises(tc.ShapeError, match="is the oft_block_size the same"):
+        smaller.load(tmp_path / "peft")
+    unet.remove_adapter()
+    series = unet.add_adapter(tc.LoraConfig(**inputs, use_cayley_neumann=True))
+    with pytest.raises(ConfigError, match="the file has use_cayley_neumann=False"):
+        series.load(tmp_path / "peft")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"oft_blocks": (2, 4, 4, 4)}, "butterfly form is not supported"),
+        ({"oft_blocks": (4, 4, 4), "rescale": (16, 1)}, "a factor for each output"),
+        ({"oft_blocks": (4, 4, 5)}, r"expected \(blocks, n, n\)"),
+        ({"oft_blocks": (3, 4, 4)}, "do not make blocks of"),
+        ({"oft_R.weight": (3, 7)}, "do not make blocks of"),
+    ],
+)
+def test_other_forms_are_errors(
+    unet: tc.models.SDXLUNet, tmp_path: Path, tensors: dict[str, tuple[int, ...]], message: str
+) -> None:
+    values = {f"{KEY}.{name}": tc.ones(shape) for name, shape in tensors.items()}
+    tc.save_file(values, tmp_path / "a.safetensors")
+    with pytest.raises((WeightsFormatError, tc.ShapeError), match=message):
+        unet.load_adapter(tmp_path / "a.safetensors")
+
+
+def test_verify_says_who_reads_which_side(
+    unet: tc.models.SDXLUNet, attach: Attach, sdxl: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.safetensors"
+    attach(unet, "oft").save(path)
+    report = tc.verify_adapter(path, "sdxl", sdxl)
+    assert report.good
+    module = report.modules[0]
+    assert module.ignored_by["diffusers"] == "it loads LoRA only"
+    assert module.changed_by == {"A1111": "it rotates biases too"}
+    tensors = tc.load_file(path)
+    tc.save_file({k: v if "blocks" in k else tc.tensor(1e-2) for k, v in tensors.items()}, path)
+    limited = tc.verify_adapter(path, "sdxl", sdxl)
+    assert not limited.good
+    assert "alpha times the outputs" in limited.modules[0].changed_by["ComfyUI"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("side", "series"), [("input", False), ("input", True), ("output", False)])
+def test_a_gpu_computes_the_same(side: str, series: bool) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = tc.models.CausalLM.from_pretrained(LLAMA, dtype="f32", device=device)
+        config = tc.LoraConfig(
+            adapter="oft", oft_side=side, use_cayley_neumann=series, target_modules=["all-linear"]
+        )
+        adapter = model.add_adapter(config)
+        random = np.random.default_rng(1)
+        for var in adapter.parameters():
+            drawn = 0.1 * random.standard_normal(var.shape)
+            var.set(tc.tensor(drawn.astype(np.float32)).to(device))
+        ids = tc.tensor(np.arange(12).reshape(1, 12) % 40, dtype="i64").to(device)
+        y = model(ids)
+        (y * y).mean().backward()
+        found.append(
+            [y.to("cpu").numpy(), *(var.grad.to("cpu").numpy() for var in adapter.parameters())]
+        )
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=1e-3, atol=1e-4 * np.abs(ours).max())
