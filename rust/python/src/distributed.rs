@@ -237,7 +237,7 @@ pub fn share_streamed(py: Python<'_>, rank: usize, exchange: Option<Function>) -
     let exchange = move |message: &[u8]| {
         Python::attach(|py| {
             let messages = exchange.0.call1(py, (PyBytes::new(py, message),))?;
-            messages.extract::<Vec<Vec<u8>>>(py).map_err(PyErr::from)
+            messages.extract::<Vec<Vec<u8>>>(py)
         })
         .map_err(from_callback)
     };

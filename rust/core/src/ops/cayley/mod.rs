@@ -19,7 +19,7 @@ static CAYLEY: OpInfo = OpInfo::expensive("cayley");
 /// The size n of a matrix whose strict upper triangle has `elements` elements, n (n - 1) / 2; None if there is no such
 /// matrix.
 pub fn size_of(elements: usize) -> Option<usize> {
-    let size = (1 + elements.checked_mul(8)?.checked_add(1)?.isqrt()) / 2;
+    let size = elements.checked_mul(8)?.checked_add(1)?.isqrt().div_ceil(2);
     (size * (size - 1) / 2 == elements).then_some(size)
 }
 
