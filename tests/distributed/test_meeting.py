@@ -104,7 +104,7 @@ def test_a_port_of_another_program_is_named_by_all(stranger: int) -> None:
 def test_a_process_that_is_alone_names_the_missing_ranks(port: int) -> None:
     ((status, said),) = started("127.0.0.1", port, ranks=(0,))
     assert status != 0
-    assert f"rank [1] did not come to 127.0.0.1:{port} within 2 s" in said
+    assert f"rank 1 of 2 processes did not connect to rank 0 at 127.0.0.1:{port} within 2 s" in said
 
 
 def test_rank_0_at_localhost_is_found_by_its_name(port: int) -> None:

@@ -1,4 +1,4 @@
-"""Notes for adapters that are used over another rounding of the base than in training."""
+"""Notes on bases that are quantized otherwise than in training, and scales in adapter files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
     Args:
         adapter: a file, or a folder of peft.
         base: the format that the base is loaded in, if it is quantized.
-        merged: the format that is merged to, if weights are written in one.
+        merged: the quantized format of the merged weights (`merge --to`), if they have one.
     """
     path = adapter / _IN_PEFT if adapter.is_dir() else adapter
     try:
@@ -52,14 +52,16 @@ def notes(adapter: Path, base: str | None, merged: str | None = None) -> list[st
 
 
 def learned_scales(adapter: Path, to: str) -> dict[str, Tensor]:
-    """The learned factors on scales, by layer, of an adapter that was trained for the format `to`.
+    """The factors of quantization scales that were learned with an adapter, by layer.
+
+    The result is empty if the adapter was trained for another format than `to`, or learned none.
 
     Args:
         adapter: a file, or a folder of peft.
-        to: the format that is merged to.
+        to: the quantized format of the merged weights.
 
     Raises:
-        ConfigError: factors were learned, and the file does not have them.
+        ConfigError: factors were learned, but the file does not have them.
         WeightsFormatError, OSError: it cannot be read.
     """
     path = adapter / _IN_PEFT if adapter.is_dir() else adapter

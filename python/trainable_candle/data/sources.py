@@ -27,9 +27,10 @@ def parse_sources(
 ) -> tuple[Source, ...]:
     """The folders that a `dataset` setting names.
 
-    As in kohya's scripts, a folder without images is replaced by the folders inside it that have
-    names like `10_a cup`: 10 is `repeats`, and `a cup` the caption of images without one, unless
-    the entry has its own.
+    As in kohya's scripts, a folder that has neither images nor a metadata file is replaced by the
+    folders inside it with names like `10_a cup`. 10 becomes their `repeats`. `a cup` becomes the
+    caption of images that have none, unless the entry or the argument `caption` gives one. An entry
+    that sets `repeats` or `recursive` stays as it is.
 
     Args:
         dataset: a folder; a YAML file with a list of entries; or such a list. An entry is a folder

@@ -180,10 +180,11 @@ class Link:
                     came = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
                 except Empty:
                     missing = sorted(set(range(1, self.size)) - set(self._data))
+                    ranks = ", ".join(map(str, missing))
                     raise self._refusal(
-                        f"of {self.size} processes rank {missing} did not come to "
+                        f"rank {ranks} of {self.size} processes did not connect to rank 0 at "
                         f"{shown(self._world.address)} within {self._world.join_seconds:g} s; see "
-                        f"what they print, or set {JOIN} to wait longer"
+                        f"what it prints, or set {JOIN} to wait longer"
                     ) from None
                 if isinstance(came, OSError):
                     raise DistributedError(f"distributed: rank 0 cannot listen: {came}") from came

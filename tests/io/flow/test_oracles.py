@@ -94,7 +94,7 @@ def test_peft_computes_the_same(
 def test_diffusers_reads_kohyas_names_of_flux(
     attach: Callable[..., tc.AdapterSet], tmp_path: Path
 ) -> None:
-    """diffusers' converter expects the published width of `linear1`, so the test leaves it out."""
+    """All layers but `linear1`, for which diffusers expects the width in the released Flux."""
     family = FAMILIES["flux"]
     model = family.load()
     base = family.predict(model)
@@ -106,7 +106,10 @@ def test_diffusers_reads_kohyas_names_of_flux(
 
 
 def renamed(path: Path, style: str) -> None:
-    """Give a file of the default form the names of another style; alphas are 3 for rank 4."""
+    """Rename the tensors of a file in the default format to those of another tool, in place.
+
+    Under `alpha` and `OneTrainer` the file also gets alphas of 3, which differ from the rank, 4.
+    """
     tensors = tc.load_file(path)
     found = {}
     for name, tensor in tensors.items():
@@ -142,7 +145,7 @@ def test_verify_is_right_about_diffusers(
     attach(model, kind, **config).save(path, format=form)
     if style in {"alpha", "OneTrainer", "peft", "bare"}:
         if kind == "dora":
-            pytest.skip("these tools write LoRA")
+            pytest.skip("`renamed` knows only the names of LoRA")
         renamed(path, style)
         before = family.predict(model)
         model.remove_adapter()

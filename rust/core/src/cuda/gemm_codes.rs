@@ -1,4 +1,4 @@
-//! Products of 8-bit codes by cuBLASLt.
+//! Matrix products of weights and inputs that are quantized to 8-bit codes, by cuBLASLt.
 
 use super::gemm_lt::{alignment, run};
 use super::gpu::Gpu;
@@ -6,7 +6,7 @@ use super::launch::Address;
 use super::product_calls::{Arithmetic, Key};
 use crate::Result;
 
-/// The numbers that codes represent.
+/// The number format of codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codes {
     /// Two's complement.
