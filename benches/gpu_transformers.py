@@ -110,7 +110,7 @@ class Case:
 
     @property
     def recomputes_all(self) -> bool:
-        return self.checkpointing in {"full", "offloaded"}
+        return self.checkpointing in {"full", "offload"}
 
     @property
     def step_flops(self) -> float:
@@ -136,7 +136,7 @@ def cases() -> list[Case]:
         if config is FLUX or config is KLEIN:
             found.append(Case(name, config, tokens, flops, "selective", "adamw"))
         found.append(Case(name, config, tokens, flops, "full", "adamw8bit"))
-        found.append(Case(name, config, tokens, flops, "offloaded", "adamw8bit"))
+        found.append(Case(name, config, tokens, flops, "offload", "adamw8bit"))
     return found
 
 

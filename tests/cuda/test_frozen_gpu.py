@@ -1,4 +1,4 @@
-"""Captured functions whose state changes between replays equal eager steps bit by bit."""
+"""Captured steps equal eager steps bit by bit, also if their state is changed between replays."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CHAIN = f"""
 
     def step(x):
         for weight in weights:
-            x = tc.checkpoint(lambda x, weight=weight: (x @ weight).tanh(), x, policy="offloaded")
+            x = tc.checkpoint(lambda x, weight=weight: (x @ weight).tanh(), x, policy="offload")
         loss = x.square().mean()
         loss.backward()
         return loss
@@ -144,7 +144,7 @@ def gradients(policy: str, device: str, *, recorded: bool = False) -> tuple[list
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
-    full, offloaded = (gradients(policy, "cpu")[0] for policy in ("full", "offloaded"))
+    full, offloaded = (gradients(policy, "cpu")[0] for policy in ("full", "offload"))
     for a, b in zip(full, offloaded, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -153,7 +153,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 def test_offloading_changes_no_bit_and_frees_memory(gpu: str, *, recorded: bool) -> None:
     full, most = gradients("full", gpu)
-    offloaded, least = gradients("offloaded", gpu, recorded=recorded)
+    offloaded, least = gradients("offload", gpu, recorded=recorded)
     for a, b in zip(full, offloaded, strict=True):
         np.testing.assert_array_equal(a, b)
     if not recorded:

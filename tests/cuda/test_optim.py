@@ -1,4 +1,7 @@
-"""The calls of optimizers and LoRA gradients to CUDA, on the simulated device, without values."""
+"""CUDA calls of optimizers and LoRA gradients, on a simulated GPU that does not compute.
+
+Tests with the marker `gpu` compare values on a real one.
+"""
 
 from collections import Counter
 from typing import Any
@@ -63,7 +66,7 @@ OPTIMIZERS = {
         "lion_prepare": 1,
         "lion_8bit_step_f32_bf16": 1,
     },
-    # One block of threads for each variable.
+    # The kernels of these optimizers take a block of threads for each variable.
     "Adafactor(parameters, lr=0.1)": {"whole_prepare": 1, "adafactor_step_f32_bf16": 1},
     "CAME(parameters, lr=0.1)": {"whole_prepare": 1, "came_step_f32_bf16": 1},
     "Muon(parameters, lr=0.1)": {"whole_prepare": 1, "muon_step_f32_bf16": 1},
@@ -95,7 +98,7 @@ def test_a_step_has_the_same_few_launches_for_any_number_of_variables(
             assert step.of("grow", "shrink", "alloc", "alloc-pinned", "module") == []
             launches = Counter(step.launches)
             expected = {"gradient_clip": 1, **OPTIMIZERS[optimizer]}
-            # One norm of one vector and one fill of all gradients.
+            # All gradients are in one vector, which one fill sets to 0.
             expected |= {"fill_f32": 1}
             if update == CLIPPED:
                 groups = 2 if "params" in optimizer else 1

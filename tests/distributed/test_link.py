@@ -144,7 +144,7 @@ def test_another_job_is_rejected(place: Address) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, range(2))
-    assert "did not come" in first
+    assert "did not connect" in first
     assert "another job or program listens" in second
 
 

@@ -213,7 +213,7 @@ def test_verify_says_who_reads_which_side(
     report = tc.verify_adapter(path, "sdxl", sdxl)
     assert report.good
     module = report.modules[0]
-    assert module.ignored_by["diffusers"] == "it loads LoRA only"
+    assert module.ignored_by["diffusers"] == "it only loads LoRA"
     assert module.changed_by == {"A1111": "it rotates biases too"}
     tensors = tc.load_file(path)
     tc.save_file({k: v if "blocks" in k else tc.tensor(1e-2) for k, v in tensors.items()}, path)

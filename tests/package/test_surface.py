@@ -87,6 +87,8 @@ def test_every_function_of_the_extension_has_a_home():
         "pipeline_parts",
         "set_grad_enabled",
         "set_resolver",
+        "memory_machine",
+        "share_streamed",
         "stream_seed",
     }
     for name, value in vars(_core).items():

@@ -23,7 +23,10 @@ class Group(Protocol):
     """Processes on this machine."""
 
     def sum_gradients(self, parameters: Mapping[str, Var], tail: Tensor) -> Tensor:
-        """Add up the gradients of all processes, in place; returns the sum of the tails."""
+        """Add up the gradients of all processes, in place.
+
+        `tail` has further numbers of each process, such as its loss; the result is their sum.
+        """
 
     def broadcast_(self, parameters: Mapping[str, Var]) -> None:
         """Set the variables to the values that they have in rank 0."""
@@ -74,7 +77,7 @@ class Alone:
         """Nothing to wait for."""
 
     def wait(self) -> None:
-        """Nothing: reading a value waits for the GPU."""
+        """Nothing: a single process waits for the GPU when it reads a result."""
 
     def fail(self, reason: str) -> None:
         """Nothing: there are no other processes."""
@@ -88,7 +91,7 @@ class Alone:
 
 
 ALONE: Final = Alone()
-"""The group for work that processes can share, if one process does all of it."""
+"""What to pass to functions that take a group if one process is to do all the work."""
 
 
 @contextmanager
@@ -109,7 +112,7 @@ def make_group(world: World | None, device: str, facts: Mapping[str, str], **opt
     """The group of this process; without a launcher (`world` is None), the process alone.
 
     Raises:
-        DistributedError: the processes do not find each other, or differ.
+        DistributedError: the processes do not find each other, or their `facts` differ.
         CudaUnavailableError: NCCL cannot be used.
     """
     if world is None:

@@ -35,8 +35,8 @@ def extract(
         tuned: a model of the same shape.
         layers: the names of the layers to compare.
         rank: the highest rank of a layer.
-        keep: the share to keep of the squared norm of the approximation of rank `rank`, above 0 and
-            at most 1; a share below 1 may lower the rank.
+        keep: a fraction, above 0 and at most 1. Each layer gets the lowest rank at which its LoRA
+            keeps this fraction of the squared norm that it has at `rank`. 1 always gives `rank`.
         progress: called with the number of layers that are done and the number of all layers.
 
     Raises:

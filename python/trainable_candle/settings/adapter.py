@@ -81,7 +81,7 @@ class Adapter(Group):
     rank: Annotated[
         int,
         Setting(
-            "rank of the adapter (oft has none)",
+            "rank of the adapter",
             low=1,
             synonyms=("network-dim", "lora-rank", "dim", "r"),
         ),
@@ -115,7 +115,11 @@ class Adapter(Group):
     ] = DORA_AXES[0]
     oft_block_size: Annotated[
         int,
-        Setting("size of the rotated blocks; else the nearest divisor of a layer's", low=2),
+        Setting(
+            "size of the blocks that oft rotates; else the nearest divisor of a layer's size",
+            low=2,
+            rare=True,
+        ),
     ] = 32
     oft_side: Annotated[
         str | None,

@@ -27,7 +27,7 @@ FORMATS: Final = ("int8", "fp8", "nf4")
 """The formats to which the weights of linear layers may be quantized."""
 EIGHT_BITS: Final = ("int8", "fp8")
 """The formats whose codes can be multiplied directly."""
-CHECKPOINTING: Final = ("none", "full", "selective", "offloaded")
+CHECKPOINTING: Final = ("none", "full", "selective", "offload")
 
 
 class Streaming(TypedDict):
@@ -93,7 +93,7 @@ class Machine(Group):
     gradient_checkpointing: Annotated[
         str,
         Setting(
-            "which activations to recompute; offloaded: full, with inputs of blocks in host memory",
+            "which activations to recompute; offload: full, with inputs of blocks in host memory",
             choices=(AUTO, *CHECKPOINTING),
             free=True,
             bare="full",
@@ -141,7 +141,7 @@ class Machine(Group):
     @property
     def recomputes_all(self) -> bool:
         """Whether checkpointing keeps only the inputs of blocks."""
-        return self.checkpointing in {"full", "offloaded"}
+        return self.checkpointing in {"full", "offload"}
 
     @property
     def streaming(self) -> Streaming:

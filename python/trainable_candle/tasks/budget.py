@@ -44,7 +44,7 @@ _PLENTY: Final = {_CHECKPOINTING: "none", _PRECISION: SAME, _TEXTS: SAME}
 _COST: Final = {SAME: 1.0, "int8": 1.1, "fp8": 1.1, "nf4": 1.25}
 """How many times faster a step must be for the rounding of a base to this format to be worth it."""
 _FORMATS: Final = (SAME, "int8", "nf4")
-_POLICIES: Final = ("none", "selective", "full", "offloaded")
+_POLICIES: Final = ("none", "selective", "full", "offload")
 _SHARES: Final = 8
 """The number of streamed blocks is planned in eighths of all blocks."""
 _BATCHES: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512)

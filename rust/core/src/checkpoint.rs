@@ -58,10 +58,10 @@ impl std::str::FromStr for Policy {
             "none" => Ok(Self::None),
             "full" => Ok(Self::Full),
             "selective" => Ok(Self::Selective),
-            "offloaded" => Ok(Self::Offloaded),
+            "offload" => Ok(Self::Offloaded),
             other => Err(Error::argument(
                 "checkpoint",
-                format!("unknown policy \"{other}\"; expected \"none\", \"full\", \"selective\" or \"offloaded\""),
+                format!("unknown policy \"{other}\"; expected \"none\", \"full\", \"selective\" or \"offload\""),
             )),
         }
     }

@@ -199,7 +199,7 @@ fn outputs(op: &'static str, returned: &Bound<'_, PyAny>) -> PyResult<(Vec<tc::T
 ///     function: takes the tensors, returns a Tensor or a tuple of Tensors.
 ///     tensors: its arguments; capture anything else in the function.
 ///     policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
-///         that only cheap operations are recomputed. "none" saves everything. "offloaded" is "full" with large tensors
+///         that only cheap operations are recomputed. "none" saves everything. "offload" is "full" with large tensors
 ///         in the memory of the host until the backward pass.
 ///
 /// Returns:

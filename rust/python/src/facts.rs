@@ -196,13 +196,13 @@ impl PartFacts {
     ///
     /// Args:
     ///     config: the layers that get adapters, and the ranks.
-    ///     policy: "none", "full", "selective" or "offloaded" checkpointing.
+    ///     policy: "none", "full", "selective" or "offload" checkpointing.
     ///     height: the height of the latents or the image that is the model's input.
     ///     width: the width of the same.
     ///     tokens: the number of tokens of the text.
     ///
     /// Returns:
-    ///     The values on the device, and those in the memory of the host ("offloaded" alone).
+    ///     The values on the device, and those in the memory of the host ("offload" alone).
     ///
     /// Raises:
     ///     ConfigError: if a pattern is not a regular expression.

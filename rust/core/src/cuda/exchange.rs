@@ -24,7 +24,7 @@ pub fn address(tensor: &Raw) -> Result<u64> {
     launch::address(OP, tensor)
 }
 
-/// The stream of a device, as the driver names it.
+/// The stream in which this library queues its work on a device, as the driver's handle.
 ///
 /// # Errors
 /// As [`address`].
@@ -96,7 +96,8 @@ fn follow(device: &Device, consumer: Option<usize>) -> Result<()> {
     wait().map_err(|error| driver_error(OP, error))
 }
 
-/// A copy of another library's values, which are ready for the device's stream. Returns once they have been read.
+/// Copy another library's values. The caller has made the device's stream wait until the values are written. Returns once
+/// they have been read.
 ///
 /// # Safety
 /// Every element that `dims` and `strides` (in elements) reach from `address` is readable on the device.

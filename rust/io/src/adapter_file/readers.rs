@@ -195,8 +195,8 @@ impl Reader {
     fn rotates(&self, found: &Found<'_>) -> Outcome {
         match (self.tool, found.per_input) {
             (Tool::Peft, true) => Outcome::Whole,
-            (Tool::Peft, false) => Outcome::Not("its OFT rotates inputs; --oft-side input is for it"),
-            (_, true) => Outcome::Not("its OFT rotates outputs; --oft-side output is for it"),
+            (Tool::Peft, false) => Outcome::Not("its OFT rotates inputs; for it, train with --oft-side input"),
+            (_, true) => Outcome::Not("its OFT rotates outputs; for it, train with --oft-side output"),
             (Tool::A1111, false) => Outcome::Part("it rotates biases too"),
             (_, false) if found.limited => {
                 Outcome::Part("it limits rotations to alpha, not to alpha times the outputs")

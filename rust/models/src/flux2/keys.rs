@@ -1,4 +1,5 @@
-//! The names of the transformer's parameters in files: diffusers', which are the model's own, and those of the original checkpoints.
+//! The names of the transformer's parameters in files. There are two sets: the names of diffusers, which this crate's
+//! model has too, and the names in the original checkpoints.
 
 use trainable_candle_core::Result;
 use trainable_candle_io::WeightFiles;
@@ -45,7 +46,8 @@ const SINGLE: [Renaming; 4] = [
 ];
 
 /// The configuration of the transformer in a checkpoint, from the shapes of its tensors. Fields that shapes do not
-/// determine come from the first of the `known` configurations with the same sizes, or else from the published models.
+/// determine come from the first of the `known` configurations with the same sizes. If there is none, they keep the values
+/// of [`Flux2Config::default`], which are those of the published models.
 ///
 /// # Errors
 /// [`trainable_candle_core::Error::Config`] if a size cannot be determined.

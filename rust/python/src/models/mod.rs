@@ -361,7 +361,7 @@ impl Model {
     ///
     /// Args:
     ///     policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
-    ///         attention; "offloaded" keeps the inputs of blocks in the memory of the host.
+    ///         attention; "offload" keeps the inputs of blocks in the memory of the host.
     ///
     /// Raises:
     ///     ArgumentError: if the policy is unknown.
