@@ -111,6 +111,7 @@ __all__ = [
     "lora_backward",
     "lora_backward_",
     "manual_seed",
+    "memory_machine",
     "modulated_layer_norm",
     "mse_loss",
     "nccl_unique_id",
@@ -141,6 +142,7 @@ __all__ = [
     "set_resolver",
     "set_rng_state",
     "set_w8a8",
+    "share_streamed",
     "smooth_l1_loss",
     "snapshot",
     "stack",
@@ -168,17 +170,17 @@ Cargo profile of this build, `"release"` or `"debug"`.
 @final
 class Adapter:
     """
-    A trainable change to one frozen linear layer.
+    A trainable adapter of one frozen linear layer.
 
     Args:
         kind: "lora" or "dora".
         weight: the layer's frozen weight, (out_features, in_features).
         bias: the layer's frozen bias, (out_features,).
         rank: rank of the low-rank product, at least 1.
-        alpha: the factor in front of it is alpha / rank.
+        alpha: numerator of the factor of that product, alpha / rank.
         dropout: probability of dropping an element of the adapter's input while training, in [0, 1).
-        rslora: make that factor alpha / sqrt(rank).
-        qat: round the adapted weight in every forward pass as `nn.functional.fake_quantize` does.
+        rslora: use the factor alpha / sqrt(rank) instead.
+        qat: the format to which every forward pass rounds the adapted weight, as `nn.functional.fake_quantize` does.
 
     Raises:
         ArgumentError: if the kind is unknown, or a number is out of range.
@@ -206,7 +208,7 @@ class Adapter:
         """
     def merged_weight(self, /, weight: Tensor) -> Tensor:
         """
-        The weight of a plain layer that computes the same.
+        The weight with which a plain linear layer computes the same.
         """
     @property
     def scale(self, /) -> float:
@@ -231,7 +233,7 @@ class AdapterFile:
     unet = tc.models.load("sdxl")
     adapter = unet.add_adapter(tc.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
     file = tc.prepare_adapters("lora.safetensors", [adapter])
-    assert file.idle  # layers that have learnt nothing yet
+    assert file.idle  # untrained layers
     file.write()
     ```
     """
@@ -243,7 +245,7 @@ class AdapterFile:
         """
     def write(self, /) -> None:
         """
-        Write the file, complete or not at all.
+        Write the file. If writing fails, no incomplete file remains.
 
         Raises:
             FileError: if the file cannot be written.
@@ -252,7 +254,7 @@ class AdapterFile:
 @final
 class AdapterModule:
     """
-    One layer's adapter in a file; a module that holds the adapters of several layers is listed once for each.
+    One layer's adapter in a file. A module with the adapters of several layers is listed once for each layer.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", "sdxl")
@@ -268,17 +270,17 @@ class AdapterModule:
     @property
     def changed_by(self, /) -> dict[str, str]:
         """
-        Tools that apply it, but not as it was trained, and why.
+        Tools that apply it, but not as it was trained, with the reason.
         """
     @property
     def fault(self, /) -> str | None:
         """
-        What is wrong with its shapes or values.
+        A message about wrong shapes or values, if there are any.
         """
     @property
     def ignored_by(self, /) -> dict[str, str]:
         """
-        Tools that leave it out, and why.
+        Tools that ignore it, with the reason.
         """
     @property
     def kind(self, /) -> str | None:
@@ -288,7 +290,7 @@ class AdapterModule:
     @property
     def layer(self, /) -> str | None:
         """
-        The layer that it is for; None if the model has none.
+        The layer that it is for; None if the model has no such layer.
         """
     @property
     def module(self, /) -> str:
@@ -298,7 +300,7 @@ class AdapterModule:
     @property
     def rank(self, /) -> int:
         """
-        Its rank, 0 if nothing is decomposed.
+        Its rank; 0 if it has no low-rank factors.
         """
     @property
     def scale(self, /) -> float:
@@ -308,7 +310,7 @@ class AdapterModule:
     @property
     def zero(self, /) -> bool:
         """
-        Whether a factor is zero everywhere, so that it has no effect.
+        Whether a factor is zero everywhere, so that the adapter has no effect.
         """
 
 @final
@@ -344,7 +346,7 @@ class AdapterReport:
     @property
     def tools(self, /) -> list[str]:
         """
-        The programs that the report is about.
+        The tools that the report covers.
         """
 
 @final
@@ -371,7 +373,7 @@ class AdapterSet:
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError, ShapeError: if it does not fit; nothing is changed then.
+            ConfigError, ShapeError: if it does not fit. Nothing has changed then.
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
@@ -390,18 +392,18 @@ class AdapterSet:
         dtype: DType | str | None = None,
     ) -> list[str]:
         """
-        Write the adapters to a safetensors file, complete or not at all.
+        Write the adapters to a safetensors file. If writing fails, no incomplete file remains.
 
         Args:
             path: the file.
-            format: "kohya", "diffusers", "peft" or "comfyui". Default: the one that most tools load, "kohya" for SDXL,
-                "peft" for a model that no other tool knows.
-            metadata: text entries for the file's header, in addition to those that tools look for.
+            format: "kohya", "diffusers", "peft" or "comfyui". Default: the format that most tools load, such as "kohya"
+                for SDXL, or "peft" for a model that no other tool knows.
+            metadata: text entries for the file's header, in addition to those for other tools.
             dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
         Returns:
-            The names of layers whose adapter has no effect, because a factor is zero everywhere; none once all of them are
-            trained.
+            The names of layers whose adapter has no effect because a factor is zero everywhere; empty if all adapters
+            were trained.
 
         Raises:
             FileError: if the file cannot be written.
@@ -409,7 +411,7 @@ class AdapterSet:
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
-        Turn the adapters on or off; while they are off, the model computes exactly the base's results.
+        Enable or disable the adapters. While they are disabled, the model computes exactly the base's results.
         """
     def set_training(self, /, training: bool) -> None:
         """
@@ -419,8 +421,8 @@ class AdapterSet:
 @final
 class AutoencoderKL(Model):
     """
-    The autoencoder between images and latents, computing what diffusers' `AutoencoderKL` computes, under its names. Made by
-    `from_pretrained`.
+    The autoencoder between images and latents, with the results and the parameter names of diffusers' `AutoencoderKL`.
+    `from_pretrained` loads one.
 
     ```python
     vae = tc.models.AutoencoderKL.from_pretrained("sdxl", subfolder="vae")
@@ -435,8 +437,8 @@ class AutoencoderKL(Model):
 
         Args:
             latent: latents, (B, 4, h, w), not scaled.
-            tile_size: decode larger images in tiles of this many pixels, which overlap by a quarter, their seams blended (512
-                is usual): memory no longer grows with the image.
+            tile_size: decode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+                quarter and are blended at their seams. Memory then does not grow with the image.
 
         Returns:
             Images, (B, 3, h * downscale, w * downscale), values about -1 to 1.
@@ -457,11 +459,11 @@ class AutoencoderKL(Model):
 
         Args:
             image: images, (B, 3, H, W), values -1 to 1.
-            tile_size: encode larger images in tiles of this many pixels, which overlap by a quarter (512 is usual);
-                near seams the result differs a little.
+            tile_size: encode larger images in tiles of this many pixels along a side (512 is usual), which overlap by a
+                quarter. Near seams the result differs a little.
 
         Returns:
-            Mean and logarithm of the variance, (B, 4, H / downscale, W / downscale) each; not scaled.
+            Mean and logarithm of the variance of the unscaled latents, (B, 4, H / downscale, W / downscale) each.
 
         Raises:
             ShapeError: if the image does not fit the model.
@@ -469,7 +471,7 @@ class AutoencoderKL(Model):
     @property
     def scaling_factor(self, /) -> float:
         """
-        A diffusion model sees (latent - shift_factor) * scaling_factor.
+        The input of a diffusion model is (latent - shift_factor) * scaling_factor.
         """
     @property
     def shift_factor(self, /) -> float:
@@ -480,8 +482,8 @@ class AutoencoderKL(Model):
 @final
 class CLIPTextModel(Model):
     """
-    A text encoder that computes what transformers' `CLIPTextModel` or `CLIPTextModelWithProjection` computes. Names begin with
-    "text_model.", as in the published files. Made by `from_pretrained`.
+    A text encoder with the results of transformers' `CLIPTextModel` or `CLIPTextModelWithProjection`. Names of its
+    parameters begin with "text_model.", as in the published files. `from_pretrained` loads one.
 
     ```python
     encoder = tc.models.CLIPTextModel.from_pretrained("sdxl", subfolder="text_encoder")
@@ -504,15 +506,16 @@ class CLIPTextModel(Model):
 @final
 class CapturedFunction:
     """
-    A function of tensors that returns a list of tensors, as a CUDA graph after its first calls.
+    A function of tensors that returns a list of tensors. After its first calls, it is recorded as a CUDA graph, which
+    later calls replay.
     """
     def __call__(self, /, inputs: SupportsGetItem[int, Tensor]) -> list[Tensor]:
         """
         The results of the function for `inputs`.
 
         Raises:
-            ShapeError, DTypeError: if an input differs from the one that the function was captured with.
-            DeviceError: if the function does something that a graph cannot, such as reading a value.
+            ShapeError, DTypeError: if an input has another shape or dtype than in `static_inputs`.
+            DeviceError: if the function does something that graphs do not support, such as reading a value.
         """
     def __new__(
         cls, /, function: Callable[..., Any], static_inputs: SupportsGetItem[int, Tensor]
@@ -535,11 +538,11 @@ class CapturedFunction:
 @final
 class CausalLM(Model):
     """
-    A language model that computes what transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`
-    computes: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. Made by `from_pretrained`, which takes `layers=` to load the
-    first layers alone, as a text encoder.
+    A language model with the results of transformers' `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or
+    `Qwen3ForCausalLM`: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5 and Qwen3. `from_pretrained` loads one; with
+    `layers=` it loads only the first layers, for a text encoder.
 
-    The constructor makes a fresh model of the sizes in a `config.json`, whose parameters are trainable and f32.
+    The constructor makes a fresh model with the sizes in a `config.json`. Its parameters are trainable and f32.
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
@@ -548,19 +551,19 @@ class CausalLM(Model):
     ```
 
     Args:
-        config: the `config.json`.
-        device: where its parameters are.
+        config: the path of the `config.json`.
+        device: the device of the parameters.
 
     Raises:
-        MissingFileError, ConfigError: if the configuration is missing or another model's.
+        MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
 
-    Inside, all texts are in one row without padding. A packed row is `input_ids` of N tokens, their `positions`, each text counting
-    from 0, and `cu_seqlens`, M + 1 bounds of M texts that rise from 0 to at most N; no text sees another, and tokens from the last bound on
-    are padding.
+    Inside the model, all texts are in one packed row. A packed row has `input_ids` (N tokens), their `positions`, which
+    count from 0 in each text, and `cu_seqlens`, the M + 1 bounds of M texts, which ascend from 0 to at most N. Tokens
+    of a text do not attend to other texts. Tokens after the last bound are padding.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
-        The scores of every token of the vocabulary as the next one: (B, S, V) in the dtype of the weights.
+        The scores of all tokens of the vocabulary as the next token: (B, S, V) in the dtype of the weights.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
@@ -584,12 +587,14 @@ class CausalLM(Model):
         self, /, cache: KVCache, tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]
     ) -> Tensor:
         """
-        Add tokens to the texts of a cache, and score what follows each text that got some: (texts, V), in their order.
+        Add tokens to the texts of a cache, and compute the scores of the next token of each text that got tokens:
+        (texts, V), in the order of the texts.
 
-        The scores are those of a forward pass over the whole texts, but only the new tokens are computed.
+        The scores equal those of a forward pass over the whole texts, but the model usually computes only the new
+        tokens.
 
         Args:
-            cache: the texts so far.
+            cache: the cache with the texts.
             tokens: the new token ids of each text; an empty list for a text that gets none.
 
         Raises:
@@ -611,26 +616,27 @@ class CausalLM(Model):
         seed: SupportsIndex = 0,
     ) -> list[list[int]]:
         """
-        What follows each prompt: the new tokens, without the one that ends the text.
+        Generate tokens after each prompt. The result has the new tokens, without the token that ends the text.
 
-        Every text is computed as if it were alone, with a cache of keys and values; nothing is padded. A draw depends
-        only on the seed, the number of the text and the place in the text.
+        Texts do not influence each other and are not padded; their keys and values are cached. A drawn token depends
+        only on the scores, the seed, the index of the text and the position in the text.
 
         Args:
             prompts: the token ids of each text, at least one each.
-            max_new_tokens: added to each text, at most.
-            temperature: 0 takes the likeliest token each time; otherwise scores are divided by it and a token is drawn.
-            top_k: draw from this many likeliest tokens; 0: from all.
-            top_p: draw from the likeliest tokens that have this probability together, above 0 and up to 1.
-            min_p: draw from tokens with at least this share of the likeliest one's probability, 0 to 1.
-            repetition_penalty: above 1, tokens that the text has become less likely.
-            stop_token_ids: which tokens end a text; default: `eos_token_ids`.
-            seed: of the draws.
+            max_new_tokens: the largest number of tokens that are added to each text.
+            temperature: 0 always chooses the most likely token; otherwise scores are divided by the temperature and a
+                token is drawn.
+            top_k: draw only from this many most likely tokens; 0 draws from all.
+            top_p: draw only from the most likely tokens that together have this probability, above 0 and up to 1.
+            min_p: draw only from tokens whose probability is at least this fraction of the most likely token's, 0 to 1.
+            repetition_penalty: a number above 1 makes tokens that are already in the text less likely.
+            stop_token_ids: the tokens that end a text; default: `eos_token_ids`.
+            seed: the seed of the random draws.
 
         Raises:
             IndexOutOfRangeError: if an id is not a token.
             ArgumentError: if a prompt is empty, a number out of range, or only a part of the layers was loaded.
-            NonFiniteError: if the model's scores are not finite.
+            NonFiniteError: if the model's scores are non-finite.
         """
     def hidden(self, /, input_ids: Tensor, positions: Tensor, cu_seqlens: Tensor) -> Tensor:
         """
@@ -655,13 +661,14 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex] | None = None,
     ) -> list[Tensor]:
         """
-        The states after some layers, before the final norm, counted as in transformers: 0 is the embedding, i the result of layer i.
-        Later layers are not computed. Unlike transformers, the final norm is not applied to the last layer's.
+        The states after some layers, numbered as in transformers: 0 is the embedding, i the result of layer i. Later
+        layers are not computed. Unlike in transformers, the last layer's states are before the final norm.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
             attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding, where the states are 0.
-            layers: which states to return, from 0 to the number of layers that were loaded; default: the last.
+            layers: the numbers of the states to return, from 0 to the number of layers that were loaded; default: the
+                last layer's.
 
         Returns:
             (B, S, D) for each of `layers`.
@@ -675,8 +682,8 @@ class CausalLM(Model):
         self, /, input_ids: Tensor, targets: Tensor, positions: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
         """
-        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Neither
-        forward nor backward makes a matrix of all scores.
+        The logarithm of the probability of each target of a packed row: (N) in f32, 0 where the target is -100. Forward
+        and backward are computed without a matrix of all scores.
 
         Args:
             input_ids, targets, positions, cu_seqlens: as for `packed_loss`.
@@ -696,13 +703,13 @@ class CausalLM(Model):
         self, /, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
     ) -> Tensor:
         """
-        The mean loss of predicting each label from the tokens before it: a number in f32, computed without a matrix of
+        The mean loss of predicting each label from the tokens before it: a scalar in f32, computed without a matrix of
         all scores.
 
         Args:
             input_ids: token ids, (B, S), i64 or u32.
-            labels: (B, S), i64: the ids themselves, or -100 where a token does not count; they are shifted inside. The mean is over the
-                labels that count; 0 if none does.
+            labels: (B, S), i64: the ids themselves, or -100 for tokens that are ignored. The model shifts them by one
+                token. The mean is over the labels that are not ignored; it is 0 if all are.
             attention_mask: (B, S), i64 or u32: 1 for tokens of the text, 0 for padding.
 
         Raises:
@@ -730,11 +737,12 @@ class CausalLM(Model):
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        The sum of the losses of a packed row, a number in f32, without a matrix of all scores.
+        The sum of the losses of a packed row: a scalar in f32, computed without a matrix of all scores.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
-            targets: what each token is to predict, (N), i64: the id of the next token of its text, or -100 where it does not count.
+            targets: the target of each token, (N), i64: the id of the next token of its text, or -100 for tokens that
+                are ignored.
             positions: the place of each token in its text, (N), i64 or u32.
             cu_seqlens: the bounds of the texts, (M + 1), i64 or u32.
             weights: factors of the losses, (N), f32.
@@ -752,13 +760,13 @@ class CausalLM(Model):
         layers: SupportsGetItem[int, SupportsIndex],
     ) -> list[Tensor]:
         """
-        The states, as those of `hidden_states`, of one text and the padding that follows it. Padding sees every word,
-        but neither itself nor other padding, like masked tokens in transformers.
+        The states of one text and the padding that follows it, as in `hidden_states`. Padding attends to every word,
+        but neither to itself nor to other padding, as masked tokens in transformers.
 
         Args:
             input_ids: token ids, (N), i64 or u32.
-            words: how many of them, from the first on, are the text: 1 to N.
-            layers: after how many layers, one or more.
+            words: the number of tokens, from the first on, that are words of the text: 1 to N.
+            layers: the numbers of the states to return, as in `hidden_states`; at least one.
 
         Returns:
             For each of `layers` the states, (N, D).
@@ -766,7 +774,7 @@ class CausalLM(Model):
         Raises:
             ShapeError, DTypeError: if an input does not fit.
             IndexOutOfRangeError: if an id is not a token.
-            ArgumentError: if there are more words than tokens or none, or the model has fewer layers.
+            ArgumentError: if there are no words or more words than tokens, or if the model has fewer layers.
         """
     def stream(
         self,
@@ -783,14 +791,14 @@ class CausalLM(Model):
         seed: SupportsIndex = 0,
     ) -> Generation:
         """
-        As `generate`, token by token: an iterator over the steps, whose items have the new token of every text, None for those that have
-        ended.
+        As `generate`, but return an iterator over the steps. Each item is a list with the new token of every text, None
+        for texts that have ended.
 
         Args:
             prompts, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop_token_ids, seed: as for `generate`.
 
         Raises:
-            As `generate`; those about the model are raised at the first step.
+            As `generate`. Errors of the model are raised at the first step.
         """
     @property
     def vocab_size(self, /) -> int:
@@ -801,7 +809,7 @@ class CausalLM(Model):
 @final
 class CheckpointFacts:
     """
-    What a checkpoint is, as its headers and configurations say.
+    The contents of a checkpoint, according to its headers and configurations.
 
     ```python
     facts = tc.inspect("sdxl")
@@ -817,33 +825,34 @@ class CheckpointFacts:
     @property
     def model(self, /) -> str | None:
         """
-        The family of the models, as the command line calls it; None for a model of no family.
+        The family of the models, by its name on the command line; None for a model that belongs to no family.
         """
     @property
     def parts(self, /) -> dict[str, PartFacts]:
         """
-        The models by the names of their folders; a model without a pipeline has an empty name.
+        The models by the names of their folders. A model without a pipeline has an empty name.
         """
     @property
     def prediction_type(self, /) -> str | None:
         """
-        "epsilon" or "v_prediction", if the files say it.
+        "epsilon" or "v_prediction", if the files state it.
         """
     @property
     def resolution(self, /) -> int | None:
         """
-        Height and width in pixels of the images that the model was made for, if it makes some.
+        Height and width in pixels of the images that the model was made for, if it generates images.
         """
     @property
     def zero_snr(self, /) -> bool:
         """
-        Whether the files say that the last timestep is noise alone.
+        Whether the files state that the last timestep is pure noise.
         """
 
 @final
 class ChromaTransformer(Model):
     """
-    The transformer of Chroma, computing what diffusers' `ChromaTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+    The transformer of Chroma, with the results and the parameter names of diffusers' `ChromaTransformer2DModel`.
+    `from_pretrained` loads one.
     """
     def __call__(
         self,
@@ -859,13 +868,15 @@ class ChromaTransformer(Model):
         The velocity, noise - latents, at noisy latents.
 
         Args:
-            hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
-            encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim): from T5, the words and one token of padding.
-            timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+                channels first.
+            encoder_hidden_states: the text's features from T5, (B, L, joint_attention_dim): those of the words and one
+                token of padding.
+            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
             img_ids: positions of the image's tokens, (S, 3): 0, row, column.
             txt_ids: positions of the text's tokens, (L, 3): zeros.
-            lengths: how many tokens of each text are read, (B,), f32, at least 1; what follows is not seen. By default all are read, and
-                attention needs no mask, which saves time.
+            lengths: the number of tokens of each text that attention reads, (B,), f32, at least 1. By default attention
+                reads all tokens and needs no mask, which saves time.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -879,8 +890,8 @@ class DType:
     """
     The type of a tensor's elements.
 
-    Equal to its name in either spelling: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`.
-    A name works wherever a dtype is expected.
+    A dtype equals its names: `t.dtype == "bf16"`, `t.dtype == "bfloat16"`, `t.dtype == tc.bfloat16`. A name works
+    wherever a dtype is expected.
 
     ```python
     dtype = tc.zeros(2).dtype
@@ -906,7 +917,7 @@ class DType:
     @property
     def is_floating_point(self, /) -> bool:
         """
-        Whether gradients can flow through values of this dtype.
+        Whether this dtype is floating point; only such values can have gradients.
         """
     @property
     def itemsize(self, /) -> int:
@@ -922,7 +933,7 @@ class DType:
 @final
 class DiffusionObjective:
     """
-    The objective of diffusion models such as SDXL: predict the noise, or the velocity, of noised latents.
+    The objective of diffusion models such as SDXL, which predict the noise or the velocity of noised latents.
 
     ```python
     objective = tc.train.DiffusionObjective(tc.train.NoiseSchedule(), min_snr_gamma=5.0)
@@ -939,21 +950,23 @@ class DiffusionObjective:
         shift: shifts timesteps towards noise (above 1) or data (below 1); 1 changes nothing.
         min_timestep: the first timestep that may be drawn.
         max_timestep: the timestep after the last that may be drawn; None is the end of the schedule.
-        min_snr_gamma: weighs timesteps by min(SNR, gamma) / SNR, or / (SNR + 1) for velocities (arXiv:2303.09556); 5 is the
-            paper's, None weighs all alike.
+        min_snr_gamma: weights timesteps by min(SNR, gamma) / SNR, or by min(SNR, gamma) / (SNR + 1) for velocities
+            (arXiv:2303.09556). The paper uses 5; with None all timesteps have the same weight.
         noise_offset: the amount of noise that is constant over each channel of an example, 0 to about 0.1.
-        multires_noise_iterations: the most levels of multiresolution noise, normal noise of falling resolution that is enlarged and
-            added; the sum has standard deviation 1 over an example. 0: none; 6 to 10 are usual.
-        multires_noise_discount: the factor on each level after the first, above 0 and below 1.
-        loss: of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the same divided by delta).
-        huber_delta: where the Huber losses turn from quadratic to linear, above 0.
+        multires_noise_iterations: the largest number of levels of multiresolution noise: normal noise of falling
+            resolution, enlarged and added. The sum has standard deviation 1 over an example. 0 adds no levels; 6 to 10
+            are usual.
+        multires_noise_discount: the factor of each level relative to the level before it, above 0 and below 1.
+        loss: the loss of an element: "mse", "l1", "huber" (torch's huber_loss) or "smooth_l1" (the Huber loss divided
+            by delta).
+        huber_delta: the delta of the Huber losses, above 0: the difference from which they are linear.
         huber_schedule: how delta depends on the timestep t of T (arXiv:2403.16728): "constant", "exponential" (delta ** (t / T)) or
             "snr" ((1 - delta) / (1 + sigma) ** 2 + delta).
         device: the device of the latents.
 
     Raises:
-        ArgumentError: if a name is unknown, a number is out of range, or the schedule ends in noise alone and the model
-            predicts noise.
+        ArgumentError: if a name is unknown, if a number is out of range, or if the schedule ends in pure noise and the
+            model predicts noise.
     """
     def __new__(
         cls,
@@ -984,13 +997,14 @@ class DiffusionObjective:
         weights: Tensor | None = None,
     ) -> Tensor:
         """
-        The loss of a prediction: the mean over the batch of each example's mean loss, times the weights.
+        The loss of a prediction. An example's loss is its mean loss over elements, times its weights; the result is the
+        mean over the batch.
 
         Args:
             prediction: the model's output for `noised.sample` at `noised.timesteps`.
             noised: from `noise`, `noise_at` or `validation_noise`.
-            mask: (B, 1, ...) in the size of the latents, 0 or more: the weights of the positions of an
-                example. It is divided by its mean over the example, so its area does not change the example's weight; an
+            mask: the weights of the positions of an example, (B, 1, ...) in the size of the latents, at least 0. The
+                mask is divided by its mean over the example, so that its area does not change the example's weight. An
                 example whose mask is 0 everywhere has loss 0.
             weights: (B,), the weights of the examples (the prior's weight for regularisation images).
 
@@ -1012,12 +1026,13 @@ class DiffusionObjective:
 
         Args:
             latents: (B, C, ...).
-            samples: the number of each sample in the run: noise and timestep then depend only on this number and
+            samples: the number of each sample in the run. Noise and timestep then depend only on this number and
                 `seed`, and the library's generator does not advance. By default they come from that generator.
             seed: the run's seed.
 
         Raises:
-            ShapeError, DTypeError, DeviceError: if the latents do not fit, or there is not a number for each.
+            ShapeError, DTypeError, DeviceError: if the latents do not fit, or if there is not one number for each
+                example.
         """
     def noise_at(self, /, latents: Tensor, noise: Tensor, timesteps: Tensor) -> NoisedLatents:
         """
@@ -1040,9 +1055,9 @@ class DiffusionObjective:
         seed: SupportsIndex = 0,
     ) -> NoisedLatents:
         """
-        Add noise to latents for a validation loss: an example has the same noise and timestep every time, in any batch,
-        and the library's generator does not advance. Timesteps are spread evenly: any range of numbers covers all
-        timesteps.
+        Add noise to latents for a validation loss. An example has the same noise and timestep every time, in any batch,
+        and the library's generator does not advance. Timesteps are spread evenly, so that any consecutive numbers of
+        examples cover their range.
 
         Args:
             latents: (B, C, ...).
@@ -1074,7 +1089,7 @@ class DigitsTransformer(Model):
         attention_head_dim: width of each head.
         mlp_ratio: width of the feed-forward layers' middle, as a multiple of the model's width.
         num_classes: number of classes.
-        device: where its parameters are.
+        device: the device of the parameters.
 
     Raises:
         ConfigError: if the sizes do not fit together.
@@ -1084,9 +1099,9 @@ class DigitsTransformer(Model):
         The velocity `noise - image` of flow matching.
 
         Args:
-            sample: images under noise, (B, 1, H, W), values about -1 to 1.
+            sample: noisy images, (B, 1, H, W), values about -1 to 1.
             timestep: noise levels from 0 (image) to 1000 (noise), (B,).
-            class_labels: the class of each, (B,), i64 or u32.
+            class_labels: the class of each image, (B,), i64 or u32.
 
         Returns:
             A tensor of the shape of `sample`.
@@ -1151,22 +1166,23 @@ class EMA:
         """
     def load_state_dict(self, /, state: dict[str, Tensor]) -> None:
         """
-        Load the state of an adapter with the same shapes.
+        Load a state that was saved for an adapter with the same shapes.
 
         Raises:
-            ConfigError: if an entry is missing or not expected. Nothing is changed then.
-            ShapeError, DTypeError: if one differs. Nothing is changed then.
+            ConfigError: if an entry is missing or not expected. Nothing has changed then.
+            ShapeError, DTypeError: if an entry has another shape or dtype. Nothing has changed then.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of the state: `INDEX.average` for the parameter with that index, `updates` (i64).
+        A copy of the state: `INDEX.average` is the average of the parameter with that index, and `updates` (i64) the
+        number of updates.
         """
     def swap_in(self, /) -> None:
         """
         Replace the parameters by the averages.
 
         Raises:
-            ArgumentError: if the averages replace them already.
+            ArgumentError: if the averages already replace them.
         """
     def swap_out(self, /) -> None:
         """
@@ -1185,7 +1201,7 @@ class EMA:
     @property
     def updates(self, /) -> int:
         """
-        How often `update` was called.
+        The number of calls of `update`.
         """
 
 @final
@@ -1202,7 +1218,7 @@ class FlowMatching:
 
     Args:
         distribution: the distribution of noise levels s in (0, 1), "uniform", "logit_normal" or "mode" (arXiv:2403.03206).
-        shift: shifts levels towards noise (above 1) or data (below 1); 1 changes nothing.
+        shift: moves levels towards noise (above 1) or data (below 1); 1 changes nothing.
 
     Raises:
         ArgumentError: if the distribution is unknown or the shift is not above 0.
@@ -1223,7 +1239,7 @@ class FlowMatching:
 
         Args:
             sample: the sample at noise level `sigma`.
-            velocity: the model's output there, in the shape of `sample`.
+            velocity: the model's output for `sample` at `sigma`, in the shape of `sample`.
             sigma: the noise level.
             next_sigma: the next noise level.
 
@@ -1245,7 +1261,7 @@ class FlowMatching:
 
         Args:
             data: (B, ...).
-            samples: the number of each sample in the run: noise and level then depend only on this number and `seed`,
+            samples: the number of each sample in the run. Noise and level then depend only on this number and `seed`,
                 and the library's generator does not advance. By default they come from that generator.
             seed: the run's seed.
 
@@ -1270,8 +1286,8 @@ class FlowMatching:
         seed: SupportsIndex = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """
-        Add noise to data for a validation loss: an example has the same noise and level every time, in any batch, and the
-        library's generator does not advance.
+        Add noise to data for a validation loss. An example has the same noise and level every time, in any batch, and
+        the library's generator does not advance.
 
         Args:
             data: (B, ...).
@@ -1288,7 +1304,8 @@ class FlowMatching:
 @final
 class Flux2Transformer(Model):
     """
-    The transformer of FLUX.2, computing what diffusers' `Flux2Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+    The transformer of FLUX.2, with the results and the parameter names of diffusers' `Flux2Transformer2DModel`.
+    `from_pretrained` loads one.
     """
     def __call__(
         self,
@@ -1304,12 +1321,13 @@ class Flux2Transformer(Model):
         The velocity, noise - latents, at noisy latents.
 
         Args:
-            hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+                channels first.
             encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
-            timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
             img_ids: positions of the image's tokens, (S, 4): 0, row, column, 0.
             txt_ids: positions of the text's tokens, (L, 4): 0, 0, 0, index.
-            guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number.
+            guidance: the scale of guidance, (B,), (1,), or a number. Only models with guidance (FLUX.2-dev) take it.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -1322,7 +1340,8 @@ class Flux2Transformer(Model):
 @final
 class FluxTransformer(Model):
     """
-    The transformer of Flux.1, computing what diffusers' `FluxTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+    The transformer of Flux.1, with the results and the parameter names of diffusers' `FluxTransformer2DModel`.
+    `from_pretrained` loads one.
     """
     def __call__(
         self,
@@ -1339,14 +1358,15 @@ class FluxTransformer(Model):
         The velocity, noise - latents, at noisy latents.
 
         Args:
-            hidden_states: latents under noise as tokens, (B, S, in_channels): each is a square of 2 x 2 latents, its channels first.
+            hidden_states: noisy latents as tokens, (B, S, in_channels): each token is a square of 2 x 2 latents,
+                channels first.
             encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
             pooled_projections: the pooled text, (B, pooled_projection_dim).
-            timestep: from 0 (clean) to 1 (noise): (B,), (1,), or a number.
+            timestep: the time from 0 (clean) to 1 (noise): (B,), (1,), or a number.
             img_ids: positions of the image's tokens, (S, 3): 0, row, column.
             txt_ids: positions of the text's tokens, (L, 3): zeros.
-            guidance: the scale of guidance, for models that take one (dev) and no others: (B,), (1,), or a number; 1 to train,
-                about 3.5 to draw.
+            guidance: the scale of guidance, (B,), (1,), or a number: 1 in training, about 3.5 for sampling. Only models
+                with guidance (Flux.1-dev) take it.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -1359,8 +1379,9 @@ class FluxTransformer(Model):
 @final
 class Generation:
     """
-    Generation of several texts: an iterator over the steps, each of which adds one token to every text. A step gives a list
-    with the new token of every text, None for those that have ended; iteration ends with the last text. Made by `CausalLM.stream`.
+    Generation of several texts: an iterator over steps, each of which adds one token to every text. The item of a step
+    is a list with the new token of every text, None for texts that have ended. Iteration stops when all texts have
+    ended. `CausalLM.stream` makes one.
 
     ```python
     lm = tc.models.CausalLM.from_pretrained("llama")
@@ -1384,8 +1405,8 @@ class GradScaler:
     Scales the loss so that f16 gradients do not vanish, and skips steps whose gradients overflowed, as
     `torch.amp.GradScaler`.
 
-    One iteration: `scaler.scale(loss).backward()`, `scaler.unscale_(opt)` and clipping if wanted, `scaler.step(opt)`,
-    `scaler.update()`.
+    An iteration calls `scaler.scale(loss).backward()`, then optionally `scaler.unscale_(opt)` and clipping, then
+    `scaler.step(opt)` and `scaler.update()`.
 
     ```python
     scaler = tc.optim.GradScaler()
@@ -1398,10 +1419,11 @@ class GradScaler:
 
     Args:
         init_scale: the first scale.
-        growth_factor: the scale is multiplied by this after `growth_interval` good steps in a row; above 1.
+        growth_factor: the scale is multiplied by this after `growth_interval` steps in a row with finite gradients;
+            above 1.
         backoff_factor: the scale is multiplied by this after a step with an infinity or a NaN; in (0, 1).
-        growth_interval: good steps in a row before the scale grows.
-        enabled: False changes neither losses nor gradients and takes every step.
+        growth_interval: the number of steps in a row with finite gradients before the scale grows.
+        enabled: if False, the scaler changes neither losses nor gradients and takes every step.
 
     Raises:
         ArgumentError: if a number is out of range.
@@ -1417,7 +1439,7 @@ class GradScaler:
     ) -> GradScaler: ...
     def get_scale(self, /) -> float:
         """
-        The current scale; 1 if not enabled. Waits for a CUDA device.
+        The current scale; 1 if the scaler is not enabled. Waits for a CUDA device.
         """
     def load_state_dict(self, /, state: dict[str, SupportsFloat | SupportsIndex]) -> None:
         """
@@ -1433,28 +1455,30 @@ class GradScaler:
         """
     def state_dict(self, /) -> dict[str, float]:
         """
-        The scale and the good steps in a row so far, as numbers. Waits for a CUDA device.
+        The scale (`scale`) and the number of steps in a row with finite gradients (`growth_tracker`). Waits for a CUDA
+        device.
         """
     def step(self, /, optimizer: Optimizer) -> bool | None:
         """
         Unscale the gradients if `unscale_` has not, then let the optimizer step, unless a gradient is non-finite.
 
         Returns:
-            Whether the step was taken; None on a CUDA device, where finding out would synchronize.
+            Whether the step was taken; None on a CUDA device, because the answer would need synchronization.
 
         Raises:
-            ArgumentError: if a step was taken since the last `update`.
+            ArgumentError: if it was already called for this optimizer since the last `update`.
         """
     def unscale_(self, /, optimizer: Optimizer) -> None:
         """
         Divide the gradients of the optimizer's variables by the scale, to clip or read them before the step.
 
         Raises:
-            ArgumentError: if that was done since the last `update`.
+            ArgumentError: if it was already called for this optimizer since the last `update`.
         """
     def update(self, /) -> None:
         """
-        End the iteration: the scale falls after a step that was skipped, and grows after enough good ones in a row.
+        End the iteration: the scale falls after a skipped step, and grows after `growth_interval` steps in a row with
+        finite gradients.
 
         Raises:
             ArgumentError: if no optimizer was unscaled or stepped since the last call.
@@ -1469,12 +1493,12 @@ class KVCache:
     lm = tc.models.CausalLM.from_pretrained("llama")
     cache = tc.models.KVCache(1)
     scores = lm.extend(cache, [[257, 104]])
-    scores = lm.extend(cache, [[105]])  # a pass over this token alone
+    scores = lm.extend(cache, [[105]])  # computes this token alone
     assert cache.tokens(0) == [257, 104, 105]
     ```
 
     Args:
-        texts: how many.
+        texts: the number of texts.
     """
     def __len__(self, /) -> int: ...
     def __new__(cls, /, texts: SupportsIndex) -> KVCache: ...
@@ -1489,11 +1513,11 @@ class KVCache:
 @final
 class LoraConfig:
     """
-    Which layers get an adapter, and of what kind and size. The names are peft's.
+    The configuration of adapters: which layers get them, and their kind and size. The names of fields are peft's.
 
-    A layer is named by its whole name, by its end after a dot ("to_q", "to_out.0"), or by a regular expression for the
-    whole name; "all-linear" means every linear layer, "all-conv" every convolution, "all-attention" the
-    projections of attention.
+    An entry that selects layers is the whole name of a layer, the end of its name after a dot ("to_q", "to_out.0"), or
+    a regular expression for the whole name. "all-linear" selects every linear layer, "all-conv" every convolution, and
+    "all-attention" the projections of attention.
 
     ```python
     config = tc.LoraConfig(r=16, lora_alpha=16, target_modules=["to_q", "to_v"], rank_pattern={"to_v": 4})
@@ -1504,25 +1528,27 @@ class LoraConfig:
         r: rank, at least 1.
         lora_alpha: numerator of the scale, lora_alpha / r.
         target_modules: the layers that get an adapter.
-        exclude_modules: layers to leave out.
+        exclude_modules: layers that get no adapter although `target_modules` selects them.
         lora_dropout: probability of dropping an element of an adapter's input while training, in [0, 1).
-        use_dora: weight-decomposed adapters (DoRA) instead of LoRA.
-        use_rslora: scale by lora_alpha / sqrt(r).
-        rank_pattern: other ranks for layers by name.
-        alpha_pattern: other alphas for layers by name.
-        adapter: the kind of adapter, "lora", "dora", "loha", "lokr" or "oft". OFT has no rank: `r` and `lora_alpha` have no effect.
-        wd_on_output: DoRA: one magnitude for each output, as in the paper; otherwise one for each input.
-        decompose_both: LoKr: whether the smaller factor may be low-rank, too.
-        decompose_factor: LoKr: the size of the smaller factor; -1 for one near the root of the layer's size.
-        oft_block_size: OFT: the size of the rotated blocks; where it does not divide, the nearest divisor.
-        oft_side: OFT: "input" rotates the inputs of layers, as peft does, "output" their outputs, as LyCORIS and ComfyUI do; by default
-            what the programs that load the model's adapters do, and inputs of other models.
-        use_cayley_neumann: OFT of inputs: a series in place of the Cayley transform (peft's default).
-        num_cayley_neumann_terms: the terms of that series, at least 2.
-        qat: quantization-aware training: adapted weights of linear layers are rounded in every forward pass as `nn.functional.fake_quantize`
-            does, to "int8", "int4", "fp8" or "nf4".
-        qat_activations: round the inputs of these layers likewise, to "int8" or "fp8" with a scale per token.
-        qat_learned_scales: learn a factor on each scale of the weights, which starts at 1.
+        use_dora: whether adapters are weight-decomposed (DoRA) instead of LoRA.
+        use_rslora: whether the scale is lora_alpha / sqrt(r).
+        rank_pattern: ranks that differ from `r`, by name of layers.
+        alpha_pattern: alphas that differ from `lora_alpha`, by name of layers.
+        adapter: the kind of adapter, "lora", "dora", "loha", "lokr" or "oft". OFT has no rank: it ignores `r` and
+            `lora_alpha`.
+        wd_on_output: whether DoRA has one magnitude for each output, as in the paper, instead of one for each input.
+        decompose_both: whether LoKr's smaller factor may be low-rank, too.
+        decompose_factor: the size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
+        oft_block_size: the size of the blocks that OFT rotates; where it does not divide, the nearest divisor.
+        oft_side: "input": OFT rotates the inputs of layers, as peft does; "output": their outputs, as LyCORIS and ComfyUI
+            do. By default the side of the programs that load the model's adapters, and inputs of other models.
+        use_cayley_neumann: whether OFT of inputs computes a series in place of the Cayley transform (peft's default).
+        num_cayley_neumann_terms: the number of terms of that series, at least 2.
+        qat: quantization-aware training: the format, "int8", "int4", "fp8" or "nf4", to which every forward pass rounds
+            the adapted weights of linear layers, as `nn.functional.fake_quantize` does.
+        qat_activations: whether the inputs of these layers are rounded too, with a scale per token; needs `qat` "int8"
+            or "fp8".
+        qat_learned_scales: whether each scale of the weights is multiplied by a learned factor, which starts at 1.
 
     Raises:
         ConfigError: if a value is out of range.
@@ -1560,7 +1586,7 @@ class LoraConfig:
     @property
     def alpha_pattern(self, /) -> dict[str, float]:
         """
-        Other alphas for layers by name.
+        Alphas that differ from `lora_alpha`, by name of layers.
         """
     @property
     def decompose_both(self, /) -> bool:
@@ -1570,12 +1596,12 @@ class LoraConfig:
     @property
     def decompose_factor(self, /) -> int:
         """
-        The size of the smaller factor of LoKr; -1 for one near the root of the layer's size.
+        The size of LoKr's smaller factor; -1 chooses a size near the square root of the layer's size.
         """
     @property
     def exclude_modules(self, /) -> list[str]:
         """
-        The layers that are left out.
+        Layers that get no adapter although `target_modules` selects them.
         """
     @property
     def lora_alpha(self, /) -> float:
@@ -1606,30 +1632,31 @@ class LoraConfig:
         self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]], optimizer: str
     ) -> tuple[int, int]:
         """
-        What the adapters take: how many numbers their parameters consist of, and the bytes of an optimizer's states.
+        The memory that the adapters need: the number of elements of their parameters, and the bytes of an optimizer's
+        states.
 
         Args:
             layers: as for `select`.
-            optimizer: the name of one in small letters, "adamw8bit".
+            optimizer: the name of an optimizer in lower case, such as "adamw8bit".
 
         Raises:
             ConfigError: if there is no such optimizer, or a pattern is not a regular expression.
-            ShapeError: if a shape is no layer's.
+            ShapeError: if a shape cannot be that of a layer's weight.
         """
     @property
     def qat(self, /) -> str | None:
         """
-        The grid that adapted weights are rounded to while training, if any.
+        The format to which adapted weights are rounded in quantization-aware training, if any.
         """
     @property
     def qat_activations(self, /) -> bool:
         """
-        Whether the inputs of these layers are rounded too.
+        Whether the inputs of layers whose weights are rounded are rounded too.
         """
     @property
     def qat_learned_scales(self, /) -> bool:
         """
-        Whether a factor on each scale of the weights is learned.
+        Whether each scale of the weights is multiplied by a learned factor.
         """
     @property
     def r(self, /) -> int:
@@ -1639,14 +1666,14 @@ class LoraConfig:
     @property
     def rank_pattern(self, /) -> dict[str, int]:
         """
-        Other ranks for layers by name.
+        Ranks that differ from `r`, by name of layers.
         """
     def select(self, /, layers: dict[str, SupportsGetItem[int, SupportsIndex]]) -> dict[str, int]:
         """
         The layers that get an adapter, with their ranks.
 
         Args:
-            layers: the shapes of layers' weights as files have them, (out, in) or (out, in, height, width), by name.
+            layers: the shapes of the layers' weights in files, (out, in) or (out, in, height, width), by name.
 
         Raises:
             ConfigError: if a pattern is not a regular expression.
@@ -1680,7 +1707,8 @@ class LoraConfig:
 @disjoint_base
 class Model:
     """
-    A model: its tensors by name, its adapters, its checkpointing. Each kind is a subclass that can be called; `from_pretrained` makes one.
+    A model, with its tensors by name, its adapters and its checkpointing. Each kind of model is a subclass, whose
+    objects can be called. `from_pretrained` loads one.
 
     ```python
     unet = tc.models.Model.from_pretrained("sdxl")  # the model of a pipeline that is fine-tuned
@@ -1693,7 +1721,7 @@ class Model:
     def __repr__(self, /) -> str: ...
     def add_adapter(self, /, config: LoraConfig) -> AdapterSet:
         """
-        Put trainable adapters on the layers that `config` targets; the model itself stays as it is.
+        Put trainable adapters on the layers that `config` targets. The model's own weights do not change.
 
         Raises:
             ConfigError: if no layer matches, or the model has an adapter already.
@@ -1705,12 +1733,12 @@ class Model:
         scale: SupportsFloat | SupportsIndex = ...,
     ) -> TrainingAdapter:
         """
-        Put the LoRA of a file beside the adapter that is trained, its effect multiplied by `scale`: the one over which
-        a distilled model is trained. It stays frozen, and neither saved files nor merged weights have it.
+        Put the frozen LoRA of a file on the model, beside the adapter that is trained, and multiply its scale by
+        `scale`. This is for training adapters of distilled models. Saved files and merged weights do not include it.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
-            ConfigError: if it is not a LoRA of linear layers, or a layer has one already.
+            ConfigError: if the file is not a LoRA of linear layers, or a layer already has a training adapter.
         """
     def disable_gradient_checkpointing(self, /) -> None:
         """
@@ -1723,10 +1751,11 @@ class Model:
         """
     def enable_gradient_checkpointing(self, /, policy: str = "full") -> None:
         """
-        Keep little between forward and backward, and recompute the rest.
+        Keep only a part of the results between forward and backward, and recompute the others.
 
         Args:
-            policy: "full" keeps the inputs of blocks, "selective" also the results of matrix products and attention.
+            policy: "full" keeps the inputs of blocks; "selective" also keeps the results of matrix products and
+                attention; "offload" keeps the inputs of blocks in the memory of the host.
 
         Raises:
             ArgumentError: if the policy is unknown.
@@ -1744,19 +1773,19 @@ class Model:
         stream_modulation: bool = False,
     ) -> Self:
         """
-        A frozen model of random weights, for measuring how fast and large it is.
+        Make a frozen model of random weights, to measure its speed and memory.
 
         Args:
-            config: a `config.json`; default: the published model's.
-            dtype: of the weights; default: f32.
-            device: where they are.
+            config: the path of a `config.json`; default: the published model's configuration.
+            dtype: the dtype of the weights; default: f32.
+            device: the device of the weights.
             quantize: as in `from_pretrained`.
             stream_blocks: as in `from_pretrained`.
             stream_modulation: as in `from_pretrained`.
 
         Raises:
-            ArgumentError: if called on `Model`, which is not a model by itself, or if the kind has no layers to quantize.
-            MissingFileError, ConfigError: if the configuration is missing or another model's.
+            ArgumentError: if called on the base class `Model`, or if the kind has no layers to quantize.
+            MissingFileError, ConfigError: if the configuration is missing or belongs to another model.
             OutOfMemoryError: if the model does not fit.
         """
     @classmethod
@@ -1776,7 +1805,8 @@ class Model:
         stream_modulation: bool = False,
     ) -> Self:
         """
-        The frozen model at `path`: one of this class or, called on `Model`, of the kind that its files state.
+        Load the frozen model at `path`. It has the class on which this is called; on `Model`, the files determine the
+        class.
 
         ```python
         unet = tc.models.load("sdxl", dtype="bf16")
@@ -1784,33 +1814,38 @@ class Model:
         ```
 
         Args:
-            path: a model's folder or a weight file beside its `config.json`; a pipeline's folder or an original checkpoint in one file, of
-                which `Model` takes the model that is fine-tuned; or a name on the Hugging Face hub, "organisation/name".
+            path: a model's folder, a weight file beside its `config.json`, a pipeline's folder, an original checkpoint
+                in one file, or a name on the Hugging Face hub, "organisation/name". From a pipeline or an original
+                checkpoint, `Model` loads the model that is fine-tuned.
             dtype: convert the weights; by default they stay as stored.
-            device: where to load it.
-            subfolder: the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"), also for a checkpoint; by
-                default the first that the class may have.
-            config: a `config.json`, or a pipeline's folder that has one, in place of the one that belongs to the weights.
-            force_upcast: whether the model is f32 although half precision is asked for or stored, in place of what its configuration
-                says. That of SDXL's autoencoder asks for f32, as its values leave the range of f16.
-            layers: load only this many of the first layers of a language model, to read its `hidden_states`; default: all.
-            quantize: "int8", "fp8" or "nf4": hold the weights of linear layers in blocks as `quantize` makes them, layer by layer while
-                they are read; all else is as `dtype` says.
-            stream_blocks: keep the weights of this many blocks in pinned memory of the host, and copy each block's to the device ahead of
-                its use, on a stream of its own. Only those of two blocks are on the device at a time.
-            stream_modulation: keep the weights that make the modulation of blocks there, for all blocks, not only for those streamed. For Flux
-                these are 6 GiB, which each step reads once.
+            device: the device of the weights.
+            subfolder: the name of the model's folder in a pipeline ("unet", "vae", "text_encoder", "text_encoder_2"),
+                which also selects the model of an original checkpoint. By default it is the first that fits the class.
+            config: the path of a `config.json`, or of a pipeline's folder that has one, to use instead of the
+                configuration beside the weights.
+            force_upcast: whether the model is f32 even if half precision is requested or stored. By default its
+                configuration decides. The configuration of SDXL's autoencoder requests f32, because its values exceed
+                the range of f16.
+            layers: load only this many layers of a language model, from the first on, to read their `hidden_states`;
+                default: all.
+            quantize: "int8", "fp8" or "nf4": quantize the weights of linear layers in blocks as `quantize` does, layer
+                by layer while they are read. Other weights have `dtype`.
+            stream_blocks: keep the weights of this many blocks in pinned host memory. Each block's weights are copied
+                to the device before their use, on a separate stream, so that the device holds the weights of two such
+                blocks at a time.
+            stream_modulation: also keep the weights that compute the modulation of all blocks in pinned host memory.
+                For Flux these are 6 GiB, which each step reads once.
 
         Raises:
             MissingFileError, WeightsFormatError: if files are missing or damaged.
-            ConfigError: if the configuration is another model's, is not supported, or does not fit the weights.
-            ArgumentError: if `layers` is given for another kind of model, or is more than it has, if the kind has no layers to
-                quantize, or the model has fewer blocks than `stream_blocks`.
-            OutOfMemoryError: if the model does not fit, or the system gives no more pinned memory.
+            ConfigError: if the configuration belongs to another model, is not supported, or does not fit the weights.
+            ArgumentError: if `layers` is given for another kind of model or exceeds the model's layers, if the kind has
+                no layers to quantize, or if the model has fewer blocks than `stream_blocks`.
+            OutOfMemoryError: if the model does not fit, or if the system cannot allocate the pinned memory.
         """
     def get_tensor(self, /, name: str) -> Tensor:
         """
-        One of `named_tensors`, by its name. Of quantized weights, only this one is dequantized.
+        The tensor of this name among `named_tensors`. Only this tensor is dequantized.
 
         Raises:
             ArgumentError: if the model has no parameter of this name.
@@ -1822,8 +1857,8 @@ class Model:
         scale: SupportsFloat | SupportsIndex = ...,
     ) -> AdapterSet:
         """
-        Put the adapters of a file on the model, their effect multiplied by `scale`. The file may have any of the
-        formats of `AdapterSet.save`, and come from any tool. Its adapters for other parts of a pipeline are left out.
+        Put the adapters of a file on the model and multiply their scales by `scale`. The file may have any of the
+        formats of `AdapterSet.save`, from any tool. Its adapters for other parts of a pipeline are ignored.
 
         Raises:
             MissingFileError, WeightsFormatError: if there is no such file, or it is not an adapter for this model.
@@ -1831,19 +1866,21 @@ class Model:
         """
     def merge_adapter(self, /) -> None:
         """
-        Let the adapted layers compute with one merged weight each, at the speed of the base. Training has no effect
-        until `unmerge_adapter`.
+        Make each adapted layer compute with one merged weight, as fast as the base. Changes of the adapters have no
+        effect until `unmerge_adapter`.
 
         Raises:
             ArgumentError: if the model has no adapter.
         """
     def named_parameters(self, /) -> dict[str, Var]:
         """
-        The trainable parameters of the model itself by name: none if it was loaded, all if it is fresh.
+        The trainable parameters of the model itself by name. A loaded model has none; in a fresh model all parameters
+        are trainable.
         """
     def named_tensors(self, /) -> dict[str, Tensor]:
         """
-        Every parameter by name, adapters left out; a merged one is part of its layer's weight.
+        Every parameter by name. Parameters of adapters are not included, but a merged adapter is part of its layer's
+        weight.
         """
     def remove_adapter(self, /) -> None:
         """
@@ -1851,8 +1888,8 @@ class Model:
         """
     def save_pretrained(self, /, folder: str | bytes | PathLike[str] | PathLike[bytes]) -> None:
         """
-        Write `config.json` and the weights to a folder as diffusers and transformers read them, adapters left out; a merged
-        one is part of its layer's weight.
+        Write `config.json` and the weights to a folder that diffusers and transformers can load. Adapters are not
+        written, but a merged adapter is part of its layer's weight.
 
         Raises:
             FileError: if a file cannot be written.
@@ -1868,19 +1905,19 @@ class Model:
 @final
 class NcclCommunicator:
     """
-    This process's part in a group of processes with one GPU each.
+    This process's membership in a group of processes with one GPU each.
 
     Args:
         device: the GPU of this process.
-        rank: which of the processes this is, from 0.
-        size: how many there are.
-        unique_id: what rank 0 got from `nccl_unique_id`.
-        seconds: how long to wait for the others.
+        rank: the number of this process, from 0.
+        size: the number of processes.
+        unique_id: the bytes that rank 0 got from `nccl_unique_id`.
+        seconds: how long to wait for the other processes.
 
     Raises:
         CudaUnavailableError: if NCCL cannot be used.
         ArgumentError: if a number is out of range.
-        DeviceError: if NCCL fails, or not all have joined in time.
+        DeviceError: if NCCL fails, or not all processes have joined in time.
     """
     def __new__(
         cls,
@@ -1893,7 +1930,7 @@ class NcclCommunicator:
     ) -> NcclCommunicator: ...
     def all_reduce(self, /, tensor: Tensor) -> Tensor:
         """
-        Return the sum of a tensor over all processes. Only queues the work.
+        Return the sum of a tensor over all processes. This only queues the work.
 
         Raises:
             DTypeError, DeviceError: if the tensor does not fit, or NCCL fails.
@@ -1902,12 +1939,12 @@ class NcclCommunicator:
         self, /, parameters: Iterable[Var] | Mapping[str, Var], tail: Tensor, narrow: bool = False
     ) -> Tensor:
         """
-        Add up the gradients of all processes in place, and a tensor. Only queues the work.
+        Sum the gradients of all processes in place, and a tensor of each process. This only queues the work.
 
         Args:
-            parameters: the variables, in the same order everywhere; one without a gradient counts as zeros.
-            tail: the tensor, with numbers that belong to the step.
-            narrow: send the gradients as bf16, half of the bytes, each sum rounded.
+            parameters: the variables, in the same order in all processes. A missing gradient counts as zeros.
+            tail: the tensor, which holds numbers about the step.
+            narrow: send the gradients as bf16, which halves the bytes and rounds every sum.
 
         Returns:
             The sum of the tails.
@@ -1918,7 +1955,7 @@ class NcclCommunicator:
         """
     def broadcast_(self, /, var: Var, root: SupportsIndex) -> None:
         """
-        Give a variable the values that it has on process `root`. Only queues the work.
+        Set a variable to its values on process `root`. This only queues the work.
 
         Raises:
             ArgumentError: if there is no such process.
@@ -1927,23 +1964,24 @@ class NcclCommunicator:
     @property
     def rank(self, /) -> int:
         """
-        Which of the processes this is.
+        The number of this process.
         """
     @property
     def size(self, /) -> int:
         """
-        How many processes there are.
+        The number of processes.
         """
     def stop(self, /) -> None:
         """
-        End the current or the next `wait` with an error; called from another thread.
+        End the current or the next `wait` with an error. Call it from another thread.
         """
     def wait(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
         """
         Wait until all work queued on the GPU is done.
 
         Raises:
-            DeviceError: if that takes longer than `seconds`, `stop` was called, or NCCL fails. The communicator is dead then.
+            DeviceError: if waiting takes longer than `seconds`, if `stop` was called, or if NCCL fails. The
+                communicator cannot be used afterwards.
         """
 
 @final
@@ -1958,8 +1996,8 @@ class NoiseSchedule:
 
     Args:
         beta_schedule: how the variances of the added noise grow: "linear", "scaled_linear" or "squaredcos_cap_v2".
-        beta_start: that of the first timestep, in (0, 1).
-        beta_end: that of the last timestep, in (0, 1).
+        beta_start: the variance of the first timestep, in (0, 1).
+        beta_end: the variance of the last timestep, in (0, 1).
         num_train_timesteps: the number of timesteps, at least 2.
         prediction_type: what the model predicts: "epsilon" (the noise) or "v_prediction" (the velocity,
             sqrt(a) * noise - sqrt(1 - a) * data; arXiv:2202.00512).
@@ -1986,7 +2024,7 @@ class NoiseSchedule:
     @property
     def alphas_cumprod(self, /) -> list[float]:
         """
-        The share a of the data in the variance of the noised data, for each timestep.
+        The data's share `a` of the variance of the noised data, for each timestep.
         """
     @staticmethod
     def from_pretrained(path: str | bytes | PathLike[str] | PathLike[bytes]) -> NoiseSchedule:
@@ -2062,7 +2100,7 @@ class NoisedLatents:
 @disjoint_base
 class Optimizer:
     """
-    The methods of all optimizers. Construct one of its subclasses, which the library's registry names.
+    The base class of all optimizers. Construct one of its subclasses, such as `AdamW`.
 
     ```python
     loss.backward()
@@ -2087,19 +2125,22 @@ class Optimizer:
     @property
     def averages(self, /) -> bool:
         """
-        Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does, which `eval` gives to them.
+        Whether the optimizer keeps averages of its variables, as AdamWScheduleFree does. `eval` replaces the variables'
+        values by them.
         """
     def eval(self, /) -> None:
         """
-        Put the averages that the optimizer keeps in the variables, to validate with or to save; nothing if it keeps none.
+        Replace the variables' values by the averages that the optimizer keeps, to validate with or to save. Does
+        nothing if it keeps none.
         """
     @property
     def group_lrs(self, /) -> list[float]:
         """
-        The learning rate of each group. Assign one for each group.
+        The learning rates of all groups. Assign a list with one number for each group.
 
         Raises:
-            ArgumentError: on assignment, if there are more or fewer, or one is negative or not finite.
+            ArgumentError: on assignment, if there is not one number for each group, or if a number is negative or not
+                finite.
         """
     @group_lrs.setter
     def group_lrs(self, /, lrs: SupportsGetItem[int, SupportsFloat | SupportsIndex]) -> None: ...
@@ -2108,13 +2149,14 @@ class Optimizer:
         Load the states of an optimizer of the same kind over variables of the same shapes.
 
         Raises:
-            ConfigError: if they are of another kind, or states are missing or not expected. Nothing is changed then.
-            ShapeError, DTypeError: if one differs. Nothing is changed then.
+            ConfigError: if an optimizer of another kind has saved the states, or if states are missing or not expected.
+                Nothing has changed then.
+            ShapeError, DTypeError: if a state has another shape or dtype. Nothing has changed then.
         """
     @property
     def lr(self, /) -> float:
         """
-        The learning rate: of the first group when read, of all groups when set.
+        The learning rate. Reading gives that of the first group; assigning sets it for all groups.
 
         Raises:
             ArgumentError: on assignment, if it is negative or not finite.
@@ -2124,29 +2166,30 @@ class Optimizer:
     @property
     def state_bytes(self, /) -> int:
         """
-        Bytes of all existing states and master values. The first step of a variable makes its states, on a CUDA device those of
-        all variables.
+        Bytes of all existing states and master values. The first step of a variable creates its states; on a CUDA
+        device, the first step of any variable creates the states of all.
         """
     def state_dict(self, /) -> dict[str, Tensor]:
         """
-        A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all groups),
-        `INDEX.master` for its f32 master values, `step` (i64) with the steps of each variable, `lr` (f64) with the
-        learning rate of each group, `kind` (u8) with the optimizer's name in ASCII.
+        A copy of all states, on the CPU: `INDEX.NAME` for a state of the variable with that index (counted through all
+        groups), `INDEX.master` for its f32 master values, `step` (i64) with the number of steps of each variable, `lr`
+        (f64) with the learning rate of each group, and `kind` (u8) with the optimizer's name in ASCII.
         """
     def step(self, /, *, if_finite: Tensor | None = None) -> None:
         """
-        Update every variable that has a gradient. The gradients stay; `zero_grad` clears them.
+        Update every variable that has a gradient. The gradients are kept until `zero_grad`.
 
         Args:
-            if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing changes
-                and no step is counted. A CUDA device decides that itself, without synchronization.
+            if_finite: one number, such as the norm that `clip_grad_norm_` returned. If it is infinite or NaN, nothing
+                changes and no step is counted. A CUDA device makes this decision without synchronization.
 
         Raises:
-            ShapeError: if `if_finite` has more or less than one element.
+            ShapeError: if `if_finite` does not have exactly one element.
         """
     def train(self, /) -> None:
         """
-        Restore the variables' own values, bit for bit, before the next step; nothing if they are there.
+        Restore the values that `eval` has replaced, bit for bit. Call it before the next step. Does nothing if `eval`
+        has replaced none.
         """
     def zero_grad(self, /) -> None:
         """
@@ -2167,12 +2210,13 @@ class PartFacts:
     @property
     def blocks(self, /) -> int:
         """
-        How many of its blocks `stream_blocks` can keep in the memory of the host.
+        The number of blocks that `stream_blocks` can keep in host memory.
         """
     @property
     def can_be_quantized(self, /) -> bool:
         """
-        Whether `from_pretrained` can quantize it; False also if its file has quantized layers, which stay as they are.
+        Whether `from_pretrained` can quantize the model. False also if layers are quantized in its file, because they
+        keep their format.
         """
     def check_format(self, /, format: str, adapter: str, layers: SupportsGetItem[int, str]) -> None:
         """
@@ -2180,11 +2224,11 @@ class PartFacts:
 
         Args:
             format: "diffusers", "kohya", "comfyui" or "peft".
-            adapter: the kind, "lora".
-            layers: the names of the layers that get one.
+            adapter: the kind, such as "lora".
+            layers: the names of the layers that get an adapter.
 
         Raises:
-            ArgumentError: if it cannot; names a format that can.
+            ArgumentError: if the format cannot hold them. The message names a format that can.
             ConfigError: if there is no such kind.
         """
     @property
@@ -2205,23 +2249,24 @@ class PartFacts:
     @property
     def elements(self, /) -> int:
         """
-        How many numbers it consists of.
+        The number of elements of all its parameters.
         """
     def forward_flops(
         self, /, *, height: SupportsIndex = 0, width: SupportsIndex = 0, tokens: SupportsIndex = 0
     ) -> tuple[int, int]:
         """
-        Floating-point operations of a forward pass over one sample, without adapters: (of its layers, of its attention).
+        Floating-point operations of a forward pass over one sample, without adapters, as a pair: those of layers, and
+        those of attention.
 
         Args:
-            height: of the latents or the image that the model sees.
-            width: likewise.
-            tokens: of the text.
+            height: the height of the latents or the image that is the model's input.
+            width: the width of the same.
+            tokens: the number of tokens of the text.
         """
     @property
     def has_modulation(self, /) -> bool:
         """
-        Whether `stream_modulation` can keep weights in the memory of the host.
+        Whether `stream_modulation` can keep weights in host memory.
         """
     @property
     def layers(self, /) -> dict[str, list[int]]:
@@ -2231,7 +2276,7 @@ class PartFacts:
     @property
     def path(self, /) -> Path:
         """
-        The folder or file that it is in: the pipeline's, or one of its own.
+        The pipeline's or the model's own folder or file that it is in.
         """
     def saved_values(
         self,
@@ -2242,16 +2287,19 @@ class PartFacts:
         height: SupportsIndex = 0,
         width: SupportsIndex = 0,
         tokens: SupportsIndex = 0,
-    ) -> int:
+    ) -> tuple[int, int]:
         """
-        About how many values are kept between forward and backward at the peak, for one sample.
+        The approximate number of values that are kept between forward and backward at the peak, for one sample.
 
         Args:
-            config: which layers get adapters, and of what rank.
-            policy: "none", "full" or "selective" checkpointing.
-            height: of the latents or the image that the model sees.
-            width: likewise.
-            tokens: of the text.
+            config: the layers that get adapters, and the ranks.
+            policy: "none", "full", "selective" or "offload" checkpointing.
+            height: the height of the latents or the image that is the model's input.
+            width: the width of the same.
+            tokens: the number of tokens of the text.
+
+        Returns:
+            The values on the device, and those in the memory of the host ("offload" alone).
 
         Raises:
             ConfigError: if a pattern is not a regular expression.
@@ -2266,8 +2314,8 @@ class PartFacts:
         stream_modulation: bool = False,
     ) -> tuple[int, int]:
         """
-        Bytes of the weights that are in the memory of the host: (of blocks, of their modulation). The arguments are those of
-        `weight_bytes`.
+        Bytes of the weights in host memory, as a pair: those of blocks, and those of the blocks' modulation. The
+        arguments are those of `weight_bytes`.
         """
     @property
     def tensors(self, /) -> dict[str, list[int]]:
@@ -2287,19 +2335,21 @@ class PartFacts:
         Bytes of its weights.
 
         Args:
-            dtype: of the weights.
+            dtype: the dtype of the weights.
             quantize: the format of linear layers in blocks, as in `from_pretrained`.
-            stream_blocks: as in `from_pretrained`; only what is on the device is counted.
-            stream_modulation: likewise.
+            stream_blocks: as in `from_pretrained`; only weights on the device are counted.
+            stream_modulation: as in `from_pretrained`; only weights on the device are counted.
 
         Raises:
-            ArgumentError: if the format is unknown, or the model has no layers that may be quantized, or fewer blocks.
+            ArgumentError: if the format is unknown, if the model has no layers that may be quantized, or if it has
+                fewer blocks than `stream_blocks`.
         """
 
 @final
 class QuantizedTensor:
     """
-    A frozen matrix in eight or four bits, made by `quantize`: codes and scales. `nn.functional.linear` takes it as a weight.
+    A frozen matrix in eight or four bits, stored as codes and scales. `quantize` makes one, and `nn.functional.linear`
+    takes it as a weight.
 
     ```python
     weight = tc.quantize(tc.randn(64, 128), "int8")
@@ -2313,7 +2363,7 @@ class QuantizedTensor:
         The values: code times scale in f32, rounded once.
 
         Args:
-            dtype: of the result; by default that of the matrix.
+            dtype: the dtype of the result; default: the dtype of the matrix.
 
         Raises:
             DTypeError: if the dtype is not floating point.
@@ -2326,7 +2376,7 @@ class QuantizedTensor:
     @property
     def dtype(self, /) -> DType:
         """
-        The dtype of the values that it represents.
+        The dtype of the values that the matrix represents.
         """
     @property
     def format(self, /) -> str:
@@ -2338,12 +2388,12 @@ class QuantizedTensor:
         blocks: Tensor, format: str, dtype: DType | str | None = None
     ) -> QuantizedTensor:
         """
-        A matrix of blocks of ggml, as GGUF files have them.
+        Make a matrix from blocks of ggml, as stored in GGUF files.
 
         Args:
             blocks: u8, (rows, bytes of a row).
             format: "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k" or "q6_k".
-            dtype: of the values that it represents.
+            dtype: the dtype of the values that the matrix represents.
 
         Raises:
             ArgumentError: if the format is unknown.
@@ -2367,11 +2417,11 @@ class QuantizedTensor:
     def tensors(self, /) -> dict[str, Tensor]:
         """
         The tensors of the matrix: "codes" (u8) and "scales"; for "nf4" also "scale_codes" (u8) and "offset". Blocks of
-        ggml have "codes" alone, which contain their scales.
+        ggml only have "codes", which contain the scales.
         """
     def to(self, /, device: str) -> QuantizedTensor:
         """
-        The same on another device.
+        The same matrix on another device.
 
         Raises:
             DeviceError: if the device is unknown.
@@ -2380,7 +2430,8 @@ class QuantizedTensor:
 @final
 class SD3Transformer(Model):
     """
-    The transformer of SD3 and SD3.5, computing what diffusers' `SD3Transformer2DModel` computes, under its names. Made by `from_pretrained`.
+    The transformer of SD3 and SD3.5, with the results and the parameter names of diffusers' `SD3Transformer2DModel`.
+    `from_pretrained` loads one.
     """
     def __call__(
         self,
@@ -2394,10 +2445,11 @@ class SD3Transformer(Model):
         The velocity, noise - latents, at noisy latents.
 
         Args:
-            hidden_states: latents under noise, (B, 16, h, w), shifted and scaled as the autoencoder says; h and w are even.
+            hidden_states: noisy latents, (B, 16, h, w), shifted and scaled by the autoencoder's factors; h and w are
+                even.
             encoder_hidden_states: the text's tokens, (B, L, joint_attention_dim).
             pooled_projections: the pooled text, (B, pooled_projection_dim).
-            timestep: from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
+            timestep: the time from 0 (clean) to 1000 (noise): (B,), (1,), or a number.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -2409,7 +2461,8 @@ class SD3Transformer(Model):
 @final
 class SDXLUNet(Model):
     """
-    SDXL's UNet, computing what diffusers' `UNet2DConditionModel` computes, under its names. Made by `from_pretrained`.
+    SDXL's UNet, with the results and the parameter names of diffusers' `UNet2DConditionModel`. `from_pretrained` loads
+    one.
 
     ```python
     unet = tc.models.SDXLUNet.from_pretrained("sdxl", "f32")
@@ -2433,8 +2486,8 @@ class SDXLUNet(Model):
         The prediction for noisy latents: the noise, or the velocity if the model was trained for it.
 
         Args:
-            sample: latents under noise, (B, 4, h, w), scaled as the autoencoder says.
-            timestep: from 0 (clean) to 999 (noise): (B,), (1,), or a number.
+            sample: noisy latents, (B, 4, h, w), scaled by the autoencoder's factor.
+            timestep: the time from 0 (clean) to 999 (noise): (B,), (1,), or a number.
             encoder_hidden_states: the text's tokens, (B, L, cross_attention_dim).
             text_embeds: the pooled text, (B, P).
             time_ids: original height and width, top and left of the crop, target height and width, (B, 6).
@@ -2461,7 +2514,7 @@ class Sampler:
 
     Args:
         schedule: the noise schedule of the model's training.
-        steps: calls of the model, at least 1.
+        steps: the number of calls of the model, at least 1.
         kind: "euler" (diffusers' EulerDiscreteScheduler) or "dpmpp_2m" (DPM-Solver++ of second order, arXiv:2211.01095;
             diffusers' DPMSolverMultistepScheduler).
         karras_sigmas: space noise levels as in arXiv:2206.00364, equation 5.
@@ -2502,7 +2555,7 @@ class Sampler:
         """
     def step(self, /, model_output: Tensor, i: SupportsIndex, x: Tensor) -> Tensor:
         """
-        Take the sample to the next noise level. Steps are taken in order; step 0 starts the run again.
+        Compute the sample at the next noise level. Steps are taken in order; step 0 starts the run again.
 
         Args:
             model_output: the model's output for the scaled sample.
@@ -2525,14 +2578,14 @@ class Sampler:
 @final
 class Schedule:
     """
-    The factor on the learning rate as a function of the step, as transformers' schedules with warm-up: over the first
-    `warmup_steps` steps it rises linearly from 0, afterwards it follows its kind.
+    The factor on the learning rate as a function of the step, as in transformers' schedules with warm-up. Over the
+    first `warmup_steps` steps it rises linearly from 0; afterwards `kind` determines it.
 
     Args:
         kind: "constant", "linear", "cosine" or "polynomial".
         warmup_steps: steps of the warm-up.
         total_steps: steps of the training, warm-up included.
-        num_cycles: waves of the cosine; half a wave goes from 1 to 0.
+        num_cycles: the number of cycles of the cosine; with half a cycle the factor falls from 1 to 0.
         end: the last factor of the polynomial, in [0, 1).
         power: the power of the polynomial, above 0.
 
@@ -2558,17 +2611,17 @@ class Schedule:
 @final
 class T5Encoder(Model):
     """
-    A text encoder that computes what transformers' `T5EncoderModel` computes, by which Stable Diffusion 3 and Flux read
-    texts. It computes in half precision too, although its values leave the range of f16. Made by `from_pretrained`.
+    The text encoder of Stable Diffusion 3 and Flux, with the results of transformers' `T5EncoderModel`. It computes in
+    f16 too, although its values exceed the range of f16. `from_pretrained` loads one.
     """
     def __call__(self, /, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """
-        One state for each token, (B, L, D), in the dtype of the weights: the last block's after the final norm.
+        The last block's states after the final norm, one for each token: (B, L, D), in the dtype of the weights.
 
         Args:
             input_ids: token ids, (B, L), i64 or u32.
-            attention_mask: (B, L), i64 or u32: 1 for tokens that are seen, 0 for those that are not. By default all are seen, padding
-                included, as in diffusers' pipelines.
+            attention_mask: (B, L), i64 or u32: 1 for tokens that attention reads, 0 for others. By default it reads all
+                tokens, padding included, as in diffusers' pipelines.
 
         Raises:
             ShapeError: if an input has another shape.
@@ -2583,8 +2636,8 @@ class Tensor(ComposedMethods):
 
     Make one with `tensor`, `zeros`, `randn` and similar functions. The tape records operations on tensors that depend
     on a `Var`; `backward` follows it. Shapes broadcast as in numpy. Elementwise arithmetic and comparisons of two
-    tensors promote dtypes as torch does; other operations need tensors of one dtype. A plain number adopts the tensor's
-    dtype, but a float with a tensor of integers gives f32.
+    tensors promote dtypes as torch does; other operations need tensors of one dtype. A Python number gets the tensor's
+    dtype, except that a float with a tensor of integers gives f32.
 
     ```python
     t = tc.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -2595,7 +2648,7 @@ class Tensor(ComposedMethods):
 
     __array_priority__: Final = 1000.0
     """
-    Makes a numpy array leave an operator to the tensor on the other side.
+    With this, a numpy array leaves operators with a tensor to the tensor.
     """
     @property
     def T(self, /) -> Tensor:
@@ -2616,9 +2669,10 @@ class Tensor(ComposedMethods):
         copy: bool | None = None,
     ) -> Any:
         """
-        A capsule for other libraries' `from_dlpack`. Shares memory with consumers that know it is read-only (DLPack
-        1.0), copies for others unless `copy=False`. On a CUDA device the consumer's `stream` (the default stream unless
-        it is named, none for -1) waits for the values, and memory is reused only after the consumer is done with it.
+        A capsule for other libraries' `from_dlpack`. It shares memory with consumers that support read-only tensors
+        (DLPack 1.0), and holds a copy for others unless `copy=False`. On a CUDA device, the consumer's `stream` waits
+        for the values; by default this is the default stream, and with -1 no stream waits. The memory is reused only
+        after the consumer has released it.
         """
     def __dlpack_device__(self, /) -> tuple[int, int]:
         """
@@ -2628,14 +2682,14 @@ class Tensor(ComposedMethods):
     def __float__(self, /) -> builtins.float: ...
     def __format__(self, /, spec: str) -> str:
         """
-        A number is formatted as Python's, as torch does it.
+        A tensor with one element is formatted like a Python number, as in torch.
         """
     def __ge__(self, other: object, /) -> Tensor: ...
     def __getitem__(self, index: Any, /) -> Tensor:
         """
-        Integers, slices with any step, None and ... as in numpy; one integer tensor (positions along a dimension) or
-        one u8 mask, where torch would take it. The result is a view, except with steps other than 1 or tensors.
-        Differentiable.
+        Index with integers, slices with any step, None and ... as in numpy. An index may contain one integer tensor
+        (positions along a dimension) or one u8 mask, as in torch. The result is a view unless the index contains a
+        tensor or a step other than 1. Indexing is differentiable.
         """
     def __gt__(self, other: object, /) -> Tensor: ...
     def __hash__(self, /) -> int:
@@ -2657,7 +2711,8 @@ class Tensor(ComposedMethods):
     def __radd__(self, other: object, /) -> Tensor: ...
     def __reduce__(self, /) -> tuple[Any, tuple[NDArray[Any], str, str]]:
         """
-        Pickles and copies hold the values: a variable becomes a variable without a gradient, any other tensor a constant.
+        Pickles and copies contain the values. A variable becomes a variable without a gradient; any other tensor
+        becomes a constant.
         """
     def __repr__(self, /) -> str: ...
     def __rmatmul__(self, other: object, /) -> Tensor: ...
@@ -2676,40 +2731,41 @@ class Tensor(ComposedMethods):
         """
     def argmax(self, /, dim: SupportsIndex | None = None, keepdim: bool = False) -> Tensor:
         """
-        The position of the largest element, the first of equal ones, as i64. No gradient flows through it.
+        The position of the largest element, as i64; of equal elements, that of the first. It has no gradient.
 
         Args:
             dim: a dimension; by default, the position in the flattened tensor.
-            keepdim: whether the dimension stays, with size 1.
+            keepdim: whether the result keeps the dimension with size 1.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
         """
     def backward(self, /, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
         """
-        Differentiate with respect to every variable that this depends on, and add the gradients to their `.grad`.
+        Differentiate with respect to every variable that this tensor depends on, and add the gradients to the
+        variables' `.grad`.
 
-        Frees saved tensors as it proceeds, unless `retain_graph`.
+        The backward pass frees saved tensors on its way, unless `retain_graph` is True.
 
         Args:
             gradient: the gradient of this tensor, in its shape; not needed for a single element.
             retain_graph: whether the graph can be differentiated again.
 
         Raises:
-            ShapeError: if there is more than one element and no gradient, or its shape differs.
-            AutogradError: if nothing depends on a variable, the graph was differentiated before, or a variable was changed
-                in place since it was used.
+            ShapeError: if there is more than one element and no gradient, or the gradient has another shape.
+            AutogradError: if this tensor depends on no variable, if the graph was differentiated before, or if a
+                variable was changed in place since it was used.
         """
     def broadcast_to(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        A view in which dimensions of size 1, and new leading ones, repeat up to `shape`.
+        A view of shape `shape`, in which dimensions of size 1 and new leading dimensions repeat.
 
         Raises:
             ShapeError: if the shape is not reached by repeating.
         """
     def chunk(self, /, chunks: SupportsIndex, dim: SupportsIndex = 0) -> list[Tensor]:
         """
-        Views of `chunks` parts along `dim`, the last possibly smaller.
+        Views of `chunks` parts along `dim`; the last part may be smaller.
 
         Raises:
             ArgumentError: if `chunks` is 0.
@@ -2722,7 +2778,7 @@ class Tensor(ComposedMethods):
         max: SupportsFloat | SupportsIndex | None = ...,
     ) -> Tensor:
         """
-        Each element limited to [min, max]; outside, the gradient is 0.
+        Limit each element to [min, max]. The gradient of elements outside of this range is 0.
 
         Raises:
             ArgumentError: if neither limit is given, or min > max.
@@ -2741,7 +2797,7 @@ class Tensor(ComposedMethods):
         """
     def cumsum(self, /, dim: SupportsIndex) -> Tensor:
         """
-        The sum of the elements up to and including each along `dim`.
+        The cumulative sum along `dim`: element i of the result is the sum of elements 0 to i.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -2749,7 +2805,7 @@ class Tensor(ComposedMethods):
         """
     def detach(self, /) -> Tensor:
         """
-        The same values (shared storage), detached from the tape.
+        A tensor with the same values (shared storage), detached from the tape.
         """
     @property
     def device(self, /) -> Device:
@@ -2763,7 +2819,7 @@ class Tensor(ComposedMethods):
         """
     def embedding(self, /, ids: Tensor) -> Tensor:
         """
-        The rows of this table (entries, width) at positions `ids` of any shape: (..., width).
+        Look up the rows of this table (entries, width) at positions `ids` of any shape; the result is (..., width).
 
         Raises:
             IndexOutOfRangeError: if a position is out of range.
@@ -2779,7 +2835,7 @@ class Tensor(ComposedMethods):
         """
     def expand(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        `broadcast_to`, where -1 keeps a dimension's size (torch's name).
+        As `broadcast_to`, but -1 keeps a dimension's size, as in torch.
 
         Raises:
             ShapeError: if the shape is not reached by repeating.
@@ -2797,7 +2853,7 @@ class Tensor(ComposedMethods):
         """
     def gather(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
         """
-        One element along `dim` for each position in `index`, in the shape of `index`.
+        Select one element along `dim` for each position in `index`. The result has the shape of `index`.
 
         Args:
             dim: the dimension.
@@ -2813,7 +2869,8 @@ class Tensor(ComposedMethods):
         GELU (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
         Args:
-            approximate: "none" for x * Phi(x) with the error function, "tanh" for its approximation.
+            approximate: "none" for x * Phi(x), computed with the error function; "tanh" for its approximation with
+                tanh.
 
         Raises:
             ArgumentError: if `approximate` is something else.
@@ -2821,7 +2878,7 @@ class Tensor(ComposedMethods):
         """
     def index_select(self, /, dim: SupportsIndex, index: Tensor) -> Tensor:
         """
-        The slices at positions `index` along `dim`.
+        Select the slices at positions `index` along `dim`.
 
         Args:
             dim: the dimension.
@@ -2856,7 +2913,7 @@ class Tensor(ComposedMethods):
         """
     def log_softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
-        The logarithm of `softmax`, computed directly.
+        The logarithm of `softmax`, computed without overflow or underflow.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -2875,7 +2932,7 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: a dimension or several; default all.
-            keepdim: whether reduced dimensions stay, with size 1.
+            keepdim: whether the result keeps reduced dimensions with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -2884,7 +2941,7 @@ class Tensor(ComposedMethods):
         """
     def make_var(self, /) -> Var:
         """
-        A variable with a contiguous copy of the values, detached from the graph.
+        Make a variable with a contiguous copy of the values, detached from the graph.
 
         Raises:
             DTypeError: if the values are not floating point.
@@ -2893,8 +2950,8 @@ class Tensor(ComposedMethods):
         """
         The matrix product (..., m, k) x (..., k, n) -> (..., m, n).
 
-        Batch dimensions broadcast; a vector on the left is a row, on the right a column, and that dimension is
-        dropped from the result, as in numpy.
+        Batch dimensions broadcast. As in numpy, a vector on the left counts as a row and a vector on the right as a
+        column, and the result does not have that dimension.
 
         Raises:
             ShapeError: if the shapes do not fit.
@@ -2909,12 +2966,12 @@ class Tensor(ComposedMethods):
         axis: SupportsIndex | Sequence[SupportsIndex] | None = None,
     ) -> Tensor:
         """
-        The largest element. Over one dimension the first of equal elements gets the gradient; over several or all they
-        share it.
+        The largest element. Over one dimension, the first of equal elements gets the gradient; over several or all
+        dimensions, equal elements share it.
 
         Args:
             dim: a dimension or several; default all.
-            keepdim: whether reduced dimensions stay, with size 1.
+            keepdim: whether the result keeps reduced dimensions with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -2924,7 +2981,7 @@ class Tensor(ComposedMethods):
         """
     def maximum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
-        The larger of each pair of elements; equal ones share the gradient.
+        The larger of each pair of elements. Equal elements share the gradient.
 
         Raises:
             ShapeError: if the shapes do not broadcast.
@@ -2942,7 +2999,7 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: a dimension or several; default all.
-            keepdim: whether reduced dimensions stay, with size 1.
+            keepdim: whether the result keeps reduced dimensions with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -2962,7 +3019,7 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: a dimension or several; default all.
-            keepdim: whether reduced dimensions stay, with size 1.
+            keepdim: whether the result keeps reduced dimensions with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -2972,7 +3029,7 @@ class Tensor(ComposedMethods):
         """
     def minimum(self, /, other: Tensor | builtins.float | int) -> Tensor:
         """
-        The smaller of each pair of elements; equal ones share the gradient.
+        The smaller of each pair of elements. Equal elements share the gradient.
 
         Raises:
             ShapeError: if the shapes do not broadcast.
@@ -3007,19 +3064,19 @@ class Tensor(ComposedMethods):
         """
     def numpy(self, /) -> NDArray[Any]:
         """
-        A numpy array with a copy of the values. Gradients do not flow through it.
+        A numpy array with a copy of the values. It is not part of the graph.
 
         For a view without a copy (read-only), use `numpy.from_dlpack(t)`.
 
         Raises:
-            DTypeError: for bf16, which numpy does not have: convert with `.to("f32")` first.
+            DTypeError: for bf16, which numpy does not have; convert with `.to("f32")` first.
         """
     def permute(self, /, *dims: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        The dimensions in another order, given as arguments or one sequence.
+        Reorder the dimensions. The order is given as arguments or one sequence.
 
         Raises:
-            ShapeError: if it is not a permutation of the dimensions.
+            ShapeError: if the order is not a permutation of the dimensions.
         """
     def pow(self, /, exponent: Tensor | builtins.float | int) -> Tensor:
         """
@@ -3027,7 +3084,8 @@ class Tensor(ComposedMethods):
 
         Raises:
             ShapeError: if the shapes do not broadcast.
-            DTypeError: if neither is floating point, or a numpy array has another dtype.
+            DTypeError: if neither this tensor nor the exponent is floating point, or if a numpy array has another
+                dtype.
         """
     def reciprocal(self, /) -> Tensor:
         """
@@ -3046,11 +3104,11 @@ class Tensor(ComposedMethods):
     @property
     def requires_grad(self, /) -> bool:
         """
-        Whether a gradient flows through this value.
+        Whether this is a variable or depends on one, so that a backward pass computes a gradient for it.
         """
     def reshape(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        The same elements, in row-major order, in another shape. A view where the layout allows.
+        The same elements, in row-major order, in another shape. The result is a view if the layout allows it.
 
         Args:
             shape: the sizes, as arguments or one sequence; one may be -1, which is computed from the others.
@@ -3086,7 +3144,7 @@ class Tensor(ComposedMethods):
         """
     def softmax(self, /, dim: SupportsIndex = -1) -> Tensor:
         """
-        exp(x) over the sum of exponentials along `dim`, without overflow.
+        exp(x) divided by the sum of exponentials along `dim`, computed without overflow.
 
         Raises:
             IndexOutOfRangeError: if the dimension is out of range.
@@ -3102,11 +3160,12 @@ class Tensor(ComposedMethods):
         Views of parts along `dim`.
 
         Args:
-            split_size_or_sections: the size of all parts but the last, or the size of each.
+            split_size_or_sections: one size for all parts, of which the last may be smaller, or a list with the size of
+                each part.
             dim: the dimension.
 
         Raises:
-            ShapeError: if the sizes do not add up to the dimension's.
+            ShapeError: if the sizes do not add up to the size of the dimension.
             ArgumentError: if a size for all parts is given and is 0.
             IndexOutOfRangeError: if the dimension is out of range.
         """
@@ -3126,7 +3185,7 @@ class Tensor(ComposedMethods):
         """
     def squeeze(self, /, dim: SupportsIndex | Sequence[SupportsIndex] | None = None) -> Tensor:
         """
-        Without the dimensions of size 1: all, or those among `dim`.
+        Remove dimensions of size 1: all of them, or those among `dim`.
 
         Raises:
             IndexOutOfRangeError: if a dimension is out of range.
@@ -3144,7 +3203,7 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: a dimension or several; default all.
-            keepdim: whether reduced dimensions stay, with size 1.
+            keepdim: whether the result keeps reduced dimensions with size 1.
             axis: another name of `dim`.
 
         Raises:
@@ -3168,7 +3227,7 @@ class Tensor(ComposedMethods):
         """
         The same values in another dtype or on another device.
 
-        A cast between floating point dtypes is differentiable: the gradient is in this tensor's dtype.
+        A cast between floating point dtypes is differentiable. The gradient has this tensor's dtype.
 
         Args:
             target: a dtype ("bf16", "float32", tc.float16) or a device ("cpu", "cuda", "cuda:1").
@@ -3178,7 +3237,7 @@ class Tensor(ComposedMethods):
         Raises:
             DTypeError: if the dtype is unknown.
             DeviceError: if the device is unknown.
-            CudaUnavailableError: if CUDA is asked for and cannot be used; the message says why.
+            CudaUnavailableError: if the device is a CUDA device and CUDA cannot be used. The message says why.
         """
     def tolist(self, /) -> Any:
         """
@@ -3193,7 +3252,7 @@ class Tensor(ComposedMethods):
         """
     def unsqueeze(self, /, dim: SupportsIndex) -> Tensor:
         """
-        A new dimension of size 1 at position `dim`.
+        Insert a dimension of size 1 at position `dim`.
 
         Raises:
             IndexOutOfRangeError: if the position is out of range.
@@ -3213,7 +3272,7 @@ class Tensor(ComposedMethods):
 
         Args:
             dim: a dimension or several; default all.
-            keepdim: whether reduced dimensions stay, with size 1.
+            keepdim: whether the result keeps reduced dimensions with size 1.
             correction: 1 for the unbiased estimate (torch's default), 0 for numpy's default.
             unbiased: True for a correction of 1, False for 0.
             axis: another name of `dim`.
@@ -3224,7 +3283,7 @@ class Tensor(ComposedMethods):
         """
     def view(self, /, *shape: int | tuple[int, ...] | list[int]) -> Tensor:
         """
-        `reshape`, under torch's other name.
+        The same as `reshape`; torch has both names.
         """
 
 @final
@@ -3241,7 +3300,7 @@ class TextFeatures:
     @property
     def hidden_states(self, /) -> list[Tensor]:
         """
-        The states after each layer, those of the embedding first; the final norm is not applied.
+        The states after the embedding and after each layer, before the final norm.
         """
     @property
     def last_hidden_state(self, /) -> Tensor:
@@ -3251,16 +3310,16 @@ class TextFeatures:
     @property
     def penultimate(self, /) -> Tensor:
         """
-        The states that enter the last layer, (B, S, D): what SDXL reads.
+        The input of the last layer, (B, S, D), which SDXL reads.
         """
     @property
     def pooled(self, /) -> Tensor:
         """
-        The state of each text's end after the final norm, projected if the model projects: (B, D) or (B, P).
+        The state at the token that ends each text, after the final norm: (B, D), or (B, P) if the model projects it.
         """
     def skipped(self, /, clip_skip: SupportsIndex) -> Tensor:
         """
-        The states `clip_skip` layers before the penultimate ones, as diffusers' SDXL pipelines count.
+        The states `clip_skip` layers before `penultimate`, as diffusers' SDXL pipelines count.
 
         Raises:
             ArgumentError: if the model has fewer layers.
@@ -3280,28 +3339,29 @@ class TrainingAdapter:
     """
     def __len__(self, /) -> int:
         """
-        How many layers have it.
+        The number of layers that have it.
         """
     def numel(self, /) -> int:
         """
-        How many numbers it consists of.
+        The number of elements of all its factors.
         """
     def remove(self, /) -> None:
         """
-        Remove it from the model.
+        Remove the adapter from the model.
         """
     def set_enabled(self, /, enabled: bool) -> None:
         """
-        Let the model compute with it, or exactly as if it were not there.
+        Set whether the model computes with the adapter. While it is disabled, the model computes exactly what it would
+        without it.
         """
 
 @final
 class Var(VarMethods, Tensor):
     """
-    A trainable variable: a tensor with its own storage that can be set and accumulates a gradient.
+    A trainable variable: a tensor with its own storage, whose values can be set and which accumulates a gradient.
 
-    A `Var` is accepted wherever a `Tensor` is. Tensors computed from it before a change are stale: a backward pass
-    through them is an error, never a wrong gradient.
+    A `Var` is a `Tensor`. After a change of its values, tensors that were computed from it before are stale: a backward
+    pass through them raises an error instead of computing a wrong gradient.
 
     ```python
     v = tc.Var([1.0, 2.0, 3.0])
@@ -3311,7 +3371,7 @@ class Var(VarMethods, Tensor):
     ```
 
     Args:
-        data: a tensor (any strides; its values are copied and its graph is detached) or anything `tensor` takes.
+        data: a tensor, whose values are copied and detached from the graph, or anything that `tensor` takes.
         dtype: a floating point dtype; default: the data's.
         device: the device; default: the data's.
 
@@ -3324,11 +3384,11 @@ class Var(VarMethods, Tensor):
     @property
     def grad(self, /) -> Tensor | None:
         """
-        The accumulated gradient, or None. Assigning replaces it; None clears it.
+        The accumulated gradient, or None. Assigning a tensor replaces the gradient; assigning None clears it.
 
         Raises:
             ShapeError, DTypeError: on assignment, if the gradient differs from the variable.
-            OutOfMemoryError: if there is no memory to copy a gradient out of an adapter's flat buffer.
+            OutOfMemoryError: if a copy of a gradient in an adapter's flat buffer does not fit.
         """
     @grad.setter
     def grad(self, /, grad: Tensor | None) -> None: ...
@@ -3347,7 +3407,8 @@ class Var(VarMethods, Tensor):
 @final
 class ZImageTransformer(Model):
     """
-    The transformer of Z-Image, computing what diffusers' `ZImageTransformer2DModel` computes, under its names. Made by `from_pretrained`.
+    The transformer of Z-Image, with the results and the parameter names of diffusers' `ZImageTransformer2DModel`.
+    `from_pretrained` loads one.
     """
     def __call__(
         self,
@@ -3363,12 +3424,14 @@ class ZImageTransformer(Model):
         The negative velocity, latents - noise, at noisy latents.
 
         Args:
-            hidden_states: latents under noise, (B, in_channels, h, w), shifted and scaled as the autoencoder says; h and w are even.
+            hidden_states: noisy latents, (B, in_channels, h, w), shifted and scaled by the autoencoder's factors; h and
+                w are even.
             encoder_hidden_states: the text's tokens, (B, L, cap_feat_dim).
-            timestep: from 0 (noise) to 1 (clean), the reverse of other flow models: (B,), (1,), or a number.
-            lengths: how many tokens of each text are words, (B,); what follows is not read. Default: all are words.
-            rows_are_full: a promise that every text, padded to a multiple of 32 tokens, fills its row, padded likewise. Attention then needs
-                no mask, which saves time.
+            timestep: the time from 0 (noise) to 1 (clean), opposite to other flow models: (B,), (1,), or a number.
+            lengths: the number of tokens of each text that are words, (B,). Later tokens are not read. By default all
+                tokens are words.
+            rows_are_full: whether every text, padded to a multiple of 32 tokens, is as long as L, padded to a multiple
+                of 32. Attention then needs no mask, which saves time. This is not checked.
 
         Returns:
             A tensor of the shape of `hidden_states`, in the dtype of the weights.
@@ -3379,11 +3442,11 @@ class ZImageTransformer(Model):
 
 def adapted_parts(path: str | bytes | PathLike[str] | PathLike[bytes], model: str) -> list[str]:
     """
-    The parts of a family that an adapter file is for, by the names of their folders in a pipeline.
+    The parts of a family that an adapter file has adapters for, by the names of their folders in a pipeline.
 
     Args:
         path: the file, or peft's folder.
-        model: the family, "sdxl".
+        model: the family, such as "sdxl".
 
     Raises:
         MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
@@ -3399,7 +3462,8 @@ def add_layer_norm(
     eps: SupportsFloat | SupportsIndex = ...,
 ) -> tuple[Tensor, Tensor]:
     """
-    input + residual, and `layer_norm` of that sum: the step between two layers of a transformer block, one kernel on CUDA.
+    Compute input + residual, and `layer_norm` of that sum, which transformer blocks need between two layers. On CUDA it
+    is one kernel.
 
     ```python
     total, normed = F.add_layer_norm(tc.randn(2, 8), tc.randn(2, 8), 8)
@@ -3408,13 +3472,14 @@ def add_layer_norm(
     Args:
         input: (..., *normalized_shape).
         residual: of the input's shape and dtype.
-        normalized_shape: the sizes of the trailing dimensions, or the last one's.
+        normalized_shape: the sizes of the trailing dimensions, or the size of the last dimension.
         weight: scale, of shape `normalized_shape`.
         bias: shift, of shape `normalized_shape`.
         eps: added to the variance.
 
     Returns:
-        The sum and its norm, both of the input's shape and dtype. The norm is that of the sum as rounded to the dtype.
+        The sum and its norm, both of the input's shape and dtype. The norm is computed from the sum after rounding to
+        the dtype.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -3429,7 +3494,7 @@ def arange(
     device: str = "cpu",
 ) -> Tensor:
     """
-    `start`, `start + step`, ... up to but without `end`.
+    The numbers `start`, `start + step`, ... up to but not including `end`.
 
     ```python
     assert tc.arange(4).tolist() == [0, 1, 2, 3]
@@ -3437,9 +3502,9 @@ def arange(
     ```
 
     Args:
-        start: the first value; with one argument it is the end, and the start is 0.
+        start: the first value. If it is the only argument, it is the end, and the first value is 0.
         end: the end.
-        step: the difference of neighbours.
+        step: the difference between neighbouring values.
         dtype: the dtype; default i64 if all arguments are integers, else f32.
         device: the device.
 
@@ -3466,7 +3531,7 @@ def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor
     ```
 
     Raises:
-        ArgumentError: without tensors.
+        ArgumentError: if there are no tensors.
         ShapeError: if the sizes do not agree.
         DTypeError: if the dtypes differ.
         IndexOutOfRangeError: if the dimension is out of range.
@@ -3474,10 +3539,11 @@ def cat(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tensor
 
 def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "full") -> Any:
     """
-    Run `function(*tensors)`, saving little for the backward pass, which recomputes the rest.
+    Run `function(*tensors)` and save only a part of its intermediate results. The backward pass calls the function
+    again for the others.
 
-    The function must compute the same when it is called again; random numbers are the same, so that dropout has the
-    same mask. Variables that it captures get their gradients.
+    The function must compute the same when it is called again. The second call gets the same random numbers, so that
+    dropout has the same mask. Variables that the function captures get their gradients.
 
     ```python
     layer = tc.nn.Linear(4, 4)
@@ -3488,11 +3554,12 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
     Args:
         function: takes the tensors, returns a Tensor or a tuple of Tensors.
         tensors: its arguments; capture anything else in the function.
-        policy: "full" saves only the tensors, "selective" also the results of matrix products and attention, so that
-            only cheap operations are recomputed, "none" saves everything.
+        policy: "full" saves only the tensors. "selective" also saves the results of matrix products and attention, so
+            that only cheap operations are recomputed. "none" saves everything. "offload" is "full" with large tensors
+            in the memory of the host until the backward pass.
 
     Returns:
-        What the function returns.
+        The result of the function.
 
     Raises:
         ArgumentError: if an argument or a result is not a Tensor, or the policy is unknown.
@@ -3501,8 +3568,8 @@ def checkpoint(function: Callable[..., Any], *tensors: Tensor, policy: str = "fu
 
 def choices() -> dict[str, list[str]]:
     """
-    The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". Those of "optimizer" are
-    names of classes in small letters.
+    The names that options accept, by option: "adapter", "format", "model", "optimizer", "qat". The names of "optimizer"
+    are class names in lower case.
     """
 
 def classifier_free_guidance(
@@ -3517,9 +3584,9 @@ def classifier_free_guidance(
     ```
 
     Args:
-        negative: its output for the negative prompt.
-        positive: its output for the prompt.
-        scale: 1 gives the output for the prompt.
+        negative: the model's output for the negative prompt.
+        positive: the model's output for the prompt.
+        scale: the strength of guidance; 1 gives the output for the prompt.
 
     Returns:
         negative + scale * (positive - negative).
@@ -3535,7 +3602,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """
-    Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as torch's function.
+    Scale the gradients of `parameters` so that their total norm is at most `max_norm`, as
+    `torch.nn.utils.clip_grad_norm_` does.
 
     ```python
     loss.backward()
@@ -3545,16 +3613,17 @@ def clip_grad_norm_(
 
     Args:
         parameters: the variables; those without a gradient are ignored.
-        max_norm: at least 0; infinity does not clip.
+        max_norm: the largest norm, at least 0; with infinity nothing is clipped.
         norm_type: 2 for the root of the sum of squares, infinity for the largest magnitude.
-        error_if_nonfinite: whether a non-finite norm is an error; synchronizes a CUDA device.
+        error_if_nonfinite: whether a non-finite norm is an error. The check waits for a CUDA device.
 
     Returns:
-        The norm before scaling: f64, without dimensions, on the device of the gradients. Reading it waits for a CUDA device.
+        The norm before scaling: a scalar in f64 on the device of the gradients. Reading its value waits for a CUDA
+            device.
 
     Raises:
         ArgumentError: if a number is out of range, or an item is not a Var.
-        NonFiniteError: if `error_if_nonfinite` and the norm is not finite; the gradients do not change then.
+        NonFiniteError: if `error_if_nonfinite` is True and the norm is non-finite. The gradients have not changed then.
     """
 
 def conv2d(
@@ -3614,8 +3683,8 @@ def cross_entropy(
         input: (..., classes) logits.
         target: (...) class ids, i64 or u32.
         ignore_index: rows with this target are ignored.
-        reduction: "mean" (over the rows that count), "sum", or "none" for the losses of the rows.
-        label_smoothing: in [0, 1], the share of each target that is spread evenly over all classes.
+        reduction: "mean" (over the rows that are not ignored), "sum", or "none" for the losses of the rows.
+        label_smoothing: the fraction of each target's probability that is spread evenly over all classes, in [0, 1].
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
@@ -3641,7 +3710,7 @@ def cuda_device_name(device: str) -> str:
 
 def cuda_empty_cache(device: str) -> int:
     """
-    Release the cached memory of a CUDA device; returns its bytes.
+    Release the cached memory of a CUDA device; returns the number of bytes released.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -3658,8 +3727,9 @@ def cuda_finish_profile() -> list[tuple[str, int, float]]:
 
 def cuda_memory_stats(device: str) -> list[int]:
     """
-    Memory statistics of a CUDA device: bytes allocated, their peak, reserved, their peak, reserved by captured graphs; numbers of
-    allocations, of mappings of device memory, of retries; bytes free on the device, and in total.
+    Memory statistics of a CUDA device, in this order: bytes allocated and their peak; bytes reserved and their peak;
+    bytes reserved by captured graphs; the numbers of allocations, of mappings of device memory and of retries; bytes
+    free on the device and in total.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device or the driver reports an error.
@@ -3675,7 +3745,7 @@ def cuda_reset_peak_memory_stats(device: str) -> None:
 
 def cuda_set_memory_limit(device: str, limit: SupportsIndex | None) -> None:
     """
-    Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None: no limit.
+    Limit the bytes of a CUDA device's memory that tensors and workspaces may take; None removes the limit.
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device.
@@ -3687,7 +3757,7 @@ def cuda_start_profile(device: str) -> None:
 
     Raises:
         DeviceError, CudaUnavailableError: if it is not a CUDA device.
-        ArgumentError: if launches are being measured.
+        ArgumentError: if launches are already being measured.
     """
 
 def cuda_synchronize(device: str) -> None:
@@ -3695,7 +3765,7 @@ def cuda_synchronize(device: str) -> None:
     Wait until all work queued on a CUDA device is done.
 
     Raises:
-        DeviceError, CudaUnavailableError: if it is not a CUDA device or a kernel failed.
+        DeviceError, CudaUnavailableError: if `device` is not a CUDA device or a kernel failed.
     """
 
 def cuda_unavailable_reason() -> str | None:
@@ -3761,7 +3831,7 @@ def empty_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    A tensor in the shape of `input` with arbitrary values; dtype and device are its own unless given.
+    A tensor with arbitrary values in the shape of `input`, by default with its dtype and on its device.
 
     ```python
     x = tc.tensor([1, 2, 3])
@@ -3823,16 +3893,16 @@ def fake_quantize(input: Tensor, format: str, factors: Tensor | None = None) -> 
 
 def from_dlpack(data: Any) -> Tensor:
     """
-    A tensor with a copy of the values of an object with `__dlpack__`, on their device.
+    Make a tensor with a copy of the values of an object with `__dlpack__`, on the device of the values.
 
     ```python
     assert tc.from_dlpack(np.array([1.0, 2.0])).tolist() == [1.0, 2.0]
     ```
 
     Raises:
-        DeviceError: if they are neither on the CPU nor on a CUDA device.
-        CudaUnavailableError: if they are on a CUDA device and CUDA cannot be used.
-        DTypeError: if no dtype holds them.
+        DeviceError: if the values are neither on the CPU nor on a CUDA device.
+        CudaUnavailableError: if the values are on a CUDA device and CUDA cannot be used.
+        DTypeError: if no dtype can represent the values.
     """
 
 def full(
@@ -3842,7 +3912,7 @@ def full(
     device: str = "cpu",
 ) -> Tensor:
     """
-    One value everywhere.
+    A tensor whose elements all have one value.
 
     Args:
         shape: the sizes.
@@ -3851,7 +3921,7 @@ def full(
         device: the device.
 
     Raises:
-        ArgumentError, DTypeError: if an integer dtype does not hold the value.
+        ArgumentError, DTypeError: if an integer dtype cannot represent the value.
         OutOfMemoryError: if it does not fit.
     """
 
@@ -3910,12 +3980,12 @@ def get_rng_state() -> tuple[int, int]:
 
 def get_w8a8() -> bool:
     """
-    Whether linear layers over int8 or fp8 multiply codes: see `set_w8a8`.
+    Whether linear layers with int8 or fp8 weights multiply codes; see `set_w8a8`.
     """
 
 def gguf_facts(path: str | bytes | PathLike[str] | PathLike[bytes]) -> dict[str, Any] | None:
     """
-    The metadata of a GGUF file about its model, under the names of the format; None for a file of another kind.
+    The metadata of a GGUF file about its model, under the format's names; None for other files.
 
     Raises:
         MissingFileError, WeightsFormatError: if there is no such file, or it is damaged.
@@ -3928,7 +3998,7 @@ def grad(
     retain_graph: bool = False,
 ) -> list[Tensor | None]:
     """
-    The gradients of `loss` with respect to `inputs`; no `.grad` changes.
+    Compute the gradients of `loss` with respect to `inputs`, without changing any `.grad`.
 
     ```python
     x = tc.Var([3.0])
@@ -3943,10 +4013,10 @@ def grad(
         retain_graph: whether the graph can be differentiated again.
 
     Returns:
-        One gradient for each input, None for those that the loss does not depend on.
+        One gradient for each input; None for an input on which the loss does not depend.
 
     Raises:
-        AutogradError: as `backward`, and if an input needs no gradient.
+        AutogradError: as `backward`, and if an input does not require a gradient.
         ShapeError: as `backward`.
     """
 
@@ -3967,7 +4037,7 @@ def gradcheck(
 
     Args:
         function: takes the inputs, returns a Tensor of any shape.
-        inputs: an f64 tensor or several.
+        inputs: one or several f64 tensors.
         eps: step of the differences.
         atol: absolute tolerance.
         rtol: relative tolerance.
@@ -3976,15 +4046,15 @@ def gradcheck(
         True.
 
     Raises:
-        AutogradError: if an entry exceeds the tolerance; names the worst.
+        AutogradError: if the difference of an entry exceeds the tolerance. The message names the worst entry.
         DTypeError: if an input is not f64.
         The exceptions of the function.
     """
 
 def gradient_vectors(parameters: Iterable[Var] | Mapping[str, Var]) -> list[Tensor]:
     """
-    Return the gradients of variables as vectors, one for all that are adjacent in a flat buffer. Missing gradients are
-    zeros.
+    Return the gradients of variables as vectors. Gradients that are adjacent in a flat buffer are one vector. Missing
+    gradients are zeros.
 
     Raises:
         OutOfMemoryError: if the vectors do not fit.
@@ -4012,7 +4082,7 @@ def group_norm(
         weight: scale, (C,).
         bias: shift, (C,).
         eps: added to the variance.
-        channels_last: whether the input is (B, ..., C), which saves copies.
+        channels_last: whether the layout of input and result is (B, ..., C). This layout needs no copies.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -4029,7 +4099,7 @@ def group_norm_silu(
     channels_last: bool = False,
 ) -> Tensor:
     """
-    SiLU of `group_norm`, in one operation that does not save the norm's result.
+    SiLU of `group_norm`, in one operation. The tape does not save the norm's result.
 
     ```python
     assert F.group_norm_silu(tc.randn(1, 8, 4, 4), 2).shape == (1, 8, 4, 4)
@@ -4041,7 +4111,7 @@ def group_norm_silu(
         weight: scale, (C,).
         bias: shift, (C,).
         eps: added to the variance.
-        channels_last: whether the input is (B, ..., C), which saves copies.
+        channels_last: whether the layout of input and result is (B, ..., C). This layout needs no copies.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -4055,7 +4125,7 @@ def huber_loss(
     delta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    The Huber loss: squared up to `delta`, linear beyond (Huber 1964).
+    The Huber loss (Huber 1964): half the squared difference if that difference is at most `delta`, linear beyond.
 
     ```python
     loss = F.huber_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4067,7 +4137,7 @@ def huber_loss(
         input: any shape.
         target: the same shape.
         reduction: "mean", "sum", or "none" for the losses of the elements.
-        delta: where the loss becomes linear, above 0.
+        delta: the difference from which the loss is linear, above 0.
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
@@ -4096,16 +4166,16 @@ def inspect(
     others: SupportsGetItem[int, str | bytes | PathLike[str] | PathLike[bytes]] = ...,
 ) -> CheckpointFacts:
     """
-    What a checkpoint is, determined from its headers and configurations; no weight is read.
+    Determine the contents of a checkpoint from its headers and configurations, without reading weights.
 
     ```python
     assert tc.inspect("sdxl").resolution == 128  # the built-in one
     ```
 
     Args:
-        path: a pipeline's folder, an original checkpoint in one file, or a model alone.
-        model: a family, "sdxl", all of whose models must be there.
-        others: folders and files of single models, text encoders and autoencoders, which replace those of `path`.
+        path: a pipeline's folder, an original checkpoint in one file, or a single model.
+        model: a family, such as "sdxl", all of whose models must exist.
+        others: folders and files of single text encoders and autoencoders, which replace those of `path`.
 
     Raises:
         MissingFileError: if nothing is at `path`.
@@ -4160,7 +4230,7 @@ def layer_norm(
 
     Args:
         input: (..., *normalized_shape).
-        normalized_shape: the sizes of the trailing dimensions, or the last one's.
+        normalized_shape: the sizes of the trailing dimensions, or the size of the last dimension.
         weight: scale, of shape `normalized_shape`.
         bias: shift, of shape `normalized_shape`.
         eps: added to the variance.
@@ -4196,8 +4266,8 @@ def linear_cross_entropy(
     input: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     """
-    The sum of the cross-entropies of `input @ weight.T` and class ids, as a number in f32 (f64 for f64), computed some rows at a time: the
-    matrix of all logits never exists, and the gradients are computed with the loss.
+    The sum of the cross-entropies of `input @ weight.T` and class ids, a scalar in f32 (f64 for f64). It is computed
+    some rows at a time, without a matrix of all logits, and its gradients are computed together with it.
 
     ```python
     states, head, ids = tc.randn(3, 8), tc.randn(100, 8), tc.tensor([5, 7, -100])
@@ -4209,7 +4279,7 @@ def linear_cross_entropy(
         input: (N, D) states.
         weight: (classes, D), in the dtype of the states. The gradient of a frozen weight is not computed.
         target: (N) class ids, i64 or u32; rows with -100 are ignored.
-        weights: (N) f32 numbers that multiply the losses of rows; 1 without them. They get no gradient.
+        weights: (N) f32 factors of the losses of rows, which get no gradient. Default: all 1.
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
@@ -4219,8 +4289,8 @@ def linear_cross_entropy(
 
 def linear_log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """
-    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64), computed some rows at a
-    time, and recomputed in the backward pass.
+    The logarithms of the softmax of `input @ weight.T` at class ids, (N) in f32 (f64 for f64). They are computed some
+    rows at a time, and again in the backward pass.
 
     ```python
     states, head = tc.randn(3, 8), tc.randn(100, 8)
@@ -4345,8 +4415,8 @@ def modulated_layer_norm(
     input: Tensor, scale: Tensor, shift: Tensor, eps: SupportsFloat | SupportsIndex = ...
 ) -> Tensor:
     """
-    Layer normalisation of the last dimension, times 1 + scale, plus shift, both given for each example: adaLN of diffusion
-    transformers (Peebles & Xie 2022, arXiv:2212.09748).
+    Layer normalisation of the last dimension, times 1 + scale, plus shift. Each example has its own scale and shift, as
+    in adaLN of diffusion transformers (Peebles & Xie 2022, arXiv:2212.09748).
 
     ```python
     y = F.modulated_layer_norm(tc.randn(2, 16, 8), tc.zeros(2, 8), tc.zeros(2, 8))
@@ -4360,7 +4430,7 @@ def modulated_layer_norm(
         eps: added to the variance.
 
     Returns:
-        The input's shape and dtype.
+        A tensor of the input's shape and dtype.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -4389,11 +4459,11 @@ def mse_loss(input: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 def nccl_unique_id() -> bytes:
     """
-    Return 128 bytes by which processes find each other; the calling process must become rank 0.
+    Return 128 bytes by which the processes of a group find each other. The calling process must be rank 0.
 
     Raises:
         CudaUnavailableError: if NCCL cannot be used.
-        DeviceError: if it finds no network interface to listen on.
+        DeviceError: if NCCL finds no network interface to listen on.
     """
 
 def nccl_version() -> int:
@@ -4401,7 +4471,7 @@ def nccl_version() -> int:
     Return the version of NCCL, such as 23007 for 2.30.7.
 
     Raises:
-        CudaUnavailableError: if it cannot be used.
+        CudaUnavailableError: if NCCL cannot be used.
     """
 
 def normal_samples(
@@ -4418,7 +4488,7 @@ def normal_samples(
         shape: the shape of the values of one sample.
         samples: the indices of the samples in the run.
         seed: the seed of the run.
-        purpose: the name of what the random numbers are for.
+        purpose: the name of the random numbers' purpose.
 
     Returns:
         (B, *shape), f32: one entry for each of the B samples.
@@ -4444,7 +4514,7 @@ def ones(
 
 def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | None = None) -> Tensor:
     """
-    Ones in the shape of `input`; dtype and device are its own unless given.
+    Ones in the shape of `input`, by default with its dtype and on its device.
 
     ```python
     x = tc.tensor([1, 2, 3])
@@ -4454,8 +4524,8 @@ def ones_like(input: Tensor, dtype: DType | str | None = None, device: str | Non
 
 def optimizer_kinds() -> list[tuple[str, str, int, dict[str, Any]]]:
     """
-    The optimizers of the library's registry, each as its name, a docstring, the number of its hyper-parameters that may be passed by
-    position, and all of them with their defaults, in order.
+    The optimizers of the library's registry. Each is a tuple of its name, its docstring, the number of hyper-parameters
+    that may be passed by position, and all hyper-parameters with their defaults, in order.
     """
 
 def pipeline_parts(model: str) -> list[str]:
@@ -4474,7 +4544,7 @@ def prepare_adapters(
     dtype: DType | str | None = None,
 ) -> AdapterFile:
     """
-    Copy to the CPU what `save_adapters` would write, so that it can be written while training continues.
+    Copy everything that `save_adapters` would write to the CPU, so that it can be written while training continues.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -4487,7 +4557,7 @@ def prepare_adapters(
         path: the file.
         adapters: the adapters of each model.
         format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-        metadata: text entries for the file's header, in addition to those that tools look for.
+        metadata: text entries for the file's header, in addition to those for other tools.
         dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
     Raises:
@@ -4506,14 +4576,14 @@ def quantize(tensor: Tensor, format: str) -> QuantizedTensor:
 
     Args:
         tensor: floating point, (out_features, in_features).
-        format: "int8", integers with a scale per row; "fp8", e4m3 numbers with a scale per row; "nf4", four bits as bitsandbytes stores them:
-            blocks of 64 elements, whose scales are quantized in blocks of 256; "q8_0" and "q4_0", blocks of 32 elements of a row
-            with a scale each, as GGUF files have them.
+        format: "int8" for integers with a scale per row; "fp8" for e4m3 numbers with a scale per row; "nf4" for four
+            bits as in bitsandbytes, in blocks of 64 elements whose scales are quantized in blocks of 256; "q8_0" or
+            "q4_0" for blocks of 32 elements of a row, each with a scale, as in GGUF files.
 
     Raises:
         ShapeError: if the tensor is not a matrix, or its rows do not divide into blocks.
         DTypeError: if it is not floating point.
-        ArgumentError: if the format is unknown, the tensor needs a gradient, or has values that are not finite.
+        ArgumentError: if the format is unknown, or if the tensor requires a gradient or has non-finite values.
     """
 
 def quick_gelu(input: Tensor) -> Tensor:
@@ -4631,7 +4701,7 @@ def rms_norm_rope(
         eps: added to the mean square.
 
     Returns:
-        The shape and dtype of `x`; nothing in between is rounded to that dtype.
+        A tensor of the shape and dtype of `x`. Intermediate results are not rounded to that dtype.
 
     Raises:
         ShapeError, DTypeError, DeviceError: if the operands do not fit.
@@ -4667,7 +4737,7 @@ def save_adapters(
     dtype: DType | str | None = None,
 ) -> list[str]:
     """
-    Write the adapters of several models, a UNet and its text encoders, to one safetensors file.
+    Write the adapters of several models, such as a UNet and its text encoders, to one safetensors file.
 
     ```python
     unet = tc.models.load("sdxl")
@@ -4679,7 +4749,7 @@ def save_adapters(
         path: the file.
         adapters: the adapters of each model.
         format: "kohya" (the default for SDXL), "diffusers" or "comfyui".
-        metadata: text entries for the file's header, in addition to those that tools look for.
+        metadata: text entries for the file's header, in addition to those for other tools.
         dtype: the dtype of the parameters, "f32", "f16" or "bf16".
 
     Returns:
@@ -4707,15 +4777,16 @@ def save_checkpoint(
 
     Args:
         path: the file.
-        models: each model by the folder that it would have in a pipeline: "unet", "vae", "text_encoder", "text_encoder_2".
-            Adapters are left out; a merged one is part of its layer's weight.
-        base: a checkpoint from which all else is copied, unchanged.
+        models: the models, by the names of their folders in a pipeline: "unet", "vae", "text_encoder",
+            "text_encoder_2". Adapters are not written, but a merged adapter is part of its layer's weight.
+        base: a checkpoint from which everything else is copied unchanged.
         dtype: convert the weights of the models.
-        quantize: by the folder of a model, "fp8" or "int8": write its linear layers as ComfyUI stores them, as e4m3 numbers with a
-            scale per tensor, or as integers with a scale per row.
+        quantize: formats by the name of a model's folder: "fp8" or "int8". The model's linear layers are written as
+            ComfyUI stores them: "fp8" as e4m3 numbers with a scale per tensor, "int8" as integers with a scale per row.
 
     Raises:
-        ArgumentError: if a model has no such folder, or no layers that may be quantized; if the format is neither.
+        ArgumentError: if a model does not fit the name of its folder, if it has no layers that may be quantized, or if
+            a format is unknown.
         FileError, MissingFileError: if a file cannot be written or read.
     """
 
@@ -4726,7 +4797,7 @@ def save_file(
     codes: dict[str, str] | None = ...,
 ) -> None:
     """
-    Write tensors to a safetensors file, complete or not at all.
+    Write tensors to a safetensors file. If writing fails, no incomplete file remains.
 
     ```python
     tc.save_file({"a": tc.ones(2)}, "tensors.safetensors", metadata={"made": "here"})
@@ -4737,19 +4808,19 @@ def save_file(
         tensors: tensors by name.
         path: the file.
         metadata: text entries for the file's header.
-        codes: by the name of a u8 tensor that holds codes, as a QuantizedTensor has them: the numbers that they mean, "int8" or
-            "fp8" (e4m3).
+        codes: for each u8 tensor that holds the codes of a QuantizedTensor, by name, the kind of numbers that the codes
+            represent: "int8" or "fp8" (e4m3).
 
     Raises:
         FileError: if the file cannot be written.
-        ArgumentError: if `codes` names no tensor, or other numbers.
-        DTypeError: if such a tensor is not u8, or safetensors files cannot hold a dtype.
+        ArgumentError: if `codes` has the name of no tensor, or another kind of numbers.
+        DTypeError: if a tensor of codes is not u8, or if safetensors files do not support the dtype of a tensor.
     """
 
 def saved_bytes() -> int:
     """
-    Bytes that the live tape saves for backward passes: saved activations and the inputs of checkpoints, each storage
-    counted once; parameters are not counted.
+    Bytes that existing tapes save for backward passes: activations and the inputs of checkpoints. Each storage counts
+    once; parameters do not count.
 
     ```python
     x = tc.Var(tc.ones(1000))
@@ -4793,7 +4864,7 @@ def scaled_dot_product_attention(
 
 def set_float32_matmul_precision(precision: str) -> None:
     """
-    Choose how products of f32 matrices are computed on CUDA devices, as torch's function of this name.
+    Choose how products of f32 matrices are computed on CUDA devices, as torch's function of the same name does.
 
     ```python
     tc.set_float32_matmul_precision("high")
@@ -4802,27 +4873,27 @@ def set_float32_matmul_precision(precision: str) -> None:
     ```
 
     Args:
-        precision: "highest" for f32, the default; "high" for TF32, whose factors have a mantissa of 10 bits: several
-            times as fast on tensor cores. It affects neither other dtypes nor the CPU.
+        precision: "highest" for f32, the default; "high" for TF32, which is several times as fast on tensor cores but
+            rounds factors to a mantissa of 10 bits. It affects neither other dtypes nor the CPU.
 
     Raises:
-        ArgumentError: if it is another value.
+        ArgumentError: if the precision is another value.
     """
 
 def set_grad_enabled(enabled: bool) -> bool:
     """
-    Switch recording on this thread; returns the previous state.
+    Enable or disable recording on this thread; returns the previous state.
     """
 
 def set_gradient_vectors(
     parameters: Iterable[Var] | Mapping[str, Var], vectors: SupportsGetItem[int, Tensor]
 ) -> None:
     """
-    Overwrite the gradients of variables by vectors of the sizes that `gradient_vectors` gives.
+    Overwrite the gradients of variables with vectors of the sizes that `gradient_vectors` returns.
 
     Raises:
         ArgumentError: if there are more or fewer vectors.
-        ShapeError, DTypeError, DeviceError: if a vector differs from its gradients.
+        ShapeError, DTypeError, DeviceError: if a vector has another size, dtype or device than its gradients.
     """
 
 def set_num_threads(n: SupportsIndex) -> None:
@@ -4844,8 +4915,9 @@ def set_resolver(resolve: Callable[..., Any]) -> None:
     Set the function that finds models by names that are not paths. Only the first call has an effect.
 
     Args:
-        resolve: called with the name, the folders that may have the model in a repository, the likeliest first, and whether
-            half-precision files are preferred; returns a folder, or None if it does not know the name.
+        resolve: a function of the name, of the folders of a repository that may contain the model (the most likely
+            first), and of whether half-precision files are preferred. It returns a folder, or None if it does not know
+            the name.
     """
 
 def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
@@ -4862,17 +4934,19 @@ def set_rng_state(state: tuple[SupportsIndex, SupportsIndex]) -> None:
 
 def set_w8a8(enabled: bool) -> None:
     """
-    Choose whether linear layers over int8 or fp8 weights multiply codes, on GPUs several times as fast as values.
+    Choose whether linear layers with int8 or fp8 weights multiply codes instead of values. On GPUs this is several
+    times as fast.
 
-    Activations and gradients are rounded to the format of the weight right before a product, each row with a scale of
-    its largest magnitude / 127 (int8) or / 448 (fp8), as torchao's dynamic quantization does. Scales of a weight that
-    vary along the sum are multiplied into the gradient before that. Sums of int8 are exact, those of fp8 in f32. Layers
-    over other formats, and those whose sides are not multiples of 16, multiply values. GPUs need compute capability 7.5
-    for int8 and 8.9 for fp8; older ones multiply values.
+    Right before a product, activations and gradients are rounded to the format of the weight. Each row has a scale, its
+    largest magnitude / 127 (int8) or / 448 (fp8), as in torchao's dynamic quantization. If a product sums over the rows
+    of the weight, the rows' scales are multiplied into the gradient before it is rounded. Sums of int8 products are
+    exact; those of fp8 products are in f32. Layers with other formats, and layers whose numbers of features are not
+    multiples of 16, multiply values. Codes need a GPU of compute capability 7.5 for int8 and 8.9 for fp8; older GPUs
+    multiply values.
 
     Args:
-        enabled: whether they do, from now on. The default is that they multiply the values that codes represent. Captured graphs
-            keep what they were recorded with.
+        enabled: whether layers multiply codes from now on. By default they multiply the values that codes represent.
+            Captured graphs keep the choice with which they were recorded.
     """
 
 def share_streamed(rank: SupportsIndex = 0, exchange: Callable[..., Any] | None = None) -> None:
@@ -4895,7 +4969,7 @@ def smooth_l1_loss(
     beta: SupportsFloat | SupportsIndex = ...,
 ) -> Tensor:
     """
-    The Huber loss divided by its threshold, torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083).
+    torch's `smooth_l1_loss` (Girshick 2015, arXiv:1504.08083): the Huber loss divided by its threshold.
 
     ```python
     loss = F.smooth_l1_loss(tc.tensor([0.0, 2.0]), tc.tensor([0.0, 0.0]))
@@ -4907,7 +4981,7 @@ def smooth_l1_loss(
         input: any shape.
         target: the same shape.
         reduction: "mean", "sum", or "none" for the losses of the elements.
-        beta: where the loss becomes linear, from 0 up; 0 makes it the absolute error.
+        beta: the difference from which the loss is linear, at least 0; with 0 the loss is the absolute error.
 
     Raises:
         ShapeError, DTypeError: if the operands do not fit.
@@ -4916,7 +4990,8 @@ def smooth_l1_loss(
 
 def snapshot(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
-    Copy tensors to the CPU, unaffected by later changes, to write them while training continues.
+    Copy tensors to the CPU, to write them while training continues. Later changes of variables do not affect the
+    copies.
 
     ```python
     v = tc.Var([1.0])
@@ -4944,7 +5019,7 @@ def stack(tensors: SupportsGetItem[int, Tensor], dim: SupportsIndex = 0) -> Tens
     ```
 
     Raises:
-        ArgumentError: without tensors.
+        ArgumentError: if there are no tensors.
         ShapeError: if the shapes differ.
         DTypeError: if the dtypes differ.
         IndexOutOfRangeError: if the dimension is out of range.
@@ -4956,7 +5031,7 @@ def stream_seed(seed: SupportsIndex, purpose: str, number: SupportsIndex) -> int
 
     Args:
         seed: the seed of the run, 0 to 2**64 - 1.
-        purpose: the name of what the random numbers are for.
+        purpose: the name of the random numbers' purpose.
         number: the index of the sample, batch or other item that the stream belongs to, 0 to 2**64 - 1.
 
     Raises:
@@ -4993,7 +5068,7 @@ def tensor(data: Any, dtype: DType | str | None = None, device: str = "cpu") -> 
         device: the device.
 
     Raises:
-        DTypeError: if the data are not numbers, or of a kind that no dtype holds (complex, uint64).
+        DTypeError: if the data are not numbers, or no dtype can represent them (complex, uint64).
         ShapeError: if nested lists are ragged.
         DeviceError, CudaUnavailableError: if the device is unknown or cannot be used.
     """
@@ -5076,7 +5151,7 @@ def verify_adapter(
     weights: str | bytes | PathLike[str] | PathLike[bytes] | None = None,
 ) -> AdapterReport:
     """
-    Match an adapter file against a model's layers as ComfyUI, diffusers and other programs do.
+    Match an adapter file with a model's layers as ComfyUI, diffusers and other tools do.
 
     ```python
     report = tc.verify_adapter("adapter.safetensors", "sdxl", weights="sdxl")
@@ -5085,7 +5160,7 @@ def verify_adapter(
 
     Args:
         path: the file.
-        model: the family, "sdxl", "sd3" or "flux".
+        model: the family, such as "sdxl", "sd3" or "flux".
         weights: the model's files, if its sizes differ from the published ones; only their headers are read.
 
     Raises:
@@ -5095,7 +5170,7 @@ def verify_adapter(
 
 def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float | int) -> Tensor:
     """
-    `input` where `condition` is not 0, else `other`; shapes broadcast as in numpy.
+    Select elements of `input` where `condition` is not 0, and of `other` elsewhere. Shapes broadcast as in numpy.
 
     ```python
     x = tc.tensor([-1.0, 2.0])
@@ -5103,9 +5178,9 @@ def where(condition: Tensor, input: Tensor | float | int, other: Tensor | float 
     ```
 
     Args:
-        condition: a u8 tensor, such as a comparison gives.
+        condition: a u8 tensor, such as the result of a comparison.
         input: a tensor or a number.
-        other: a tensor or a number; two numbers give f32.
+        other: a tensor or a number. If both are numbers, the result is f32.
 
     Raises:
         DTypeError: if the condition is not u8, or `input` and `other` differ in dtype.
@@ -5131,7 +5206,7 @@ def zeros_like(
     input: Tensor, dtype: DType | str | None = None, device: str | None = None
 ) -> Tensor:
     """
-    Zeros in the shape of `input`; dtype and device are its own unless given.
+    Zeros in the shape of `input`, by default with its dtype and on its device.
 
     ```python
     x = tc.tensor([1, 2, 3])

@@ -109,7 +109,7 @@ class AdamW(GroupedOptimizer):
         lr: Learning rate, at least 0.
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0. In Adam an L2 penalty, `weight_decay * param` added to the gradient; in AdamW decoupled from it: each step multiplies the parameters by `1 - lr * weight_decay`.
+        weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         amsgrad: Divide by the largest second moment so far instead of the current one.
         maximize: Ascend instead of descend.
 
@@ -148,7 +148,7 @@ class Adam(GroupedOptimizer):
         lr: Learning rate, at least 0.
         betas: Decay rates of the first and the second moment, each in [0, 1).
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0. In Adam an L2 penalty, `weight_decay * param` added to the gradient; in AdamW decoupled from it: each step multiplies the parameters by `1 - lr * weight_decay`.
+        weight_decay: At least 0. Adam adds `weight_decay * param` to the gradient, an L2 penalty; AdamW leaves the gradient unchanged and multiplies the parameters by `1 - lr * weight_decay` in each step.
         amsgrad: Divide by the largest second moment so far instead of the current one.
         maximize: Ascend instead of descend.
 
@@ -241,7 +241,7 @@ class Lion(GroupedOptimizer):
 
 class Adafactor(GroupedOptimizer):
     """
-    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: the second moment of a matrix from those of its rows and columns.
+    Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), as `torch.optim.Adafactor`: Adam, with a matrix's second moments estimated from those of its rows and columns.
 
     ```python
     optimizer = tc.optim.Adafactor(model.parameters(), lr=1e-3)
@@ -252,10 +252,10 @@ class Adafactor(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Bound of the relative step size, at least 0: step t moves a parameter by min(lr, 1/√t) of its root mean square.
-        beta2_decay: At most 0: the second moments take the square of gradient t with weight t^`beta2_decay`.
-        eps: The least second moment is the square of the first one, by default the precision of the dtype that is computed in; the least root mean square of a parameter is the second one. Both at least 0.
-        d: At least 1: the root mean square of an update, before the step size, is clipped to it.
+        lr: Bound of the relative step size, at least 0: step t changes a parameter by min(lr, 1/√t) times its root mean square.
+        beta2_decay: At most 0: in step t, the squared gradient enters the second moments with weight t^`beta2_decay`.
+        eps: Two numbers of at least 0. Second moments are at least the square of the first number, by default the machine epsilon of the dtype that is computed in; the root mean square of a parameter counts as at least the second number.
+        d: At least 1: an update is clipped to this root mean square before it is multiplied by the step size.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         maximize: Ascend instead of descend.
 
@@ -283,7 +283,7 @@ class Adafactor(GroupedOptimizer):
 
 class CAME(GroupedOptimizer):
     """
-    CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor that trusts consistent updates more.
+    CAME (Luo et al. 2023, arXiv:2307.02047), as `came_pytorch.CAME`: Adafactor with smaller steps where successive updates differ more.
 
     ```python
     optimizer = tc.optim.CAME(model.parameters(), lr=1e-3)
@@ -295,8 +295,8 @@ class CAME(GroupedOptimizer):
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
-        eps: Added to squared gradients, and to the squared differences of updates from their mean; both at least 0.
-        clip_threshold: Above 0: the root mean square of an update, before the step size, is clipped to it.
+        eps: Two numbers of at least 0: the first is added to squared gradients, the second to the squared differences of updates from their mean.
+        clip_threshold: Above 0: an update is clipped to this root mean square before it is multiplied by the step size.
         betas: Decay rates of the mean update, of the second moments and of the differences, each in [0, 1).
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
 
@@ -324,7 +324,7 @@ class CAME(GroupedOptimizer):
 
 class Prodigy(GroupedOptimizer):
     """
-    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size. All groups share one estimate d and their hyper-parameters, except weight_decay, eps and a learning rate of 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
+    Prodigy (Mishchenko & Defazio 2023, arXiv:2306.06101), as `prodigyopt.Prodigy`: AdamW that estimates its step size. All groups share one estimate d. Only weight_decay and eps may differ in groups, and lr may be 0. The state dict has `estimate` (4), f64: d, its maximum, its numerator and the number of steps.
 
     ```python
     optimizer = tc.optim.Prodigy(model.parameters(), lr=1e-3)
@@ -335,18 +335,18 @@ class Prodigy(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. All groups have the same or 0: those with 0 stay as they are.
-        betas: Decay rates of the first and the second moment, each in [0, 1). A first one of 0 keeps no first moment.
-        beta3: Decay rate of the sums that the estimate is made of, in [0, 1); default: the root of the second beta.
-        eps: Added, times the estimate, to the root of the second moment; above 0.
+        lr: Factor on the estimated step size, at least 0; 1 unless a schedule changes it. Groups may differ only by a factor of 0, which leaves them unchanged.
+        betas: Decay rates of the first and the second moment, each in [0, 1); a first rate of 0 keeps no first moment.
+        beta3: Decay rate of the sums that give the estimate, in [0, 1); default: the square root of the second beta.
+        eps: Above 0: eps times the estimate is added to the root of the second moment.
         weight_decay: At least 0; see `decouple`.
-        decouple: Weight decay as in AdamW; otherwise an L2 penalty, added to the gradient.
-        use_bias_correction: Adam's correction of the first steps.
-        safeguard_warmup: Keep `lr` and the bias correction out of the estimate's denominator, which a warm-up would make too small.
+        decouple: Decay weights as AdamW does; otherwise add an L2 penalty to the gradient.
+        use_bias_correction: Use Adam's bias correction in the first steps.
+        safeguard_warmup: Leave `lr` and bias correction out of the estimate's denominator: a warm-up would make it too small.
         d0: The first estimate, above 0.
-        d_coef: Factor on the estimate, above 0: the way to tune the method, 0.5 or 2 for example.
+        d_coef: Factor on the estimate, above 0; tune the method with it, for example 0.5 or 2.
         growth_rate: The estimate grows by at most this factor in a step, at least 1.
-        slice_p: Estimate from every n-th element, at least 1: 11 saves almost half of the memory.
+        slice_p: Compute the estimate from every n-th element, at least 1; 11 saves almost half of the memory.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -375,7 +375,7 @@ class Prodigy(GroupedOptimizer):
 
 class AdamWScheduleFree(GroupedOptimizer):
     """
-    Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before validating or saving, which puts the average in the parameters, and `train()` before the next step.
+    Schedule-free AdamW (Defazio et al. 2024, arXiv:2405.15682), as `schedulefree.AdamWScheduleFree`: call `eval()` before validating or saving, to replace the parameters by their average, and `train()` before the next step.
 
     ```python
     optimizer = tc.optim.AdamWScheduleFree(model.parameters(), lr=1e-3)
@@ -386,13 +386,13 @@ class AdamWScheduleFree(GroupedOptimizer):
 
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
-        lr: Learning rate, at least 0; without a schedule.
-        betas: The share of the average in the point where gradients are taken, above 0, and the decay rate of the second moment; both less than 1.
+        lr: Learning rate, at least 0; use it without a schedule.
+        betas: Two numbers below 1. The first, above 0, is the weight of the average in the point at which gradients are computed; the second, at least 0, is the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0: times the parameter, added to the normalized gradient.
-        warmup_steps: Steps in which the learning rate grows linearly from 0.
-        r: Step number k has the weight k to this power in the average.
-        weight_lr_power: And the largest learning rate so far to this power.
+        weight_decay: At least 0: `weight_decay * param` is added to the normalized gradient.
+        warmup_steps: The number of steps in which the learning rate grows linearly from 0.
+        r: In the average, step number k has the weight `k^r`, times the factor of `weight_lr_power`.
+        weight_lr_power: The weight of a step in the average has the factor `lr_max^weight_lr_power`, where `lr_max` is the largest learning rate so far.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -416,7 +416,7 @@ class AdamWScheduleFree(GroupedOptimizer):
 
 class Muon(GroupedOptimizer):
     """
-    Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: momentum whose update is made orthogonal; vectors take a step of AdamW.
+    Muon (Jordan et al. 2024), as `torch.optim.Muon` in f32: the update of a matrix is its momentum, made orthogonal; AdamW updates vectors.
 
     ```python
     optimizer = tc.optim.Muon(model.parameters(), lr=1e-3)
@@ -430,13 +430,13 @@ class Muon(GroupedOptimizer):
         lr: Learning rate, at least 0.
         weight_decay: At least 0: each step multiplies the parameters by `1 - lr * weight_decay`.
         momentum: Decay rate of the momentum, in [0, 1).
-        nesterov: Move the gradient towards the momentum instead of taking the momentum alone.
-        ns_coefficients: Coefficients of the Newton-Schulz iteration: of the matrix, of its third and of its fifth power.
-        eps: The least norm that an update is divided by, above 0.
+        nesterov: Nesterov momentum: make orthogonal the gradient moved towards the momentum, instead of the momentum itself.
+        ns_coefficients: Coefficients of the Newton-Schulz iteration: for the matrix, its third and its fifth power.
+        eps: Above 0: the iteration starts with the update divided by its norm, or by this if the norm is smaller.
         ns_steps: Steps of the Newton-Schulz iteration, less than 100.
         match_rms_adamw: Scale the update of an A x B matrix by `0.2 * sqrt(max(A, B))`, so that learning rates of AdamW fit (torch: `adjust_lr_fn="match_rms_adamw"`); otherwise by `sqrt(max(1, A / B))`.
-        vector_betas: Vectors take a step of AdamW: its decay rates, each in [0, 1).
-        vector_eps: Vectors take a step of AdamW: added to the root of the second moment, at least 0.
+        vector_betas: Decay rates of AdamW, which updates vectors; each in [0, 1).
+        vector_eps: Added by AdamW, which updates vectors, to the root of the second moment; at least 0.
 
     Raises:
         ArgumentError: if a number is out of range, there is no variable, or one appears twice.
@@ -482,10 +482,10 @@ class SGD(GroupedOptimizer):
     Args:
         params: variables, or dicts with an entry "params" and their own hyper-parameters.
         lr: Learning rate, at least 0.
-        momentum: Share of the momentum buffer that stays from step to step; 0 for no buffer.
+        momentum: The momentum buffer is multiplied by this in each step; with 0 there is no buffer.
         dampening: The gradient enters the buffer with weight `1 - dampening`.
         weight_decay: L2 penalty, at least 0: `weight_decay * param` is added to the gradient.
-        nesterov: Look ahead along the momentum. Needs `momentum > 0` and `dampening == 0`.
+        nesterov: Use Nesterov momentum. Needs `momentum > 0` and `dampening == 0`.
         maximize: Ascend instead of descend.
 
     Raises:
