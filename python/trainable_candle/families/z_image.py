@@ -75,6 +75,7 @@ class ZImage(FlowFamily[ZImageTexts]):
         r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])",
     )
     guidance: ClassVar[float] = 5.0
+    reads_texts_apart: ClassVar[bool] = True
     schedule: ClassVar[FlowSchedule] = FlowSchedule(3.0)
     text_tokens: ClassVar[int] = _USUAL_TOKENS
     model: ZImageTransformer
