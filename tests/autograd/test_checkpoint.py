@@ -236,7 +236,7 @@ def test_a_captured_variable_that_changed_is_an_error():
         (
             lambda x: tc.checkpoint(lambda t: t, x, policy="some"),
             tc.ArgumentError,
-            'checkpoint: unknown policy "some"; expected "none", "full" or "selective"',
+            'checkpoint: unknown policy "some"; expected "none", "full", "selective" or "offload"',
         ),
         (lambda x: tc.checkpoint(3, x), TypeError, "expected a function, found int"),
     ],
