@@ -203,7 +203,7 @@ impl Saved {
     /// Count layers that share an input that their backward computes again ([`Tensor::remade`]). Inside a full
     /// checkpoint, that input is kept instead.
     pub fn remade_layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize)) {
-        if self.policy == Policy::None {
+        if self.policy == Policy::None && !self.kept(layers).any(|kept| kept.remade) {
             self.layers(layers, (0, positions), false);
             self.block.again = self.block.again.max(inputs);
         } else {
@@ -211,15 +211,21 @@ impl Saved {
         }
     }
 
+    /// What the adapters of some layers keep.
+    fn kept(&self, layers: &[Layer<'_>]) -> impl Iterator<Item = Kept> {
+        layers.iter().filter_map(|layer| self.adapted.get(&key(*layer)).copied())
+    }
+
     /// Count layers that share their input. If the input is `cheap`, selective checkpointing recomputes it.
     pub fn layers(&mut self, layers: &[Layer<'_>], (inputs, positions): (usize, usize), cheap: bool) {
         layers.iter().for_each(|layer| self.product(layer.base().weight.dims(), positions));
-        let kept: Vec<Kept> = layers.iter().filter_map(|layer| self.adapted.get(&key(*layer)).copied()).collect();
+        let kept: Vec<Kept> = self.kept(layers).collect();
         if kept.is_empty() {
             return;
         }
         self.reached = true;
-        self.block.kept += positions * kept.iter().map(|kept| kept.values).sum::<usize>();
+        let selective = usize::from(self.policy == Policy::Selective);
+        self.block.kept += positions * kept.iter().map(|kept| kept.values + selective * kept.products).sum::<usize>();
         if !kept.iter().any(|kept| kept.input) {
             return;
         }

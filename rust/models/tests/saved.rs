@@ -18,7 +18,7 @@ use trainable_candle_models::sdxl::{SDXLUNet, UNetConditions};
 use trainable_candle_models::z_image::{ZImageConditions, ZImageConfig, ZImageTransformer};
 use trainable_candle_models::{Architecture, Configuration, Model};
 use trainable_candle_nn::Source;
-use trainable_candle_nn::adapter::{AdapterSet, LoraConfig};
+use trainable_candle_nn::adapter::{AdapterSet, LoraConfig, OftSide};
 
 const CPU: Device = Device::Cpu;
 
@@ -26,13 +26,25 @@ fn zeros(dims: &[usize]) -> Tensor {
     Tensor::zeros(dims, DType::F32, &CPU).unwrap()
 }
 
-/// Compare for every policy and several targets; `run` is a forward pass of `batch` samples.
+/// Compare LoRAs for every policy and several targets; `run` is a forward pass of `batch` samples.
 fn check(model: &dyn Model, targets: &[&str], size: SampleSize, batch: usize, run: impl Fn() -> Result<Tensor>) {
+    check_kind(&LoraConfig { r: 4, ..LoraConfig::default() }, model, targets, size, batch, run);
+}
+
+/// [`check`] with adapters of another kind.
+fn check_kind(
+    kind: &LoraConfig,
+    model: &dyn Model,
+    targets: &[&str],
+    size: SampleSize,
+    batch: usize,
+    run: impl Fn() -> Result<Tensor>,
+) {
     // Kept bytes are counted for the whole process, so one test measures at a time.
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     for target in targets {
-        let config = LoraConfig { r: 4, target_modules: vec![(*target).to_owned()], ..LoraConfig::default() };
+        let config = LoraConfig { target_modules: vec![(*target).to_owned()], ..kind.clone() };
         let set = AdapterSet::attach(config.clone(), &model.named_layers()).unwrap();
         for policy in [Policy::None, Policy::Selective, Policy::Full] {
             model.set_checkpointing(policy);
@@ -98,6 +110,12 @@ fn of_a_language_model() {
         let bounds = Tensor::from_vec(vec![0i64, 17, 40], 3, &CPU).unwrap();
         let size = SampleSize { height: 0, width: 0, tokens: 40 };
         check(&model, &["all-attention", "all-linear"], size, 1, || model.hidden(&row, &row, &bounds));
+        for side in [OftSide::Input, OftSide::Output] {
+            // Small blocks, because the rotations themselves are not counted.
+            let oft =
+                LoraConfig { adapter: "oft".into(), oft_block_size: 2, oft_side: Some(side), ..LoraConfig::default() };
+            check_kind(&oft, &model, &["all-attention"], size, 1, || model.hidden(&row, &row, &bounds));
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::env::VarError;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::mutate::Rng;
@@ -58,22 +58,28 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// A temporary folder for the files of one reader.
-pub struct Folder(PathBuf);
+/// A folder of its own for the files of a reader. Memory is counted for the whole process, so one test at a time has one, from its
+/// preparations on.
+pub struct Folder {
+    path: PathBuf,
+    _alone: MutexGuard<'static, ()>,
+}
 
 impl Folder {
     pub fn new(reader: &str) -> Self {
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let path = std::env::temp_dir().join(format!("fuzz-{reader}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
-        Self(path)
+        Self { path, _alone: alone }
     }
 
     pub fn join(&self, name: &str) -> PathBuf {
-        self.0.join(name)
+        self.path.join(name)
     }
 
     pub fn path(&self) -> &Path {
-        &self.0
+        &self.path
     }
 }
 
@@ -81,7 +87,7 @@ impl Drop for Folder {
     fn drop(&mut self) {
         // Files of a failed case are kept for inspection.
         if !std::thread::panicking() {
-            drop(std::fs::remove_dir_all(&self.0));
+            drop(std::fs::remove_dir_all(&self.path));
         }
     }
 }
@@ -105,9 +111,6 @@ pub fn run(
     mutate: impl Fn(&mut Rng, &[u8]) -> Vec<u8>,
     mut read: impl FnMut() -> bool,
 ) {
-    // Memory is counted for the whole process, so one reader runs at a time.
-    static ALONE: Mutex<()> = Mutex::new(());
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (cases, seed, first) = (setting("FUZZ_CASES", 1000), setting("FUZZ_SEED", 0), setting("FUZZ_FIRST", 0));
     for (number, seed) in seeds.iter().enumerate() {
         std::fs::write(file, seed).unwrap();

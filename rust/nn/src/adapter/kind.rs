@@ -29,14 +29,18 @@ pub struct AdapterKind {
 pub struct Kept {
     /// Whether it keeps the layer's input.
     pub input: bool,
+    /// Whether it keeps an input that the backward pass could compute again.
+    pub remade: bool,
     /// Further values at each place of the result.
     pub values: usize,
+    /// The same with selective checkpointing only, which keeps the results of products.
+    pub products: usize,
 }
 
 impl Kept {
     /// The input, and a product of the adapter's rank.
     pub(super) fn low_rank(_base: &Base<'_>, settings: &AdapterSettings) -> Self {
-        Self { input: true, values: settings.rank }
+        Self { input: true, remade: false, values: settings.rank, products: 0 }
     }
 }
 

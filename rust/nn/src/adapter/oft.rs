@@ -112,11 +112,11 @@ fn start(base: &Base<'_>, settings: &AdapterSettings) -> Parameters<Start> {
     vec![(settings.oft_side.parameter(), Start::new([features / size, size * (size - 1) / 2], StartValues::Zero))]
 }
 
-/// The product with the blocks reads what it rotates: the layer's input, or its result.
+/// The product with the blocks reads a view of what it rotates: the layer's input, or its result.
 fn kept(base: &Base<'_>, settings: &AdapterSettings) -> Kept {
     match settings.oft_side {
-        OftSide::Input => Kept { input: true, values: 0 },
-        OftSide::Output => Kept { input: false, values: base.rows() },
+        OftSide::Input => Kept { input: true, remade: true, values: 0, products: base.inputs() },
+        OftSide::Output => Kept { input: false, remade: false, values: base.rows(), products: 0 },
     }
 }
 
