@@ -134,4 +134,4 @@ def test_every_reader_of_a_family_is_named(
     assert verified(tmp_path / "a.safetensors", fused, "--model", "flux") == 0
     text = capsys.readouterr().out
     assert "1 modules with the adapters of 3 layers\n" in text
-    assert "kohya applies 0; 3 in part: it leaves DoRA's magnitude out\n" in text
+    assert "kohya applies 0; 3 in part: it ignores DoRA's magnitude\n" in text
