@@ -82,5 +82,5 @@ def test_errors_name_the_cure() -> None:
         tc.QuantizedTensor.from_blocks(blocks, "q8_0")
     with pytest.raises(tc.errors.ArgumentError, match="q4_k"):
         tc.QuantizedTensor.from_blocks(blocks, "q3_k")
-    with pytest.raises(tc.errors.DTypeError, match="blocks of u8"):
+    with pytest.raises(tc.errors.DTypeError, match="expected u8 blocks"):
         tc.QuantizedTensor.from_blocks(tc.zeros((2, 34)), "q8_0")
