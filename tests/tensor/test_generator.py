@@ -176,7 +176,7 @@ def test_other_names_of_arguments() -> None:
     assert x.var(dim=1, unbiased=False).tolist() == [0.25, 1.0]
     assert x.std(dim=1, unbiased=True).tolist() == pytest.approx([0.5**0.5, 2**0.5])
     assert x.argmax(axis=1).tolist() == [1, 1]
-    with pytest.raises(tc.ArgumentError, match="sum: found dim and axis, which mean the same"):
+    with pytest.raises(tc.ArgumentError, match="sum: found both dim and axis, which mean the same"):
         x.sum(0, axis=0)
     with pytest.raises(TypeError, match="softmax: axis and dim are the same argument"):
         x.softmax(dim=0, axis=0)
