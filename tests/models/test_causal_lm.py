@@ -96,7 +96,9 @@ def test_hidden_states_are_counted_as_in_transformers(family: str) -> None:
         match="layers=2, so it cannot compute scores or be saved; load all layers",
     ):
         part(ids)
-    with pytest.raises(tc.ArgumentError, match="layer 3 of the hidden states, expected 0 to 2"):
+    with pytest.raises(
+        tc.ArgumentError, match="layers of hidden states include 3, expected 0 to 2"
+    ):
         part.hidden_states(ids, layers=[3])
     with pytest.raises(tc.ArgumentError, match="layers is 4, expected 1 to 3"):
         model_of(family, layers=4)

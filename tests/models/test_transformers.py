@@ -265,7 +265,7 @@ def test_positions_are_cut_from_the_middle() -> None:
     """Rows and columns are cut separately, as in diffusers' `cropped_pos_embed`."""
     family = FAMILIES["sd3"]
     model, case = family.load(), family.case
-    with pytest.raises(tc.ShapeError, match="13 x 2 tokens, and the model knows 12 x 12"):
+    with pytest.raises(tc.ShapeError, match="13 x 2 tokens, but the model has only 12 x 12"):
         family.predict(model, hidden_states=tc.zeros((2, 16, 26, 4)))
     with pytest.raises(tc.ShapeError, match="H and W multiples of 2"):
         family.predict(model, hidden_states=case["hidden_states"][:, :, :5])
