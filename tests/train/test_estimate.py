@@ -112,7 +112,9 @@ def test_parameters_and_optimizer_states_are_exact(
     config = task.family.config
     estimated = estimated_items(task)
     model = DigitsTransformer.from_pretrained(base)
-    adapters = Adapters({"": model.add_adapter(adapter_config(config, Digits.targets, Digits.formats))})
+    adapters = Adapters(
+        {"": model.add_adapter(adapter_config(config, Digits.targets, Digits.formats))}
+    )
     parameters = adapters.named_parameters().values()
     assert estimated["model adapter"] == sum(var.nbytes for var in parameters)
     assert estimated["model gradients"] == estimated["model adapter"]
