@@ -8,7 +8,7 @@ use trainable_candle_core::{Error, Result};
 /// The largest size that a field may have. It is far above any sensible size, and low enough that no product overflows.
 const LARGEST: u64 = 1 << 20;
 
-/// The fields of a configuration, which callers ask for by name. A field that nobody reads is an error, unless it is
+/// The fields of a configuration, which callers ask for by name. A field that no caller asks for is an error, unless it is
 /// null or false, which newer libraries write for new features that a model does not use.
 pub(crate) struct Fields<'a> {
     owner: &'static str,
