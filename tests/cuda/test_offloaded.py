@@ -32,7 +32,8 @@ def to_device(run: Any) -> list[Any]:
     return [call for call in run.of("copy") if call["kind"].startswith("cuMemcpyHtoDAsync")]
 
 
-def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
+def second_step(cuda: Any) -> Any:
+    """The calls of a step after another one."""
     run = cuda.run(
         CHAIN
         + """
@@ -43,7 +44,11 @@ def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
     """
     )
     assert run.of("refused") == []
-    second = run.after("second")
+    return run.after("second")
+
+
+def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
+    second = second_step(cuda)
     # The first input is a constant, which stays on the device.
     assert [int(call["bytes"]) for call in to_host(second)] == [BYTES] * (LAYERS - 1)
     assert [int(call["bytes"]) for call in to_device(second)] == [BYTES] * (LAYERS - 1)
@@ -54,17 +59,9 @@ def test_each_input_is_copied_once_in_each_direction(cuda: Any) -> None:
 
 
 def test_copies_to_the_device_are_queued_before_the_work_they_run_beside(cuda: Any) -> None:
-    run = cuda.run(
-        CHAIN
-        + """
-    step(x)
-    mark("second")
-    step(x)
-    mark("end")
-    """
-    )
-    calls = run.after("second").calls
-    back = [i for i, call in enumerate(calls) if call in to_device(run.after("second"))]
+    second = second_step(cuda)
+    calls, copied = second.calls, to_device(second)
+    back = [i for i, call in enumerate(calls) if call in copied]
     work = [i for i, call in enumerate(calls) if call.kind in {"launch", "product"}]
     # The first backward pass needs the input of its layer at once.
     for earlier, later in pairwise(back[1:]):
