@@ -110,11 +110,13 @@ def test_without_pinned_memory_the_error_names_the_cure(cuda: Any) -> None:
     assert 'use "full" checkpointing' in run.output
 
 
-def gradients(policy: str, device: str, *, recorded: bool = False) -> tuple[list[np.ndarray], int]:
+def gradients(
+    policy: str, device: str, layers: int, rows: int, *, recorded: bool = False
+) -> tuple[list[np.ndarray], int]:
     """The loss and the gradients of a step, and the peak of memory on the device."""
     tc.manual_seed(0)
-    weights = [tc.Var(tc.randn((WIDTH, WIDTH)) * 0.05, device=device) for _ in range(4 * LAYERS)]
-    x = tc.randn((4 * ROWS, WIDTH)).to(device)
+    weights = [tc.Var(tc.randn((WIDTH, WIDTH)) * 0.05, device=device) for _ in range(layers)]
+    x = tc.randn((rows, WIDTH)).to(device)
 
     def step(x: tc.Tensor) -> tc.Tensor:
         for weight in weights:
@@ -141,7 +143,7 @@ def gradients(policy: str, device: str, *, recorded: bool = False) -> tuple[list
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
-    full, offloaded = (gradients(policy, "cpu")[0] for policy in ("full", "offload"))
+    full, offloaded = (gradients(policy, "cpu", 3, ROWS // 2)[0] for policy in ("full", "offload"))
     for a, b in zip(full, offloaded, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -149,8 +151,8 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded", [False, True])
 def test_offloading_changes_no_bit_and_frees_memory(gpu: str, *, recorded: bool) -> None:
-    full, most = gradients("full", gpu)
-    offloaded, least = gradients("offload", gpu, recorded=recorded)
+    full, most = gradients("full", gpu, 4 * LAYERS, 4 * ROWS)
+    offloaded, least = gradients("offload", gpu, 4 * LAYERS, 4 * ROWS, recorded=recorded)
     for a, b in zip(full, offloaded, strict=True):
         np.testing.assert_array_equal(a, b)
     if not recorded:
