@@ -32,6 +32,7 @@ INSTEAD: Final = {
     "--v-parameterization": "has no counterpart: give --prediction-type v_prediction",
     "--random-crop": "has no counterpart: give --crop random",
     "--color-aug": "has no counterpart: give --color-hue 0.04, and --color-brightness if wanted",
+    "--cpu-offload-checkpointing": "has no counterpart: give --gradient-checkpointing offload",
     "--masked-loss": "has no counterpart: give `--mask file`, which reads separate files",
     "--alpha-mask": "has no counterpart: give --mask alpha",
     "--full-fp16": "has no counterpart: give --precision f16",
