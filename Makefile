@@ -29,9 +29,9 @@ STRIP := none
 LINK = -- -C linker=$(CURDIR)/.ci/zig-cc -C strip=$(STRIP)
 PACKAGE := Cargo.toml Cargo.lock pyproject.toml $(shell find cuda rust python -type f -not -name '*.pyc')
 
-STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda
+STEPS := format deny clippy doc test-rust wheel stubs-check lint-python test-python test-wheel cuda docs
 
-.PHONY: help setup demo check docs stubs wheel-cuda release release-check release-notes test-ray clean $(STEPS)
+.PHONY: help setup demo check stubs wheel-cuda release release-check release-notes test-ray clean $(STEPS)
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -80,6 +80,8 @@ wheel: $(VENV)/.tools ## Build the sdist and, from it, the manylinux wheel, and 
 	cd $(DIST)/source && maturin build --release --compatibility manylinux_2_17 --out $(DIST) $(LINK)
 	pip install --quiet --force-reinstall --no-deps $(DIST)/*.whl
 	pip install --quiet "$$(echo $(DIST)/*.whl)[test]"
+	rm -f $(VENV)/.setup-*
+	touch $(VENV)/.setup-cpu
 
 stubs: $(VENV)/.tools ## Generate the type stubs of the extension from its Rust signatures
 	.ci/stubs.py write .

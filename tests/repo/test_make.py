@@ -65,3 +65,13 @@ def test_without_a_gpu_the_demo_is_built_for_the_cpu(tmp_path: Path) -> None:
     planned = run(tmp_path, None, "make", "--dry-run", "--always-make", "setup")
     assert "pip install '.[demo]'" in planned
     assert "cuda" not in planned
+
+
+def test_a_demo_on_a_gpu_does_not_take_the_cpu_wheel_for_its_own(tmp_path: Path) -> None:
+    planned = run(tmp_path, "580.1, 8.6", "make", "--dry-run", "--always-make", "wheel")
+    assert planned.endswith("rm -f .venv/.setup-*\ntouch .venv/.setup-cpu")
+
+
+def test_the_site_is_part_of_every_check(tmp_path: Path) -> None:
+    planned = run(tmp_path, None, "make", "--dry-run", "--always-make", "check")
+    assert " docs; do" in planned
