@@ -12,7 +12,7 @@
 
 #include "attention/mma.cuh"
 
-// Ranks of one product.
+// The number of ranks of one product.
 constexpr int RANKS = 16;
 
 // Loads memory that the kernel does not write, so that the loads need not wait for stores.
