@@ -52,7 +52,7 @@ struct alignas(16) Coefficients {
     float step_size;
     float eps;
     float beta1, gain1; // weights of the first state and of the gradient
-    float beta2, gain2; // the same for the second state; SGD: `beta2` is Nesterov's share of the buffer
+    float beta2, gain2; // the same for the second state; for SGD, `beta2` is the factor of the buffer in Nesterov's form
     float root_correction2;
     uint32_t nesterov;
 };
