@@ -97,7 +97,8 @@ template <typename T, bool ALIGNED> struct Part {
         }
     }
 
-    // Calls f(channel of the thread, its group in the batch) for each channel. A channel that does not exist gets a group that exists.
+    // Calls f(channel of the thread, its group in the batch) for each channel. A channel that does not exist gets a group that
+    // exists.
     template <typename F> __device__ __forceinline__ void for_each_channel(F f) const {
         const uint32_t width = size.width(), first = min(channel, size.channels - 1);
         uint32_t group = first / width, place = first % width;
@@ -150,8 +151,8 @@ template <typename T> struct Slots {
         __syncthreads();
     }
 
-    // Calls f(group, low, high, lane, lanes) for each group of the tile, in `lanes` neighbouring threads. The group's channels in the
-    // tile have the slots low to high. All threads of a warp call f; threads without a group call it with no channels.
+    // Calls f(group, low, high, lane, lanes) for each group of the tile, in `lanes` neighbouring threads. The group's channels in
+    // the tile have the slots low to high. All threads of a warp call f; threads without a group call it with no channels.
     template <typename F>
     __device__ __forceinline__ void for_each_group(const ChannelSize &size, const Tile<T> &tile, F f) const {
         const uint32_t width = size.width(), first = tile.low / width, end = (tile.high - 1) / width + 1;

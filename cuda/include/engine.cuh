@@ -69,8 +69,8 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
 }
 
-// These two functions move registers from the warps that only copy to the warps that multiply. At the start all warps have the same
-// number of registers per thread, at most 168 because of the kernels' launch bounds.
+// These two functions move registers from the warps that only copy to the warps that multiply. At the start all warps have the
+// same number of registers per thread, at most 168 because of the kernels' launch bounds.
 template <int COUNT> __device__ __forceinline__ void registers_more() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(COUNT));
 }

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-// The seed is the key, and the number of a block of four words is the counter. In a CUDA graph, a draw must read seed and offset from
-// device memory.
+// The seed is the key, and the number of a block of four words is the counter. In a CUDA graph, a draw must read seed and offset
+// from device memory.
 struct Generator {
     static constexpr int ROUNDS = 10;
     uint64_t offset;

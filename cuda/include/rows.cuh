@@ -164,8 +164,8 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         for (int i = 0; i < COUNT; i++) ::keep_narrow(held[i]);
     }
 
-    // Calls f(place, index of the pack's first element) for each pack of this thread. The place is the pack's index in the registers, or
-    // COUNT if the pack is not in registers.
+    // Calls f(place, index of the pack's first element) for each pack of this thread. The place is the pack's index in the
+    // registers, or COUNT if the pack is not in registers.
     template <typename F> __device__ __forceinline__ void for_each_place(F f) const {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -185,7 +185,8 @@ template <typename T, int N, int COUNT = HELD> struct Row {
         for_each_place([&](int place, uint64_t at) { f(at, get(place, at)); });
     }
 
-    // Calls f(index of the pack's first element, pack, pack of `other`) for each pack of this thread. `other` is a row of the same length.
+    // Calls f(index of the pack's first element, pack, pack of `other`) for each pack of this thread. `other` is a row of the same
+    // length.
     template <typename F> __device__ __forceinline__ void for_each(const Row &other, F f) const {
         for_each_place([&](int place, uint64_t at) { f(at, get(place, at), other.get(place, at)); });
     }

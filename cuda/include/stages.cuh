@@ -1,4 +1,5 @@
-// Stages of tiles in shared memory. One thread lets the copy engine of compute capability 9.0 fill them, and two warpgroups multiply them.
+// Stages of tiles in shared memory. One thread lets the copy engine of compute capability 9.0 fill them, and two warpgroups multiply
+// them.
 #pragma once
 
 #include "engine.cuh"

@@ -1,8 +1,8 @@
 // Forward pass and gradient of the input of conv.cu's convolution on compute capability 9.0 (for sm_90a alone).
 //
-// The functions take f16 and bf16; groups = 1; a kernel of at most 16 x 16; pointers that are multiples of 16 bytes; input
-// channels in multiples of 8, for the gradient of the input output channels too; strides up to 8, for the gradient of the
-// input up to 2.
+// The functions take f16 and bf16; groups = 1; a kernel of at most 16 x 16; pointers that are multiples of 16 bytes;
+// input channels in multiples of 8, for the gradient of the input output channels too; strides up to 8, for the gradient
+// of the input up to 2.
 //
 // Choose the tile and the number of splits that take the least time:
 //   ceil(blocks * splits / multiprocessors) * ceil(steps / splits) * cost, plus the time of the sum if splits > 1,

@@ -1,6 +1,7 @@
 // Copies, conversions and in-place changes of tensors with strides.
 //
-// Launch of all kernels: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y and x.
+// Launch of all kernels: count / width threads in blocks of 256, no shared memory. `tensors` has the strides of y and
+// x.
 #include "strided.cuh"
 
 // Converts an element to another type, rounded to nearest even. f64 is converted to f16 and bf16 through f32.

@@ -6,8 +6,8 @@
 //   64 elements. Scales are f32 or quantized again: a code in the signed dynamic map, a scale for each 256 codes, and an offset.
 // - The block formats of ggml (ggml.cuh) have blocks of a row, with their scales among the codes.
 //
-// A value is its code's number times the scale, both f32, rounded once (some formats of ggml add a minimum). Values equal those of the CPU
-// bit for bit.
+// A value is its code's number times the scale, both f32, rounded once (some formats of ggml add a minimum). Values equal those of the
+// CPU bit for bit.
 // Launch: block 256, any grid (blocks, parts). No dynamic shared memory.
 #include "rows.cuh"
 
@@ -27,8 +27,8 @@ constexpr int NESTED = 256;
 // The formats of ggml follow from FIRST_GGML on.
 enum Format : uint32_t { INT8, E4M3, NF4, NESTED_NF4, FIRST_GGML };
 
-// `start` is the index in `out` of the first of the part's `count` elements. Rows have `columns` elements. `inner` has the codes of NF4's
-// scales.
+// `start` is the index in `out` of the first of the part's `count` elements. Rows have `columns` elements. `inner` has the codes of
+// NF4's scales.
 struct QuantizedPart {
     const void *codes, *scales, *inner;
     uint64_t start, count;

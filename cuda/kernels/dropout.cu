@@ -1,5 +1,5 @@
-// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, elsewhere y = x `kept`. The gradient of x is the
-// same function of the gradient of y.
+// Dropout (Srivastava et al. 2014): y = 0 where a random word is below the threshold, elsewhere y = x `kept`. The gradient of x is
+// the same function of the gradient of y.
 //
 // The mask is the same as on the CPU. Elements are taken in groups of 64, for which the generator gives 16 blocks of 4 words: word
 // w of block i decides element 16 w + i. `threshold` is floor(p 2^32), at most 2^32 - 1; `kept` is 1 / (1 - p), 0 for p = 1. Seed

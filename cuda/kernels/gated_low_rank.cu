@@ -1,11 +1,11 @@
 // Gated linear units (kernels/gated.cu) of x + s hidden up. The low-rank products (include/low_rank.cuh) of both halves of a row are
-// computed in registers. Adding the products to x in memory would read and write x once more, which takes most of the time at thousands
-// of rows.
+// computed in registers. Adding the products to x in memory would read and write x once more, which takes most of the time at
+// thousands of rows.
 //
-// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of the sum, has the
-// shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half
-// without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8 bytes, the
-// other addresses of 16 bytes.
+// A row of x (rows, 2 width) has two halves: h, then the gate. y and its gradient grad are (rows, width); dx, the gradient of the sum,
+// has the shape of x. Rows of hidden (rows, RANK) and up (width, RANK) of a half are `*_row` elements apart; hidden is null for a half
+// without a product. width is a multiple of 32, and `*_row` are multiples of 4. Addresses of hidden and up are multiples of 8 bytes,
+// the other addresses of 16 bytes.
 // Launch: block 256, grid (ceil(width / 256), ceil(rows / 128)), no dynamic shared memory.
 #include "functions.cuh"
 #include "low_rank.cuh"
@@ -35,7 +35,8 @@ template <typename T, int TILES> struct Half {
     float scale;
     uint32_t up[TILES][4][2];
 
-    // The values that a thread has of a tile of sixteen rows: eight columns of two rows, and four of every sixteen ranks of these rows.
+    // The values that a thread has of a tile of sixteen rows: eight columns of two rows, and four of every sixteen ranks of these
+    // rows.
     struct Values {
         uint4 x[2];
         uint2 hidden[TILES][2];
@@ -81,8 +82,8 @@ template <typename T> __device__ __forceinline__ void store(T *to, const float (
     *reinterpret_cast<uint4 *>(to) = word;
 }
 
-// A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. In the forward pass, `grad` is null and
-// `out` is y; in the backward pass, `out` is dx.
+// A warp works on 32 columns of sixteen rows at a time, and loads the next sixteen rows meanwhile. In the forward pass, `grad` is null
+// and `out` is y; in the backward pass, `out` is dx.
 template <typename T, int TILES, typename F, bool is_backward> struct Gated {
     using Values = typename Half<T, TILES>::Values;
 

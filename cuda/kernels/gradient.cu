@@ -61,7 +61,8 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORM)
 
 // The norm, from the concatenated parts of all gradient buffers, and the clip factor of torch.nn.utils.clip_grad_norm_:
 // max_norm / (norm + 1e-6) if this number is less than 1 (or NaN), else 1.
-//   parts f64 [count]; is_max = 1 if the parts are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null for 1.
+//   parts f64 [count]; is_max = 1 if the parts are largest magnitudes; max_norm, infinity for no clipping; loss_scale, or null
+//   for 1.
 // Grid: 1; block: 256; no dynamic shared memory.
 extern "C" __global__ void __launch_bounds__(256)
     gradient_clip(const double *parts, uint32_t count, uint32_t is_max, double max_norm, const LossScale *loss_scale, Clip *clip) {
@@ -85,8 +86,9 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 }
 
-// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for clipping and for callers that read unscaled gradients. (The steps
-// of the optimizers do not clip; they can divide by the loss scale themselves.) Does not touch the gradients if the factor is 1.
+// gradient_scale_<dtype>: grads *= clip.factor / loss_scale.scale, for clipping and for callers that read unscaled gradients.
+// (The steps of the optimizers do not clip; they can divide by the loss scale themselves.) Does not touch the gradients if the
+// factor is 1.
 //   grads [count]; clip, or null for 1; loss_scale, or null for 1.
 // Grid: any; block: any; no dynamic shared memory.
 #define DEFINE_SCALE(suffix, T)                                                                                        \
@@ -96,8 +98,9 @@ static __device__ __forceinline__ void scale_gradients(T *grads, uint64_t count,
     }
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_SCALE)
 
-// Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if a gradient was infinite or
-// NaN, and by `growth` after `interval` consecutive steps with finite gradients, unless f32 cannot represent the product.
+// Updates the loss scale after a step, as torch.amp.GradScaler does. The scale is multiplied by `backoff` if a gradient was
+// infinite or NaN, and by `growth` after `interval` consecutive steps with finite gradients, unless f32 cannot represent the
+// product.
 //   norm: the norm of the gradients, non-finite if a gradient is infinite or NaN.
 // Grid: 1; block: 1; no dynamic shared memory.
 extern "C" __global__ void

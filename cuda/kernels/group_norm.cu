@@ -3,9 +3,9 @@
 // x, y, their gradients dx and grad are (batch, positions, channels); a group is `channels / groups` neighbouring channels of a sample.
 // mean and rstd = 1/√(var + eps) are (batch, groups), f32 (f64 for f64). `affine_f32`: see affine.cuh.
 //
-// The forward pass has three kernels: statistics, moments and forward. The backward pass has sums, slopes and backward. The first and the
-// third kernel of each pass are launched over the tensor, as channels.cuh says. The second kernel (moments, slopes) is launched over the
-// groups:
+// The forward pass has three kernels: statistics, moments and forward. The backward pass has sums, slopes and backward. The first and
+// the third kernel of each pass are launched over the tensor, as channels.cuh says. The second kernel (moments, slopes) is launched
+// over the groups:
 //     block 128, grid batch * groups, no dynamic shared memory.
 // channels.cuh also says how the tensor is split into pieces and tiles. partials is (batch, tiles, groups, pieces, 2) of f32 (f64
 // for f64) from a 16-byte boundary.
@@ -294,9 +294,9 @@ FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_MOMENTS)
         else forward<T, false, SILU>(x, affine, mean, rstd, y, size);                                                  \
     }
 
-// Launch: over the tensor. With g for grad, w for the scale, x̂ = (x - mean) rstd and h = g f'(z), writes Σ w h x̂ and Σ w h of each group over each piece to `partials`. Unless
-// affine_partials is null, also writes Σ h x̂ and Σ h of each channel to affine_partials (batch * pieces, 2, channels) of f32 (f64
-// for f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
+// Launch: over the tensor. With g for grad, w for the scale, x̂ = (x - mean) rstd and h = g f'(z), writes Σ w h x̂ and Σ w h of each
+// group over each piece to `partials`. Unless affine_partials is null, also writes Σ h x̂ and Σ h of each channel to affine_partials
+// (batch * pieces, 2, channels) of f32 (f64 for f64), from which norm_affine_sum (norm.cu) makes the gradients of scale and shift.
 #define DEFINE_SUMS(NAME, SILU, SUFFIX, T)                                                                             \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2)                                                       \
         NAME##_sums_##SUFFIX(const T *x, const T *grad, const void *weight, const void *bias, const Acc<T> *mean,      \

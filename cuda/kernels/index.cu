@@ -1,8 +1,8 @@
 // Picking elements by ids (see ids.cuh): index_select, embedding (index_select with outer = 1) and gather, and their gradients.
 //
-// A tensor has the shape (outer, size, inner), where `size` is the indexed dimension. The ids are (count) for index_select, and (outer,
-// count, inner) for gather. For an id out of range, forward writes 0, and backward leaves out the gradient. Gradients of repeated ids are added
-// in a fixed order, in f32 (f64 for f64).
+// A tensor has the shape (outer, size, inner), where `size` is the indexed dimension. The ids are (count) for index_select, and
+// (outer, count, inner) for gather. For an id out of range, forward writes 0, and backward leaves out the gradient. Gradients of
+// repeated ids are added in a fixed order, in f32 (f64 for f64).
 
 #include "ids.cuh"
 #include "rows.cuh"
@@ -136,8 +136,9 @@ __device__ __forceinline__ void select_scatter(const T *grad, const void *ids, T
 
 } // namespace
 
-// y[o, j, i] = x[o, ids[j], i] for index_select, and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid clamp(ceil(elements
-// of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid gives the same results.
+// y[o, j, i] = x[o, ids[j], i] for index_select, and y[o, j, i] = x[o, ids[o, j, i], i] for gather. Launch: block 256, grid
+// clamp(ceil(elements of y / (256 WIDE)), 1, 2^31 - 1) with WIDE = 1 for gather, no dynamic shared memory. Any grid gives the same
+// results.
 #define DEFINE_FORWARD(SUFFIX, T)                                                                                      \
     extern "C" __global__ void index_select_forward_##SUFFIX(const T *x, const void *ids, T *y, Counter *out_of_range, \
                                                              uint64_t outer, uint32_t size, uint32_t count,            \
@@ -167,9 +168,9 @@ DEFINE_FORWARD(i64, int64_t)
 // index_select_backward, for many ids of few rows: every element of dx is written. A block has one s, and looks through all ids
 // of a piece of the ids: size count ceil(outer inner / (128 WIDE)) loads of an id in total.
 // Launch: block 128, grid (clamp(size ceil(outer inner / (128 WIDE)), 1, 2^31 - 1), pieces), no dynamic shared memory. With one
-// piece, partials is null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096) if the grid
-// would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is not
-// touched, and index_select_sum follows.
+// piece, partials is null. The caller may choose up to 65535 pieces, depending on sizes alone, for instance ceil(count / 4096) if
+// the grid would otherwise have fewer than 1024 blocks. partials is then (pieces, outer, size, inner) of f32 (f64 for f64), dx is
+// not touched, and index_select_sum follows.
 #define DEFINE_SELECT_SCATTER(SUFFIX, T)                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
         index_select_scatter_##SUFFIX(const T *grad, const void *ids, T *dx, uint64_t outer, uint32_t size,            \

@@ -211,7 +211,8 @@ template <typename T, int TILES, bool is_backward> struct Share {
     }
 };
 
-// In the forward pass, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer, rank).
+// In the forward pass, each term has a dst of its own and blocks of its own, and the factors are stored as (rank, inner) and (outer,
+// rank).
 // In the backward pass, all terms add to the dst of the first term, and the factors are stored as (inner, rank) and (rank, outer).
 template <typename T, int TILES, bool is_backward>
 __device__ __forceinline__ void low_rank(const LowRankTerms &terms, const LowRankSizes &sizes) {

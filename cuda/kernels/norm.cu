@@ -7,8 +7,8 @@
 #include "affine.cuh"
 
 // The number of packs of a row that each thread keeps in registers. With this number, 32 warps of a forward pass can run on a
-// multiprocessor. The host chooses the number of packs for each thread of a team (rows.cuh), from 1 to NORM_HELD: the smallest number with
-// which all rows together need at most 2^17 threads (about as many as an H100 runs at once), or NORM_HELD if there is none.
+// multiprocessor. The host chooses the number of packs for each thread of a team (rows.cuh), from 1 to NORM_HELD: the smallest number
+// with which all rows together need at most 2^17 threads (about as many as an H100 runs at once), or NORM_HELD if there is none.
 constexpr int NORM_HELD = 3;
 
 namespace {
@@ -255,8 +255,8 @@ __device__ __forceinline__ void affine_sums(const T *x, const T *grad, const Acc
 FOR_EACH_FLOAT_AND_DOUBLE(DEFINE_NORMS)
 
 // Second stage, for every norm: dweight and dbias (samples, len), each unless it is null, from partials (samples, pieces, 2, len). Sum i
-// of 16 sums adds pieces i, i + 16 and so on in order; then the 16 sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2, samples),
-// no dynamic shared memory.
+// of 16 sums adds pieces i, i + 16 and so on in order; then the 16 sums are added. Launch: block (32, 16), grid (ceil(len / 32), 2,
+// samples), no dynamic shared memory.
 #define DEFINE_SUM(SUFFIX, T)                                                                                          \
     extern "C" __global__ void norm_affine_sum_##SUFFIX(const Acc<T> *partials, void *dweight, void *dbias,            \
                                                         uint32_t pieces, uint32_t len, uint32_t affine_f32) {          \

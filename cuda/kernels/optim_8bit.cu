@@ -1,5 +1,5 @@
-// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit. AdamW has two states of one byte for each parameter, Lion
-// has one. Every 256 values of a state have a scale.
+// The optimizers with 8-bit states, as in bitsandbytes' AdamW8bit and Lion8bit. AdamW has two states of one byte for each parameter,
+// Lion has one. Every 256 values of a state have a scale.
 //
 // A warp updates a block of 256 elements in registers. Each lane has four neighbouring elements of each half of the block, so that every
 // access is a whole 512-byte row of f32 or 128-byte row of codes. Multiplications are fused where the CUDA code of bitsandbytes fuses

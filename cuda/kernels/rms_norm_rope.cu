@@ -1,7 +1,8 @@
 // RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of rows and rotary position embedding (Su et al. 2021, arXiv:2104.09864)
 // of the result, for the queries and keys of models that normalise them.
 //
-// x, y and their gradients dx and grad are (rows, width). weight (width) has their dtype, or f32 if `weight_f32` is 1; null means ones.
+// x, y and their gradients dx and grad are (rows, width). weight (width) has their dtype, or f32 if `weight_f32` is 1; null means
+// ones.
 // rstd = 1/√(mean(x²) + eps) has one value per row, f32 (f64 for f64). cos and sin are as in rope.cuh, or null for no rotation.
 //
 // The forms for heads read the queries, keys and perhaps values of a projection in place: x and dx are (batch, tokens, ≥
@@ -9,8 +10,8 @@
 // has `heads` rows of queries and `key_heads` of keys; the remaining rows are values, which are copied. If rstd is null, rows are
 // rotated but not normalised, and backward does not read x.
 //
-// A row is short, so it belongs to a team of 1 to 32 lanes of a warp: as many lanes as the row has packs of pairs, rounded up to a power
-// of two. Each lane keeps its first pack of pairs in registers; values beyond the first 64 WIDE of a row are read again.
+// A row is short, so it belongs to a team of 1 to 32 lanes of a warp: as many lanes as the row has packs of pairs, rounded up to a
+// power of two. Each lane keeps its first pack of pairs in registers; values beyond the first 64 WIDE of a row are read again.
 
 #include "affine.cuh"
 #include "rope.cuh"
@@ -259,7 +260,8 @@ __device__ __forceinline__ void weight_sums(const T *x, const T *grad, Angles<Ac
         });                                                                                                            \
     }
 
-// dx = rstd (u w - x̂ mean(u w x̂)), where u is grad rotated back, w the weight, x̂ = x rstd, and the mean is over the row. dx may be grad.
+// dx = rstd (u w - x̂ mean(u w x̂)), where u is grad rotated back, w the weight, x̂ = x rstd, and the mean is over the row. dx may
+// be grad.
 #define DEFINE_BACKWARD(SUFFIX, T)                                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_rope_backward_##SUFFIX(                             \
         const T *x, const T *grad, const void *weight, const Acc<T> *cos, const Acc<T> *sin, const Acc<T> *rstd, T *dx,\

@@ -89,8 +89,8 @@ __device__ __forceinline__ void logsumexp_backward(const T *x, const Acc<T> *exa
 
 } // namespace
 
-// y = e^x / Σ e^x, or its logarithm. The results of a row are NaN if all of its elements are negative infinity, or if one element is NaN
-// or infinity.
+// y = e^x / Σ e^x, or its logarithm. The results of a row are NaN if all of its elements are negative infinity, or if one
+// element is NaN or infinity.
 #define DEFINE_FORWARD(NAME, LOG, SUFFIX, T)                                                                           \
     extern "C" __global__ void __launch_bounds__(TEAM, 1)                                                              \
         NAME##_forward_##SUFFIX(const T *x, T *y, uint64_t rows, uint32_t len) {                                       \

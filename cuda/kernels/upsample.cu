@@ -1,5 +1,5 @@
-// Nearest-neighbour resize: of n outputs along an axis, output i copies input min(⌊i · (m / n)⌋, m - 1) of m inputs. The index is
-// computed in f32, as in torch, but in integers if n = m or n = 2 m.
+// Nearest-neighbour resize: of n outputs along an axis, output i copies input min(⌊i · (m / n)⌋, m - 1) of m inputs. The
+// index is computed in f32, as in torch, but in integers if n = m or n = 2 m.
 //
 // x and its gradient dx are (batch, height, width, channels), y and its gradient (batch, out_height, out_width, channels).
 // Launch: block 256, grid clamp(rows × ceil(row_len / (1024 WIDE)), 1, 2^31 - 1). rows counts the rows of all images of the

@@ -8,8 +8,8 @@
 //! While a graph is captured, blocks come from a separate space, whose addresses eager work never gets: each replay of a graph
 //! writes to the addresses of its capture, including those that the capture has freed. Graphs are replayed one after another, so
 //! they share this space. Between replays, addresses that a capture has freed hold no data. Eager work that needs more memory
-//! therefore takes the memory mapped at these addresses, and memory is mapped there again before the next replay. So a run needs the
-//! larger of the memory of graphs and the memory of the eager work between replays, not their sum.
+//! therefore takes the memory mapped at these addresses, and memory is mapped there again before the next replay. So a run needs
+//! the larger of the memory of graphs and the memory of the eager work between replays, not their sum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -470,7 +470,8 @@ impl<B: Backend> Allocator<B> {
     }
 }
 
-/// Unmap memory of graphs that holds no block in use: at least `wanted` bytes, or all of it if it has fewer. Returns the number of bytes.
+/// Unmap memory of graphs that holds no block in use: at least `wanted` bytes, or all of it if it has fewer. Returns the number of
+/// bytes.
 fn lend<B: Backend>(
     backend: &mut B,
     graph: &mut Space<B::Chunk>,

@@ -15,7 +15,8 @@ pub type Capability = (i32, i32);
 /// GPUs; PTX for 12.0 would leave 10.0, 10.3 and 11.0 without code.
 pub const ARCHITECTURES: &str = "80+ptx,86,89,90a,120";
 
-/// An item of a list like [`ARCHITECTURES`]: a capability without the dot, then perhaps `a` for features of exactly this capability, then perhaps `+ptx`.
+/// An item of a list like [`ARCHITECTURES`]: a capability without the dot, then perhaps `a` for features of exactly this capability,
+/// then perhaps `+ptx`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Architecture {
     capability: Capability,

@@ -109,8 +109,8 @@ pub enum Unavailable {
 
 /// Find the driver and the CUDA libraries and make candle's CUDA backend usable. Libraries are searched first in `folders` (where pip
 /// installs NVIDIA's libraries), then by the system's loader. This function must succeed before any CUDA call; earlier CUDA calls
-/// return `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One usable GPU is enough; `check_device` says which GPUs are
-/// usable.
+/// return `CUDA_ERROR_UNKNOWN`. Repeated calls are cheap after a success. One usable GPU is enough; `check_device` says which GPUs
+/// are usable.
 ///
 /// # Errors
 /// The first reason why CUDA cannot be used. Then nothing is changed.

@@ -1,5 +1,5 @@
-// Attention without tensor cores, for the widths, masks and dtypes that the tensor-core kernels do not support. Arithmetic is in f32, or
-// in f64 for f64. Scores are computed tile by tile. A block computes `PLAIN_COLUMNS` columns of a tile of result rows, so scores are
+// Attention without tensor cores, for the widths, masks and dtypes that the tensor-core kernels do not support. Arithmetic is in f32,
+// or in f64 for f64. Scores are computed tile by tile. A block computes `PLAIN_COLUMNS` columns of a tile of result rows, so scores are
 // computed again for every `PLAIN_COLUMNS` columns.
 #pragma once
 

@@ -31,7 +31,8 @@ struct Task {
         : tile(block % tiles), index(block / tiles), batch(index / heads), head(index % heads) {}
 };
 
-// Which keys queries see, in addition to the limits of the shape. `Dense`: each head of queries has its own keys, and no spans hide keys.
+// Which keys queries see, in addition to the limits of the shape. `Dense`: each head of queries has its own keys, and no spans hide
+// keys.
 struct Dense {
     static constexpr bool HAS_SPANS = false;
 

@@ -1,7 +1,7 @@
-// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a). The left operand is in registers or in
-// shared memory, the right operand in shared memory. The permuted rows of 128 bytes in shared memory (mma.cuh) have the layout that
-// the PTX manual calls 128-byte swizzle. Accumulators and left operands in registers are distributed as those of `mma.sync`, warp by
-// warp. Products are asynchronous: warps continue until they wait for them.
+// Products of whole tiles by a warpgroup, four warps with 16 rows each (PTX `wgmma`, sm_90a). The left operand is in registers
+// or in shared memory, the right operand in shared memory. The permuted rows of 128 bytes in shared memory (mma.cuh) have the
+// layout that the PTX manual calls 128-byte swizzle. Accumulators and left operands in registers are distributed as those of
+// `mma.sync`, warp by warp. Products are asynchronous: warps continue until they wait for them.
 #pragma once
 
 #include "../element.cuh"
@@ -69,8 +69,8 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
 #define ACCUMULATORS_128(sum)                                                                                                      \
     ACCUMULATORS_64(sum), ACCUMULATORS_16(sum, 8), ACCUMULATORS_16(sum, 10), ACCUMULATORS_16(sum, 12), ACCUMULATORS_16(sum, 14)
 
-// warpgroup_multiply computes sum = a bᵀ, or sum += a bᵀ if `add`. `a` is (64, 16), in shared memory or in registers; `b` is (32, 16),
-// (64, 16) or (128, 16), in shared memory.
+// warpgroup_multiply computes sum = a bᵀ, or sum += a bᵀ if `add`. `a` is (64, 16), in shared memory or in registers; `b` is
+// (32, 16), (64, 16) or (128, 16), in shared memory.
 // warpgroup_multiply_add computes sum += a b, with `a` (64, 16) in registers and `b` (16, 64) in shared memory.
 //
 // A loop must make a left operand in registers in the iteration that uses it, and must wait for the product in that iteration:

@@ -48,7 +48,8 @@ __device__ __forceinline__ uint4 exchange(uint32_t a, uint32_t b, uint32_t c, ui
     const uint32_t ab = __shfl_xor_sync(ALL_LANES, odd ? a : b, 1), cd = __shfl_xor_sync(ALL_LANES, odd ? c : d, 1);
     if (odd) a = ab, c = cd;
     else b = ab, d = cd;
-    // Lane t now has the values of blocks t % 2 and t % 2 + 2: (a, c) are those of the even lane of its pair, (b, d) those of the odd lane.
+    // Lane t now has the values of blocks t % 2 and t % 2 + 2: (a, c) are those of the even lane of its pair, (b, d) those of the odd
+    // lane.
     const uint32_t ac = __shfl_xor_sync(ALL_LANES, high ? a : c, 2), bd = __shfl_xor_sync(ALL_LANES, high ? b : d, 2);
     return high ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }

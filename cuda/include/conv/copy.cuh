@@ -1,7 +1,8 @@
 // Tiles in shared memory for the tensor cores, and the copies that fill them.
 //
 // A tile's rows hold 64 values of 16 bits (128 bytes). A row has eight parts of 16 bytes; part p of row r is at
-// position p ^ (r mod 8). This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight rows without bank conflicts.
+// position p ^ (r mod 8). This is the 128-byte swizzle of `wgmma`, which also lets `ldmatrix` read eight rows without
+// bank conflicts.
 // Tiles begin at multiples of 1024 bytes.
 #pragma once
 
@@ -28,8 +29,8 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
 // same values of a weight.
 enum class Reuse { YES, NO };
 
-// Starts the copy of VEC values; writes zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned addresses;
-// VEC = 1 is an ordinary copy for any address.
+// Starts the copy of VEC values; writes zeros unless `inside`. VEC = 8 and 4 are asynchronous and need aligned
+// addresses; VEC = 1 is an ordinary copy for any address.
 template <int VEC, Reuse REUSE, typename T>
 __device__ __forceinline__ void copy_to_tile(uint32_t to, const T *from, bool inside) {
     static_assert(VEC == 8 || VEC == 4 || VEC == 1);

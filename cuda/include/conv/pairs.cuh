@@ -12,7 +12,8 @@ struct Pair {
     }
 };
 
-// Writes each row of `channels` numbers as three parts of `padded` numbers: part LOW has lo, the other two parts have hi.
+// Writes each row of `channels` numbers as three parts of `padded` numbers: part LOW has lo, the other two parts have
+// hi.
 template <int LOW> __device__ __forceinline__ void
 write_pairs(__nv_bfloat16 *to, const float *from, uint64_t rows, uint32_t channels, uint32_t padded) {
     constexpr int GROUP = 8;

@@ -170,7 +170,8 @@ template <typename T> __device__ __forceinline__ void conv2d_grad_weight_plain(A
     }
 }
 
-// The lanes of a warp take neighbouring output channels. Each of the block's eight warps takes every eighth pixel of the slice.
+// The lanes of a warp take neighbouring output channels. Each of the block's eight warps takes every eighth pixel of
+// the slice.
 template <typename T> __device__ __forceinline__ void conv2d_grad_weight_direct(Acc<T> *partials, const T *grad,
                                                                                 const T *x, const Conv2dShape &s) {
     __shared__ Acc<T> sums[PLAIN_THREADS / WARP][WARP];

@@ -11,8 +11,8 @@ struct StepPixel {
 };
 
 template <typename T, int ROWS, int COUNT, int LEFT_VEC, int RIGHT_VEC, int THREADS> struct WeightGradLoader {
-    // COLUMNS: the number of copies in a row of a tile. PASS: the number of rows that the block copies at once. A thread
-    // copies the same column of every tile.
+    // COLUMNS: the number of copies in a row of a tile. PASS: the number of rows that the block copies at once. A
+    // thread copies the same column of every tile.
     static constexpr int LEFT_TILES = (ROWS + STEP - 1) / STEP, RIGHT_TILES = COUNT / STEP;
     static constexpr int LEFT_BYTES = LEFT_TILES * SQUARE_BYTES, STAGE_BYTES = LEFT_BYTES + RIGHT_TILES * SQUARE_BYTES;
     static constexpr int LEFT_COLUMNS = (ROWS < STEP ? ROWS : STEP) / LEFT_VEC, LEFT_PASS = THREADS / LEFT_COLUMNS;

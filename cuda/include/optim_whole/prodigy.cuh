@@ -7,8 +7,8 @@
 // more: beta3 and the rest of the hyper-parameters.
 enum ProdigySetting { BETA3, D0, D_COEF, GROWTH_RATE, SLICE, DECOUPLE, CORRECT, SAFEGUARD };
 
-// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept between steps; then the two sums of a step,
-// and the rate of the step, which is 0 if the parameters stay as they are.
+// `shared`: the estimate, its maximum, its numerator and the number of steps, which are kept between steps; then the two sums of a
+// step, and the rate of the step, which is 0 if the parameters stay as they are.
 enum ProdigyShared { D, D_MAX, NUMERATOR, STEPS, PROGRESS, DISTANCE, IS_TAKEN };
 
 static __device__ __forceinline__ double prodigy_rate(const Settings &at, const double *shared) {
@@ -20,8 +20,8 @@ static __device__ __forceinline__ double prodigy_rate(const Settings &at, const 
     return shared[D] * at.lr * correction;
 }
 
-// Updates the moments and computes the sums. The states s and p0 are for every SLICE-th element, v and m for all elements; there is no m
-// if the first beta is 0. scratch: two f64, the sums.
+// Updates the moments and computes the sums. The states s and p0 are for every SLICE-th element, v and m for all elements; there is no
+// m if the first beta is 0. scratch: two f64, the sums.
 template <typename G, typename C>
 static __device__ __forceinline__ void prodigy_observe(const Elements<G, C> &of, const WholeStep &by, float *const (&states)[5]) {
     const Settings &at = by.at;

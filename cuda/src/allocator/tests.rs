@@ -193,7 +193,8 @@ fn gaps_are_filled_again() {
     let blocks: Vec<_> = (0..4).map(|_| allocator.allocate(64 * MIB).unwrap()).collect();
     assert!(allocator.free(blocks[1]) && allocator.free(blocks[2]));
     assert_eq!(allocator.trim().unwrap(), 128 * MIB);
-    // The first allocation maps 40 MiB of the gap. The second maps the rest of it, which joins the free block before it.
+    // The first allocation maps 40 MiB of the gap. The second maps the rest of it, which joins the free block before
+    // it.
     let first = allocator.allocate(40 * MIB).unwrap();
     assert_eq!(first, blocks[1]);
     assert!(allocator.free(first));

@@ -89,7 +89,8 @@ pub unsafe fn download(to: *mut u8, from: u64, size: usize, stream: *mut c_void)
 /// The driver's error.
 ///
 /// # Safety
-/// Both addresses have `size` bytes. The target is pinned memory that stays allocated until the copy is done, and while a graph contains it.
+/// Both addresses have `size` bytes. The target is pinned memory that stays allocated until the copy is done, and while a graph contains
+/// it.
 pub unsafe fn copy_pinned(to: *mut u8, from: u64, size: usize, stream: *mut c_void) -> Result<(), Status> {
     if size == 0 {
         return Ok(());

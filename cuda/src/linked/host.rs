@@ -84,8 +84,8 @@ impl Drop for Pinned {
 /// `CU_MEMHOSTREGISTER_PORTABLE`: pinned for all contexts of the process.
 const PORTABLE: u32 = 1;
 
-/// Pin memory of the process, which may be shared with other processes, so that the GPU's copies access it directly. A device must be current on
-/// this thread.
+/// Pin memory of the process, which may be shared with other processes, so that the GPU's copies access it directly. A device must be
+/// current on this thread.
 ///
 /// # Errors
 /// The driver's error.

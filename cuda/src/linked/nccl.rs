@@ -58,8 +58,8 @@ struct Config {
 }
 
 impl Config {
-    /// A configuration with which calls return at once, so that a dead peer cannot block this process. All other fields have NCCL's
-    /// defaults.
+    /// A configuration with which calls return at once, so that a dead peer cannot block this process. All other fields have
+    /// NCCL's defaults.
     const fn not_blocking() -> Self {
         const UNSET: c_int = c_int::MIN;
         Self {

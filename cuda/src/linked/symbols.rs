@@ -1,4 +1,5 @@
-//! The functions of the CUDA libraries that candle and this crate call. Each of them is defined here as a jump through a slot.
+//! The functions of the CUDA libraries that candle and this crate call. Each of them is defined here as a jump through a
+//! slot.
 //!
 //! A function that is missing in the list becomes an undefined symbol of the extension, which the check of the wheel rejects.
 

@@ -1,11 +1,11 @@
 //! Copies from the host: the function in the slot of `cuMemcpyHtoDAsync`.
 //!
-//! The host copies the values to pinned memory, and the GPU copies them from there. So the host does not wait, and the caller may reuse its
-//! memory at once.
+//! The host copies the values to pinned memory, and the GPU copies them from there. So the host does not wait, and the caller may reuse
+//! its memory at once.
 //!
-//! A graph cannot copy from host memory that is freed before a replay. During a capture, a value is a constant if an eager run of the same
-//! function copied it too. A constant is put into device memory that lives as long as the graph, and the graph copies from there. Any
-//! other value is rejected: it changes from call to call, but each replay would repeat it.
+//! A graph cannot copy from host memory that is freed before a replay. During a capture, a value is a constant if an eager run of the
+//! same function copied it too. A constant is put into device memory that lives as long as the graph, and the graph copies from there.
+//! Any other value is rejected: it changes from call to call, but each replay would repeat it.
 
 use std::cell::RefCell;
 use std::collections::HashSet;

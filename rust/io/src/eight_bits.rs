@@ -1,7 +1,8 @@
 //! Eight-bit weights, with or without scales, as `ComfyUI`, compressed-tensors and bitsandbytes store them.
 //!
-//! The scales of a weight are tensors beside it. Older files of `ComfyUI` have `layer.scale_weight`, and an empty tensor `scaled_fp8`
-//! that marks the file; newer files have `layer.weight_scale`, and `layer.comfy_quant` with the name of the format.
+//! The scales of a weight are tensors beside it. Older files of `ComfyUI` have `layer.scale_weight`, and an empty
+//! tensor `scaled_fp8` that marks the file; newer files have `layer.weight_scale`, and `layer.comfy_quant` with the
+//! name of the format.
 //! There is one scale for the tensor or, in compressed-tensors, one for each row
 //! (<https://github.com/comfyanonymous/ComfyUI/blob/a125cd84b054a57729b5eecab930ca9408719832/comfy/ops.py>).
 //! bitsandbytes stores the largest magnitude of each row in `layer.SCB`; 0 in `layer.weight_format` means row-major

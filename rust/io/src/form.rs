@@ -58,7 +58,8 @@ impl Form {
         Self::Rows { first: index, count: 1, of }
     }
 
-    /// The parameter's shape if the tensor has the shape `stored`; `None` if a tensor of that shape cannot have this form.
+    /// The parameter's shape if the tensor has the shape `stored`; `None` if a tensor of that shape cannot have this
+    /// form.
     pub fn shape(self, stored: &[usize]) -> Option<Vec<usize>> {
         match (self, stored) {
             (Self::Plain, dims) => Some(dims.to_vec()),

@@ -114,8 +114,8 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Read the states of four-bit weights, and remove all other tensors of these weights from the names, because they are
-    /// part of the weights' values.
+    /// Read the states of four-bit weights, and remove all other tensors of these weights from the names, because they
+    /// are part of the weights' values.
     fn take_packed(&mut self) -> Result<()> {
         let states: Vec<(String, usize)> = self
             .index
@@ -193,8 +193,8 @@ impl WeightFiles {
         self.files.iter().flat_map(WeightFile::metadata).collect()
     }
 
-    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. Quantized weights are
-    /// dequantized.
+    /// Read one tensor to `device`, with floating-point values converted to `dtype` if one is given. Quantized weights
+    /// are dequantized.
     ///
     /// # Errors
     /// As [`WeightFile::read_as`], [`read_nf4`](Self::read_nf4) and [`read_eight_bits`](Self::read_eight_bits).
@@ -227,8 +227,8 @@ impl WeightFiles {
     /// A four-bit weight as stored, on the CPU.
     ///
     /// # Errors
-    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the codes represent other values than NF4's; the errors of
-    /// [`Quantized::from_nf4`].
+    /// [`Error::WeightsFormat`] if the weight is not a four-bit weight, one of its tensors is missing, or the codes
+    /// represent other values than NF4's; the errors of [`Quantized::from_nf4`].
     pub fn read_nf4(&mut self, name: &str) -> Result<Quantized> {
         let error = |text: String| Error::weights(self.path(), format!("\"{name}\": {text}"));
         let (Some(packed), Some(&file)) = (self.packed.get(name), self.index.get(name)) else {

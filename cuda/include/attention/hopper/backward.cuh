@@ -3,14 +3,15 @@
 //
 // The gradients of a tile of queries are sums over the tiles of keys that the queries see. Blocks add to these sums, which are f32 in
 // memory, in an order that is known in advance: the order in which the blocks would reach the tile of queries if all steps took equally
-// long. So waits are short. Because blocks wait for each other, all must run at the same time: one on each multiprocessor, in one stream.
+// long. So waits are short. Because blocks wait for each other, all must run at the same time: one on each multiprocessor, in one
+// stream.
 #pragma once
 
 #include "copies.cuh"
 #include "order.cuh"
 
-// A tile has M queries. The template parameter `Order` gives the blocks their work: it is `::Order` (order.cuh), or `Shares` (shares.cuh)
-// for packed rows.
+// A tile has M queries. The template parameter `Order` gives the blocks their work: it is `::Order` (order.cuh), or `Shares`
+// (shares.cuh) for packed rows.
 template <typename T, int D, int M, typename Order> struct HopperBackward {
     static constexpr int GROUPS = 2, THREADS = (GROUPS + 1) * WARPGROUP, QUERY_STAGES = 3, GRADIENT_STAGES = 2, ADDERS = 3;
     static constexpr int KEY_BYTES = tile_bytes<D>(KEYS_AT_ONCE), QUERY_BYTES = tile_bytes<D>(M), STATISTICS_BYTES = 2 * M * 4;

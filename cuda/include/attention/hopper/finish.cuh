@@ -86,8 +86,8 @@ __device__ __forceinline__ void backward_statistics(uint32_t block, const T *o, 
     }
 }
 
-// Writes dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each; each other block takes 2048
-// values of dk or dv of an item that is split.
+// Writes dq from its sums in f32, and dk and dv from their parts. The first blocks take a tile of M queries each; each other block
+// takes 2048 values of dk or dv of an item that is split.
 template <typename T, int D, int M, typename Order>
 __device__ __forceinline__ void backward_finish(const float *sums, const float *parts, T *dq, T *dk, T *dv, const Strides &dq_strides,
                                                 const Strides &dk_strides, const Strides &dv_strides, const AttentionShape &shape,

@@ -10,7 +10,7 @@
 #include "queue.cuh"
 #include "schedule.cuh"
 
-// The base of the weights is raised only if a maximum exceeds it by more than this number of powers of two, so most tiles do not raise it.
+// The base of the weights is raised only if a maximum exceeds it by more than this number of powers of two. Most tiles do not raise it.
 constexpr float HEADROOM = 8.0f;
 
 // The state of the softmax of a thread's two rows: the base, which includes the factor scale / ln 2, and the sums of the weights in the

@@ -1,6 +1,6 @@
 // The work of the forward pass over packed rows: tiles of queries that blocks take one after another, as they become free. How many
-// tiles of keys a tile of queries sees depends on the spans in device memory, so the host cannot divide the work evenly in advance. Results do not
-// depend on which block takes a tile.
+// tiles of keys a tile of queries sees depends on the spans in device memory, so the host cannot divide the work evenly in advance.
+// Results do not depend on which block takes a tile.
 #pragma once
 
 #include "schedule.cuh"

@@ -1,8 +1,9 @@
 //! Scales and alphas in adapter files. A layer's scale is alpha / rank.
 //!
 //! In three cases the scale in the file differs from the trained scale:
-//! - The file has kohya's names of a UNet. For attention's projections, diffusers 0.42 looks for alphas under names that
-//!   no layer has, and uses the most common alpha of the part instead. All layers of a part therefore have one alpha.
+//! - The file has kohya's names of a UNet. For attention's projections, diffusers 0.42 looks for alphas under names
+//!   that no layer has, and uses the most common alpha of the part instead. All layers of a part therefore have one
+//!   alpha.
 //! - `ComfyUI` and diffusers read the same names but look for alphas in different places. Every scale in the file is
 //!   therefore 1.
 //! - Several layers are one module of the file. They have one scale.
@@ -44,8 +45,8 @@ pub(super) fn same(a: f64, b: f64) -> bool {
     a as f32 == b as f32
 }
 
-/// The alpha that all layers of a part get. `None` if the layers keep their own alphas, because some of the layers are not
-/// LoRA or have an alpha of 0.
+/// The alpha that all layers of a part get. `None` if the layers keep their own alphas, because some of the layers are
+/// not LoRA or have an alpha of 0.
 pub(super) fn common(layers: &[AdaptedLayer<'_>]) -> Option<f64> {
     let plain = layers.iter().all(|layer| layer.kind.name == "lora" && of(layer) != 0.0);
     most_common(layers.iter().filter(|_| plain).map(of))

@@ -1,7 +1,7 @@
 //! DoRA's magnitude in files.
 //!
-//! With W for the base weight, ΔW for the trained change and m for the magnitude: `ComfyUI` divides by ‖W + ΔW‖ if there
-//! is one magnitude for each input, but by ‖W‖ if there is one for each output (`comfy/weight_adapter/base.py`,
+//! With W for the base weight, ΔW for the trained change and m for the magnitude: `ComfyUI` divides by ‖W + ΔW‖ if
+//! there is one magnitude for each input, but by ‖W‖ if there is one for each output (`comfy/weight_adapter/base.py`,
 //! `weight_decompose`). In the second case a file for `ComfyUI` therefore stores m ‖W‖ / ‖W + ΔW‖, with which `ComfyUI`
 //! computes exactly the trained adapter.
 //!

@@ -1,8 +1,9 @@
 //! Adapter files: an adapter's parameters under the names that other tools read.
 //!
 //! One file may have adapters of several parts of a pipeline (a UNet and its text encoders). [`PartNames`] has the
-//! names that tools use for a part and its layers. Reading accepts every known style of names. The tensors under one name
-//! are a *module*: usually the adapter of one layer, or of several layers that are one matrix in the original checkpoint.
+//! names that tools use for a part and its layers. Reading accepts every known style of names. The tensors under one
+//! name are a *module*: usually the adapter of one layer, or of several layers that are one matrix in the original
+//! checkpoint.
 
 mod alpha;
 mod fused;

@@ -28,7 +28,8 @@ pub struct PartNames {
     pub diffusers: &'static str,
     /// kohya's name: `lora_unet`, `lora_te1`.
     pub kohya: &'static str,
-    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. `None` if `ComfyUI` does not support the model.
+    /// `ComfyUI`'s name: `diffusion_model`, `text_encoders.clip_l.transformer`. `None` if `ComfyUI` does not support
+    /// the model.
     pub comfyui: Option<&'static str>,
     /// The base model, if other tools know it.
     pub base: Option<BaseModel>,

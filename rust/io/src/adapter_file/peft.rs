@@ -168,8 +168,8 @@ pub(super) fn unshared(triangles: &Tensor, inputs: usize) -> Result<Tensor> {
     }
 }
 
-/// Limit the norm of each block to `eps` / √(number of blocks), as peft does before each forward pass if its configuration says `coft`
-/// (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
+/// Limit the norm of each block to `eps` / √(number of blocks), as peft does before each forward pass if its configuration
+/// says `coft` (<https://github.com/huggingface/peft/blob/5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40/src/peft/tuners/oft/layer.py#L158>).
 pub(super) fn project(config: Option<&Value>, stored: &mut Stored) -> Result<()> {
     let Some(config) = config.filter(|config| config.get("coft").and_then(Value::as_bool) == Some(true)) else {
         return Ok(());

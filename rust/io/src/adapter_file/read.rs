@@ -129,8 +129,8 @@ pub(super) fn own(stored: &Stored, form: Form, rows: usize) -> Result<Option<Sto
 
 /// The adapter of one layer, with parameters under peft's names.
 ///
-/// `divided` tells whether the file's magnitudes are for `ComfyUI`'s formula (see [`magnitude`]). `trained` is the layer's
-/// alpha in training if the file has another one. `configured` returns the scale in peft's configuration.
+/// `divided` tells whether the file's magnitudes are for `ComfyUI`'s formula (see [`magnitude`]). `trained` is the
+/// layer's alpha in training if the file has another one. `configured` returns the scale in peft's configuration.
 fn values(
     stored: &Stored,
     base: &Base<'_>,

@@ -1,4 +1,5 @@
-//! The header of a GGUF file: facts about the model (metadata) by name, and the type, shape and position of each tensor.
+//! The header of a GGUF file: facts about the model (metadata) by name, and the type, shape and position of each
+//! tensor.
 //!
 //! Versions 2 and 3 of <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
