@@ -17,7 +17,7 @@ struct Conv2dShape {
     uint32_t groups;
 };
 
-// One direction (height or width) of such a sum. Result pixel i of the axis has the coordinate `first + every * i` in
+// One direction (height or width) of the sum. Result pixel i of the axis has the coordinate `first + every * i` in
 // the result image. Its tap a, at place `tap_first + tap_every * a` of the convolution kernel, reads the source at
 // `origin + step * i + move * a`.
 struct Axis {

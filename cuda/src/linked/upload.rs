@@ -147,7 +147,7 @@ pub(crate) extern "C" fn upload(to: u64, from: *const c_void, size: usize, strea
             None
         }
         Watch::Capturing { known, constants, has_refused } => {
-            // SAFETY: as above.
+            // SAFETY: by the driver's contract, there are `size` bytes.
             let bytes = unsafe { bytes(from, size) };
             if !known.contains(&fingerprint(bytes)) {
                 *has_refused = true;

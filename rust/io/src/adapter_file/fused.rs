@@ -36,7 +36,7 @@ const BLOCKS: &str = oft::BLOCKS;
 /// The parameters of the module that holds the adapters of these layers, which have the same scale.
 ///
 /// # Errors
-/// [`Error::Argument`] if there is no layer; those of the arithmetic.
+/// [`Error::Argument`] if there is no layer; the errors of the arithmetic.
 pub(super) fn join(mut members: Vec<(Form, Parameters)>) -> Result<Parameters> {
     members.sort_by_key(|(form, _)| if let Form::Rows { first, .. } = form { *first } else { 0 });
     let Some((form, first)) = members.first() else {

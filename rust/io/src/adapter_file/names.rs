@@ -44,7 +44,7 @@ pub struct PartNames {
 }
 
 impl Default for PartNames {
-    /// A model that only this library knows.
+    /// The names of a model that no other tool supports.
     fn default() -> Self {
         Self {
             diffusers: "",

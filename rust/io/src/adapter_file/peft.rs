@@ -1,6 +1,6 @@
 //! peft's files: `adapter_model.safetensors` beside `adapter_config.json`, and the configuration that gives the scales.
 //!
-//! peft multiplies every layer by alpha / r, even a LoKr without a rank, both of whose factors are full matrices.
+//! peft multiplies every layer by alpha / r, even a LoKr without a rank, whose two factors are full matrices.
 //! `LyCORIS` and tools that read its files multiply such a LoKr by 1. In peft's files, its factor [`FOLDED`] is therefore
 //! divided by peft's alpha / r.
 
@@ -200,7 +200,7 @@ pub(super) fn cayley_neumann_terms(config: &Value) -> Option<usize> {
 
 /// The name of a module in a configuration. transformers 5 has removed `text_model.` from the layer names of one of its
 /// CLIP encoders and kept it in the other. peft matches modules by the end of their names, so names without this prefix
-/// match in both.
+/// match in both encoders.
 fn module(layer: &str) -> &str {
     layer.strip_prefix("text_model.").unwrap_or(layer)
 }

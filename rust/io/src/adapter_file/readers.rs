@@ -108,7 +108,7 @@ pub const PEFT: Reader = Reader {
     magnitude: Some("lora_magnitude_vector.weight"),
 };
 
-/// The tools that load adapters of a model that only this library knows.
+/// The tools that load adapters of a model that they do not support themselves.
 pub const UNKNOWN: &[Reader] = &[PEFT];
 
 /// What a tool does with one module.

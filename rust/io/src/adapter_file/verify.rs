@@ -81,7 +81,7 @@ pub fn verify_adapter(path: &Path, parts: &[Outline]) -> Result<Report> {
     let contents = Contents::read(path)?;
     let places = places(parts.iter().map(|p| (&p.names, p.layers.keys().map(String::as_str).collect())));
     let found = contents.modules.keys().filter_map(|module| Some((module.as_str(), places.get(module)?)));
-    // A name that is the same in both of kohya's styles mixes with names of either style, so it does not count here.
+    // A name that is the same in both of kohya's styles does not mix styles, so it is left out here.
     let is_one = |(module, place): &(&str, &Place<'_>)| {
         let name = |layer| parts[place.part].names.key(layer, Style::Kohya);
         place.layers.iter().all(|(layer, _)| name(layer).as_deref() != Some(*module)) || place.style == Style::Kohya

@@ -29,7 +29,7 @@ enum Conditions {
 
 impl<M: FnMut(&Tensor, f64, &[Tensor]) -> Result<Tensor>> Guided<M> {
     /// Guide `model(x, timestep, conditioning)` away from `negative` towards `positive`. Both are lists of tensors with
-    /// the batch first, of the same shapes. `batched` passes both in one call, with `x` repeated. A `scale` of 1 calls
+    /// the batch first, of the same shapes. `batched` passes both lists in one call, with `x` repeated. A `scale` of 1 calls
     /// the model with `positive` alone.
     ///
     /// # Errors
