@@ -470,8 +470,7 @@ impl<B: Backend> Allocator<B> {
     }
 }
 
-/// Unmap memory of graphs that holds no block in use: at least `wanted` bytes, or all of it if it has fewer. Returns the number of
-/// bytes.
+/// Unmap at least `wanted` bytes of graph memory without blocks in use, or all of it. Returns the number of bytes.
 fn lend<B: Backend>(
     backend: &mut B,
     graph: &mut Space<B::Chunk>,
